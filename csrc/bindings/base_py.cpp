@@ -1,0 +1,74 @@
+#include <pybind11/stl.h>
+
+#include "hdpcomm/base/dtype.hpp"
+#include "hdpcomm/base/error.hpp"
+#include "rooms.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm {
+namespace {
+
+const char* pythonClass(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kInvalidUsage:
+      return "InvalidUsage";
+    case ErrorKind::kTimeout:
+      return "CommTimeout";
+    case ErrorKind::kPeerLost:
+      return "PeerLost";
+    case ErrorKind::kMismatch:
+      return "Mismatch";
+    case ErrorKind::kAborted:
+      return "Aborted";
+    case ErrorKind::kDevice:
+      return "DeviceError";
+    case ErrorKind::kInternal:
+      break;
+  }
+  return "Error";
+}
+
+// The classes live in Python (hdpcomm.errors): they have several bases, which CPython exceptions
+// made in C++ cannot have.
+void setPythonError(const Error& error) {
+  const py::object cls = py::module_::import("hdpcomm.errors").attr(pythonClass(error.kind()));
+  const ErrorContext& context = error.context();
+  const auto known = [](int64_t value) -> py::object {
+    return value < 0 ? py::object(py::none()) : py::object(py::int_(value));
+  };
+  const py::object instance = cls(
+      error.what(), py::arg("rank") = known(context.rank), py::arg("peer") = known(context.peer),
+      py::arg("op") = context.op.empty() ? py::object(py::none()) : py::object(py::str(context.op)),
+      py::arg("ranks") = context.ranks.empty() ? py::object(py::none())
+                                               : py::object(py::tuple(py::cast(context.ranks))),
+      py::arg("seq") = known(context.seq));
+  PyErr_SetObject(cls.ptr(), instance.ptr());
+}
+
+}  // namespace
+
+void bindBase(py::module_& module) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      setPythonError(error);
+    }
+  });
+  module.def("build_info", [] {
+    py::dict info;
+    info["compiler"] = __VERSION__;
+#ifdef HDPCOMM_WITH_CUDA
+    info["cuda"] = HDPCOMM_CUDA_VERSION;
+#else
+    info["cuda"] = py::none();
+#endif
+    return info;
+  });
+  py::dict dtypes;
+  for (int i = 0; i < kNumDTypes; ++i) dtypes[dtypeName(static_cast<DType>(i))] = i;
+  module.attr("DTYPES") = dtypes;
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,6 @@
+#include "rooms.hpp"
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The C++ core of hdpcomm.";
+  hdpcomm::bindBase(module);
+}

@@ -1,0 +1,10 @@
+// One function a room; module.cpp calls them all. A room's bindings live in <room>_py.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace hdpcomm {
+
+void bindBase(pybind11::module_& module);
+
+}  // namespace hdpcomm

@@ -1,0 +1,71 @@
+"""The errors that hdpcomm raises.
+
+Every class carries where it happened: ``rank`` (the global rank that raises), ``peer`` (the global rank it concerns),
+``op``, ``ranks`` (of the communicator) and ``seq`` (the operation's number on the raising rank); what is not known is ``None``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["Aborted", "CommTimeout", "DeviceError", "Error", "InvalidUsage", "Mismatch", "PeerLost"]
+
+
+class Error(Exception):
+    """Base of all errors of hdpcomm; raised itself for a failure inside the library or the operating system."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        op: str | None = None,
+        ranks: Sequence[int] | None = None,
+        seq: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.op = op
+        self.ranks = None if ranks is None else tuple(ranks)
+        self.seq = seq
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args[0], self.rank, self.peer, self.op, self.ranks, self.seq)
+
+
+class InvalidUsage(Error, ValueError):
+    """An argument is wrong. Nothing was sent, and the communicator stays usable."""
+
+
+class CommTimeout(Error, TimeoutError):
+    """An operation did not end before its deadline."""
+
+
+class PeerLost(Error, ConnectionError):
+    """Another rank died or left while this one depended on it; ``peer`` names it."""
+
+
+class Mismatch(Error):
+    """Ranks called different operations, or the same one with different sizes, types, roots or order."""
+
+
+class Aborted(Error):
+    """``abort()`` was called while the operation ran."""
+
+
+class DeviceError(Error):
+    """The CUDA driver or a device library reported an error."""
+
+
+def _rebuild(
+    cls: type[Error],
+    message: str,
+    rank: int | None,
+    peer: int | None,
+    op: str | None,
+    ranks: tuple[int, ...] | None,
+    seq: int | None,
+) -> Error:
+    return cls(message, rank=rank, peer=peer, op=op, ranks=ranks, seq=seq)
