@@ -1,7 +1,8 @@
 """The errors that hdpcomm raises.
 
 Every class carries where it happened: ``rank`` (the global rank that raises), ``peer`` (the global rank it concerns),
-``op``, ``ranks`` (of the communicator) and ``seq`` (the operation's number on the raising rank); what is not known is ``None``.
+``op``, ``ranks`` (of the communicator) and ``seq`` (the operation's number on the raising rank). What is not known is
+``None``.
 """
 
 from __future__ import annotations
