@@ -3,4 +3,6 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of hdpcomm.";
   hdpcomm::bindBase(module);
+  auto comm = module.def_submodule("comm");
+  hdpcomm::bindComm(comm);
 }
