@@ -54,7 +54,7 @@ struct Peer {
   uint32_t recv_number = 0;
   GiveUp failed;  // numbers of this rank's last failed operation with the peer
   GiveUp dead;                 // what is posted of operations up to these fails: the peer gave them up
-                // here
+
   std::optional<Error> death;  // why
 
   RingQueue<PendingSend> queue;
