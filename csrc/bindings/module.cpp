@@ -3,4 +3,6 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of hdpcomm.";
   hdpcomm::bindBase(module);
+  auto planner = module.def_submodule("planner", "Solver of step plans.");
+  hdpcomm::bindPlanner(planner);
 }
