@@ -57,13 +57,11 @@ def environment() -> list[dict[str, str]]:
         }
     ]
     try:
-        from hdpcomm._core import environment_table
+        from hdpcomm import _core
     except ImportError:
         return rows
-    return rows + [
-        {"name": row["name"], "value": row["value"], "default": row["default"], "meaning": row["meaning"]}
-        for row in environment_table()
-    ]
+    names = ("name", "value", "default", "meaning")
+    return rows + [dict(zip(names, row, strict=True)) for row in _core.environment()]
 
 
 def _versions() -> list[Check]:
@@ -186,9 +184,8 @@ def _read_from_sibling() -> str | None:
     libc = ctypes.CDLL(None)
     source = ctypes.create_string_buffer(b"hdpcomm!", 8)
     pr_set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
-    libc.prctl(
-        pr_set_ptracer, any_process, 0, 0, 0
-    )  # a rank allows its peers the same; fails where Yama is off, where it is not needed
+    # A rank allows its peers the same. Fails where there is no Yama; then it is not needed.
+    libc.prctl(pr_set_ptracer, any_process, 0, 0, 0)
     try:
         arguments = [sys.executable, "-S", "-c", _READER, str(os.getpid()), str(ctypes.addressof(source))]
         answer = subprocess.run(arguments, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

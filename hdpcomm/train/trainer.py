@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE, summed_loss
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.packing import Fetch, pack_shard
+from hdpcomm.train.waiting import TimedCommunicator
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -103,17 +104,16 @@ class Trainer:
         sent = self._bytes_sent()
         plan = self.planner.plan(lengths)
         check_same_plan(plan, self.comm)
-        idle = -self._waited()
         self.gradients.zero()
+        rings = TimedCommunicator(self.comm)
         loss = torch.zeros(2, dtype=torch.float64)
         scale = 1.0 / max(1, sum(lengths))
         for micro_batch in plan.for_rank(self.comm.rank):
-            loss += self._run(micro_batch, fetch, scale)
+            loss += self._run(micro_batch, fetch, scale, rings)
         self._synchronize()
-        idle += self._waited()
         finished = time.perf_counter()
         self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
-        idle += time.perf_counter() - finished
+        idle = rings.waited + time.perf_counter() - finished
         total, labels = loss.tolist()
         mean = self._mean(total, labels)
         self.comm.all_reduce(self.gradients.flat)
@@ -124,10 +124,9 @@ class Trainer:
         self._synchronize()
         return self._metrics(plan, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
 
-    def _run(self, micro_batch: MicroBatch, fetch: Fetch, scale: float) -> Tensor:
+    def _run(self, micro_batch: MicroBatch, fetch: Fetch, scale: float, rings: TimedCommunicator) -> Tensor:
         """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
-        comm = self.comm.subset(micro_batch.ranks)
-        assert comm is not None, "the plan gave this rank a micro-batch of other ranks"
+        comm = cast("Communicator", rings.subset(micro_batch.ranks))
         packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
         logits = self.model(packed.tokens, positions=packed.positions, cu_seqlens=packed.cu_seqlens, comm=comm)
         loss = self._loss(logits, packed.labels)
@@ -188,9 +187,6 @@ class Trainer:
 
     def _bytes_sent(self) -> int:
         return int(self.comm.stats()["bytes_sent"])
-
-    def _waited(self) -> float:
-        return float(self.comm.stats()["wait_s"])
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

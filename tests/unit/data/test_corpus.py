@@ -117,7 +117,7 @@ def test_standard_library_without_sources(tmp_path, monkeypatch):
 
 
 BAD = {
-    "missing": (lambda p: None, "no such file or folder"),
+    "missing": (lambda _: None, "no such file or folder"),
     "empty": (lambda p: p.touch(), "the file is empty"),
     "binary": (lambda p: p.write_bytes(bytes(range(256)) * 4), "this is a binary file"),
     "noise": (lambda p: p.write_bytes(bytes(b for b in range(1, 256)) * 4), "this is a binary file"),
@@ -169,7 +169,7 @@ def test_bad_jsonl_lines_name_file_and_line(tmp_path, line):
 def test_invalid_utf8_in_jsonl(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(InvalidUsage, match="a.jsonl:1: this line is not JSON"):
+    with pytest.raises(InvalidUsage, match=r"a\.jsonl:1: this line is not JSON"):
         open_corpus([path], context=64)
 
 
