@@ -3,4 +3,6 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of hdpcomm.";
   hdpcomm::bindBase(module);
+  auto kernels = module.def_submodule("kernels");
+  hdpcomm::bindKernels(kernels);
 }
