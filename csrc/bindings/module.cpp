@@ -7,4 +7,6 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindPlanner(planner);
   auto kernels = module.def_submodule("kernels");
   hdpcomm::bindKernels(kernels);
+  auto comm = module.def_submodule("comm");
+  hdpcomm::bindComm(comm);
 }
