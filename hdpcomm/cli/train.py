@@ -103,9 +103,7 @@ def _train(options: argparse.Namespace) -> int:
         if int(os.environ["RANK"]) != 0:
             return 0
     else:
-        from hdpcomm.comm.launch import launch
-
-        result = launch(run_rank, ranks, job)[0]
+        result = _start_ranks(job, ranks)
     _report(options, job, result)
     return 0
 
@@ -170,6 +168,20 @@ def run_rank(job: _Job) -> RunResult:
             return run(comm, job.corpus, job.config)
         with Progress(job.config, log=job.log) as progress:
             return run(comm, job.corpus, job.config, on_step=progress.step)
+
+
+def _start_ranks(job: _Job, ranks: int) -> RunResult:
+    """Runs the job on new processes of this host; raises what a rank raised, or PeerLost when one died."""
+    from rich.console import Console
+
+    from hdpcomm.comm.launch import run_ranks
+
+    try:
+        result: RunResult = run_ranks(run_rank, ranks, job)[0]
+        return result
+    except BaseException:
+        Console(stderr=True).show_cursor()  # rank 0 may have died inside its progress bar
+        raise
 
 
 def _report(options: argparse.Namespace, job: _Job, result: RunResult) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         normed = F.rms_norm(x.to(wide), (x.shape[-1],), eps=self.eps)
-        return normed.to(x.dtype) * self.weight
+        scaled: Tensor = normed.to(x.dtype) * self.weight
+        return scaled
 
 
 class _Attention(nn.Module):
@@ -116,7 +117,7 @@ class _Attention(nn.Module):
         q = apply_rope(self.q(x).view(tokens, self.heads, self.head_dim), tables)
         k = apply_rope(self.k(x).view(tokens, self.kv_heads, self.head_dim), tables)
         v = self.v(x).view(tokens, self.kv_heads, self.head_dim)
-        attended = ring_attention(q, k, v, comm=comm, cu_seqlens=cu_seqlens, causal=True)
+        attended = cast(Tensor, ring_attention(q, k, v, comm=comm, cu_seqlens=cu_seqlens, causal=True))
         mixed: Tensor = self.out(attended.reshape(tokens, self.heads * self.head_dim))
         return mixed
 
@@ -143,7 +144,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor, comm: Communicator) -> Tensor:
         x = x + self.attention(self.attention_norm(x), tables, cu_seqlens, comm)
-        return x + self.ffn(self.ffn_norm(x))
+        mixed: Tensor = x + self.ffn(self.ffn_norm(x))
+        return mixed
 
 
 class Llama(nn.Module):

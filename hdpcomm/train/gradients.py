@@ -40,7 +40,9 @@ class GradientBuffer:
         size = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(size, dtype=torch.float64 if wide else torch.float32, device=self.parameters[0].device)
         sizes = [p.numel() for p in self.parameters]
-        self._views = [part.view(p.shape) for part, p in zip(self.flat.split(sizes), self.parameters, strict=True)]
+        self._views = [
+            part.view(p.shape) for part, p in zip(torch.split(self.flat, sizes), self.parameters, strict=True)
+        ]
 
     def zero(self) -> None:
         """Forgets all gradients and takes over ``.grad`` of every parameter. Call at the start of a step."""
