@@ -40,9 +40,9 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """Joins the world and returns the communicator of all its ranks.
 
     Collective over all ranks of the job. The world is the one of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``); without ``WORLD_SIZE`` it is a world of
-    one. If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called
-    again after ``close()``, or for a second, independent world.
+    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``); without ``WORLD_SIZE`` it is a world of one.
+    If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
+    after ``close()``, or for a second, independent world.
 
     transport: ``auto`` or ``shm`` (ranks on one host).
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.

@@ -95,9 +95,7 @@ class RankPool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """As :func:`run_ranks`, on the ranks of this pool. After an error that is not ``fn``'s own, the pool is
-        closed.
-        """
+        """As :func:`run_ranks`, on the ranks of this pool. After an error that is not ``fn``'s own, the pool is closed."""
         message = pickle.dumps((fn, args))
         for pipe in self._pipes:
             pipe.send_bytes(message)

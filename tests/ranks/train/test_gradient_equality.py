@@ -19,13 +19,9 @@ UNTIED = LlamaConfig(vocabulary=29, layers=1, hidden=24, heads=3, kv_heads=1, ff
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
 
-# 110 tokens need 3 ranks of 40; one sequence of 1 token; many short ones, so that ranks run different numbers of
-micro-batches LENGTHS
-
-
-
-= (110, 1, 7, 33, 2, 18,
-40, 5, 64, 3, 12, 29)
+# 110 tokens need 3 ranks of 40; one sequence has 1 token; the many short ones make the ranks' numbers of micro-batches
+# differ.
+LENGTHS = (110, 1, 7, 33, 2, 18, 40, 5, 64, 3, 12, 29)
 
 
 def tokens_of(lengths, config):
@@ -100,9 +96,7 @@ def test_policies(ranks, policy, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 def test_plan_by_hand(dtype):
-    """Unequal numbers of micro-batches, a sequence on 3 of 4 ranks in odd order, one of length 1 on 4 ranks, a rank
-    with nothing.
-    """
+    """Three of four ranks in odd order, one token on four ranks, unequal numbers of micro-batches, a rank with none."""
     batches = [
         ((2, 0, 3), (0, 2)),
         ((1,), (3, 4)),
