@@ -1,0 +1,297 @@
+// DP-Balance taken further. The ranks are blocks: neighbouring ranks that are free at the same
+// time. Sequences come long ones first; each takes part of one block, with the fewest ranks that
+// end before a target time, so that no rank ever waits for another one. The short sequences are
+// poured over the ranks at last, each onto the least loaded one. Several targets near the lower
+// bound are tried, and the shortest plan is kept.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <queue>
+
+#include "hdpcomm/planner/plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+struct Job {
+  int32_t sequence = 0;
+  int min_size = 1;
+  int fastest = 0;  // 0: not computed yet
+  Load load;
+  double alone = 0;  // seconds at min_size
+};
+
+struct Block {
+  double ready = 0;
+  int first = 0;
+  int count = 0;
+};
+
+struct Placement {
+  int32_t job = 0;
+  double start = 0;
+  std::vector<std::pair<int, int>> ranges;  // (first rank, count)
+};
+
+class Packer {
+ public:
+  Packer(const Problem& problem, std::vector<Job>& jobs)
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs) {}
+
+  // Returns the makespan; the placements and the loads of the ranks can be read afterwards.
+  double run(double target) {
+    target_ = target;
+    placements_.clear();
+    blocks_.assign(1, Block{0, 0, problem_.ranks()});
+    const double sand = kSandShare * target;
+    size_t next = 0;
+    for (; next < jobs_.size(); ++next) {
+      Job& job = jobs_[next];
+      if (job.min_size == 1 && job.alone <= sand) break;
+      if (!placeInBlock(next)) placeAnywhere(next);
+    }
+    return pour(next);
+  }
+
+  const std::vector<Placement>& placements() const { return placements_; }
+  const std::vector<std::vector<int32_t>>& poured() const { return poured_; }
+  const std::vector<double>& gangEnd() const { return gang_end_; }
+
+ private:
+  static constexpr double kSandShare = 0.1;
+
+  int fastest(Job& job) {
+    if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
+    return job.fastest;
+  }
+
+  // The fullest block in which the job ends before the target with its fewest ranks; else the
+  // fullest one in which it does with more.
+  bool placeInBlock(size_t index) {
+    Job& job = jobs_[index];
+    const double latest = target_ - job.alone;
+    auto end = std::upper_bound(blocks_.begin(), blocks_.end(), latest,
+                                [](double time, const Block& b) { return time < b.ready; });
+    for (auto it = end; it != blocks_.begin();) {
+      --it;
+      if (it->count >= job.min_size && take(index, it - blocks_.begin(), job.min_size)) return true;
+    }
+    const int most = fastest(job);
+    const double shortest = cost_.seconds(job.load, most);
+    end = std::upper_bound(blocks_.begin(), blocks_.end(), target_ - shortest,
+                           [](double time, const Block& b) { return time < b.ready; });
+    size_t best = blocks_.size();
+    int best_size = 0;
+    for (auto it = end; it != blocks_.begin();) {
+      --it;
+      if (it->count < job.min_size) continue;
+      const int size =
+          cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count), target_ - it->ready);
+      if (size > 0 && (best_size == 0 || size < best_size)) {
+        best = it - blocks_.begin();
+        best_size = size;
+      }
+    }
+    return best_size > 0 && take(index, best, best_size);
+  }
+
+  // Where in a block a group should lie: inside one node if it fits into one, else at its start.
+  int position(const Block& block, int size) const {
+    const int node = cost_.cluster().ranks_per_node;
+    const auto inside = [&](int first) { return first / node == (first + size - 1) / node; };
+    if (size > node || inside(block.first)) return block.first;
+    const int last = block.first + block.count - size;
+    const int boundary = (block.first / node + 1) * node;
+    if (boundary <= last) return boundary;
+    return inside(last) ? last : block.first;
+  }
+
+  bool take(size_t index, size_t at, int size) {
+    const Job& job = jobs_[index];
+    const Block block = blocks_[at];
+    const int first = position(block, size);
+    const int node = cost_.cluster().ranks_per_node;
+    const bool one_node = first / node == (first + size - 1) / node;
+    const double end = block.ready + cost_.seconds(job.load, size, one_node);
+    if (end > target_ * (1 + 1e-9)) return false;
+    blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
+    insert({block.ready, block.first, first - block.first});
+    insert({block.ready, first + size, block.first + block.count - first - size});
+    insert({end, first, size});
+    placements_.push_back({static_cast<int32_t>(index), block.ready, {{first, size}}});
+    return true;
+  }
+
+  // No block has room: join the blocks that are free first, so that the job costs least, in idle
+  // time, additional work and time beyond the target.
+  void placeAnywhere(size_t index) {
+    Job& job = jobs_[index];
+    double best_score = std::numeric_limits<double>::infinity();
+    size_t best_blocks = 0;
+    int best_size = 0;
+    int count = 0;
+    double ready_area = 0;
+    const int most = fastest(job);
+    for (size_t k = 0; k < blocks_.size(); ++k) {
+      count += blocks_[k].count;
+      ready_area += blocks_[k].ready * blocks_[k].count;
+      if (count < job.min_size) continue;
+      const double start = blocks_[k].ready;
+      const int widest = std::min(most, count);
+      int size = cost_.sizeWithin(job.load, job.min_size, widest, target_ - start);
+      for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
+        const double time = cost_.seconds(job.load, candidate);
+        const double holes =
+            start * count - ready_area - (count - candidate) * (start - blocks_[k].ready);
+        const double extra = candidate * time - job.min_size * job.alone;
+        const double late = std::max(0.0, start + time - target_) * problem_.ranks();
+        const double score = holes + extra + late;
+        if (score < best_score) {
+          best_score = score;
+          best_blocks = k + 1;
+          best_size = candidate;
+        }
+      }
+      if (count >= most) break;
+    }
+    join(index, best_blocks, best_size);
+  }
+
+  void join(size_t index, size_t num_blocks, int size) {
+    std::vector<Block> used(blocks_.begin(),
+                            blocks_.begin() + static_cast<std::ptrdiff_t>(num_blocks));
+    blocks_.erase(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(num_blocks));
+    const double start = used.back().ready;
+    Placement placement{static_cast<int32_t>(index), start, {}};
+    // From the block that is free last backwards: what is left over is free early.
+    int left = size;
+    for (auto it = used.rbegin(); it != used.rend(); ++it) {
+      const int count = std::min(left, it->count);
+      if (count > 0) placement.ranges.push_back({it->first, count});
+      insert({it->ready, it->first + count, it->count - count});
+      left -= count;
+    }
+    const int node = cost_.cluster().ranks_per_node;
+    bool one_node = true;
+    for (const auto& [first, count] : placement.ranges) {
+      one_node = one_node && first / node == placement.ranges[0].first / node &&
+                 (first + count - 1) / node == placement.ranges[0].first / node;
+    }
+    const double end = start + cost_.seconds(jobs_[index].load, size, one_node);
+    for (const auto& [first, count] : placement.ranges) insert({end, first, count});
+    placements_.push_back(std::move(placement));
+  }
+
+  void insert(const Block& block) {
+    if (block.count <= 0) return;
+    const auto place =
+        std::upper_bound(blocks_.begin(), blocks_.end(), block,
+                         [](const Block& a, const Block& b) { return a.ready < b.ready; });
+    blocks_.insert(place, block);
+  }
+
+  // Puts the jobs from `next` on, which take one rank each, onto the least loaded ranks.
+  double pour(size_t next) {
+    gang_end_.assign(problem_.ranks(), 0.0);
+    for (const Block& block : blocks_) {
+      std::fill_n(gang_end_.begin() + block.first, block.count, block.ready);
+    }
+    poured_.assign(problem_.ranks(), {});
+    using Entry = std::pair<double, int>;
+    std::vector<Entry> entries;
+    for (int rank = 0; rank < problem_.ranks(); ++rank) entries.push_back({gang_end_[rank], rank});
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks(std::greater<>(),
+                                                                         std::move(entries));
+    double makespan = blocks_.back().ready;
+    const CostParams& params = cost_.params();
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    for (; next < jobs_.size(); ++next) {
+      const Job& job = jobs_[next];
+      auto [time, rank] = ranks.top();
+      ranks.pop();
+      poured_[rank].push_back(job.sequence);
+      time += job.alone - params.fixed * (1 - job.load.tokens / capacity);
+      makespan = std::max(makespan, time);
+      ranks.push({time, rank});
+    }
+    return makespan;
+  }
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  std::vector<Job>& jobs_;
+  double target_ = 0;
+  std::vector<Block> blocks_;  // by rising ready time
+  std::vector<Placement> placements_;
+  std::vector<std::vector<int32_t>> poured_;  // short sequences by rank
+  std::vector<double> gang_end_;
+};
+
+std::vector<Job> makeJobs(const Problem& problem) {
+  std::vector<Job> jobs;
+  jobs.reserve(problem.count());
+  for (const int32_t sequence : problem.byLength()) {
+    Job job;
+    job.sequence = sequence;
+    job.min_size = problem.minRanks(sequence);
+    job.load.add(problem.lengths()[sequence]);
+    job.alone = problem.cost().seconds(job.load, job.min_size);
+    jobs.push_back(job);
+  }
+  return jobs;
+}
+
+std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& jobs,
+                                const Packer& packer) {
+  std::vector<MicroBatch> batches;
+  for (const Placement& placement : packer.placements()) {
+    MicroBatch batch;
+    std::vector<int32_t> ranks;
+    for (const auto& [first, count] : placement.ranges) {
+      for (int rank = first; rank < first + count; ++rank) ranks.push_back(rank);
+    }
+    std::sort(ranks.begin(), ranks.end());
+    batch.ranks = ringOrder(std::move(ranks));
+    batch.sequences = {jobs[placement.job].sequence};
+    batch.start = placement.start;
+    batches.push_back(std::move(batch));
+  }
+  const int64_t capacity = problem.cost().memory().capacity;
+  for (int rank = 0; rank < problem.ranks(); ++rank) {
+    double start = packer.gangEnd()[rank];
+    for (auto& bin : packBestFit(problem.lengths(), packer.poured()[rank], capacity)) {
+      MicroBatch batch;
+      batch.ranks = {rank};
+      batch.sequences = std::move(bin);
+      batch.start = start;
+      price(problem, batch);
+      start += batch.seconds;
+      batches.push_back(std::move(batch));
+    }
+  }
+  return batches;
+}
+
+}  // namespace
+
+Plan planBalanced(const Problem& problem, double lower_bound) {
+  std::vector<Job> jobs = makeJobs(problem);
+  if (jobs.empty()) return finishPlan(problem, {});
+  Packer packer(problem, jobs);
+  double best = std::numeric_limits<double>::infinity();
+  double best_target = 0;
+  for (const double slack :
+       {1.0, 1.005, 1.01, 1.015, 1.02, 1.03, 1.04, 1.05, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.3}) {
+    const double target = lower_bound * slack * (1 + 1e-6);
+    if (target >= best) break;
+    const double makespan = packer.run(target);
+    if (makespan < best) {
+      best = makespan;
+      best_target = target;
+    }
+  }
+  packer.run(best_target);
+  return finishPlan(problem, collect(problem, jobs, packer));
+}
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,32 @@
+from collections.abc import Sequence
+from typing import Any
+
+class CostModel:
+    def __init__(
+        self,
+        *,
+        attention: float,
+        piece: float,
+        linear: float,
+        fixed: float,
+        ring_step: float,
+        kv_intra: float,
+        kv_inter: float,
+        latency_intra: float,
+        latency_inter: float,
+        capacity: int,
+        offloadable: float,
+        copy: float,
+        forward: float,
+        ranks: int,
+        ranks_per_node: int,
+        pipeline: int,
+    ) -> None: ...
+    def seconds(self, lengths: Sequence[int], size: int, one_node: bool) -> float: ...
+    def max_offload(self, lengths: Sequence[int]) -> float: ...
+    def token_limit(self, ratio: float) -> int: ...
+    def min_ranks(self, length: int) -> int: ...
+
+def solve(cost: CostModel, lengths: Sequence[int], policy: str, context: int, context_ranks: int) -> dict[str, Any]: ...
+def lower_bound(cost: CostModel, lengths: Sequence[int]) -> float: ...
+def ring_order(ranks: Sequence[int]) -> list[int]: ...
