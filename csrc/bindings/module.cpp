@@ -3,6 +3,8 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of hdpcomm.";
   hdpcomm::bindBase(module);
+  auto comm = module.def_submodule("comm");
+  hdpcomm::bindComm(comm);
   auto kernels = module.def_submodule("kernels");
   hdpcomm::bindKernels(kernels);
 }

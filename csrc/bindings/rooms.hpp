@@ -6,6 +6,7 @@
 namespace hdpcomm {
 
 void bindBase(pybind11::module_& module);
+void bindComm(pybind11::module_& module);
 void bindKernels(pybind11::module_& module);
 
 }  // namespace hdpcomm
