@@ -9,7 +9,7 @@ from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["available", "choose"]
+__all__ = ["Problem", "available", "choose"]
 
 _BACKENDS: tuple[Backend, ...] = (
     CpuBackend(),

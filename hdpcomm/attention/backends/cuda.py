@@ -1,7 +1,7 @@
 """torch's fused attention operators on CUDA: flash (varlen), memory-efficient and cuDNN (one call a tile).
 
-None of them has a softcap. What they return differs: flash gives lse [heads, tokens]; the memory-efficient one pads it to a
-multiple of 32 queries; cuDNN adds a last dimension of 1.
+None of them has a softcap. What they return differs: flash gives lse [heads, tokens]; the memory-efficient one pads
+it to a multiple of 32 queries; cuDNN adds a last dimension of 1.
 """
 
 from __future__ import annotations
@@ -103,7 +103,13 @@ class _DenseBackend:
         raise NotImplementedError
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Sequence[Tile], score: Score, result: Accumulator
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        result: Accumulator,
     ) -> None:
         for tile in (part for whole in tiles for part in lower(whole)):
             keys = (tile.k_start, tile.k_stop)
@@ -177,7 +183,7 @@ class CudnnBackend(_DenseBackend):
     name = "cudnn"
 
     def refuses(self, problem: Problem) -> str | None:
-        if problem.device == "cuda" and not torch.backends.cudnn.is_available():
+        if problem.device == "cuda" and not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
             return "this build of torch has no cuDNN"
         if problem.windowed:
             return "torch's operator passes no sliding window to cuDNN"
@@ -194,7 +200,7 @@ class CudnnBackend(_DenseBackend):
     ) -> _Tensors:
         seed = torch.zeros((), dtype=torch.int64, device=dout.device)
         parts: _Tensors = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout, *qkv, out, lse.unsqueeze(-1), seed, seed, None, None, None, out.shape[2], qkv[1].shape[2], 0.0, causal,
-            scale=scale,
+            dout, *qkv, out, lse.unsqueeze(-1), seed, seed, None, None, None, out.shape[2], qkv[1].shape[2],
+            0.0, causal, scale=scale,
         )  # fmt: skip
         return parts

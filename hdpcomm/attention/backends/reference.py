@@ -1,7 +1,8 @@
-"""Plain softmax attention in float64 with torch's basic operations: the oracle, and what is left where nothing is fused.
+"""Plain softmax attention in float64 with torch's basic operations: the oracle, and what is left where nothing is
+fused.
 
-Slow, exact, on any device, for any mask, and the only backend on the CPU with a softcap. Queries are taken in blocks, so that
-memory stays at block x keys.
+Slow, exact, on any device, for any mask, and the only backend on the CPU with a softcap. Queries are taken in blocks,
+so that memory stays at block x keys.
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ def _hidden(tile: Tile, rows: slice, device: torch.device) -> torch.Tensor | Non
     return hidden
 
 
+def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[rows, heads, ...] as [rows, kv_heads, group, ...]."""
+    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+
+
 def _scores(
     q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores [kv_heads, group, rows, keys] and, with a softcap, their derivative by the uncapped ones."""
-    grouped = q.unflatten(1, (k.shape[1], -1))
+    grouped = _grouped(q, k.shape[1])
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k) * score.scale
     slope = None
     if score.softcap:
@@ -60,14 +66,20 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def refuses(self, problem: Problem) -> str | None:  # noqa: ARG002: it does everything
+    def refuses(self, problem: Problem) -> str | None:  # noqa: ARG002
         return None
 
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002: whatever comes in
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002
         return torch.float64
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Sequence[Tile], score: Score, result: Accumulator
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        result: Accumulator,
     ) -> None:
         for tile, rows, keys in _blocks(tiles):
             scores, _ = _scores(q[rows], k[keys], _hidden(tile, rows, q.device), score)
@@ -91,16 +103,16 @@ class ReferenceBackend:
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         dq, dk, dv = grads
-        groups = (k.shape[1], -1)
+        heads = k.shape[1]
         for tile, rows, keys in _blocks(tiles):
             scores, slope = _scores(q[rows], k[keys], _hidden(tile, rows, q.device), score)
-            row_lse = lse[rows].to(scores.dtype).unflatten(1, groups).permute(1, 2, 0)
+            row_lse = _grouped(lse[rows].to(scores.dtype), heads).permute(1, 2, 0)
             weights = torch.exp(scores - row_lse[..., None])
-            grad_out = dout[rows].unflatten(1, groups)
-            delta = (dout[rows] * out[rows]).sum(-1).unflatten(1, groups).permute(1, 2, 0)
+            grad_out = _grouped(dout[rows], heads)
+            delta = _grouped((dout[rows] * out[rows]).sum(-1), heads).permute(1, 2, 0)
             dv[keys] += torch.einsum("hgqk,qhgd->khd", weights, grad_out).to(dv.dtype)
             dscores = weights * (torch.einsum("qhgd,khd->hgqk", grad_out, v[keys]) - delta[..., None]) * score.scale
             if slope is not None:
                 dscores = dscores * slope
             dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k[keys]).flatten(1, 2).to(dq.dtype)
-            dk[keys] += torch.einsum("hgqk,qhgd->khd", dscores, q[rows].unflatten(1, groups)).to(dk.dtype)
+            dk[keys] += torch.einsum("hgqk,qhgd->khd", dscores, _grouped(q[rows], heads)).to(dk.dtype)

@@ -1,11 +1,12 @@
 """Backends whose kernels take many sequences in one call (cu_seqlens): tiles are batched into as few calls as possible.
 
-Tiles go into one call if they have the same window and share neither queries nor keys; so nothing is added twice within a
-call, and the order of additions is fixed. Kernels of this kind align queries and keys at their ends.
+Tiles go into one call if they have the same window and share neither queries nor keys; so nothing is added twice
+within a call, and the order of additions is fixed. Kernels of this kind align queries and keys at their ends.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,7 +45,7 @@ def _window(tile: Tile) -> tuple[int, int]:
 
 def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor | slice:
     """A slice where the ranges follow each other, else their row numbers."""
-    if all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)):
+    if all(a[1] == b[0] for a, b in itertools.pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return torch.cat([torch.arange(*r) for r in ranges]).to(device)
 
@@ -115,7 +116,13 @@ class VarlenBackend:
         raise NotImplementedError
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Sequence[Tile], score: Score, result: Accumulator
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        result: Accumulator,
     ) -> None:
         for batch in batches_of(tuple(tiles), q.device):
             out, lse = self.call_forward(q[batch.q_rows], k[batch.k_rows], v[batch.k_rows], batch, score)
