@@ -172,6 +172,19 @@ def _facts(call: Call, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | N
     return facts, summary
 
 
+def _check_finite(name: str, x: torch.Tensor) -> None:
+    """Kernels may hide a NaN (torch's CPU operator takes such a row for one without keys): look for it before."""
+    total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if bool(torch.isfinite(total)) or bool(torch.isfinite(x).all()):
+        return
+    place = (~torch.isfinite(x)).nonzero()[0].tolist()
+    raise InvalidUsage(
+        f"{name} holds NaN or infinity (first at local token {place[-3]}, head {place[-2]}); look at what makes "
+        f"it, or pass "
+        "check=False to let it through"
+    )
+
+
 def _check_lse(lse: torch.Tensor) -> InvalidUsage | None:
     """The complaint about scores that are not numbers (-inf is a query without keys, and fine)."""
     bad = torch.isnan(lse) | (lse == torch.inf)
@@ -180,8 +193,7 @@ def _check_lse(lse: torch.Tensor) -> InvalidUsage | None:
     token, head = (int(i) for i in bad.nonzero()[0])
     return InvalidUsage(
         f"the log-sum-exp of {int(bad.sum())} of {lse.numel()} rows is not a number (first: local token {token}, head "
-        f"{head}): q or k hold NaN or infinity, or their products overflow; look at the layer's input, or lower "
-        f"the scale"
+        f"{head}): the products of q and k overflow; look at the layer's input, or lower the scale"
     )
 
 
@@ -207,6 +219,9 @@ def attend(
         layouts = _layouts(cu_seqlens, cu_seqlens_k, 1 if comm is None else comm.size)
         folded = _fold(q), _fold(k), _fold(v)
         call = _make_call(folded[0], folded[1], comm, layouts, options)
+        if careful:
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                _check_finite(name, x)
         facts = _facts(call, q, k, sinks) if careful and several is not None else ("", "")
     except InvalidUsage as problem:
         if several is None or not careful:
