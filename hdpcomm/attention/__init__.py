@@ -4,6 +4,7 @@ from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, unshard
+from hdpcomm.attention.packing import packed_attention, packing, scaled_dot_product_attention
 from hdpcomm.attention.variants import Costs
 
 __all__ = [
@@ -11,8 +12,11 @@ __all__ = [
     "Problem",
     "available_backends",
     "local_cu_seqlens",
+    "packed_attention",
+    "packing",
     "positions",
     "ring_attention",
+    "scaled_dot_product_attention",
     "shard",
     "unshard",
 ]

@@ -20,7 +20,7 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Options", "attend", "ring_attention"]
+__all__ = ["Options", "attend", "plan_call", "ring_attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,20 @@ def _make_call(
     )
 
 
+def plan_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    cu_seqlens_k: CuSeqlens | None,
+    options: Options,
+) -> Call:
+    """The call that these arguments make; ``q``, ``k``: [T_local, heads, head_dim]. Local. Raises InvalidUsage."""
+    _check_numbers(options)
+    layouts = _layouts(cu_seqlens, cu_seqlens_k, 1 if comm is None else comm.size)
+    return _make_call(q, k, comm, layouts, options)
+
+
 def _fold(x: torch.Tensor) -> torch.Tensor:
     """[batch, tokens, heads, head_dim] -> [tokens, batch * heads, head_dim]; rows of one layout share all tiles."""
     return x.transpose(0, 1).flatten(1, 2).contiguous() if x.ndim == 4 else x
@@ -164,7 +178,7 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
 def _facts(call: Call, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> tuple[str, str]:
     """What has to be the same on all ranks, and the same for people."""
     lengths = call.q_layout.lengths.tolist(), call.kv_layout.lengths.tolist()
-    shapes = f"{tuple(q.shape[1:])} {tuple(k.shape[1:])} {q.dtype} {q.device.type}"
+    shapes = f"q {(*q.shape[:-3], *q.shape[-2:])} k {(*k.shape[:-3], *k.shape[-2:])} {q.dtype} {q.device.type}"
     settings = f"{call.band} {call.score} gather={call.gather} head_group={call.head_group} sinks={sinks is not None}"
     facts = f"{lengths} {shapes} {settings}"
     shown = str(lengths[0]) if len(lengths[0]) <= 12 else f"{lengths[0][:12]}..."
@@ -215,10 +229,8 @@ def attend(
     error: InvalidUsage | None = None
     try:
         _check_tensors(q, k, v, sinks)
-        _check_numbers(options)
-        layouts = _layouts(cu_seqlens, cu_seqlens_k, 1 if comm is None else comm.size)
         folded = _fold(q), _fold(k), _fold(v)
-        call = _make_call(folded[0], folded[1], comm, layouts, options)
+        call = plan_call(folded[0], folded[1], comm, cu_seqlens, cu_seqlens_k, options)
         if careful:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 _check_finite(name, x)

@@ -18,7 +18,7 @@ from hdpcomm.attention.tiles import Band
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Call", "backward", "forward"]
+__all__ = ["Call", "backward", "forward", "retrace"]
 
 _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -122,6 +122,18 @@ def forward(
         return result.out, result.lse, saved
     out, lse = trade.give_back(result.out, result.lse)
     return out, lse, saved
+
+
+def retrace(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
+) -> list[torch.Tensor]:
+    """What :func:`backward` needs, from a call's inputs and outputs; for callers that could keep only these."""
+    place = _place(call)
+    if place.group is None:
+        return [q, k, v, out, lse]
+    trade = _HeadTrade(call, place.group, q.shape[1], k.shape[1])
+    q, out, lse, k, v = trade.collect(q, out, lse, k, v, kv=2)
+    return [q, k, v, out, lse]
 
 
 def backward(
