@@ -47,6 +47,9 @@ struct Span {
 struct Send {
   int peer = 0;  // group rank
   Span from;
+  // May be in flight until the schedule's end: its span is not written before the peer has taken it
+  // (the algorithm sees to that). Otherwise the step ends only when the peer has taken it.
+  bool deferred = false;
   bool confirm = false;  // set by finish(): nothing else tells this rank that the peer takes part
 };
 

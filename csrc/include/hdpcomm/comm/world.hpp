@@ -55,6 +55,7 @@ class World {
 
  private:
   void progressLocked();
+  bool advanceLocked();
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
   void checkUsable() const;
