@@ -81,7 +81,7 @@ def enable(model: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise InvalidUsage(
-            "transformers with AttentionMaskInterface (4.53 or later) is needed; pip install 'hdpcomm[huggingface]'"
+            "transformers with AttentionMaskInterface (4.54 or later) is needed; pip install 'hdpcomm[huggingface]'"
         ) from error
     if not callable(getattr(model, "set_attn_implementation", None)):
         raise InvalidUsage(f"{type(model).__name__} is not a transformers model with selectable attention")

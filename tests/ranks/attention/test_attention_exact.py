@@ -4,23 +4,15 @@ import os
 
 import pytest
 import torch
-from attention_oracle import GRADS, Case, check, error, expected, on_rank, on_ranks, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdpcomm as hdp
-from hdpcomm.testing import spawn
+from hdpcomm.attention import unshard
+from tests.ranks.attention.attention_oracle import GRADS, Case, check, error, expected, on_rank, on_ranks, plain
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 LENGTH = st.one_of(st.integers(0, 30), st.integers(1, 300), st.integers(1, 2000))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @st.composite
@@ -156,17 +148,14 @@ def test_lse_is_the_log_of_the_sum():
 
 
 def process_main(case):
-    torch.set_num_threads(1)
     with hdp.init() as comm:
         return os.getpid(), on_rank(case, comm)
 
 
-def test_ranks_may_be_processes():
+def test_ranks_may_be_processes(ranks):
     case = Case(2, [100, 3], heads=4, kv_heads=2)
-    results = spawn(process_main, 2, case)
+    results = ranks(2, process_main, case)
     assert len({pid for pid, _ in results}) == 2
     want = on_ranks(case)
-    from hdpcomm.attention import unshard
-
     for name in GRADS:
         assert torch.equal(unshard([result[name] for _, result in results], case.cu), want[name])

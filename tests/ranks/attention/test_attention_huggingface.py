@@ -12,7 +12,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.huggingface import enable, shard_batch
 from hdpcomm.testing import run_threads
 
-transformers = pytest.importorskip("transformers", minversion="4.53")
+transformers = pytest.importorskip("transformers", minversion="4.54")
 
 LENGTHS = [37, 1, 90, 12, 5]
 CU = np.cumsum([0, *LENGTHS]).tolist()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from attention_oracle import Case, visible
 
 import hdpcomm as hdp
 from hdpcomm.attention import positions, ring_attention, shard
 from hdpcomm.testing import run_threads
+from tests.ranks.attention.attention_oracle import Case, visible
 
 PACKS = {
     "one": Case(4, [512]),
