@@ -1,4 +1,4 @@
-"""Every way in which ranks can disagree, leave or die: the right error on the right ranks, soon; nothing broken after."""
+"""Every way in which ranks can disagree, leave or die: the right error on the right ranks, soon, and nothing broken."""
 
 from __future__ import annotations
 
