@@ -39,8 +39,11 @@ class Packer {
       : problem_(problem), cost_(problem.cost()), jobs_(jobs) {}
 
   // Returns the makespan; the placements and the loads of the ranks can be read afterwards.
-  double run(double target) {
+  // With `fill`, a job that would leave a minor part of its block over takes the whole block: jobs
+  // that are too wide to run side by side then follow each other without a gap.
+  double run(double target, bool fill) {
     target_ = target;
+    fill_ = fill;
     placements_.clear();
     blocks_.assign(1, Block{0, 0, problem_.ranks()});
     const double sand = kSandShare * target;
@@ -107,8 +110,11 @@ class Packer {
   }
 
   bool take(size_t index, size_t at, int size) {
-    const Job& job = jobs_[index];
+    Job& job = jobs_[index];
     const Block block = blocks_[at];
+    if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
+      size = block.count;
+    }
     const int first = position(block, size);
     const int node = cost_.cluster().ranks_per_node;
     const bool one_node = first / node == (first + size - 1) / node;
@@ -221,6 +227,7 @@ class Packer {
   const CostModel& cost_;
   std::vector<Job>& jobs_;
   double target_ = 0;
+  bool fill_ = false;
   std::vector<Block> blocks_;  // by rising ready time
   std::vector<Placement> placements_;
   std::vector<std::vector<int32_t>> poured_;  // short sequences by rank
@@ -280,17 +287,21 @@ Plan planBalanced(const Problem& problem, double lower_bound) {
   Packer packer(problem, jobs);
   double best = std::numeric_limits<double>::infinity();
   double best_target = 0;
-  for (const double slack :
-       {1.0, 1.005, 1.01, 1.015, 1.02, 1.03, 1.04, 1.05, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.3}) {
+  bool best_fill = false;
+  for (const double slack : {1.0, 1.003, 1.006, 1.01, 1.015, 1.02, 1.03, 1.04, 1.05, 1.06, 1.08,
+                             1.1, 1.12, 1.15, 1.2, 1.3}) {
     const double target = lower_bound * slack * (1 + 1e-6);
     if (target >= best) break;
-    const double makespan = packer.run(target);
-    if (makespan < best) {
-      best = makespan;
-      best_target = target;
+    for (const bool fill : {false, true}) {
+      const double makespan = packer.run(target, fill);
+      if (makespan < best) {
+        best = makespan;
+        best_target = target;
+        best_fill = fill;
+      }
     }
   }
-  packer.run(best_target);
+  packer.run(best_target, best_fill);
   return finishPlan(problem, collect(problem, jobs, packer));
 }
 
