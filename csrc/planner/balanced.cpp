@@ -13,6 +13,11 @@
 namespace hdpcomm::planner {
 namespace {
 
+constexpr int kRounds = 2;
+constexpr double kOptimal = 1.0005;       // makespan over lower bound at which the search ends
+constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
+constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
+
 struct Job {
   int32_t sequence = 0;
   int min_size = 1;
@@ -35,8 +40,10 @@ struct Placement {
 
 class Packer {
  public:
-  Packer(const Problem& problem, std::vector<Job>& jobs)
-      : problem_(problem), cost_(problem.cost()), jobs_(jobs) {}
+  // `stages`: of the pipeline whose filling is to be charged to the first micro-batch of a rank; 1
+  // when there is none.
+  Packer(const Problem& problem, std::vector<Job>& jobs, int stages)
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs), stages_(stages) {}
 
   // Returns the makespan; the placements and the loads of the ranks can be read afterwards.
   // With `fill`, a job that would leave a minor part of its block over takes the whole block: jobs
@@ -63,13 +70,16 @@ class Packer {
  private:
   static constexpr double kSandShare = 0.1;
 
+  // How often a job's time counts in a block: the first, longest one fills and drains the pipeline.
+  int times(double ready) const { return ready == 0 ? stages_ : 1; }
+
   int fastest(Job& job) {
     if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
     return job.fastest;
   }
 
-  // The fullest block in which the job ends before the target with its fewest ranks; else the
-  // fullest one in which it does with more.
+  // The fullest block in which the job ends before the target with its fewest ranks; else the one
+  // in which it does with the fewest more.
   bool placeInBlock(size_t index) {
     Job& job = jobs_[index];
     const double latest = target_ - job.alone;
@@ -83,19 +93,13 @@ class Packer {
     const double shortest = cost_.seconds(job.load, most);
     end = std::upper_bound(blocks_.begin(), blocks_.end(), target_ - shortest,
                            [](double time, const Block& b) { return time < b.ready; });
-    size_t best = blocks_.size();
-    int best_size = 0;
-    for (auto it = end; it != blocks_.begin();) {
-      --it;
+    for (auto it = blocks_.begin(); it != end; ++it) {  // the first block needs the fewest ranks
       if (it->count < job.min_size) continue;
       const int size =
           cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count), target_ - it->ready);
-      if (size > 0 && (best_size == 0 || size < best_size)) {
-        best = it - blocks_.begin();
-        best_size = size;
-      }
+      if (size > 0 && take(index, it - blocks_.begin(), size)) return true;
     }
-    return best_size > 0 && take(index, best, best_size);
+    return false;
   }
 
   // Where in a block a group should lie: inside one node if it fits into one, else at its start.
@@ -118,7 +122,7 @@ class Packer {
     const int first = position(block, size);
     const int node = cost_.cluster().ranks_per_node;
     const bool one_node = first / node == (first + size - 1) / node;
-    const double end = block.ready + cost_.seconds(job.load, size, one_node);
+    const double end = block.ready + times(block.ready) * cost_.seconds(job.load, size, one_node);
     if (end > target_ * (1 + 1e-9)) return false;
     blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
     insert({block.ready, block.first, first - block.first});
@@ -144,13 +148,14 @@ class Packer {
       if (count < job.min_size) continue;
       const double start = blocks_[k].ready;
       const int widest = std::min(most, count);
-      int size = cost_.sizeWithin(job.load, job.min_size, widest, target_ - start);
+      const int repeat = times(start);
+      const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) / repeat);
       for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
         const double time = cost_.seconds(job.load, candidate);
         const double holes =
             start * count - ready_area - (count - candidate) * (start - blocks_[k].ready);
         const double extra = candidate * time - job.min_size * job.alone;
-        const double late = std::max(0.0, start + time - target_) * problem_.ranks();
+        const double late = std::max(0.0, start + repeat * time - target_) * problem_.ranks();
         const double score = holes + extra + late;
         if (score < best_score) {
           best_score = score;
@@ -183,7 +188,7 @@ class Packer {
       one_node = one_node && first / node == placement.ranges[0].first / node &&
                  (first + count - 1) / node == placement.ranges[0].first / node;
     }
-    const double end = start + cost_.seconds(jobs_[index].load, size, one_node);
+    const double end = start + times(start) * cost_.seconds(jobs_[index].load, size, one_node);
     for (const auto& [first, count] : placement.ranges) insert({end, first, count});
     placements_.push_back(std::move(placement));
   }
@@ -205,7 +210,10 @@ class Packer {
     poured_.assign(problem_.ranks(), {});
     using Entry = std::pair<double, int>;
     std::vector<Entry> entries;
-    for (int rank = 0; rank < problem_.ranks(); ++rank) entries.push_back({gang_end_[rank], rank});
+    const double filling = (stages_ - 1) * pouredBatchSeconds(next);
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      entries.push_back({gang_end_[rank] > 0 ? gang_end_[rank] : filling, rank});
+    }
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks(std::greater<>(),
                                                                          std::move(entries));
     double makespan = blocks_.back().ready;
@@ -223,9 +231,23 @@ class Packer {
     return makespan;
   }
 
+  // Seconds of a usual micro-batch of the jobs from `next` on, when they are packed.
+  double pouredBatchSeconds(size_t next) const {
+    double seconds = 0;
+    double tokens = 0;
+    for (; next < jobs_.size(); ++next) {
+      seconds += jobs_[next].alone;
+      tokens += jobs_[next].load.tokens;
+    }
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    const double batch = std::min(capacity, tokens / problem_.ranks());
+    return tokens > 0 ? seconds * batch / tokens : 0;
+  }
+
   const Problem& problem_;
   const CostModel& cost_;
   std::vector<Job>& jobs_;
+  const int stages_;
   double target_ = 0;
   bool fill_ = false;
   std::vector<Block> blocks_;  // by rising ready time
@@ -279,30 +301,63 @@ std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& 
   return batches;
 }
 
-}  // namespace
-
-Plan planBalanced(const Problem& problem, double lower_bound) {
+// Looks for the target time that gives the shortest plan: the lower bound first, then times between
+// it and the best makespan so far.
+Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
   std::vector<Job> jobs = makeJobs(problem);
   if (jobs.empty()) return finishPlan(problem, {});
-  Packer packer(problem, jobs);
+  Packer packer(problem, jobs, stages);
   double best = std::numeric_limits<double>::infinity();
   double best_target = 0;
   bool best_fill = false;
-  for (const double slack : {1.0, 1.003, 1.006, 1.01, 1.015, 1.02, 1.03, 1.04, 1.05, 1.06, 1.08,
-                             1.1, 1.12, 1.15, 1.2, 1.3}) {
-    const double target = lower_bound * slack * (1 + 1e-6);
-    if (target >= best) break;
+  const auto attempt = [&](double target) {
     for (const bool fill : {false, true}) {
       const double makespan = packer.run(target, fill);
-      if (makespan < best) {
-        best = makespan;
-        best_target = target;
-        best_fill = fill;
-      }
+      if (makespan >= best) continue;
+      best = makespan;
+      best_target = target;
+      best_fill = fill;
+    }
+  };
+  attempt(lower_bound * (1 + 1e-6));
+  for (int round = 0; round < kRounds && best > lower_bound * kOptimal; ++round) {
+    const double span = best - lower_bound;
+    for (const double share : {0.1, 0.25, 0.45, 0.7}) {
+      const double target = lower_bound + share * span;
+      if (target >= best) break;
+      attempt(target);
     }
   }
   packer.run(best_target, best_fill);
   return finishPlan(problem, collect(problem, jobs, packer));
+}
+
+// All ranks work on every pack together: no idle time, but the most transfers.
+Plan planUniform(const Problem& problem) {
+  PolicyOptions options;
+  options.context_ranks = problem.ranks();
+  const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
+  if (longest > problem.cost().memory().capacity * problem.ranks()) return planNaive(problem);
+  return planStatic(problem, options);
+}
+
+}  // namespace
+
+Plan planBalanced(const Problem& problem, double lower_bound) {
+  Plan plan = planBlocks(problem, lower_bound, 1);
+  if (plan.makespan <= lower_bound * (1 + kGoodGap)) return plan;
+  const auto good = [&](const Plan& other) { return other.makespan < plan.makespan; };
+  if (static_cast<double>(problem.count()) * problem.ranks() > kRefineLimit) return plan;
+  for (Plan other : {planUniform(problem), planNaive(problem)}) {
+    if (good(other)) plan = std::move(other);
+  }
+  return refine(problem, std::move(plan), lower_bound);
+}
+
+Plan planPipeline(const Problem& problem, double lower_bound) {
+  Plan plan = planBlocks(problem, lower_bound, problem.cost().cluster().pipeline);
+  Plan aligned = planPow2(problem);  // wide sequences on few ranks leave little to choose
+  return aligned.makespan < plan.makespan ? aligned : plan;
 }
 
 }  // namespace hdpcomm::planner

@@ -97,10 +97,7 @@ def _github() -> list[_Bin]:
     ]
     counts = [tokens / _mean(low, high, index) for low, high, tokens, index in parts]
     total = sum(counts)
-    return [
-        _Bin(low, high, count / total, index)
-        for (low, high, _, index), count in zip(parts, counts, strict=True)
-    ]
+    return [_Bin(low, high, count / total, index) for (low, high, _, index), count in zip(parts, counts, strict=True)]
 
 
 def read_lengths(path: str | Path) -> list[int]:
@@ -116,7 +113,9 @@ def read_lengths(path: str | Path) -> list[int]:
     lengths = []
     for position, word in enumerate(words):
         if not word.isdecimal() or int(word) < 1:
-            raise InvalidUsage(f"{path}: entry {position + 1} is {word[:40]!r}, expected a number of tokens, at least 1")
+            raise InvalidUsage(
+                f"{path}: entry {position + 1} is {word[:40]!r}, expected a number of tokens, at least 1"
+            )
         lengths.append(int(word))
     if not lengths:
         raise InvalidUsage(f"{path} holds no lengths, expected numbers of tokens separated by white space")
@@ -157,8 +156,8 @@ def sample_lengths(
     """
     if (tokens is None) == (count is None) or context < 1 or (tokens or count or 0) < 0:
         raise InvalidUsage(
-            f"context is {context}, tokens {tokens} and count {count}: give a context of at least 1 and either tokens or "
-            "count, not negative"
+            f"context is {context}, tokens {tokens} and count {count}: give a context of at least 1 and either "
+            "tokens or count, not negative"
         )
     rng = np.random.default_rng(seed)
     if count is not None:
