@@ -14,7 +14,7 @@ namespace hdpcomm::planner {
 namespace {
 
 constexpr int kRounds = 2;
-constexpr double kOptimal = 1.0005;       // makespan over lower bound at which the search ends
+constexpr double kOptimal = 1.001;        // makespan over lower bound at which the search ends
 constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
 constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
 
@@ -30,6 +30,21 @@ struct Block {
   double ready = 0;
   int first = 0;
   int count = 0;
+};
+
+// Ranks that wait for a group's last rank to be free: smaller jobs may run there before.
+struct Gap {
+  double start = 0;
+  double until = 0;
+  int first = 0;
+  int count = 0;
+};
+
+// Short sequences that one rank runs from `start` on.
+struct Slot {
+  double start = 0;
+  int rank = 0;
+  std::vector<int32_t> sequences;
 };
 
 struct Placement {
@@ -52,20 +67,20 @@ class Packer {
     target_ = target;
     fill_ = fill;
     placements_.clear();
+    gaps_.clear();
     blocks_.assign(1, Block{0, 0, problem_.ranks()});
     const double sand = kSandShare * target;
     size_t next = 0;
     for (; next < jobs_.size(); ++next) {
       Job& job = jobs_[next];
       if (job.min_size == 1 && job.alone <= sand) break;
-      if (!placeInBlock(next)) placeAnywhere(next);
+      if (!placeInGap(next) && !placeInBlock(next)) placeAnywhere(next);
     }
     return pour(next);
   }
 
   const std::vector<Placement>& placements() const { return placements_; }
-  const std::vector<std::vector<int32_t>>& poured() const { return poured_; }
-  const std::vector<double>& gangEnd() const { return gang_end_; }
+  const std::vector<Slot>& slots() const { return slots_; }
 
  private:
   static constexpr double kSandShare = 0.1;
@@ -76,6 +91,36 @@ class Packer {
   int fastest(Job& job) {
     if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
     return job.fastest;
+  }
+
+  // The shortest gap that the job fits into.
+  bool placeInGap(size_t index) {
+    const Job& job = jobs_[index];
+    size_t best = gaps_.size();
+    double best_room = std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < gaps_.size(); ++i) {
+      const Gap& gap = gaps_[i];
+      const double room = gap.until - gap.start;
+      if (gap.count < job.min_size || room >= best_room || room < job.alone) continue;
+      if (room < times(gap.start) * seconds(job, gap.first, job.min_size)) continue;
+      best = i;
+      best_room = room;
+    }
+    if (best == gaps_.size()) return false;
+    const Gap gap = gaps_[best];
+    const int size = job.min_size;
+    const double end = gap.start + times(gap.start) * seconds(job, gap.first, size);
+    gaps_[best] = {end, gap.until, gap.first, size};
+    if (gap.count > size) {
+      gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size});
+    }
+    placements_.push_back({static_cast<int32_t>(index), gap.start, {{gap.first, size}}});
+    return true;
+  }
+
+  double seconds(const Job& job, int first, int size) const {
+    const int node = cost_.cluster().ranks_per_node;
+    return cost_.seconds(job.load, size, first / node == (first + size - 1) / node);
   }
 
   // The fullest block in which the job ends before the target with its fewest ranks; else the one
@@ -178,7 +223,10 @@ class Packer {
     int left = size;
     for (auto it = used.rbegin(); it != used.rend(); ++it) {
       const int count = std::min(left, it->count);
-      if (count > 0) placement.ranges.push_back({it->first, count});
+      if (count > 0) {
+        placement.ranges.push_back({it->first, count});
+        if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count});
+      }
       insert({it->ready, it->first + count, it->count - count});
       left -= count;
     }
@@ -201,32 +249,47 @@ class Packer {
     blocks_.insert(place, block);
   }
 
-  // Puts the jobs from `next` on, which take one rank each, onto the least loaded ranks.
+  // Puts the jobs from `next` on, which take one rank each, into the gaps and then onto the least
+  // loaded ranks.
   double pour(size_t next) {
-    gang_end_.assign(problem_.ranks(), 0.0);
-    for (const Block& block : blocks_) {
-      std::fill_n(gang_end_.begin() + block.first, block.count, block.ready);
+    slots_.clear();
+    using Entry = std::pair<double, int32_t>;  // (key, slot)
+    std::priority_queue<Entry> rooms;
+    for (const Gap& gap : gaps_) {
+      for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
+        rooms.push({gap.until - gap.start, static_cast<int32_t>(slots_.size())});
+        slots_.push_back({gap.start, rank, {}});
+      }
     }
-    poured_.assign(problem_.ranks(), {});
-    using Entry = std::pair<double, int>;
-    std::vector<Entry> entries;
     const double filling = (stages_ - 1) * pouredBatchSeconds(next);
-    for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      entries.push_back({gang_end_[rank] > 0 ? gang_end_[rank] : filling, rank});
+    std::vector<Entry> tails;
+    for (const Block& block : blocks_) {
+      for (int rank = block.first; rank < block.first + block.count; ++rank) {
+        tails.push_back(
+            {block.ready > 0 ? block.ready : filling, static_cast<int32_t>(slots_.size())});
+        slots_.push_back({block.ready, rank, {}});
+      }
     }
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks(std::greater<>(),
-                                                                         std::move(entries));
+                                                                         std::move(tails));
     double makespan = blocks_.back().ready;
     const CostParams& params = cost_.params();
     const double capacity = static_cast<double>(cost_.memory().capacity);
     for (; next < jobs_.size(); ++next) {
       const Job& job = jobs_[next];
-      auto [time, rank] = ranks.top();
+      const double time = job.alone - params.fixed * (1 - job.load.tokens / capacity);
+      if (!rooms.empty() && rooms.top().first >= job.alone) {
+        const auto [room, slot] = rooms.top();
+        rooms.pop();
+        slots_[slot].sequences.push_back(job.sequence);
+        rooms.push({room - time, slot});
+        continue;
+      }
+      const auto [ready, slot] = ranks.top();
       ranks.pop();
-      poured_[rank].push_back(job.sequence);
-      time += job.alone - params.fixed * (1 - job.load.tokens / capacity);
-      makespan = std::max(makespan, time);
-      ranks.push({time, rank});
+      slots_[slot].sequences.push_back(job.sequence);
+      ranks.push({ready + time, slot});
+      makespan = std::max(makespan, ready + time);
     }
     return makespan;
   }
@@ -252,8 +315,8 @@ class Packer {
   bool fill_ = false;
   std::vector<Block> blocks_;  // by rising ready time
   std::vector<Placement> placements_;
-  std::vector<std::vector<int32_t>> poured_;  // short sequences by rank
-  std::vector<double> gang_end_;
+  std::vector<Gap> gaps_;
+  std::vector<Slot> slots_;
 };
 
 std::vector<Job> makeJobs(const Problem& problem) {
@@ -286,11 +349,11 @@ std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& 
     batches.push_back(std::move(batch));
   }
   const int64_t capacity = problem.cost().memory().capacity;
-  for (int rank = 0; rank < problem.ranks(); ++rank) {
-    double start = packer.gangEnd()[rank];
-    for (auto& bin : packBestFit(problem.lengths(), packer.poured()[rank], capacity)) {
+  for (const Slot& slot : packer.slots()) {
+    double start = slot.start;
+    for (auto& bin : packBestFit(problem.lengths(), slot.sequences, capacity)) {
       MicroBatch batch;
-      batch.ranks = {rank};
+      batch.ranks = {slot.rank};
       batch.sequences = std::move(bin);
       batch.start = start;
       price(problem, batch);
@@ -312,6 +375,7 @@ Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
   bool best_fill = false;
   const auto attempt = [&](double target) {
     for (const bool fill : {false, true}) {
+      if (best <= lower_bound * kOptimal) return;
       const double makespan = packer.run(target, fill);
       if (makespan >= best) continue;
       best = makespan;
