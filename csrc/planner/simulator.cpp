@@ -163,6 +163,7 @@ class Simulator {
     const Cost& cost = costs_[key.micro_batch];
     const Pass& pass = key.forward ? cost.forward : cost.backward;
     double end = now_ + pass.seconds;
+    double stall = 0;
     std::vector<double>& stream = key.forward ? to_host_ : from_host_;
     if (cost.copy > 0) {
       double copied = 0;
@@ -171,7 +172,8 @@ class Simulator {
         free = std::max(free, now_) + cost.copy;
         copied = std::max(copied, free);
       }
-      end = std::max(end, copied);
+      stall = std::max(0.0, copied - end);
+      end += stall;
     }
     for (const int32_t rank : batch.ranks) {
       Unit& member = unit(rank, stage);
@@ -187,7 +189,7 @@ class Simulator {
       }
       result_.busy[rank] += pass.seconds - pass.exposed;
       result_.exposed[rank] += pass.exposed;
-      result_.stalled[rank] += end - now_ - pass.seconds;
+      result_.stalled[rank] += stall;
     }
     votes(key, stage) = 0;
     result_.spans.push_back({key.micro_batch, stage, !key.forward, now_, end});
