@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "hdpcomm/base/dtype.hpp"
+#include "hdpcomm/base/env.hpp"
 #include "hdpcomm/base/error.hpp"
 #include "rooms.hpp"
 
@@ -65,6 +66,13 @@ void bindBase(py::module_& module) {
     info["cuda"] = py::none();
 #endif
     return info;
+  });
+  module.def("environment", [] {
+    py::list rows;
+    for (const EnvVariable& row : environmentTable()) {
+      rows.append(py::make_tuple(row.name, row.value, row.fallback, row.meaning));
+    }
+    return rows;
   });
   py::dict dtypes;
   for (int i = 0; i < kNumDTypes; ++i) dtypes[dtypeName(static_cast<DType>(i))] = i;

@@ -5,4 +5,8 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindBase(module);
   auto planner = module.def_submodule("planner", "Solver of step plans.");
   hdpcomm::bindPlanner(planner);
+  auto kernels = module.def_submodule("kernels");
+  hdpcomm::bindKernels(kernels);
+  auto comm = module.def_submodule("comm");
+  hdpcomm::bindComm(comm);
 }

@@ -1,4 +1,7 @@
 # Type stubs of the compiled module; one file a room.
+from hdpcomm._core import comm as comm
+
 DTYPES: dict[str, int]
 
 def build_info() -> dict[str, str | None]: ...
+def environment() -> list[tuple[str, str, str, str]]: ...  # name, value in force, default, meaning

@@ -54,7 +54,7 @@ class Error : public std::runtime_error {
 #define HDP_SYS(call)                                                \
   [&] {                                                              \
     const auto hdp_result = (call);                                  \
-    if (hdp_result == static_cast<decltype(hdp_result)>(-1)) {       \
+    if (hdp_result < 0) {                                            \
       ::hdpcomm::throwSystemError(#call, __FILE__, __LINE__, errno); \
     }                                                                \
     return hdp_result;                                               \

@@ -1,0 +1,73 @@
+#include "hdpcomm/base/env.hpp"
+
+#include <cstdlib>
+
+#include "hdpcomm/base/error.hpp"
+
+namespace hdpcomm {
+namespace {
+
+struct Row {
+  const char* name;
+  const char* fallback;
+  const char* meaning;
+};
+
+constexpr Row kTable[] = {
+    {"HDPCOMM_TIMEOUT", "60",
+     "seconds before an operation raises CommTimeout (init(timeout=) wins)"},
+    {"HDPCOMM_SHM_EAGER_BYTES", "8192",
+     "messages up to this size are copied through shared memory at once"},
+    {"HDPCOMM_SHM_PAYLOAD_BYTES", "262144",
+     "shared memory for eager and chunked data of an ordered pair of ranks"},
+    {"HDPCOMM_SHM_CMA", "1", "0: do not use process_vm_readv, send big messages in chunks"},
+    {"HDPCOMM_SPIN_US", "auto",
+     "microseconds of busy waiting; auto: 20, or 1 with more ranks than cores"},
+    {"HDPCOMM_YIELD_US", "200",
+     "microseconds of sched_yield after that, before sleeping on a futex"},
+    {"HDPCOMM_LIVENESS_S", "0.2", "seconds between looks at whether the awaited peers still live"},
+};
+
+std::string read(const Row& row) {
+  const char* value = std::getenv(row.name);
+  return value != nullptr && *value != '\0' ? value : row.fallback;
+}
+
+double number(const Row& row, double minimum, double maximum) {
+  const std::string text = read(row);
+  char* end = nullptr;
+  const double value = std::strtod(text.c_str(), &end);
+  if (end == text.c_str() || *end != '\0' || !(value >= minimum) || !(value <= maximum)) {
+    throwInvalidUsage(std::string(row.name) + "='" + text + "' is not a number between " +
+                      std::to_string(minimum) + " and " + std::to_string(maximum) + " (" +
+                      row.meaning + "); unset it or give one");
+  }
+  return value;
+}
+
+Env readAll() {
+  Env env{};
+  env.timeout_s = number(kTable[0], 0.001, 1e7);
+  env.eager_bytes = static_cast<size_t>(number(kTable[1], 0, 1 << 20));
+  env.payload_bytes = static_cast<size_t>(number(kTable[2], 65536, 1 << 28));
+  env.cma = number(kTable[3], 0, 1) != 0;
+  env.spin_us = read(kTable[4]) == "auto" ? -1.0 : number(kTable[4], 0, 1e6);
+  env.yield_us = number(kTable[5], 0, 1e7);
+  env.liveness_s = number(kTable[6], 0.01, 1.0);
+  return env;
+}
+
+}  // namespace
+
+const Env& Env::get() {
+  static const Env env = readAll();
+  return env;
+}
+
+std::vector<EnvVariable> environmentTable() {
+  std::vector<EnvVariable> table;
+  for (const Row& row : kTable) table.push_back({row.name, row.fallback, row.meaning, read(row)});
+  return table;
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,185 @@
+// World, Communicator and Work. Buffers come as addresses; hdpcomm/comm/tensors.py checks them and
+// keeps them alive.
+#include <pybind11/stl.h>
+
+#include <limits>
+
+#include "hdpcomm/comm/communicator.hpp"
+#include "hdpcomm/transport/shm.hpp"
+#include "rooms.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm {
+namespace {
+
+void checkSignals() {
+  const py::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// What Python holds: the work with its world, so that either may be dropped first.
+struct Handle {
+  std::shared_ptr<World> world;
+  std::shared_ptr<Work> work;
+
+  void wait(double timeout_s) const {
+    const py::gil_scoped_release release;
+    world->wait(*work, timeout_s > 0 ? timeout_s : world->timeout(), checkSignals);
+  }
+  bool done() const {
+    const py::gil_scoped_release release;
+    return world->test(*work);
+  }
+};
+
+Handle handleOf(const Communicator& comm, std::shared_ptr<Work> work) {
+  return Handle{comm.sharedWorld(), std::move(work)};
+}
+
+template <typename T = void*>
+T pointer(uintptr_t address) {
+  return reinterpret_cast<T>(address);
+}
+
+Communicator::Operands operands(uintptr_t in, uintptr_t out, size_t count, int dtype) {
+  return {pointer(in), pointer(out), count, static_cast<DType>(dtype)};
+}
+
+using MessageTuple = std::tuple<uintptr_t, size_t, int, int>;  // address, count, dtype, peer
+
+std::vector<Communicator::Message> messagesOf(const std::vector<MessageTuple>& tuples) {
+  std::vector<Communicator::Message> messages;
+  messages.reserve(tuples.size());
+  for (const auto& [address, count, dtype, peer] : tuples) {
+    messages.push_back({pointer(address), count, static_cast<DType>(dtype), peer});
+  }
+  return messages;
+}
+
+void pointToPoint(const Communicator& comm, uintptr_t data, size_t count, int dtype, int peer,
+                  double timeout_s, bool send) {
+  const py::gil_scoped_release release;
+  const Communicator::Message message{pointer(data), count, static_cast<DType>(dtype), peer};
+  const std::span<const Communicator::Message> one(&message, 1);
+  const auto work = send ? comm.exchange(one, {}, false) : comm.exchange({}, one, false);
+  comm.world().wait(*work, timeout_s > 0 ? timeout_s : comm.world().timeout(), checkSignals);
+}
+
+void bindCommunicator(py::module_& module) {
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("ranks",
+                             [](const Communicator& c) { return py::tuple(py::cast(c.ranks())); })
+      .def_property_readonly("hash", &Communicator::hash)
+      .def_property_readonly("world", &Communicator::sharedWorld)
+      .def("subset",
+           [](const Communicator& c, const std::vector<int>& ranks) { return c.subset(ranks); })
+      .def("send",
+           [](const Communicator& c, uintptr_t data, size_t count, int dtype, int peer,
+              double timeout_s) { pointToPoint(c, data, count, dtype, peer, timeout_s, true); })
+      .def("recv",
+           [](const Communicator& c, uintptr_t data, size_t count, int dtype, int peer,
+              double timeout_s) { pointToPoint(c, data, count, dtype, peer, timeout_s, false); })
+      .def("exchange",
+           [](const Communicator& c, const std::vector<MessageTuple>& sends,
+              const std::vector<MessageTuple>& recvs, bool background) {
+             const auto from = messagesOf(sends);
+             const auto to = messagesOf(recvs);
+             const py::gil_scoped_release release;
+             return handleOf(c, c.exchange(from, to, background));
+           })
+      .def("collective",
+           [](const Communicator& c, int op, uintptr_t in, uintptr_t out, size_t count, int dtype,
+              int redop, int root, int algorithm, bool background) {
+             const py::gil_scoped_release release;
+             return handleOf(
+                 c, c.collective(static_cast<OpCode>(op), operands(in, out, count, dtype),
+                                 static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm),
+                                 background));
+           })
+      .def("all_to_all", [](const Communicator& c, uintptr_t in, uintptr_t out, size_t count,
+                            int dtype, std::vector<size_t> out_counts,
+                            std::vector<size_t> in_counts, int algorithm, bool background) {
+        const py::gil_scoped_release release;
+        return handleOf(
+            c, c.allToAll(operands(in, out, count, dtype), std::move(out_counts),
+                          std::move(in_counts), static_cast<Algorithm>(algorithm), background));
+      });
+}
+
+void bindWorld(py::module_& module) {
+  py::class_<World, std::shared_ptr<World>>(module, "World")
+      .def_property_readonly("rank", &World::rank)
+      .def_property_readonly("size", &World::size)
+      .def_property_readonly("timeout", &World::timeout)
+      .def_property_readonly("transport", &World::transportName)
+      .def_property_readonly("closed", &World::closed)
+      .def(
+          "communicator",
+          [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })
+      .def("stats",
+           [](World& world) {
+             const TransportStats stats = world.stats();
+             py::dict result;
+             result["bytes_sent"] = stats.bytes_sent;
+             result["bytes_received"] = stats.bytes_received;
+             result["messages_sent"] = stats.messages_sent;
+             result["messages_received"] = stats.messages_received;
+             result["peers"] = stats.peers_used;
+             return result;
+           })
+      .def("abort", &World::abort, py::call_guard<py::gil_scoped_release>())
+      .def("close", &World::close, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "join_shm_world",
+      [](const std::shared_ptr<ShmSegment>& segment, int rank, double timeout_s) {
+        const py::gil_scoped_release release;
+        auto transport = makeShmTransport(segment, rank);
+        shmWaitAllReady(*transport, timeout_s);
+        return std::make_shared<World>(std::move(transport), timeout_s);
+      },
+      py::arg("segment"), py::arg("rank"), py::arg("timeout"));
+}
+
+}  // namespace
+
+void bindComm(py::module_& module) {
+  py::class_<ShmSegment, std::shared_ptr<ShmSegment>>(module, "ShmSegment")
+      .def("address", &ShmSegment::address)
+      .def("release", &ShmSegment::release);
+  module.def("create_segment", &createShmSegment, py::arg("num_ranks"));
+  module.def("open_segment", &openShmSegment, py::arg("address"), py::arg("num_ranks"));
+  module.def("host_identity", &hostIdentity);
+  module.def("process_vm_readv_works", &processVmReadvWorks);
+  module.def("memfd_works", &memfdWorks);
+
+  py::class_<Handle>(module, "Work")
+      .def("wait", &Handle::wait, py::arg("timeout") = -1.0)
+      .def("done", &Handle::done)
+      .def("__repr__",
+           [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
+  bindWorld(module);
+  bindCommunicator(module);
+
+  py::dict ops;
+  for (int i = 0; i <= static_cast<int>(OpCode::kAllToAll); ++i)
+    ops[opName(static_cast<OpCode>(i))] = i;
+  module.attr("OPS") = ops;
+  py::dict redops;
+  for (int i = 0; i <= static_cast<int>(RedOp::kAvg); ++i)
+    redops[redOpName(static_cast<RedOp>(i))] = i;
+  module.attr("REDOPS") = redops;
+  py::dict algorithms;
+  for (int i = 0; i < kNumAlgorithms; ++i) algorithms[algorithmName(static_cast<Algorithm>(i))] = i;
+  module.attr("ALGORITHMS") = algorithms;
+  module.def("algorithms_of", [](int op) {
+    std::vector<std::string> names;
+    for (const Algorithm algorithm : algorithmsOf(static_cast<OpCode>(op)))
+      names.push_back(algorithmName(algorithm));
+    return names;
+  });
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,59 @@
+// One function an algorithm; schedule.cpp chooses among them. Each appends the steps of one rank.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "hdpcomm/collective/schedule.hpp"
+
+namespace hdpcomm::collective {
+
+// Shorthands of one schedule under construction: p ranks, this one is r.
+class Builder {
+ public:
+  explicit Builder(const ScheduleRequest& request);
+
+  int p() const { return schedule.group_size; }
+  int r() const { return schedule.rank; }
+  int mod(int rank) const { return ((rank % p()) + p()) % p(); }
+  // The bytes of `count` elements.
+  size_t bytes(size_t count) const { return count * request.element_bytes; }
+  // Block i of a buffer of request.count elements cut in p nearly equal parts.
+  Span part(Buffer buffer, int i) const;
+  Span whole(Buffer buffer) const { return {buffer, 0, bytes(request.count)}; }
+  // Block i of a buffer of p blocks of request.count elements.
+  Span block(Buffer buffer, int i) const {
+    return {buffer, bytes(request.count) * static_cast<size_t>(i), bytes(request.count)};
+  }
+
+  Step& step() { return schedule.steps.emplace_back(); }
+  void move(Span from, Span to) { pending_moves().push_back({MoveKind::kCopy, from, to}); }
+  void reduceMove(Span from, Span to) { pending_moves().push_back({MoveKind::kReduce, from, to}); }
+  // Divides by the group size when the operation averages.
+  void scale(Span to) {
+    if (request.average) pending_moves().push_back({MoveKind::kScale, to, to});
+  }
+
+  const ScheduleRequest& request;
+  Schedule schedule;
+
+ private:
+  std::vector<Move>& pending_moves() { return step().moves; }
+};
+
+void ringAllGather(Builder& b);
+void directAllGather(Builder& b);
+void ringReduceScatter(Builder& b);
+void directReduceScatter(Builder& b);
+void ringAllReduce(Builder& b);
+void directAllReduce(Builder& b);
+void binomialBroadcast(Builder& b);
+void directBroadcast(Builder& b);
+void binomialReduce(Builder& b);
+void directReduce(Builder& b);
+void directGather(Builder& b);
+void directScatter(Builder& b);
+void directAllToAll(Builder& b);
+void disseminationBarrier(Builder& b);
+
+}  // namespace hdpcomm::collective

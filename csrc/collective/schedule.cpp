@@ -1,0 +1,150 @@
+#include "hdpcomm/collective/schedule.hpp"
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+#include "algorithms.hpp"
+#include "hdpcomm/base/error.hpp"
+
+namespace hdpcomm {
+namespace {
+
+using collective::Builder;
+
+constexpr std::array<const char*, kNumAlgorithms> kNames = {
+    "auto",  "ring", "direct",       "binomial",          "dissemination", "recursive",
+    "bruck", "pat",  "rabenseifner", "scatter_allgather", "chain"};
+
+struct Entry {
+  Algorithm algorithm;
+  void (*build)(Builder&);
+};
+
+const std::vector<Entry>& entriesOf(OpCode op) {
+  using namespace collective;
+  static const std::map<OpCode, std::vector<Entry>> table = {
+      {OpCode::kBarrier, {{Algorithm::kDissemination, disseminationBarrier}}},
+      {OpCode::kAllGather,
+       {{Algorithm::kRing, ringAllGather}, {Algorithm::kDirect, directAllGather}}},
+      {OpCode::kReduceScatter,
+       {{Algorithm::kRing, ringReduceScatter}, {Algorithm::kDirect, directReduceScatter}}},
+      {OpCode::kAllReduce,
+       {{Algorithm::kRing, ringAllReduce}, {Algorithm::kDirect, directAllReduce}}},
+      {OpCode::kBroadcast,
+       {{Algorithm::kBinomial, binomialBroadcast}, {Algorithm::kDirect, directBroadcast}}},
+      {OpCode::kReduce,
+       {{Algorithm::kBinomial, binomialReduce}, {Algorithm::kDirect, directReduce}}},
+      {OpCode::kGather, {{Algorithm::kDirect, directGather}}},
+      {OpCode::kScatter, {{Algorithm::kDirect, directScatter}}},
+      {OpCode::kAllToAll, {{Algorithm::kDirect, directAllToAll}}},
+  };
+  static const std::vector<Entry> none;
+  const auto found = table.find(op);
+  return found == table.end() ? none : found->second;
+}
+
+// In a rooted operation a rank may end without having heard from a peer to which it sent. Its last
+// message to such a peer is confirmed, so that a peer that called something else is noticed on both
+// sides. (In the other operations every rank's end depends on all members.)
+void confirmUnheard(Schedule& schedule) {
+  if (schedule.op != OpCode::kBroadcast && schedule.op != OpCode::kReduce &&
+      schedule.op != OpCode::kGather && schedule.op != OpCode::kScatter) {
+    return;
+  }
+  std::vector<bool> settled(static_cast<size_t>(schedule.group_size));
+  for (const Step& step : schedule.steps) {
+    for (const Recv& recv : step.recvs) settled[static_cast<size_t>(recv.peer)] = true;
+  }
+  for (auto step = schedule.steps.rbegin(); step != schedule.steps.rend(); ++step) {
+    for (auto send = step->sends.rbegin(); send != step->sends.rend(); ++send) {
+      if (settled[static_cast<size_t>(send->peer)]) continue;
+      settled[static_cast<size_t>(send->peer)] = true;
+      send->confirm = true;
+    }
+  }
+}
+
+// Joins steps that only move with the following step, and drops empty ones.
+void compact(Schedule& schedule) {
+  std::vector<Step> steps;
+  for (Step& step : schedule.steps) {
+    const bool previous_only_moves =
+        !steps.empty() && steps.back().sends.empty() && steps.back().recvs.empty();
+    if (previous_only_moves) {
+      Step& target = steps.back();
+      target.moves.insert(target.moves.end(), step.moves.begin(), step.moves.end());
+      target.sends = std::move(step.sends);
+      target.recvs = std::move(step.recvs);
+    } else if (!step.moves.empty() || !step.sends.empty() || !step.recvs.empty()) {
+      steps.push_back(std::move(step));
+    }
+  }
+  schedule.steps = std::move(steps);
+}
+
+}  // namespace
+
+namespace collective {
+
+Builder::Builder(const ScheduleRequest& request) : request(request) {
+  schedule.op = request.op;
+  schedule.group_size = request.group_size;
+  schedule.rank = request.rank;
+}
+
+Span Builder::part(Buffer buffer, int i) const {
+  const size_t n = request.count;
+  const auto boundary = [&](size_t index) {
+    return n / p() * index + std::min<size_t>(index, n % p());
+  };
+  const size_t begin = boundary(static_cast<size_t>(i));
+  return {buffer, bytes(begin), bytes(boundary(static_cast<size_t>(i) + 1) - begin)};
+}
+
+}  // namespace collective
+
+const char* algorithmName(Algorithm algorithm) { return kNames.at(static_cast<size_t>(algorithm)); }
+
+Algorithm parseAlgorithm(const std::string& name) {
+  for (size_t i = 0; i < kNames.size(); ++i) {
+    if (name == kNames[i]) return static_cast<Algorithm>(i);
+  }
+  std::string known;
+  for (const char* candidate : kNames) known += std::string(known.empty() ? "" : ", ") + candidate;
+  throwInvalidUsage("algorithm '" + name + "' is unknown; give one of: " + known);
+}
+
+const std::vector<Algorithm>& algorithmsOf(OpCode op) {
+  static const auto table = [] {
+    std::array<std::vector<Algorithm>, 16> result;
+    for (size_t i = 0; i < result.size(); ++i) {
+      for (const Entry& entry : entriesOf(static_cast<OpCode>(i)))
+        result[i].push_back(entry.algorithm);
+    }
+    return result;
+  }();
+  return table.at(static_cast<size_t>(op));
+}
+
+Schedule makeSchedule(const ScheduleRequest& request) {
+  const auto& entries = entriesOf(request.op);
+  const auto found = std::find_if(entries.begin(), entries.end(), [&](const Entry& entry) {
+    return request.algorithm == Algorithm::kAuto || entry.algorithm == request.algorithm;
+  });
+  if (found == entries.end()) {
+    std::string known;
+    for (const Entry& entry : entries)
+      known += std::string(known.empty() ? "" : ", ") + algorithmName(entry.algorithm);
+    throwInvalidUsage(std::string(opName(request.op)) + " has no algorithm '" +
+                      algorithmName(request.algorithm) + "'; it has: " + known);
+  }
+  Builder builder(request);
+  builder.schedule.algorithm = found->algorithm;
+  found->build(builder);
+  compact(builder.schedule);
+  confirmUnheard(builder.schedule);
+  return std::move(builder.schedule);
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,164 @@
+#include "hdpcomm/comm/communicator.hpp"
+
+#include <numeric>
+
+namespace hdpcomm {
+namespace {
+
+// Of the ordered list: the splitmix64 finaliser chained over it.
+uint64_t hashRanks(const std::vector<int>& ranks) {
+  uint64_t hash = 0x9e3779b97f4a7c15ULL * (ranks.size() + 1);
+  for (const int rank : ranks) {
+    uint64_t x = hash ^ static_cast<uint64_t>(rank);
+    x += 0x9e3779b97f4a7c15ULL;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+    hash = x ^ (x >> 31);
+  }
+  return hash;
+}
+
+Ranks allRanks(int size) {
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_shared<const std::vector<int>>(std::move(ranks));
+}
+
+}  // namespace
+
+Communicator::Communicator(std::shared_ptr<World> world)
+    : world_(std::move(world)),
+      ranks_(allRanks(world_->size())),
+      rank_(world_->rank()),
+      hash_(hashRanks(*ranks_)) {}
+
+Communicator::Communicator(std::shared_ptr<World> world, Ranks ranks, int rank)
+    : world_(std::move(world)), ranks_(std::move(ranks)), rank_(rank), hash_(hashRanks(*ranks_)) {}
+
+std::shared_ptr<Communicator> Communicator::subset(std::span<const int> positions) const {
+  if (positions.empty()) {
+    throwInvalidUsage("subset() got no ranks; give at least one of 0.." +
+                      std::to_string(size() - 1));
+  }
+  uint64_t seen[64] = {};  // worlds have up to 4096 ranks
+  std::vector<int> ranks;
+  ranks.reserve(positions.size());
+  int own = -1;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    const int position = positions[i];
+    checkPosition(position, "subset");
+    uint64_t& word = seen[position / 64];
+    const uint64_t bit = 1ULL << (position % 64);
+    if ((word & bit) != 0) {
+      throwInvalidUsage("subset() got rank " + std::to_string(position) +
+                        " twice; each rank may stand in the list once");
+    }
+    word |= bit;
+    if (position == rank_) own = static_cast<int>(i);
+    ranks.push_back((*ranks_)[static_cast<size_t>(position)]);
+  }
+  if (own < 0) return nullptr;
+  return std::shared_ptr<Communicator>(
+      new Communicator(world_, std::make_shared<const std::vector<int>>(std::move(ranks)), own));
+}
+
+void Communicator::checkPosition(int position, const char* what) const {
+  if (position >= 0 && position < size()) return;
+  throwInvalidUsage(std::string(what) + "() got rank " + std::to_string(position) +
+                    ", but this communicator has ranks 0.." + std::to_string(size() - 1) +
+                    " (positions in it, not global ranks)");
+}
+
+std::shared_ptr<Work> Communicator::collective(OpCode op, const Operands& operands, RedOp redop,
+                                               int root, Algorithm algorithm,
+                                               bool background) const {
+  if (root >= 0 || op == OpCode::kBroadcast || op == OpCode::kReduce || op == OpCode::kGather ||
+      op == OpCode::kScatter) {
+    checkPosition(root, opName(op));
+  }
+  ScheduleRequest request;
+  request.op = op;
+  request.algorithm = algorithm;
+  request.group_size = size();
+  request.rank = rank_;
+  request.count = operands.count;
+  request.element_bytes = dtypeBytes(operands.dtype);
+  request.root = root;
+  request.average = redop == RedOp::kAvg;
+  auto schedule = world_->schedule(request);
+  Call call;
+  call.subset_hash = hash_;
+  call.count = operands.count;
+  call.op = op;
+  call.dtype = operands.dtype;
+  call.redop = redop;
+  call.algorithm = static_cast<uint8_t>(schedule->algorithm);
+  call.root = static_cast<int16_t>(root);
+  call.group_size = static_cast<uint16_t>(size());
+  auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
+                                               operands.out);
+  world_->submit(work, background);
+  return work;
+}
+
+std::shared_ptr<Work> Communicator::allToAll(const Operands& operands,
+                                             std::vector<size_t> out_counts,
+                                             std::vector<size_t> in_counts, Algorithm algorithm,
+                                             bool background) const {
+  ScheduleRequest request;
+  request.op = OpCode::kAllToAll;
+  request.algorithm = algorithm;
+  request.group_size = size();
+  request.rank = rank_;
+  request.count = operands.count;
+  request.element_bytes = dtypeBytes(operands.dtype);
+  request.in_counts = std::move(in_counts);
+  request.out_counts = std::move(out_counts);
+  auto schedule = world_->schedule(request);
+  Call call;
+  call.subset_hash = hash_;
+  call.count = operands.count;  // 0 when ragged: the pairs' sizes are checked message by message
+  call.op = OpCode::kAllToAll;
+  call.dtype = operands.dtype;
+  call.algorithm = static_cast<uint8_t>(schedule->algorithm);
+  call.group_size = static_cast<uint16_t>(size());
+  auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
+                                               operands.out);
+  world_->submit(work, background);
+  return work;
+}
+
+std::vector<ExchangeWork::Message> Communicator::toWorld(std::span<const Message> messages,
+                                                         const char* what) const {
+  std::vector<ExchangeWork::Message> result;
+  result.reserve(messages.size());
+  for (const Message& message : messages) {
+    checkPosition(message.peer, what);
+    ExchangeWork::Message translated;
+    translated.peer = (*ranks_)[static_cast<size_t>(message.peer)];
+    translated.data = static_cast<std::byte*>(message.data);
+    translated.count = message.count;
+    translated.dtype = message.dtype;
+    result.push_back(translated);
+  }
+  return result;
+}
+
+std::shared_ptr<Work> Communicator::exchange(std::span<const Message> sends,
+                                             std::span<const Message> recvs,
+                                             bool background) const {
+  Call call;
+  call.subset_hash = hash_;
+  call.group_size = static_cast<uint16_t>(size());
+  if (sends.size() + recvs.size() == 1) {  // for messages about it
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    call.count = only.count;
+    call.dtype = only.dtype;
+  }
+  auto work =
+      std::make_shared<ExchangeWork>(call, ranks_, toWorld(sends, "send"), toWorld(recvs, "recv"));
+  world_->submit(work, background);
+  return work;
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,137 @@
+#include "hdpcomm/comm/work.hpp"
+
+#include <cstring>
+
+namespace hdpcomm {
+
+CollectiveWork::CollectiveWork(Call call, Ranks ranks, std::shared_ptr<const Schedule> schedule,
+                               const void* in, void* out)
+    : Work(call, std::move(ranks)),
+      schedule_(std::move(schedule)),
+      element_bytes_(dtypeBytes(call.dtype)) {
+  if (schedule_->temp_bytes > 0) {
+    temp_ = std::make_unique_for_overwrite<std::byte[]>(schedule_->temp_bytes);
+  }
+  buffers_[static_cast<int>(Buffer::kIn)] = static_cast<std::byte*>(const_cast<void*>(in));
+  buffers_[static_cast<int>(Buffer::kOut)] = static_cast<std::byte*>(out);
+  buffers_[static_cast<int>(Buffer::kTemp)] = temp_.get();
+  if (call.redop != RedOp::kNone) reduce_ = reduceFunction(call.dtype, call.redop);
+}
+
+std::byte* CollectiveWork::at(const Span& span) const {
+  return buffers_[static_cast<int>(span.buffer)] + span.offset;
+}
+
+void CollectiveWork::takeNumbers(Transport& transport) {
+  numbers_.reserve(ranks_->size());
+  for (const int peer : *ranks_) {
+    numbers_.push_back({peer, transport.nextSendNumber(peer), transport.nextRecvNumber(peer)});
+  }
+}
+
+void CollectiveWork::advance(Transport& transport) {
+  while (completion_.pending == 0 && next_step_ < schedule_->steps.size()) {
+    const Step& step = schedule_->steps[next_step_++];
+    for (const Move& each : step.moves) move(each);
+    post(step, transport);
+  }
+}
+
+void CollectiveWork::post(const Step& step, Transport& transport) {
+  // Receives first: a message of the own process can then be taken as soon as it is sent.
+  for (const Recv& recv : step.recvs) {
+    RecvRequest request;
+    request.peer = (*ranks_)[static_cast<size_t>(recv.peer)];
+    request.data = at(recv.to);
+    request.bytes = recv.to.bytes;
+    if (recv.reduce) {
+      request.reduce = reduce_;
+      request.operand = at(recv.operand);
+      request.element_bytes = element_bytes_;
+    }
+    request.number = *numbers_[static_cast<size_t>(recv.peer)].recv;
+    request.call = call_;
+    request.completion = &completion_;
+    transport.postRecv(request);
+  }
+  for (const Send& send : step.sends) {
+    SendRequest request;
+    request.peer = (*ranks_)[static_cast<size_t>(send.peer)];
+    request.data = at(send.from);
+    request.bytes = send.from.bytes;
+    request.number = *numbers_[static_cast<size_t>(send.peer)].send;
+    request.confirm = send.confirm;
+    request.call = call_;
+    request.completion = &completion_;
+    transport.postSend(request);
+  }
+}
+
+void CollectiveWork::move(const Move& move) const {
+  std::byte* to = at(move.to);
+  const std::byte* from = at(move.from);
+  switch (move.kind) {
+    case MoveKind::kCopy:
+      if (to != from && move.to.bytes > 0) std::memmove(to, from, move.to.bytes);
+      break;
+    case MoveKind::kReduce:
+      reduce_(to, to, from, move.to.bytes / element_bytes_);
+      break;
+    case MoveKind::kScale:
+      scaleFunction(call_.dtype)(to, move.to.bytes / element_bytes_, call_.group_size);
+      break;
+  }
+}
+
+ExchangeWork::Numbers& ExchangeWork::numbersOf(int peer) {
+  for (Numbers& numbers : numbers_) {
+    if (numbers.peer == peer) return numbers;
+  }
+  return numbers_.emplace_back(Numbers{peer, {}, {}});
+}
+
+void ExchangeWork::takeNumbers(Transport& transport) {
+  for (Message& message : sends_) {
+    message.number = transport.nextSendNumber(message.peer);
+    numbersOf(message.peer).send = message.number;
+  }
+  for (Message& message : recvs_) {
+    message.number = transport.nextRecvNumber(message.peer);
+    numbersOf(message.peer).recv = message.number;
+  }
+}
+
+Call ExchangeWork::callOf(const Message& message) const {
+  Call call = call_;
+  call.count = message.count;
+  call.dtype = message.dtype;
+  return call;
+}
+
+void ExchangeWork::advance(Transport& transport) {
+  if (posted_) return;
+  posted_ = true;
+  for (const Message& message : recvs_) {
+    RecvRequest request;
+    request.peer = message.peer;
+    request.data = message.data;
+    request.bytes = message.count * dtypeBytes(message.dtype);
+    request.number = message.number;
+    request.call = callOf(message);
+    request.completion = &completion_;
+    transport.postRecv(request);
+  }
+  for (const Message& message : sends_) {
+    SendRequest request;
+    request.peer = message.peer;
+    request.data = message.data;
+    request.bytes = message.count * dtypeBytes(message.dtype);
+    request.number = message.number;
+    request.confirm = true;
+    request.call = callOf(message);
+    request.completion = &completion_;
+    transport.postSend(request);
+  }
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,294 @@
+#include "hdpcomm/comm/world.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+
+#include "hdpcomm/base/env.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define HDP_PAUSE() _mm_pause()
+#else
+#define HDP_PAUSE() std::atomic_signal_fence(std::memory_order_seq_cst)
+#endif
+
+namespace hdpcomm {
+namespace {
+
+constexpr size_t kMaxSchedules = 256;
+
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+}
+
+std::string join(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  return ranks.size() > 32 ? text + ", ..." : text;
+}
+
+}  // namespace
+
+World::World(std::unique_ptr<Transport> transport, double timeout_s)
+    : transport_(std::move(transport)), timeout_s_(timeout_s) {
+  if (!(timeout_s > 0)) {
+    throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
+  }
+  const Env& env = Env::get();
+  spin_s_ = env.spin_us >= 0 ? env.spin_us * 1e-6 : transport_->oversubscribed() ? 1e-6 : 20e-6;
+  yield_s_ = env.yield_us * 1e-6;
+  spins_ = transport_->oversubscribed() ? 4 : 64;
+}
+
+World::~World() { close("the communicator was destroyed"); }
+
+TransportStats World::stats() {
+  std::lock_guard lock(mutex_);
+  return transport_->stats();
+}
+
+void World::checkUsable() const {
+  if (!abort_reason_.empty()) {
+    throw Error(ErrorKind::kAborted,
+                "this communicator was aborted (" + abort_reason_ + "): make a new one with init()",
+                {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
+  }
+  if (closed_.load(std::memory_order_relaxed)) {
+    throw Error(ErrorKind::kInvalidUsage,
+                "this communicator is closed: call its operations before close(), or make a new "
+                "one with init()",
+                {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
+  }
+}
+
+void World::submit(const std::shared_ptr<Work>& work, bool background) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  work->seq_ = next_seq_++;
+  work->takeNumbers(*transport_);
+  queue_.push_back(work);
+  if (background) {
+    work->background_ = true;
+    ++background_works_;
+  }
+  progressLocked();
+  if (background && !ended(*work)) {
+    ensureProgressThread();
+    progress_wanted_.notify_one();
+  }
+}
+
+void World::progressLocked() {
+  if (queue_.empty()) return;
+  transport_->progress();
+  for (size_t i = 0; i < queue_.size();) {
+    const std::shared_ptr<Work> work = queue_[i];
+    if (!work->completion_.failure) {
+      work->state_ = Work::State::kRunning;
+      work->advance(*transport_);
+    }
+    if (work->completion_.failure) {
+      const Error error = *work->completion_.failure;
+      fail(*work, error);
+    } else if (work->allPosted() && work->completion_.pending == 0) {
+      finish(*work, Work::State::kDone);
+    } else if (!work->allPosted()) {
+      return;  // later operations must not overtake its messages
+    } else {
+      ++i;
+    }
+  }
+}
+
+void World::finish(Work& work, Work::State state) {
+  work.state_ = state;
+  if (work.background_) --background_works_;
+  std::erase_if(queue_, [&](const std::shared_ptr<Work>& each) { return each.get() == &work; });
+}
+
+void World::fail(Work& work, const Error& error) {
+  ErrorContext context = error.context();
+  context.rank = rank();
+  context.op = opName(work.call_.op);
+  context.ranks = *work.ranks_;
+  context.seq = work.seq_;
+  work.error_ = Error(error.kind(), error.what(), context);
+  transport_->cancel(&work.completion_);
+  for (const Work::Numbers& numbers : work.numbers_) {
+    if (numbers.peer != rank()) {
+      transport_->notifyFailure(numbers.peer, *work.error_, numbers.send, numbers.recv);
+    }
+  }
+  work.completion_.pending = 0;
+  finish(work, Work::State::kFailed);
+}
+
+bool World::test(Work& work) {
+  std::lock_guard lock(mutex_);
+  if (!ended(work)) progressLocked();
+  return ended(work);
+}
+
+void World::wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  {
+    // The common case, without a look at the clock.
+    std::unique_lock lock(mutex_);
+    for (int i = 0; i < spins_ && !ended(work); ++i) {
+      progressLocked();
+      if (ended(work)) break;
+      HDP_PAUSE();
+    }
+    if (work.state_ == Work::State::kDone) return;
+    if (work.state_ == Work::State::kFailed) throw *work.error_;
+  }
+  const auto start = Clock::now();
+  waiters_.fetch_add(1, std::memory_order_relaxed);
+  try {
+    waitSlowly(work, start, start + nanoseconds(std::min(timeout_s, 1e9)), check_interrupt);
+  } catch (...) {
+    waiters_.fetch_sub(1, std::memory_order_relaxed);
+    progress_wanted_.notify_one();
+    throw;
+  }
+  waiters_.fetch_sub(1, std::memory_order_relaxed);
+  progress_wanted_.notify_one();
+  std::lock_guard lock(mutex_);
+  if (work.state_ == Work::State::kFailed) throw *work.error_;
+}
+
+// Spins, yields, then sleeps on the futex; looks after deadline, peers and Ctrl-C between sleeps.
+void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
+                       const InterruptCheck& check) {
+  const auto spin_until = start + nanoseconds(spin_s_);
+  const auto yield_until = spin_until + nanoseconds(yield_s_);
+  const auto liveness = nanoseconds(Env::get().liveness_s);
+  auto next_check = start + liveness;
+  const auto step = [&] {
+    std::lock_guard lock(mutex_);
+    progressLocked();
+    return ended(work);
+  };
+  for (;;) {
+    if (step()) return;
+    const auto now = Clock::now();
+    if (now < spin_until) {
+      HDP_PAUSE();
+      continue;
+    }
+    if (now < yield_until) {
+      ::sched_yield();
+      continue;
+    }
+    if (now >= next_check) {
+      next_check = now + liveness;
+      {
+        std::lock_guard lock(mutex_);
+        transport_->checkPeers();
+        progressLocked();
+        if (ended(work)) return;
+        if (now >= deadline) {
+          fail(work, Error(ErrorKind::kTimeout,
+                           "rank " + std::to_string(rank()) + " waited " +
+                               std::to_string(std::chrono::duration<double>(now - start).count()) +
+                               " s in " + work.describeCall() + " (ranks " + join(*work.ranks_) +
+                               "): look for a rank that did not call it, or raise timeout="));
+          return;
+        }
+      }
+      try {
+        if (check) check();
+      } catch (...) {
+        std::lock_guard lock(mutex_);
+        if (!ended(work)) {
+          fail(work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
+                                                    " was interrupted in " + work.describeCall()));
+        }
+        throw;
+      }
+    }
+    const uint32_t ticket = transport_->idleTicket();
+    const bool over = step();
+    transport_->idle(ticket, over ? now : std::min(next_check, std::max(deadline, now)));
+    if (over) return;
+    if (Clock::now() >= deadline) next_check = Clock::now();
+  }
+}
+
+void World::ensureProgressThread() {
+  if (progress_thread_.joinable()) return;
+  progress_thread_ = std::thread([this] { progressLoop(); });
+}
+
+// Moves background works while no thread waits (one that waits moves everything itself).
+void World::progressLoop() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
+      progress_wanted_.wait_for(lock, std::chrono::milliseconds(100));
+      continue;
+    }
+    lock.unlock();
+    const uint32_t ticket = transport_->idleTicket();
+    lock.lock();
+    progressLocked();
+    const bool idle = background_works_ > 0 && !stop_;
+    lock.unlock();
+    transport_->idle(ticket, idle ? Clock::now() + std::chrono::milliseconds(50) : Clock::now());
+    lock.lock();
+  }
+}
+
+std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) {
+  std::vector<uint64_t> key = {static_cast<uint64_t>(request.op),
+                               static_cast<uint64_t>(request.algorithm),
+                               static_cast<uint64_t>(request.group_size),
+                               static_cast<uint64_t>(request.rank),
+                               request.count,
+                               request.element_bytes,
+                               static_cast<uint64_t>(request.root),
+                               request.average};
+  key.insert(key.end(), request.in_counts.begin(), request.in_counts.end());
+  key.insert(key.end(), request.out_counts.begin(), request.out_counts.end());
+  std::lock_guard lock(mutex_);
+  if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
+  auto made = std::make_shared<const Schedule>(makeSchedule(request));
+  if (schedules_.size() >= kMaxSchedules) schedules_.clear();
+  schedules_.emplace(std::move(key), made);
+  return made;
+}
+
+void World::abort(const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (!abort_reason_.empty() || closed_.load(std::memory_order_relaxed)) return;
+  abort_reason_ = reason.empty() ? "no reason given" : reason;
+  const std::vector<std::shared_ptr<Work>> works = queue_;
+  for (const auto& work : works) {
+    fail(*work, Error(ErrorKind::kAborted,
+                      "rank " + std::to_string(rank()) + " aborted: " + abort_reason_));
+  }
+  transport_->progress();
+  transport_->close("aborted: " + abort_reason_);
+}
+
+void World::close(const std::string& reason) {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_.exchange(true)) return;
+    const std::vector<std::shared_ptr<Work>> works = queue_;
+    for (const auto& work : works) {
+      fail(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
+                                                 " closed its communicator during " +
+                                                 work->describeCall()));
+    }
+    transport_->progress();
+    transport_->close(reason);
+    stop_ = true;
+  }
+  progress_wanted_.notify_all();
+  if (progress_thread_.joinable()) progress_thread_.join();
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,110 @@
+// One operation of one rank, from its submission to its end.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hdpcomm/collective/reduce.hpp"
+#include "hdpcomm/collective/schedule.hpp"
+#include "hdpcomm/transport/transport.hpp"
+
+namespace hdpcomm {
+
+using Ranks = std::shared_ptr<const std::vector<int>>;
+
+class Work {
+ public:
+  enum class State : uint8_t { kQueued, kRunning, kDone, kFailed };
+
+  Work(Call call, Ranks ranks) : call_(call), ranks_(std::move(ranks)) {}
+  virtual ~Work() = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+
+  const Call& call() const { return call_; }
+  const Ranks& ranks() const { return ranks_; }
+  std::string describeCall() const { return describe(call_); }
+
+ protected:
+  friend class World;
+
+  struct Numbers {
+    int peer = -1;  // global rank
+    std::optional<uint32_t> send;
+    std::optional<uint32_t> recv;
+  };
+
+  // Takes the numbers of the operation on each pair of ranks: at submission, so that they follow
+  // the program's order.
+  virtual void takeNumbers(Transport& transport) = 0;
+  // Posts what can be posted; called again after every progress. Sets completion_.failure on an
+  // error of its own.
+  virtual void advance(Transport& transport) = 0;
+  // True when nothing more will be posted, so that the next operation may post.
+  virtual bool allPosted() const = 0;
+
+  Call call_;
+  Ranks ranks_;
+  std::vector<Numbers> numbers_;
+  Completion completion_;
+  State state_ = State::kQueued;
+  std::optional<Error> error_;
+  int64_t seq_ = -1;
+  bool background_ = false;
+};
+
+// Runs a Schedule. `in` and `out` are its buffers.
+class CollectiveWork final : public Work {
+ public:
+  CollectiveWork(Call call, Ranks ranks, std::shared_ptr<const Schedule> schedule, const void* in,
+                 void* out);
+
+ protected:
+  void takeNumbers(Transport& transport) override;
+  void advance(Transport& transport) override;
+  bool allPosted() const override { return next_step_ == schedule_->steps.size(); }
+
+ private:
+  std::byte* at(const Span& span) const;
+  void post(const Step& step, Transport& transport);
+  void move(const Move& move) const;
+
+  std::shared_ptr<const Schedule> schedule_;
+  std::byte* buffers_[3];
+  std::unique_ptr<std::byte[]> temp_;
+  ReduceFn reduce_ = nullptr;
+  size_t element_bytes_;
+  size_t next_step_ = 0;
+};
+
+// Sends and receives, all posted at once.
+class ExchangeWork final : public Work {
+ public:
+  struct Message {
+    int peer = -1;  // global rank
+    std::byte* data = nullptr;
+    size_t count = 0;
+    DType dtype = DType::kUint8;
+    uint32_t number = 0;
+  };
+
+  ExchangeWork(Call call, Ranks ranks, std::vector<Message> sends, std::vector<Message> recvs)
+      : Work(call, std::move(ranks)), sends_(std::move(sends)), recvs_(std::move(recvs)) {}
+
+ protected:
+  void takeNumbers(Transport& transport) override;
+  void advance(Transport& transport) override;
+  bool allPosted() const override { return posted_; }
+
+ private:
+  Numbers& numbersOf(int peer);
+  Call callOf(const Message& message) const;
+
+  std::vector<Message> sends_;
+  std::vector<Message> recvs_;
+  bool posted_ = false;
+};
+
+}  // namespace hdpcomm

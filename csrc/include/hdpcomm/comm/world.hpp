@@ -1,0 +1,89 @@
+// One rank's end of the global transport: the queue of its operations, and everything that waits.
+//
+// Operations run in the order of submission: the next one posts its messages when the one before
+// has posted all of its own, so that the messages of a pair of ranks follow one order on both
+// sides. If all ranks submit in one global order, no mix of overlapping subsets can deadlock.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hdpcomm/comm/work.hpp"
+
+namespace hdpcomm {
+
+class World {
+ public:
+  // Called a few times a second on a thread that waits; may throw to give up (Ctrl-C).
+  using InterruptCheck = std::function<void()>;
+
+  World(std::unique_ptr<Transport> transport, double timeout_s);
+  ~World();
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  int rank() const noexcept { return transport_->rank(); }
+  int size() const noexcept { return transport_->size(); }
+  double timeout() const noexcept { return timeout_s_; }
+  const char* transportName() const noexcept { return transport_->name(); }
+  TransportStats stats();
+
+  // Queues and starts an operation. `background`: it also proceeds while nobody waits for it, on a
+  // thread of this world.
+  void submit(const std::shared_ptr<Work>& work, bool background);
+  // Waits until the work has ended; throws its error. Past the deadline the operation is given up
+  // on all ranks concerned.
+  void wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
+  // True when the work has ended (an error is thrown by wait()). Never blocks.
+  bool test(Work& work);
+
+  // The schedule of a request, from a bounded cache.
+  std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
+
+  // Ends all pending operations here with Aborted, tells their members, and refuses new ones.
+  void abort(const std::string& reason);
+  // Leaves the world; peers that still need this rank get PeerLost with the reason. Idempotent.
+  void close(const std::string& reason);
+  bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+
+ private:
+  void progressLocked();
+  void fail(Work& work, const Error& error);
+  void finish(Work& work, Work::State state);
+  void checkUsable() const;
+  void ensureProgressThread();
+  void progressLoop();
+  void waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
+                  const InterruptCheck& check);
+  bool ended(const Work& work) const {
+    return work.state_ == Work::State::kDone || work.state_ == Work::State::kFailed;
+  }
+
+  std::unique_ptr<Transport> transport_;
+  double timeout_s_;
+  int spins_;  // looks at the transport before the first look at the clock
+  double spin_s_;
+  double yield_s_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Work>> queue_;
+  int64_t next_seq_ = 0;
+  std::atomic<bool> closed_{false};
+  std::string abort_reason_;  // not empty after abort()
+
+  std::map<std::vector<uint64_t>, std::shared_ptr<const Schedule>> schedules_;
+
+  std::thread progress_thread_;
+  std::condition_variable progress_wanted_;
+  std::atomic<int> waiters_{0};
+  int background_works_ = 0;
+  bool stop_ = false;
+};
+
+}  // namespace hdpcomm

@@ -1,0 +1,35 @@
+// Launchers of segmented row copies: the zigzag gather and scatter, and the packing of what
+// travels.
+#pragma once
+
+#include <cstdint>
+
+#include "hdpcomm/base/dtype.hpp"
+#include "hdpcomm/kernels/rows_elem.hpp"
+
+namespace hdpcomm::kernels {
+
+// Row i of dst begins at dst + i * dst_stride bytes; the same for src. No destination row may occur
+// in two segments, and dst and src do not overlap.
+struct RowsArgs {
+  void* dst = nullptr;
+  const void* src = nullptr;
+  int64_t dst_stride = 0;
+  int64_t src_stride = 0;
+  int64_t row_bytes = 0;
+  const RowSegment* segments = nullptr;  // on the device for the CUDA launchers
+  int64_t num_segments = 0;
+  int64_t total_rows = 0;  // sum of the segments' rows
+};
+
+void copyRowsCpu(const RowsArgs& args);
+void copyRowsCuda(const RowsArgs& args, void* stream);
+
+// dst += src by rows; dtype is float32 or float64.
+void addRowsCpu(const RowsArgs& args, DType dtype);
+void addRowsCuda(const RowsArgs& args, DType dtype, void* stream);
+
+void checkRows(const RowsArgs& args);
+void checkAddRows(const RowsArgs& args, DType dtype);
+
+}  // namespace hdpcomm::kernels

@@ -1,0 +1,47 @@
+// What a rank called: the part of an operation that both ends of a message must agree on. It
+// travels with every message.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "hdpcomm/base/dtype.hpp"
+
+namespace hdpcomm {
+
+enum class OpCode : uint8_t {
+  kPointToPoint,  // send, recv and exchange match each other
+  kBarrier,
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kBroadcast,
+  kReduce,
+  kGather,
+  kScatter,
+  kAllToAll,
+};
+
+enum class RedOp : uint8_t { kSum, kProd, kMin, kMax, kAvg, kNone = 255 };
+
+const char* opName(OpCode op);
+const char* redOpName(RedOp op);
+
+struct Call {
+  uint64_t subset_hash = 0;  // of the ordered global ranks; 0 for point-to-point between two ranks
+  uint64_t count = 0;  // elements that every rank must agree on (point-to-point: of the message)
+  OpCode op = OpCode::kPointToPoint;
+  DType dtype = DType::kUint8;
+  RedOp redop = RedOp::kNone;
+  uint8_t algorithm = 0;
+  int16_t root = -1;  // group rank
+  uint16_t group_size = 2;
+
+  bool operator==(const Call&) const = default;
+};
+static_assert(sizeof(Call) == 24);
+
+// "all_reduce(16 x float32, sum) on 4 ranks [subset 1f2e3d4c]"
+std::string describe(const Call& call);
+
+}  // namespace hdpcomm

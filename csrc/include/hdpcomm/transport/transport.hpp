@@ -1,0 +1,108 @@
+// How bytes move between the ranks of one world. A transport knows peers and messages, nothing of
+// collectives.
+//
+// Messages of an ordered pair of ranks arrive in the order in which they were posted, and carry
+// what the sender called; a receive whose call differs fails on both sides. Every operation has a
+// number on each ordered pair (the sender's n-th operation towards the receiver is the receiver's
+// n-th from the sender): a message with a lower number than the receive's belongs to an operation
+// that the receiver gave up, and is dropped. So a pair is usable again after any failure.
+//
+// No member function blocks but idle(). Calls are serialised by the owner (comm/world.hpp holds the
+// lock).
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "hdpcomm/base/error.hpp"
+#include "hdpcomm/transport/call.hpp"
+
+namespace hdpcomm {
+
+using Clock = std::chrono::steady_clock;
+
+// out[i] = a[i] op b[i]; out may be a or b.
+using ReduceFn = void (*)(void* out, const void* a, const void* b, size_t count);
+
+// Shared by the requests of one operation; owned by it.
+struct Completion {
+  uint32_t pending = 0;          // requests posted and not ended
+  std::optional<Error> failure;  // the first one
+};
+
+struct SendRequest {
+  int peer = -1;
+  const void* data = nullptr;  // must stay unchanged until the request has ended
+  size_t bytes = 0;
+  uint32_t number = 0;
+  bool confirm = false;  // ends only when the receiver has accepted the message
+  Call call;
+  Completion* completion = nullptr;
+};
+
+struct RecvRequest {
+  int peer = -1;
+  void* data = nullptr;
+  size_t bytes = 0;
+  ReduceFn reduce = nullptr;      // null: data = message; else data = operand op message
+  const void* operand = nullptr;  // with reduce
+  size_t element_bytes = 1;
+  uint32_t number = 0;
+  Call call;
+  Completion* completion = nullptr;
+};
+
+struct TransportStats {
+  uint64_t bytes_sent = 0;
+  uint64_t bytes_received = 0;
+  uint64_t messages_sent = 0;
+  uint64_t messages_received = 0;
+  int peers_used = 0;  // distinct peers to which a message was sent or from which one came
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const char* name() const noexcept = 0;
+  virtual int rank() const noexcept = 0;
+  virtual int size() const noexcept = 0;
+
+  // The numbers of the next operation that sends to `peer` / receives from it.
+  virtual uint32_t nextSendNumber(int peer) = 0;
+  virtual uint32_t nextRecvNumber(int peer) = 0;
+
+  virtual void postSend(const SendRequest& request) = 0;
+  virtual void postRecv(const RecvRequest& request) = 0;
+  // Moves what can be moved now. Failures go to the requests' completions.
+  virtual void progress() = 0;
+
+  // Withdraws all requests of an operation. On return no rank reads or writes their buffers any
+  // more.
+  virtual void cancel(const Completion* completion) = 0;
+  // Tells `peer` that this rank gave up an operation, and why: its sends up to one number, its
+  // receives up to another.
+  virtual void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+                             std::optional<uint32_t> recv_number) = 0;
+  // Sets the failure of requests whose peer is dead or closed. Not cheap: called a few times a
+  // second while waiting.
+  virtual void checkPeers() = 0;
+
+  // An opaque count that changes whenever idle() would return; read it before progress().
+  virtual uint32_t idleTicket() = 0;
+  // Sleeps until something may have changed since `ticket` was read, or `until`.
+  virtual void idle(uint32_t ticket, Clock::time_point until) = 0;
+  // True when ranks share cores, so that busy waiting steals time from the peer that is awaited.
+  virtual bool oversubscribed() const noexcept = 0;
+
+  virtual TransportStats stats() const = 0;
+  // Says goodbye; peers that still wait for this rank fail. Idempotent.
+  virtual void close(const std::string& reason) noexcept = 0;
+};
+
+}  // namespace hdpcomm

@@ -1,0 +1,111 @@
+#include "hdpcomm/kernels/merge.hpp"
+
+#include <algorithm>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hdpcomm/base/error.hpp"
+#include "hdpcomm/kernels/merge_elem.hpp"
+#include "hdpcomm/kernels/numeric_elem.hpp"
+
+// One copy for each vector width; the loader picks the widest that the processor has.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#define HDP_VECTOR_CLONES \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define HDP_VECTOR_CLONES
+#endif
+
+namespace hdpcomm::kernels {
+namespace {
+
+// Below this many elements a thread costs more than it saves (about 30 us to start one).
+constexpr int64_t kElementsPerThread = 1 << 18;
+
+HDP_VECTOR_CLONES void blend(float* out, const float* block, float take, int64_t dim) {
+  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], block[i], take);
+}
+HDP_VECTOR_CLONES void blend(double* out, const double* block, double take, int64_t dim) {
+  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], block[i], take);
+}
+HDP_VECTOR_CLONES void blend(float* out, const BFloat16* block, float take, int64_t dim) {
+  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], widen(block[i]), take);
+}
+HDP_VECTOR_CLONES void blend(float* out, const Float16* block, float take, int64_t dim) {
+  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], widen(block[i]), take);
+}
+
+template <typename Acc, typename Block>
+void mergeRange(const MergeArgs& args, int64_t begin, int64_t end) {
+  auto* out = static_cast<Acc*>(args.out);
+  auto* lse = static_cast<Acc*>(args.lse);
+  const auto* block_out = static_cast<const Block*>(args.block_out);
+  const auto* block_lse = static_cast<const Acc*>(args.block_lse);
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t row = args.rows == nullptr ? token : args.rows[token];
+    for (int64_t head = 0; head < args.heads; ++head) {
+      Acc& running = lse[row * args.heads + head];
+      const MergedRow<Acc> merged = mergeRow(
+          running,
+          block_lse[token * args.block_lse_token_stride + head * args.block_lse_head_stride]);
+      running = merged.lse;
+      if (merged.take == Acc(0)) continue;  // the block is not seen, or too small to count
+      blend(out + (row * args.heads + head) * args.dim,
+            block_out + (token * args.heads + head) * args.dim, merged.take, args.dim);
+    }
+  }
+}
+
+template <typename Acc, typename Block>
+void mergeAll(const MergeArgs& args, int num_threads) {
+  const int64_t elements = args.tokens * args.heads * args.dim;
+  const int64_t threads =
+      std::clamp<int64_t>(elements / kElementsPerThread, 1, std::max<int64_t>(num_threads, 1));
+  if (threads == 1) return mergeRange<Acc, Block>(args, 0, args.tokens);
+  const auto boundary = [&](int64_t i) { return args.tokens * i / threads; };
+  std::vector<std::jthread> workers;
+  workers.reserve(static_cast<size_t>(threads - 1));
+  for (int64_t i = 1; i < threads; ++i) {
+    workers.emplace_back([&args, from = boundary(i), to = boundary(i + 1)] {
+      mergeRange<Acc, Block>(args, from, to);
+    });
+  }
+  mergeRange<Acc, Block>(args, 0, boundary(1));
+}
+
+}  // namespace
+
+void checkMerge(const MergeArgs& args) {
+  const bool single = args.acc == DType::kFloat32 &&
+                      (args.block == DType::kFloat32 || args.block == DType::kBFloat16 ||
+                       args.block == DType::kFloat16);
+  const bool twice = args.acc == DType::kFloat64 && args.block == DType::kFloat64;
+  if (!single && !twice) {
+    throwInvalidUsage(
+        std::string("cannot merge a block of ") + dtypeName(args.block) + " into " +
+        dtypeName(args.acc) +
+        "; expected float32, bfloat16 or float16 into float32, or float64 into float64");
+  }
+  if (args.tokens < 0 || args.heads < 0 || args.dim < 0) {
+    throwInvalidUsage(
+        "sizes of a merge must not be negative; got tokens=" + std::to_string(args.tokens) +
+        ", heads=" + std::to_string(args.heads) + ", dim=" + std::to_string(args.dim));
+  }
+}
+
+void mergeCpu(const MergeArgs& args, int num_threads) {
+  checkMerge(args);
+  if (args.tokens == 0 || args.heads == 0) return;
+  if (args.acc == DType::kFloat64) return mergeAll<double, double>(args, num_threads);
+  switch (args.block) {
+    case DType::kBFloat16:
+      return mergeAll<float, BFloat16>(args, num_threads);
+    case DType::kFloat16:
+      return mergeAll<float, Float16>(args, num_threads);
+    default:
+      return mergeAll<float, float>(args, num_threads);
+  }
+}
+
+}  // namespace hdpcomm::kernels

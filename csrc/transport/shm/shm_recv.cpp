@@ -1,0 +1,207 @@
+// The receiving half: matching, the copy or reduction straight from where the bytes lie, and
+// failure notices.
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "shm_transport.hpp"
+
+namespace hdpcomm::shm {
+namespace {
+
+inline constexpr size_t kScratchBytes =
+    128 * 1024;  // fits the second-level cache beside the operands
+
+// data[offset...] = message piece, or operand op piece.
+void store(const RecvRequest& request, size_t offset, const std::byte* piece, size_t bytes) {
+  auto* out = static_cast<std::byte*>(request.data) + offset;
+  if (request.reduce == nullptr) {
+    if (bytes > 0) std::memcpy(out, piece, bytes);
+  } else {
+    request.reduce(out, static_cast<const std::byte*>(request.operand) + offset, piece,
+                   bytes / request.element_bytes);
+  }
+}
+
+// Returns false when the memory cannot be read (errno is set).
+bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
+  size_t done = 0;
+  while (done < bytes) {
+    iovec local{out + done, bytes - done};
+    iovec remote{reinterpret_cast<void*>(address + done), bytes - done};
+    const ssize_t got = ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;
+    done += static_cast<size_t>(got);
+  }
+  return true;
+}
+
+}  // namespace
+
+void ShmTransport::postRecv(const RecvRequest& request) {
+  Peer& peer = peers_[request.peer];
+  ++request.completion->pending;
+  peer.recvs.push(request);
+  activate(peer);
+}
+
+void ShmTransport::consume(Peer& peer, const Slot& slot) {
+  if (slot.kind == Kind::kEager || slot.kind == Kind::kFragment || slot.kind == Kind::kFailure) {
+    peer.payload_received = slot.at.address + (slot.at.fragment + 63) / 64 * 64;
+    peer.in->payload_consumed.store(peer.payload_received, std::memory_order_release);
+  }
+  ++peer.received;
+  peer.used = true;
+  // Release: our reads of slot and payload, and `state`, come before.
+  peer.in->consumed.store(peer.received, std::memory_order_release);
+  ring(*peer.control);
+}
+
+// Takes messages while there are receives for them; a failure notice is taken in any case.
+void ShmTransport::drain(Peer& peer) {
+  for (;;) {
+    Slot& slot = peer.in->slots[peer.received % kSlots];
+    if (slot.stamp.load(std::memory_order_acquire) != peer.received + 1) return;
+    if (slot.kind == Kind::kFailure) {
+      handleFailureNotice(peer, slot);
+      consume(peer, slot);
+    } else if (peer.recvs.empty() || !deliver(peer, slot)) {
+      return;
+    }
+  }
+}
+
+bool ShmTransport::deliver(Peer& peer, Slot& slot) {
+  RecvRequest& request = peer.recvs.front();
+  // The signed difference is right across the wrap of the numbers.
+  const auto ahead = static_cast<int32_t>(slot.number - request.number);
+  if (ahead < 0) {  // of an operation that this rank gave up
+    SlotState posted = SlotState::kPosted;
+    slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
+    consume(peer, slot);
+    return true;
+  }
+  if (request.completion->failure) return false;  // its owner is about to cancel it
+  if (ahead > 0 || slot.call != request.call || slot.bytes != request.bytes) {
+    reject(peer, slot, request);
+    return true;
+  }
+  switch (slot.kind) {
+    case Kind::kInline:
+      store(request, 0, slot.inline_data, slot.bytes);
+      break;
+    case Kind::kEager:
+      store(request, 0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
+            slot.bytes);
+      break;
+    case Kind::kFragment:
+      store(request, peer.fragment_offset,
+            peer.in_payload + slot.at.address % segment_->layout().payload_bytes, slot.at.fragment);
+      peer.fragment_offset += slot.at.fragment;
+      if (peer.fragment_offset < slot.bytes) {
+        consume(peer, slot);
+        return true;
+      }
+      break;
+    case Kind::kDirect: {
+      SlotState posted = SlotState::kPosted;
+      if (!slot.state.compare_exchange_strong(posted, SlotState::kClaimed,
+                                              std::memory_order_acq_rel)) {
+        consume(peer, slot);  // revoked: the sender's failure notice follows
+        return true;
+      }
+      if (!copyDirect(peer, slot, request)) {
+        slot.state.store(SlotState::kRejected, std::memory_order_relaxed);
+        consume(peer, slot);
+        return true;
+      }
+      break;
+    }
+    case Kind::kFailure:
+      break;  // handled by drain()
+  }
+  ++stats_.messages_received;
+  stats_.bytes_received += slot.bytes;
+  consume(peer, slot);
+  --request.completion->pending;
+  peer.fragment_offset = 0;
+  peer.recvs.pop();
+  return true;
+}
+
+// One copy from the sender's memory; with a reduction in another process, in pieces that stay in
+// the cache.
+bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request) {
+  if (peer.same_process) {
+    store(request, 0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
+    return true;
+  }
+  const int pid = peer.control->pid;
+  bool ok = true;
+  if (request.reduce == nullptr) {
+    ok = readProcess(pid, static_cast<std::byte*>(request.data), slot.at.address, slot.bytes);
+  } else {
+    if (scratch_.empty()) scratch_.resize(kScratchBytes);
+    for (size_t done = 0; ok && done < slot.bytes; done += kScratchBytes) {
+      const size_t bytes = std::min(kScratchBytes, slot.bytes - done);
+      ok = readProcess(pid, scratch_.data(), slot.at.address + done, bytes);
+      if (ok) store(request, done, scratch_.data(), bytes);
+    }
+  }
+  if (ok) return true;
+  const int error = errno;
+  const bool gone = error == ESRCH || !processAlive(*peer.control);
+  request.completion->failure = Error(
+      gone ? ErrorKind::kPeerLost : ErrorKind::kInternal,
+      gone ? "rank " + std::to_string(peer.rank) + " died while rank " + std::to_string(rank_) +
+                 " copied from its memory"
+           : "process_vm_readv from rank " + std::to_string(peer.rank) + " failed with " +
+                 std::strerror(error) +
+                 ": the sender's buffer was freed or protected while it was sent",
+      {.rank = rank_, .peer = peer.rank, .op = opName(request.call.op), .ranks = {}, .seq = -1});
+  return false;
+}
+
+// The receiver's call goes back in the slot, so that the sender can name both sides.
+void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
+  request.completion->failure = Error(
+      ErrorKind::kMismatch,
+      "rank " + std::to_string(rank_) + " called " + describe(request.call) + " and expected " +
+          std::to_string(request.bytes) + " bytes, but rank " + std::to_string(peer.rank) +
+          " called " + describe(slot.call) + " and sent " + std::to_string(slot.bytes) +
+          " bytes: call the same operations with the same arguments in the same order",
+      {.rank = rank_, .peer = peer.rank, .op = opName(request.call.op), .ranks = {}, .seq = -1});
+  SlotState posted = SlotState::kPosted;
+  if (slot.state.load(std::memory_order_acquire) == SlotState::kPosted) {
+    slot.call = request.call;
+    slot.bytes = request.bytes;
+    slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
+  }
+  consume(peer, slot);
+}
+
+void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
+  const std::string text(reinterpret_cast<const char*>(
+                             peer.in_payload + slot.at.address % segment_->layout().payload_bytes),
+                         slot.at.fragment);
+  const auto kind = static_cast<ErrorKind>(slot.detail);
+  const bool told = text.find("(told by") != std::string::npos;
+  GiveUp peer_gave_up;
+  if ((slot.call.count & kEndsSends) != 0) peer_gave_up.sends = slot.number;
+  if ((slot.call.count & kEndsRecvs) != 0) peer_gave_up.recvs = static_cast<uint32_t>(slot.bytes);
+  // The peer's sends are our receives.
+  failRequests(peer,
+               Error(kind, told ? text : text + " (told by rank " + std::to_string(peer.rank) + ")",
+                     {.rank = rank_, .peer = slot.call.root, .op = {}, .ranks = {}, .seq = -1}),
+               peer_gave_up.recvs, peer_gave_up.sends);
+  const auto raise = [](uint32_t& number, std::optional<uint32_t> other) {
+    if (other && static_cast<int32_t>(*other - number) > 0) number = *other;
+  };
+  raise(peer.recv_number, peer_gave_up.sends);
+  raise(peer.send_number, peer_gave_up.recvs);
+}
+
+}  // namespace hdpcomm::shm

@@ -1,0 +1,283 @@
+#include "shm_transport.hpp"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "hdpcomm/base/env.hpp"
+
+namespace hdpcomm {
+namespace shm {
+namespace {
+
+// The others read it to learn whether the kernel lets them read this process's memory.
+const uint64_t kProbeWord = kMagic;
+
+// Field 22 of /proc/<pid>/stat (start time) and its state letter; 0 and 'X' when there is no such
+// process.
+struct ProcessInfo {
+  char state = 'X';
+  uint64_t start_time = 0;
+};
+
+ProcessInfo processInfo(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return {};
+  const size_t name_end = line.rfind(')');  // the name may hold spaces and brackets
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(line.substr(name_end + 1));
+  ProcessInfo info;
+  fields >> info.state;
+  std::string skipped;
+  for (int field = 4; field <= 21; ++field) fields >> skipped;
+  fields >> info.start_time;
+  return info;
+}
+
+void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
+  timespec time{timeout.count() / 1'000'000'000, timeout.count() % 1'000'000'000};
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, expected, &time, nullptr, 0);
+}
+
+void futexWakeAll(std::atomic<uint32_t>& word) {
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
+            0);
+}
+
+int usableCores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank)
+    : segment_(std::move(segment)), rank_(rank), eager_bytes_(Env::get().eager_bytes) {
+  const int num_ranks = size();
+  if (rank < 0 || rank >= num_ranks) {
+    throwInvalidUsage("rank " + std::to_string(rank) + " is not in a world of " +
+                      std::to_string(num_ranks) + " ranks");
+  }
+  eager_bytes_ = std::min<size_t>(eager_bytes_, segment_->layout().payload_bytes / 4);
+  oversubscribed_ = num_ranks > usableCores();
+  peers_.resize(num_ranks);
+  for (int i = 0; i < num_ranks; ++i) {
+    Peer& peer = peers_[i];
+    peer.rank = i;
+    peer.control = &segment_->control(i);
+    peer.out = &segment_->channel(rank, i);
+    peer.in = &segment_->channel(i, rank);
+    peer.out_payload = segment_->payload(rank, i);
+    peer.in_payload = segment_->payload(i, rank);
+  }
+  Control& own = segment_->control(rank);
+  if (own.state.load(std::memory_order_acquire) != RankState::kAbsent) {
+    throwInvalidUsage("rank " + std::to_string(rank) +
+                      " has joined this world before: ranks must differ");
+  }
+  segment_->populate(rank);
+  own.pid = ::getpid();
+  own.start_time = processInfo(own.pid).start_time;
+  own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
+  own.state.store(RankState::kReady, std::memory_order_release);
+}
+
+ShmTransport::~ShmTransport() { close("the communicator was destroyed"); }
+
+void ShmTransport::waitAllReady(double timeout_s) {
+  const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
+  for (Peer& peer : peers_) {
+    while (peer.control->state.load(std::memory_order_acquire) == RankState::kAbsent) {
+      if (Clock::now() > deadline) {
+        std::string absent;
+        for (const Peer& other : peers_) {
+          if (other.control->state.load() == RankState::kAbsent)
+            absent += " " + std::to_string(other.rank);
+        }
+        throw Error(ErrorKind::kTimeout,
+                    "ranks" + absent + " did not join the shared-memory world within " +
+                        std::to_string(timeout_s) + " s: look for their errors, or raise timeout=",
+                    {.rank = rank_, .peer = peer.rank, .op = "init", .ranks = {}, .seq = -1});
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    peer.same_process = peer.control->pid == segment_->control(rank_).pid;
+    uint64_t value = 0;
+    bool readable = peer.same_process;
+    if (!readable && Env::get().cma) {
+      iovec local{&value, sizeof value};
+      iovec remote{reinterpret_cast<void*>(peer.control->probe), sizeof value};
+      readable = ::process_vm_readv(peer.control->pid, &local, 1, &remote, 1, 0) == sizeof value &&
+                 value == kMagic;
+    }
+    peer.in->direct_allowed.store(readable ? 1 : 0, std::memory_order_release);
+  }
+}
+
+void ShmTransport::activate(Peer& peer) {
+  if (peer.in_active_list) return;
+  peer.in_active_list = true;
+  active_.push_back(peer.rank);
+}
+
+void ShmTransport::progress() {
+  for (size_t i = 0; i < active_.size();) {
+    Peer& peer = peers_[active_[i]];
+    if (!peer.inflight.empty()) completeInflight(peer);
+    drain(peer);
+    while (!peer.queue.empty() && tryPush(peer, peer.queue.front())) peer.queue.pop();
+    if (peer.active()) {
+      ++i;
+    } else {
+      peer.in_active_list = false;
+      active_[i] = active_.back();
+      active_.pop_back();
+    }
+  }
+}
+
+void ShmTransport::cancel(const Completion* completion) {
+  for (const int rank : active_) {
+    Peer& peer = peers_[rank];
+    peer.queue.filter(
+        [&](const PendingSend& send) { return send.request.completion != completion; });
+    peer.inflight.filter([&](const Inflight& inflight) {
+      if (inflight.request.completion != completion) return true;
+      withdraw(peer, inflight);
+      return false;
+    });
+    if (!peer.recvs.empty() && peer.recvs.front().completion == completion)
+      peer.fragment_offset = 0;
+    peer.recvs.filter([&](const RecvRequest& request) { return request.completion != completion; });
+  }
+}
+
+void ShmTransport::notifyFailure(int peer_rank, const Error& error,
+                                 std::optional<uint32_t> send_number,
+                                 std::optional<uint32_t> recv_number) {
+  Peer& peer = peers_[peer_rank];
+  PendingSend send;
+  send.kind = Kind::kFailure;
+  send.cause = static_cast<int16_t>(error.context().peer);
+  send.give_up = {send_number, recv_number};
+  send.error = error.kind();
+  send.text = error.what();
+  if (!peer.queue.empty() || !tryPush(peer, send)) {
+    peer.queue.push(std::move(send));
+    activate(peer);
+  }
+}
+
+void ShmTransport::failRequests(Peer& peer, const Error& error, std::optional<uint32_t> max_send,
+                                std::optional<uint32_t> max_recv) {
+  const auto fail = [&](uint32_t number, std::optional<uint32_t> limit, Completion* completion) {
+    if (!limit || completion == nullptr || completion->failure) return;
+    if (static_cast<int32_t>(*limit - number) >= 0) {
+      completion->failure = error;
+    }
+  };
+  for (size_t i = 0; i < peer.recvs.size(); ++i)
+    fail(peer.recvs[i].number, max_recv, peer.recvs[i].completion);
+  for (size_t i = 0; i < peer.inflight.size(); ++i) {
+    fail(peer.inflight[i].request.number, max_send, peer.inflight[i].request.completion);
+  }
+  for (size_t i = 0; i < peer.queue.size(); ++i) {
+    fail(peer.queue[i].request.number, max_send, peer.queue[i].request.completion);
+  }
+}
+
+bool ShmTransport::processAlive(const Control& control) const {
+  if (control.pid == segment_->control(rank_).pid) return true;
+  const ProcessInfo info = processInfo(control.pid);
+  return info.state != 'X' && info.state != 'Z' && info.start_time == control.start_time;
+}
+
+std::string ShmTransport::lastWords(const Control& control) const {
+  if (control.reason_ready.load(std::memory_order_acquire) == 0) return "";
+  return std::string("; its last words: ") +
+         std::string(control.reason, ::strnlen(control.reason, kFailureText));
+}
+
+void ShmTransport::checkPeers() {
+  for (const int rank : active_) {
+    Peer& peer = peers_[rank];
+    const bool closed = peer.control->state.load(std::memory_order_acquire) == RankState::kClosed;
+    if (!closed && processAlive(*peer.control)) continue;
+    // What the peer sent before it went is still valid.
+    completeInflight(peer);
+    drain(peer);
+    const std::string who = "rank " + std::to_string(rank) +
+                            (closed ? " closed its communicator"
+                                    : " died (process " + std::to_string(peer.control->pid) + ")");
+    failRequests(peer,
+                 Error(ErrorKind::kPeerLost,
+                       who + " while rank " + std::to_string(rank_) + " waited for it" +
+                           lastWords(*peer.control),
+                       {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}),
+                 peer.send_number, peer.recv_number);
+  }
+}
+
+void ShmTransport::ring(Control& control) {
+  // The fence orders our publication before the look at `sleepers`; the sleeper's counterpart
+  // (idleTicket) orders its registration before its last look at the channels. One of the two sees
+  // the other.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (control.sleepers.load(std::memory_order_relaxed) == 0) return;
+  control.doorbell.fetch_add(1, std::memory_order_release);
+  futexWakeAll(control.doorbell);
+}
+
+uint32_t ShmTransport::idleTicket() {
+  Control& own = segment_->control(rank_);
+  own.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t ticket = own.doorbell.load(std::memory_order_acquire);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return ticket;
+}
+
+void ShmTransport::idle(uint32_t ticket, Clock::time_point until) {
+  Control& own = segment_->control(rank_);
+  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now());
+  if (left.count() > 0) futexWait(own.doorbell, ticket, left);
+  own.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void ShmTransport::close(const std::string& reason) noexcept {
+  if (closed_) return;
+  closed_ = true;
+  Control& own = segment_->control(rank_);
+  if (!reason.empty()) {
+    const size_t bytes = std::min(reason.size(), kFailureText - 1);
+    std::memcpy(own.reason, reason.data(), bytes);
+    own.reason[bytes] = '\0';
+    own.reason_ready.store(1, std::memory_order_release);
+  }
+  own.state.store(RankState::kClosed, std::memory_order_release);
+  for (Peer& peer : peers_) ring(*peer.control);
+}
+
+}  // namespace shm
+
+std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank) {
+  return std::make_unique<shm::ShmTransport>(
+      std::dynamic_pointer_cast<shm::Segment>(std::move(segment)), rank);
+}
+
+void shmWaitAllReady(Transport& transport, double timeout_s) {
+  dynamic_cast<shm::ShmTransport&>(transport).waitAllReady(timeout_s);
+}
+
+}  // namespace hdpcomm

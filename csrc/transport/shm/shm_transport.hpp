@@ -1,0 +1,126 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "hdpcomm/base/ring_queue.hpp"
+#include "segment.hpp"
+
+namespace hdpcomm::shm {
+
+// Which operations a failure notice ends: the sender's sends up to a number, its receives up to a
+// number, or both.
+struct GiveUp {
+  std::optional<uint32_t> sends;
+  std::optional<uint32_t> recvs;
+};
+
+// A message that waits for room on its channel, or a failure notice.
+struct PendingSend {
+  SendRequest request;
+  size_t offset = 0;  // bytes already sent in fragments
+  Kind kind = Kind::kInline;
+  ErrorKind error = ErrorKind::kInternal;  // kFailure
+  int16_t cause = -1;                      // kFailure: the rank that the error concerns
+  GiveUp give_up;                          // kFailure
+  std::string text;                        // kFailure
+};
+
+// A message on its channel whose request ends when the receiver has taken it.
+struct Inflight {
+  uint64_t index = 0;  // on the channel
+  SendRequest request;
+};
+
+struct Peer {
+  int rank = -1;
+  Channel* out = nullptr;
+  Channel* in = nullptr;
+  std::byte* out_payload = nullptr;
+  std::byte* in_payload = nullptr;
+  Control* control = nullptr;
+  bool same_process = false;
+  bool used = false;
+  bool in_active_list = false;
+
+  uint64_t sent = 0;           // messages published on `out`
+  uint64_t consumed_seen = 0;  // last value read from out->consumed
+  uint64_t payload_sent = 0;   // bytes of the payload ring used, ever
+  uint64_t payload_taken_seen = 0;
+  uint64_t received = 0;  // messages consumed from `in`
+  uint64_t payload_received = 0;
+  size_t fragment_offset = 0;  // of the message at the front of `recvs`
+  uint32_t send_number = 0;    // of the last operation towards the peer
+  uint32_t recv_number = 0;
+
+  RingQueue<PendingSend> queue;
+  RingQueue<Inflight> inflight;
+  RingQueue<RecvRequest> recvs;
+
+  bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
+};
+
+class ShmTransport final : public Transport {
+ public:
+  ShmTransport(std::shared_ptr<Segment> segment, int rank);
+  ~ShmTransport() override;
+
+  const char* name() const noexcept override { return "shm"; }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return static_cast<int>(segment_->layout().num_ranks); }
+  uint32_t nextSendNumber(int peer) override { return ++peers_[peer].send_number; }
+  uint32_t nextRecvNumber(int peer) override { return ++peers_[peer].recv_number; }
+  void postSend(const SendRequest& request) override;
+  void postRecv(const RecvRequest& request) override;
+  void progress() override;
+  void cancel(const Completion* completion) override;
+  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+                     std::optional<uint32_t> recv_number) override;
+  void checkPeers() override;
+  uint32_t idleTicket() override;
+  void idle(uint32_t ticket, Clock::time_point until) override;
+  bool oversubscribed() const noexcept override { return oversubscribed_; }
+  TransportStats stats() const override { return stats_; }
+  void close(const std::string& reason) noexcept override;
+
+  void waitAllReady(double timeout_s);
+
+ private:
+  // shm_send.cpp
+  bool tryPush(Peer& peer, PendingSend& send);
+  bool pushFragments(Peer& peer, PendingSend& send);
+  bool pushFailure(Peer& peer, PendingSend& send);
+  Slot* claimSlot(Peer& peer);
+  std::byte* claimPayload(Peer& peer, size_t bytes, uint64_t* offset);
+  void publish(Peer& peer, Slot& slot);
+  void completeInflight(Peer& peer);
+  void withdraw(Peer& peer, const Inflight& inflight);
+
+  // shm_recv.cpp
+  void drain(Peer& peer);
+  bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be taken now
+  bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
+  void handleFailureNotice(Peer& peer, const Slot& slot);
+  void reject(Peer& peer, Slot& slot, const RecvRequest& request);
+  void consume(Peer& peer, const Slot& slot);
+
+  // shm_transport.cpp
+  void activate(Peer& peer);
+  void ring(Control& control);
+  void failRequests(Peer& peer, const Error& error, std::optional<uint32_t> max_send,
+                    std::optional<uint32_t> max_recv);
+  bool processAlive(const Control& control) const;
+  std::string lastWords(const Control& control) const;
+
+  std::shared_ptr<Segment> segment_;
+  int rank_;
+  std::vector<Peer> peers_;
+  std::vector<int> active_;  // peers with requests
+  std::vector<std::byte> scratch_;
+  TransportStats stats_;
+  size_t eager_bytes_;
+  bool oversubscribed_ = false;
+  bool closed_ = false;
+};
+
+}  // namespace hdpcomm::shm

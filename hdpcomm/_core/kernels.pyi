@@ -1,0 +1,45 @@
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+def merge(
+    out: int,
+    lse: int,
+    block_out: int,
+    block_lse: int,
+    rows: int,
+    shape: Sequence[int],
+    block_lse_strides: Sequence[int],
+    acc: int,
+    block: int,
+    num_threads: int,
+    cuda: bool,
+    stream: int,
+) -> None: ...
+def copy_rows(
+    dst: int,
+    src: int,
+    dst_stride: int,
+    src_stride: int,
+    row_bytes: int,
+    segments: int,
+    num_segments: int,
+    total_rows: int,
+    cuda: bool,
+    stream: int,
+) -> None: ...
+def add_rows(
+    dst: int,
+    src: int,
+    dst_stride: int,
+    src_stride: int,
+    row_bytes: int,
+    segments: int,
+    num_segments: int,
+    total_rows: int,
+    dtype: int,
+    cuda: bool,
+    stream: int,
+) -> None: ...
+def zigzag_bounds(cu_seqlens: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]: ...

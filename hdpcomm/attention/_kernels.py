@@ -1,0 +1,174 @@
+"""The C++/CUDA kernels of this room on torch tensors: the LSE merge and segmented row copies.
+
+All functions are local. On CUDA tensors they enqueue on the current stream; on CPU tensors they have run on return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdpcomm._core import DTYPES
+from hdpcomm._core import kernels as _core
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows"]
+
+_DTYPE_CODES = {
+    torch.float16: DTYPES["float16"],
+    torch.bfloat16: DTYPES["bfloat16"],
+    torch.float32: DTYPES["float32"],
+    torch.float64: DTYPES["float64"],
+}
+
+
+class Rows:
+    """Row segments of a copy: ``rows`` consecutive rows go from row ``src`` to row ``dst``, for each segment.
+
+    Holds the table that the kernels read, and its copy on each CUDA device that asked for it.
+    """
+
+    __slots__ = ("_on_device", "_table", "total")
+
+    def __init__(self, segments: Sequence[tuple[int, int, int]] | npt.NDArray[np.int64]) -> None:
+        """``segments``: (dst, src, rows) triples; empty ones are dropped."""
+        triples = np.asarray(segments, dtype=np.int64).reshape(-1, 3)
+        triples = triples[triples[:, 2] > 0]
+        ends = np.cumsum(triples[:, 2])
+        self._table = np.ascontiguousarray(np.column_stack((triples, ends - triples[:, 2])))
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+        self.total = int(ends[-1]) if len(ends) else 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def inverse(self) -> Rows:
+        """The copy that goes back."""
+        return Rows(self._table[:, [1, 0, 2]])
+
+    def contiguous_source(self) -> tuple[int, int] | None:
+        """(start, stop) of the source rows if they are one range that goes, in order, to rows 0, 1, ...; else None."""
+        table = self._table
+        if not len(table):
+            return 0, 0
+        offsets = table[:, 1] - table[0, 1]
+        if (offsets == table[:, 3]).all() and (table[:, 0] == table[:, 3]).all():
+            return int(table[0, 1]), int(table[0, 1]) + self.total
+        return None
+
+    def address(self, device: torch.device) -> int:
+        """Address of the table where a kernel on ``device`` can read it; valid while this object lives."""
+        if device.type == "cpu":
+            return int(self._table.ctypes.data)
+        if device not in self._on_device:
+            self._on_device[device] = torch.from_numpy(self._table).to(device)
+        return self._on_device[device].data_ptr()
+
+
+def _stream(tensor: torch.Tensor) -> tuple[bool, int]:
+    if tensor.device.type == "cpu":
+        return False, 0
+    if tensor.device.type == "cuda":
+        return True, torch.cuda.current_stream(tensor.device).cuda_stream
+    raise InvalidUsage(f"tensors on {tensor.device} were given; expected cpu or cuda")
+
+
+def _row_layout(tensor: torch.Tensor) -> tuple[int, int]:
+    """(bytes of a row, stride between rows in bytes); the rows themselves must be contiguous."""
+    row = tensor[0] if tensor.shape[0] else tensor.new_empty(tensor.shape[1:])
+    if not row.is_contiguous():
+        raise InvalidUsage(
+            f"rows of a tensor with shape {tuple(tensor.shape)} and strides {tensor.stride()} are not contiguous; "
+            "call .contiguous() first"
+        )
+    return row.numel() * tensor.element_size(), tensor.stride(0) * tensor.element_size()
+
+
+def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
+    """``dst[d : d + n] = src[s : s + n]`` for every segment; rows contiguous, any stride between them."""
+    if rows.total == 0:
+        return
+    (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
+    cuda, stream = _stream(dst)
+    _core.copy_rows(
+        dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
+        rows.address(dst.device), len(rows), rows.total, cuda, stream,
+    )  # fmt: skip
+
+
+def add_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
+    """``dst[d : d + n] += src[s : s + n]`` for every segment; float32 or float64, no row of ``dst`` twice."""
+    if rows.total == 0:
+        return
+    (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
+    cuda, stream = _stream(dst)
+    _core.add_rows(
+        dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
+        rows.address(dst.device), len(rows), rows.total, _DTYPE_CODES[dst.dtype], cuda, stream,
+    )  # fmt: skip
+
+
+def merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    block_out: torch.Tensor,
+    block_lse: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Merges a block of keys into the running attention result, in place.
+
+    ``out``: [tokens, heads, dim] and ``lse``: [tokens, heads], float32 or float64, contiguous. ``block_out``: [n,
+    heads, dim] contiguous (also bfloat16 or float16); ``block_lse``: [n, heads], type of ``lse``, any strides; -inf
+    where a row sees no key of the block. ``rows``: int64 [n], the row of ``out`` of each block row (default: row i to
+    row i); no row twice.
+    """
+    tokens, heads, dim = block_out.shape
+    if not (out.is_contiguous() and lse.is_contiguous() and block_out.is_contiguous()):
+        raise InvalidUsage("out, lse and block_out of a merge must be contiguous; call .contiguous() first")
+    if out.shape[1:] != block_out.shape[1:] or lse.shape != out.shape[:2] or block_lse.shape != (tokens, heads):
+        raise InvalidUsage(
+            f"shapes of a merge do not fit: out {tuple(out.shape)}, lse {tuple(lse.shape)}, block_out "
+            f"{tuple(block_out.shape)}, block_lse {tuple(block_lse.shape)}"
+        )
+    if (rows is None and tokens != out.shape[0]) or (rows is not None and rows.shape != (tokens,)):
+        raise InvalidUsage(f"a block of {tokens} rows does not fit a result of {out.shape[0]} rows; give `rows`")
+    if lse.dtype != out.dtype or block_lse.dtype != out.dtype:
+        raise InvalidUsage(f"lse must have the type of out, {out.dtype}; got {lse.dtype} and {block_lse.dtype}")
+    cuda, stream = _stream(out)
+    _core.merge(
+        out.data_ptr(), lse.data_ptr(), block_out.data_ptr(), block_lse.data_ptr(),
+        0 if rows is None else rows.data_ptr(), (tokens, heads, dim), block_lse.stride(),
+        _code(out), _code(block_out), torch.get_num_threads(), cuda, stream,
+    )  # fmt: skip
+
+
+def _code(tensor: torch.Tensor) -> int:
+    if tensor.dtype not in _DTYPE_CODES:
+        raise InvalidUsage(f"{tensor.dtype} was given; expected float16, bfloat16, float32 or float64")
+    return _DTYPE_CODES[tensor.dtype]
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows, ctx.shape = rows, x.shape  # type: ignore[attr-defined]
+        out = x.new_empty((rows.total, *x.shape[1:]))
+        copy_rows(out, x, rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0].contiguous()
+        out = grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]
+        copy_rows(out, grad, ctx.rows.inverse())  # type: ignore[attr-defined]
+        return out, None
+
+
+def take_rows(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
+    """A new tensor with the rows of ``x`` along ``dim`` that ``rows`` names; differentiable; no source row twice."""
+    moved = x.movedim(dim, 0).contiguous()
+    out: torch.Tensor = _TakeRows.apply(moved, rows)  # type: ignore[no-untyped-call]
+    return out.movedim(0, dim)

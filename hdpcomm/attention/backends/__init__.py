@@ -1,0 +1,38 @@
+"""Attention backends: what computes one block of a distributed attention."""
+
+from __future__ import annotations
+
+from hdpcomm.attention.backends.base import Backend, Problem
+from hdpcomm.attention.backends.cpu import CpuBackend
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["available", "choose"]
+
+_BACKENDS: tuple[Backend, ...] = (CpuBackend(),)
+"""In order of preference."""
+
+
+def available(problem: Problem) -> dict[str, str | None]:
+    """Every backend by name, with the reason why it cannot do ``problem`` here, or None if it can."""
+    return {backend.name: backend.refuses(problem) for backend in _BACKENDS}
+
+
+def choose(name: str, problem: Problem) -> Backend:
+    """The backend called ``name``, or with "auto" the first that can. InvalidUsage names the alternatives."""
+    reasons = available(problem)
+    if name == "auto":
+        for backend in _BACKENDS:
+            if reasons[backend.name] is None:
+                return backend
+        raise InvalidUsage(f"no attention backend can do this: {_listed(reasons)}")
+    if name not in reasons:
+        raise InvalidUsage(f"there is no attention backend {name!r}; expected auto or one of {', '.join(reasons)}")
+    if reasons[name] is not None:
+        able = [other for other, reason in reasons.items() if reason is None]
+        advice = f"use {' or '.join(able)}" if able else f"nor can another: {_listed(reasons)}"
+        raise InvalidUsage(f"the attention backend {name!r} cannot do this: {reasons[name]}; {advice}")
+    return next(backend for backend in _BACKENDS if backend.name == name)
+
+
+def _listed(reasons: dict[str, str | None]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

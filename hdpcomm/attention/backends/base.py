@@ -1,0 +1,94 @@
+"""What a backend is: attention of local queries over keys at hand, with the LSE, and its backward with a given LSE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hdpcomm.attention import _kernels
+from hdpcomm.attention.tiles import Tile
+
+__all__ = ["Accumulator", "Backend", "Problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a backend is asked for."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windowed: bool = False
+    """Whether some mask has a left edge."""
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How scores are made: ``scale * q @ k``, then ``softcap * tanh(score / softcap)`` if softcap is not 0."""
+
+    scale: float
+    softcap: float = 0.0
+
+
+class Accumulator:
+    """The running result of local queries: ``out`` [tokens, heads, dim] and ``lse`` [tokens, heads], float32 (float64
+    for float64). Rows that have seen no key hold out = 0 and lse = -inf.
+    """
+
+    __slots__ = ("lse", "out")
+
+    def __init__(self, q: torch.Tensor) -> None:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        self.lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+
+    def merge(self, block_out: torch.Tensor, block_lse: torch.Tensor, start: int, stop: int) -> None:
+        """Adds a block of keys that queries [start, stop) have seen; ``block_lse``: [stop - start, heads]."""
+        _kernels.merge(self.out[start:stop], self.lse[start:stop], block_out, block_lse)
+
+
+class Backend(Protocol):
+    """Attention over tiles. Both methods are local and run on the current stream.
+
+    q, out, dout: [tokens, heads, dim]; k, v, dk, dv: [keys, kv_heads, dim], rows may be strided; lse: [tokens, heads].
+    """
+
+    name: str
+
+    def refuses(self, problem: Problem) -> str | None:
+        """Why this backend cannot do it here, or None if it can."""
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type that q, k, v, dout have to be in for inputs of ``dtype``; the caller casts once per buffer."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        result: Accumulator,
+    ) -> None:
+        """Merges the attention over all tiles into ``result``, in the order of tiles."""
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Adds to ``grads`` (dq, dk, dv) what the tiles contribute; ``out`` and ``lse`` are final (of all keys)."""

@@ -1,0 +1,127 @@
+"""The fused attention operator of torch's CPU build.
+
+Its traps, each met here (measured with torch 2.13): ``is_causal`` is aligned at the top left; a row that sees no key
+gives lse = 0 instead of -inf (tiles have no such rows); empty inputs kill the process (tiles are never empty); the
+lse has strides of [tokens, heads]. 16-bit inputs are computed in float32, which is more exact and, without AMX,
+several times faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+
+from hdpcomm.attention.backends.base import Accumulator, Problem, Score
+from hdpcomm.attention.tiles import Tile
+
+__all__ = ["CpuBackend"]
+
+_MASK_ROWS = 256
+"""Queries of a banded tile that share one mask; a mask takes rows x (rows + band) values."""
+
+
+def _part(tile: Tile, q: tuple[int, int], k: tuple[int, int], low: int | None = None, high: int | None = None) -> Tile:
+    return Tile(tile.q_start + q[0], tile.q_start + q[1], tile.k_start + k[0], tile.k_start + k[1], low, high)
+
+
+def lower(tile: Tile) -> Iterator[Tile]:
+    """``tile`` in the shapes that the operator has: unmasked, causal from the top left corner, or small and banded."""
+    if tile.full:
+        yield tile
+    elif tile.low is None and tile.high is not None:  # keys up to a diagonal: a rectangle beside a triangle
+        if tile.high > 0:
+            yield _part(tile, (0, tile.num_q), (0, tile.high))
+        yield _part(tile, (0, tile.num_q), (tile.high, tile.num_k), None, 0)
+    else:
+        yield from _band_parts(tile)
+
+
+def _band_parts(tile: Tile) -> Iterator[Tile]:
+    low = -tile.num_q if tile.low is None else tile.low
+    high = tile.num_k if tile.high is None else tile.high
+    rows = max(_MASK_ROWS, min(high - low, 4 * _MASK_ROWS))
+    for first in range(0, tile.num_q, rows):
+        last = min(first + rows, tile.num_q)
+        first_k, last_k = max(0, first + low), min(tile.num_k, last + high)
+        offset = first - first_k
+        yield _part(tile, (first, last), (first_k, last_k), low + offset, high + offset)
+
+
+@lru_cache(maxsize=16)
+def _mask(rows: int, keys: int, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+    difference = torch.arange(keys)[None, :] - torch.arange(rows)[:, None]
+    return torch.zeros(rows, keys, dtype=dtype).masked_fill_((difference < low) | (difference > high), -torch.inf)
+
+
+def _batched(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Rows of [tokens, heads, dim] as [1, heads, rows, dim]; a view."""
+    return x[start:stop].transpose(0, 1).unsqueeze(0)
+
+
+def _masking(tile: Tile, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
+    if tile.full:
+        return False, None
+    if tile.low is None or tile.high is None:
+        return True, None
+    return False, _mask(tile.num_q, tile.num_k, tile.low, tile.high, dtype)
+
+
+class CpuBackend:
+    """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward."""
+
+    name = "cpu"
+
+    def refuses(self, problem: Problem) -> str | None:
+        if problem.device != "cpu":
+            return f"it computes on the CPU; the tensors are on {problem.device}"
+        if problem.softcap:
+            return "torch's CPU operator has no softcap"
+        return None
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float64 if dtype == torch.float64 else torch.float32
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        result: Accumulator,
+    ) -> None:
+        for tile in (part for whole in tiles for part in lower(whole)):
+            causal, mask = _masking(tile, q.dtype)
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _batched(q, tile.q_start, tile.q_stop),
+                _batched(k, tile.k_start, tile.k_stop),
+                _batched(v, tile.k_start, tile.k_stop),
+                0.0, causal, attn_mask=mask, scale=score.scale,
+            )  # fmt: skip
+            block = out[0].transpose(0, 1).contiguous()
+            result.merge(block, lse[0].transpose(0, 1), tile.q_start, tile.q_stop)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        for tile in (part for whole in tiles for part in lower(whole)):
+            causal, mask = _masking(tile, q.dtype)
+            q_rows, k_rows = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _batched(dout, *q_rows), _batched(q, *q_rows), _batched(k, *k_rows), _batched(v, *k_rows),
+                _batched(out, *q_rows), lse[slice(*q_rows)].transpose(0, 1).unsqueeze(0),
+                0.0, causal, attn_mask=mask, scale=score.scale,
+            )  # fmt: skip
+            for grad, part, rows in zip(grads, parts, (q_rows, k_rows, k_rows), strict=True):
+                grad[slice(*rows)] += part[0].transpose(0, 1)

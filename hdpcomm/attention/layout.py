@@ -1,0 +1,151 @@
+"""Zigzag sharding of packed sequences, sequence by sequence.
+
+Each sequence of a pack is cut in 2N pieces; rank r of N holds pieces r and 2N-1-r, its *head* and its *tail*, so that
+under a causal mask every rank has the same work for every sequence. Piece sizes differ by at most one token, and the
+longer ones are dealt so that the ranks' totals over the pack differ by at most one: any length and any N, and nobody
+pads. A rank's rows are [head of sequence 0, tail of sequence 0, head of sequence 1, ...]. Source: ByteScale (arXiv
+2502.21231) section 7.
+
+All functions are local: every rank computes the same from ``cu_seqlens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdpcomm._core import kernels as _core
+from hdpcomm.attention._kernels import Rows, take_rows
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["CuSeqlens", "Layout", "layout_of", "local_cu_seqlens", "positions", "shard", "unshard"]
+
+CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[npt.NBitBase]] | Sequence[int]"
+Int64: TypeAlias = "npt.NDArray[np.int64]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Who holds which tokens of a pack."""
+
+    bounds: Int64
+    """[sequences, 2N + 1]: first token, inside its sequence, of each piece; the last column holds the lengths."""
+    size: int
+    """N, the number of ranks."""
+
+    @property
+    def lengths(self) -> Int64:
+        """[sequences]"""
+        return self.bounds[:, -1]
+
+    def spans(self, rank: int) -> Int64:
+        """[sequences, 2, 2]: (start, stop) of the head and of the tail of ``rank``, as positions in the sequence."""
+        pieces = [rank, 2 * self.size - 1 - rank]
+        return np.stack([self.bounds[:, pieces], self.bounds[:, [p + 1 for p in pieces]]], axis=-1)
+
+    def local_cu(self, rank: int) -> Int64:
+        """[sequences + 1]: running sum of the sequences' tokens on ``rank``."""
+        spans = self.spans(rank)
+        counts = (spans[:, :, 1] - spans[:, :, 0]).sum(axis=1)
+        return np.concatenate(([0], np.cumsum(counts)))
+
+    def segments(self, rank: int) -> Int64:
+        """[2 * sequences, 3]: (local row, row in the pack, rows) of every head and tail of ``rank``."""
+        spans = self.spans(rank)
+        counts = (spans[:, :, 1] - spans[:, :, 0]).reshape(-1)
+        starts = np.cumsum(self.lengths) - self.lengths
+        source = (spans[:, :, 0] + starts[:, None]).reshape(-1)
+        return np.stack([np.cumsum(counts) - counts, source, counts], axis=1)
+
+
+def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:
+    """``cu_seqlens`` as a checked int64 array: one dimension, begins with 0, never falls. Waits for a CUDA tensor."""
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
+            raise InvalidUsage(f"{name} has type {cu_seqlens.dtype}; expected int32 or int64")
+        array = cu_seqlens.detach().cpu().numpy().astype(np.int64)
+    else:
+        array = np.asarray(cu_seqlens)
+        if array.size and not np.issubdtype(array.dtype, np.integer):
+            raise InvalidUsage(f"{name} has type {array.dtype}; expected integers")
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.size == 0 or array[0] != 0 or (np.diff(array) < 0).any():
+        raise InvalidUsage(
+            f"{name} must be the running sum of the lengths of all sequences of the pack, beginning with 0 "
+            f"(one dimension, num_sequences + 1 entries); got shape {array.shape}: {array[:8].tolist()}..."
+        )
+    return array
+
+
+@lru_cache(maxsize=256)
+def _cached_layout(cu_seqlens: bytes, size: int) -> Layout:
+    bounds = _core.zigzag_bounds(np.frombuffer(cu_seqlens, dtype=np.int64), size)
+    bounds.setflags(write=False)
+    return Layout(bounds, size)
+
+
+def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> Layout:
+    """The zigzag layout of a pack over ``size`` ranks."""
+    if size < 1:
+        raise InvalidUsage(f"size is {size}; expected at least 1 rank")
+    return _cached_layout(as_cu_seqlens(cu_seqlens, name=name).tobytes(), size)
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise InvalidUsage(f"rank {rank} is not in a group of {size}; expected 0 <= rank < size")
+
+
+def shard(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int = 0) -> torch.Tensor:
+    """The part of ``x`` that ``rank`` of ``size`` holds.
+
+    ``x``: any tensor whose dimension ``dim`` are the tokens of the pack (tokens, labels, loss weights, hidden states,
+    RoPE tables, ...); make shifted labels and position ids *before* sharding. ``cu_seqlens``: [num_sequences + 1] of
+    the whole pack. Differentiable; local. Raises InvalidUsage.
+    """
+    layout = layout_of(cu_seqlens, size=size)
+    _check_rank(rank, size)
+    total = int(layout.lengths.sum())
+    if not -x.ndim <= dim < x.ndim or x.shape[dim] != total:
+        raise InvalidUsage(
+            f"x has shape {tuple(x.shape)}, but cu_seqlens ends with {total}; dimension {dim} must be the pack's tokens"
+        )
+    return take_rows(x, Rows(layout.segments(rank)), dim=dim)
+
+
+def unshard(shards: Sequence[torch.Tensor], cu_seqlens: CuSeqlens, *, dim: int = 0) -> torch.Tensor:
+    """The whole tensor from all ranks' parts, in the order of ranks; undoes :func:`shard`. Differentiable; local."""
+    layout = layout_of(cu_seqlens, size=len(shards))
+    parts = [layout.segments(rank) for rank in range(layout.size)]
+    offset = 0
+    for rank, (part, piece) in enumerate(zip(parts, shards, strict=True)):
+        rows = int(part[:, 2].sum())
+        if not -piece.ndim <= dim < piece.ndim or piece.shape[dim] != rows:
+            raise InvalidUsage(
+                f"the part of rank {rank} has shape {tuple(piece.shape)}; expected {rows} tokens in dimension {dim}"
+            )
+        part[:, 0] += offset
+        offset += rows
+    return take_rows(torch.cat(list(shards), dim=dim), Rows(np.concatenate(parts)[:, [1, 0, 2]]), dim=dim)
+
+
+def local_cu_seqlens(cu_seqlens: CuSeqlens, *, rank: int, size: int) -> torch.Tensor:
+    """int32 [num_sequences + 1]: running sum of the tokens that ``rank`` holds of each sequence (maybe 0 of some)."""
+    layout = layout_of(cu_seqlens, size=size)
+    _check_rank(rank, size)
+    return torch.from_numpy(layout.local_cu(rank).astype(np.int32))
+
+
+def positions(cu_seqlens: CuSeqlens, *, rank: int, size: int) -> torch.Tensor:
+    """int64 [T_local]: position of each local token inside its own sequence (what RoPE needs)."""
+    layout = layout_of(cu_seqlens, size=size)
+    _check_rank(rank, size)
+    spans = layout.spans(rank).reshape(-1, 2)
+    parts = [np.arange(start, stop) for start, stop in spans.tolist()]
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *parts]))

@@ -1,0 +1,180 @@
+"""Masks as tiles: rectangles of local queries x keys at hand, each with at most one diagonal band.
+
+Query i of a sequence sees key j iff ``low <= j - (i + length_k - length_q) <= high``: causal is high = 0, a sliding
+window bounds low, and different lengths are aligned at their ends (as in flash-attn). Everything here is pure and
+local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Band", "Span", "Tile", "band_of", "tiles_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Which keys a query sees, relative to the key at its own position; None means no limit."""
+
+    low: int | None
+    high: int | None
+
+    def keys(self, start: int, stop: int, length: int) -> tuple[int, int]:
+        """[first, last) of the keys 0..length that queries at key positions [start, stop) see."""
+        if start >= stop:
+            return 0, 0
+        first = 0 if self.low is None else max(0, start + self.low)
+        last = length if self.high is None else min(length, stop + self.high)
+        return (first, last) if first < last else (0, 0)
+
+
+def band_of(causal: bool, window: int | tuple[int, int] | None) -> Band:
+    """The band of ``causal`` and ``window``, as :func:`hdpcomm.attention.ring_attention` describes them."""
+    if window is None:
+        left, right = -1, -1
+    elif isinstance(window, int):
+        if window < 1:
+            raise InvalidUsage(f"window={window}; expected the number of keys that a query sees, at least 1 (itself)")
+        left = right = window - 1
+    else:
+        left, right = window
+        if min(left, right) < -1:
+            raise InvalidUsage(f"window={window}; expected (left, right), each at least 0, or -1 for no limit")
+    low = None if left == -1 else -left
+    high = None if right == -1 else right
+    return Band(low, 0 if causal else high)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of one sequence, at consecutive local rows: positions [start, stop) from row ``row`` on."""
+
+    start: int
+    stop: int
+    row: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries [q_start, q_stop) x keys [k_start, k_stop), as rows of the tensors at hand.
+
+    The a-th query of the tile sees its b-th key iff ``low <= b - a <= high`` (None: no limit). Every query of the
+    tile sees at least one of its keys, and every key is seen.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.low is None and self.high is None
+
+    @property
+    def num_q(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def num_k(self) -> int:
+        return self.k_stop - self.k_start
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs that the mask lets through."""
+        if self.full:
+            return self.num_q * self.num_k
+        low = -self.num_q if self.low is None else self.low
+        high = self.num_k if self.high is None else self.high
+        return sum(min(self.num_k - 1, a + high) - max(0, a + low) + 1 for a in range(self.num_q))
+
+
+def _tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
+    """The part of q x k inside the band, or None; ``shift`` = length_k - length_q."""
+    n, m = q.rows, k.rows
+    if n == 0 or m == 0:
+        return None
+    offset = q.start + shift - k.start
+    low = None if band.low is None else band.low + offset
+    high = None if band.high is None else band.high + offset
+    first_q = 0 if high is None else max(0, -high)  # query a sees keys a + low .. a + high
+    last_q = n if low is None else min(n, m - low)
+    if first_q >= last_q:
+        return None
+    first_k = 0 if low is None else max(0, first_q + low)
+    last_k = m if high is None else min(m, last_q + high)
+    if first_k >= last_k:
+        return None
+    n, m = last_q - first_q, last_k - first_k
+    low = None if low is None else low + first_q - first_k
+    high = None if high is None else high + first_q - first_k
+    return Tile(
+        q.row + first_q,
+        q.row + last_q,
+        k.row + first_k,
+        k.row + last_k,
+        None if low is None or low <= 1 - n else low,
+        None if high is None or high >= m - 1 else high,
+    )
+
+
+def _joined(first: Tile, second: Tile) -> Tile | None:
+    """One tile in place of two unmasked ones that touch."""
+    if not (first.full and second.full):
+        return None
+    if (first.q_start, first.q_stop) == (second.q_start, second.q_stop) and first.k_stop == second.k_start:
+        return replace(first, k_stop=second.k_stop)
+    if (first.k_start, first.k_stop) == (second.k_start, second.k_stop) and first.q_stop == second.q_start:
+        return replace(first, q_stop=second.q_stop)
+    return None
+
+
+def _join(tiles: Iterable[Tile]) -> list[Tile]:
+    joined: list[Tile] = []
+    for tile in tiles:
+        together = _joined(joined[-1], tile) if joined else None
+        if together is None:
+            joined.append(tile)
+        else:
+            joined[-1] = together
+    return joined
+
+
+def _one_triangle(q_spans: Sequence[Span], k_spans: Sequence[Span], shift: int, band: Band) -> Tile | None:
+    """The causal square of a rank's own tokens: head and tail lie in the order of positions, so one diagonal does."""
+    if band != Band(None, 0) or shift != 0 or len(q_spans) != len(k_spans):
+        return None
+    if any((q.start, q.stop) != (k.start, k.stop) for q, k in zip(q_spans, k_spans, strict=True)):
+        return None
+    for spans in (q_spans, k_spans):
+        if any(b.row != a.row + a.rows for a, b in pairwise(spans)):
+            return None
+    q, k = q_spans[0], k_spans[0]
+    rows = sum(span.rows for span in q_spans)
+    return Tile(q.row, q.row + rows, k.row, k.row + rows, None, 0 if rows > 1 else None)
+
+
+def tiles_of(q_spans: Sequence[Span], k_spans: Sequence[Span], shift: int, band: Band) -> list[Tile]:
+    """Tiles of one sequence: all pairs of ``q_spans`` x ``k_spans`` inside ``band``, each exactly once, in a fixed
+    order.
+
+    Spans are in the order of positions; ``shift`` = length_k - length_q.
+    """
+    q_spans = [span for span in q_spans if span.rows]
+    k_spans = [span for span in k_spans if span.rows]
+    if not q_spans or not k_spans:
+        return []
+    if (triangle := _one_triangle(q_spans, k_spans, shift, band)) is not None:
+        return [triangle]
+    by_query = [_join(t for k in k_spans if (t := _tile(q, k, shift, band)) is not None) for q in q_spans]
+    return _join(tile for tiles in by_query for tile in tiles)

@@ -1,0 +1,6 @@
+"""Joining a world, communicators over any ordered set of its ranks, and the operations between them."""
+
+from hdpcomm.comm.bootstrap import init
+from hdpcomm.comm.communicator import Communicator, Work
+
+__all__ = ["Communicator", "Work", "init"]

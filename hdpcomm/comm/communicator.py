@@ -1,0 +1,379 @@
+"""Communicators over any ordered set of ranks. Making one is local and free; all bytes move by P2P in one transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.comm.tensors import describe, dtype_name
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Communicator", "Work"]
+
+_OPS = _core.comm.OPS
+_REDOPS = _core.comm.REDOPS
+_ALGORITHMS = _core.comm.ALGORITHMS
+_NO_REDOP = 255
+
+
+class Work:
+    """An operation that was started; it keeps its tensors alive until it has ended."""
+
+    __slots__ = ("_buffers", "_handle")
+
+    def __init__(self, handle: _core.comm.Work | None, buffers: tuple[Any, ...]) -> None:
+        self._handle = handle  # None: it had ended when it was made
+        self._buffers = buffers
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.
+
+        ``timeout``: seconds; the communicator's by default. Past it the operation is given up on all ranks concerned.
+        Raises: CommTimeout, PeerLost, Mismatch, Aborted.
+        """
+        if self._handle is not None:
+            self._handle.wait(-1.0 if timeout is None else timeout)
+        self._buffers = ()
+
+    def done(self) -> bool:
+        """Whether the operation has ended; never blocks. ``wait()`` raises its error if it failed."""
+        return self._handle is None or self._handle.done()
+
+    def __repr__(self) -> str:
+        return "<Work, ended>" if self._handle is None else repr(self._handle)
+
+
+_ENDED = Work(None, ())
+
+
+class Communicator:
+    """An ordered set of ranks.
+
+    Every collective is called by all its ranks, with equal arguments. A rank issues the operations of all its
+    communicators in one order, and all ranks must agree on that order where their communicators overlap; then no mix of
+    overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors, numpy arrays or
+    DLPack objects; contiguous.
+
+    Every operation takes ``async_op``: then it returns at once, proceeds in the background, and ``Work.wait()`` ends it;
+    without it the returned Work has ended. ``algorithm="auto"`` lets the library choose; :meth:`algorithms` lists names.
+    """
+
+    __slots__ = ("_core", "_owner", "_ranks", "rank", "size")
+
+    def __init__(self, core: _core.comm.Communicator, *, owner: bool = False) -> None:
+        self._core = core
+        self._owner = owner
+        self._ranks: tuple[int, ...] | None = None
+        #: Position of this rank in the communicator.
+        self.rank: int = core.rank
+        #: Number of ranks.
+        self.size: int = core.size
+
+    # --- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in the order of the communicator."""
+        if self._ranks is None:
+            self._ranks = self._core.ranks
+        return self._ranks
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world."""
+        return self._core.world.rank
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport that moves the bytes."""
+        return self._core.world.transport
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation may take by default."""
+        return self._core.world.timeout
+
+    def stats(self) -> dict[str, int]:
+        """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
+        return self._core.world.stats()
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.size}, ranks {self.ranks}, transport {self.transport}>"
+
+    # --- other communicators ---------------------------------------------------------------------------------------
+
+    def subset(self, ranks: Sequence[int]) -> Communicator | None:
+        """The communicator of the given positions of this one, in that order.
+
+        Local: no message, no handshake, nothing created; the other ranks need not call it. Returns ``None`` on a rank
+        that is not in the list. Equal lists make equal communicators on all ranks.
+
+        Raises: InvalidUsage for an empty list, a duplicate, or a position that does not exist.
+        """
+        try:
+            core = self._core.subset(ranks)
+        except TypeError as error:
+            raise InvalidUsage(f"subset() got {ranks!r}; give a sequence of integers") from error
+        return None if core is None else Communicator(core)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """The familiar form: ranks with equal ``color`` form a communicator, ordered by ``key``, then by rank.
+
+        Collective over this communicator (one all-gather). ``color=None``: this rank joins none and gets ``None``.
+        """
+        mine = torch.tensor([color is not None, 0 if color is None else color, key], dtype=torch.int64)
+        everyone = torch.empty(self.size * 3, dtype=torch.int64)
+        self.all_gather(everyone, mine)
+        rows = everyone.view(self.size, 3).tolist()
+        if color is None:
+            return None
+        members = sorted((row[2], rank) for rank, row in enumerate(rows) if row[0] and row[1] == color)
+        return self.subset([rank for _, rank in members])
+
+    # --- point to point --------------------------------------------------------------------------------------------
+
+    def send(self, x: Any, dst: int, *, async_op: bool = False) -> Work:
+        """Sends ``x`` to position ``dst``, which calls :meth:`recv` (or :meth:`exchange`) with the same size and type.
+
+        It ends when the receiver has accepted the message, whatever its size. Messages of a pair arrive in order.
+        """
+        address, count, dtype = describe(x, "x")
+        if async_op:
+            return Work(self._core.exchange([(address, count, dtype, dst)], [], True), (x,))
+        if dst == self.rank:
+            raise self._self_message("send")
+        self._core.send(address, count, dtype, dst, -1.0)
+        return _ENDED
+
+    def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
+        """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
+        address, count, dtype = describe(x, "x", writable=True)
+        if async_op:
+            return Work(self._core.exchange([], [(address, count, dtype, src)], True), (x,))
+        if src == self.rank:
+            raise self._self_message("recv")
+        self._core.recv(address, count, dtype, src, -1.0)
+        return _ENDED
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[Any, int]] = (),
+        recvs: Sequence[tuple[Any, int]] = (),
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """Any sends ``(x, dst)`` and receives ``(y, src)`` at once; messages of a pair match in the order of the lists.
+
+        The building block of neighbour exchanges: all are in flight together, so no order of ranks can deadlock.
+        """
+        outgoing = [(*describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
+        incoming = [(*describe(y, f"recvs[{i}]", writable=True), src) for i, (y, src) in enumerate(recvs)]
+        handle = self._core.exchange(outgoing, incoming, async_op)
+        return self._finish(handle, (tuple(sends), tuple(recvs)), async_op)
+
+    # --- collectives -----------------------------------------------------------------------------------------------
+
+    def all_gather(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Work:
+        """``out`` [size * n] = the ``x`` [n] of rank 0, 1, ... In place when ``x`` is this rank's part of ``out``."""
+        return self._blocks("all_gather", x, out, "out", self.size, None, algorithm, async_op)
+
+    def reduce_scatter(
+        self, out: Any, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
+    ) -> Work:
+        """``out`` [n] = part ``rank`` of the reduction of all ranks' ``x`` [size * n]; ``x`` is not changed.
+
+        ``op``: sum, avg, min, max, prod. 16-bit floats are added in fp32 and rounded after each addition. The order of
+        summation is fixed by the algorithm and the ranks, so results are the same from run to run.
+        """
+        return self._blocks("reduce_scatter", out, x, "x", self.size, op, algorithm, async_op)
+
+    def all_reduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
+    ) -> Work:
+        """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
+        source = describe(x, "x", writable=out is None)
+        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
+        handle = self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op)
+        return self._finish(handle, (x, out), async_op)
+
+    def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
+        """``x`` of position ``root`` goes to all ranks' ``x``."""
+        buffer = describe(x, "x", writable=self.rank != root)
+        handle = self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op)
+        return self._finish(handle, (x,), async_op)
+
+    def reduce(
+        self, x: Any, root: int, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
+    ) -> Work:
+        """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` is unchanged."""
+        source = describe(x, "x", writable=out is None and self.rank == root)
+        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
+        handle = self._collective("reduce", source, target, source[1], op, root, algorithm, async_op)
+        return self._finish(handle, (x, out), async_op)
+
+    def gather(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
+        """``out`` [size * n] of position ``root`` = the ``x`` [n] of all ranks; elsewhere ``out`` may be ``None``."""
+        if self.rank == root:
+            return self._blocks("gather", x, out, "out", self.size, None, algorithm, async_op, root)
+        source = describe(x, "x")
+        handle = self._collective("gather", source, source, source[1], None, root, algorithm, async_op)
+        return self._finish(handle, (x,), async_op)
+
+    def scatter(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
+        """``out`` [n] = part ``rank`` of the ``x`` [size * n] of position ``root``; elsewhere ``x`` may be ``None``."""
+        if self.rank == root:
+            return self._blocks("scatter", out, x, "x", self.size, None, algorithm, async_op, root)
+        target = describe(out, "out", writable=True)
+        handle = self._collective("scatter", target, target, target[1], None, root, algorithm, async_op)
+        return self._finish(handle, (out,), async_op)
+
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work:
+        """Part i of ``x`` goes to rank i; part i of ``out`` comes from rank i.
+
+        Equal parts, or ``in_splits`` / ``out_splits``: elements for and from each rank (their sums are the sizes).
+        """
+        source = describe(x, "x")
+        target = self._same_type(source, describe(out, "out", writable=True), "out")
+        code = self._algorithm(algorithm)
+        if (out_splits is None) != (in_splits is None):
+            raise InvalidUsage("all_to_all() got one of out_splits and in_splits; give both or neither")
+        if out_splits is None or in_splits is None:
+            if source[1] != target[1] or source[1] % self.size:
+                raise InvalidUsage(
+                    f"all_to_all() got x with {source[1]} and out with {target[1]} elements; without splits they must "
+                    f"be equal and divisible by the {self.size} ranks"
+                )
+            handle = self._core.all_to_all(
+                source[0], target[0], source[1] // self.size, source[2], [], [], code, async_op
+            )
+            return self._finish(handle, (x, out), async_op)
+        for name, splits, total in (("in_splits", in_splits, source[1]), ("out_splits", out_splits, target[1])):
+            if len(splits) != self.size or min(splits) < 0 or sum(splits) != total:
+                raise InvalidUsage(
+                    f"all_to_all() got {name}={list(splits)}; it must hold {self.size} counts, none below 0, that sum "
+                    f"up to the tensor's {total} elements"
+                )
+        handle = self._core.all_to_all(
+            source[0], target[0], 0, source[2], list(out_splits), list(in_splits), code, async_op
+        )
+        return self._finish(handle, (x, out), async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Work:
+        """Ends when all ranks have called it."""
+        handle = self._core.collective(_OPS["barrier"], 0, 0, 0, 0, _NO_REDOP, -1, 0, async_op)
+        return self._finish(handle, (), async_op)
+
+    @staticmethod
+    def algorithms(op: str) -> tuple[str, ...]:
+        """The names that ``algorithm=`` takes for an operation, besides ``auto``."""
+        if op not in _OPS:
+            raise InvalidUsage(f"operation {op!r} is unknown; known are: {', '.join(_OPS)}")
+        return tuple(_core.comm.algorithms_of(_OPS[op]))
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "") -> None:
+        """Ends this rank's pending operations with Aborted, tells the ranks concerned, and leaves the world. Local."""
+        self._core.world.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the world, for this communicator and all its subsets. Local; ranks that still wait get PeerLost."""
+        self._core.world.close("")
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._core.world.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    # --- helpers ---------------------------------------------------------------------------------------------------
+
+    def _collective(
+        self,
+        name: str,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        count: int,
+        op: str | None,
+        root: int,
+        algorithm: str,
+        async_op: bool,
+    ) -> _core.comm.Work:
+        redop = _NO_REDOP if op is None else _REDOPS.get(op)
+        if redop is None:
+            raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
+        code = self._algorithm(algorithm)
+        return self._core.collective(_OPS[name], source[0], target[0], count, source[2], redop, root, code, async_op)
+
+    def _blocks(
+        self,
+        name: str,
+        small: Any,
+        large: Any,
+        large_name: str,
+        parts: int,
+        op: str | None,
+        algorithm: str,
+        async_op: bool,
+        root: int = -1,
+    ) -> Work:
+        """The operations between a tensor of n and one of size * n elements."""
+        small_is_input = large_name == "out"
+        small_name = "x" if small_is_input else "out"
+        one = describe(small, small_name, writable=not small_is_input)
+        many = self._same_type(one, describe(large, large_name, writable=small_is_input), large_name)
+        if many[1] != one[1] * parts:
+            raise InvalidUsage(
+                f"{name}() got {small_name} with {one[1]} and {large_name} with {many[1]} elements; on {parts} ranks "
+                f"{large_name} must have {one[1] * parts}"
+            )
+        source, target = (one, many) if small_is_input else (many, one)
+        handle = self._collective(name, source, target, one[1], op, root, algorithm, async_op)
+        return self._finish(handle, (small, large), async_op)
+
+    @staticmethod
+    def _same_type(expected: tuple[int, int, int], given: tuple[int, int, int], name: str) -> tuple[int, int, int]:
+        if given[2] != expected[2]:
+            raise InvalidUsage(
+                f"{name} has dtype {dtype_name(given[2])}, the other tensor {dtype_name(expected[2])}; give equal types"
+            )
+        return given
+
+    def _like(self, expected: tuple[int, int, int], given: tuple[int, int, int], name: str) -> tuple[int, int, int]:
+        if given[1] != expected[1]:
+            raise InvalidUsage(f"{name} has {given[1]} elements, x {expected[1]}; give equal sizes")
+        return self._same_type(expected, given, name)
+
+    @staticmethod
+    def _algorithm(name: str) -> int:
+        code = _ALGORITHMS.get(name)
+        if code is None:
+            raise InvalidUsage(f"algorithm {name!r} is unknown; known are: {', '.join(_ALGORITHMS)}")
+        return code
+
+    def _self_message(self, name: str) -> InvalidUsage:
+        return InvalidUsage(
+            f"{name}() from rank {self.rank} to itself would wait for ever; use exchange() with both, or async_op=True"
+        )
+
+    @staticmethod
+    def _finish(handle: _core.comm.Work, buffers: tuple[Any, ...], async_op: bool) -> Work:
+        if async_op:
+            return Work(handle, buffers)
+        handle.wait(-1.0)
+        return _ENDED

@@ -1,0 +1,247 @@
+"""Starts ranks on this host: processes that run a function, with their results, errors and ends looked after."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import torch.distributed as dist
+
+from hdpcomm.comm.bootstrap import close_all
+from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, PeerLost
+
+__all__ = ["RankPool", "run_ranks"]
+
+_GRACE_S = 5.0  # for the other ranks to notice that one failed, before they are ended
+
+
+class _RemoteTraceback(Exception):
+    """Carries a rank's traceback as the cause of the error raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None) -> list[Any]:
+    """Runs ``fn(*args)`` on ``world_size`` new processes of this host; returns their results by rank.
+
+    ``fn`` is importable (a function of a module); inside, ``hdpcomm.init()`` joins the world. ``timeout``: seconds for
+    the whole run (``None``: no limit); past it every rank's stacks go to stderr and the ranks are ended. If a rank
+    raises, the others get 5 s to notice; then the first error that is not a mere consequence is raised here.
+
+    Raises: what a rank raised; PeerLost when one died; CommTimeout past the timeout.
+    """
+    with RankPool(world_size) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class RankPool:
+    """Ranks that stay for several runs: starting a process costs far more than a short function."""
+
+    def __init__(self, world_size: int) -> None:
+        if not 1 <= world_size <= 4096:
+            raise InvalidUsage(f"world_size is {world_size}; give 1 to 4096")
+        self.world_size = world_size
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=300)
+        )
+        self._processes: list[Any] = []
+        self._pipes: list[multiprocessing.connection.Connection] = []
+        context = _context()
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                environment = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "LOCAL_WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(self._store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
+                process = context.Process(
+                    target=_rank_main, args=(theirs, dict(os.environ) | environment), name=f"hdpcomm-rank-{rank}"
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all ranks still run and none was ended by a failure."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """As :func:`run_ranks`, on the ranks of this pool. After an error that is not ``fn``'s own, the pool is closed."""
+        message = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        results: dict[int, Any] = {}
+        errors: dict[int, tuple[BaseException, str]] = {}
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._collect(results, errors, deadline, timeout)
+        except BaseException:
+            self.close()
+            raise
+        if errors:
+            if len(results) + len(errors) < self.world_size or not self.healthy:
+                self.close()
+            _raise_first(errors)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _collect(
+        self,
+        results: dict[int, Any],
+        errors: dict[int, tuple[BaseException, str]],
+        deadline: float | None,
+        timeout: float | None,
+    ) -> None:
+        waiting = dict(enumerate(self._pipes))
+        while waiting:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                if errors:
+                    return
+                self._dump_stacks(list(waiting))
+                raise CommTimeout(
+                    f"ranks {sorted(waiting)} did not end within {timeout} s; their stacks are on stderr",
+                    ranks=sorted(waiting),
+                )
+            ready = multiprocessing.connection.wait(list(waiting.values()), left)
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                self._receive(rank, waiting.pop(rank), results, errors)
+            if errors:  # the rest has the grace time
+                limit = time.monotonic() + _GRACE_S
+                deadline = limit if deadline is None else min(deadline, limit)
+                if timeout is None:
+                    timeout = _GRACE_S
+
+    def _receive(
+        self,
+        rank: int,
+        pipe: multiprocessing.connection.Connection,
+        results: dict[int, Any],
+        errors: dict[int, tuple[BaseException, str]],
+    ) -> None:
+        try:
+            ok, payload, trace = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(2)
+            code = process.exitcode
+            how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
+            errors[rank] = (PeerLost(f"rank {rank} ended {how} in the middle of its run", peer=rank), "")
+            return
+        if ok:
+            results[rank] = payload
+        else:
+            errors[rank] = (payload, trace)
+
+    def _dump_stacks(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            print(f"--- stacks of rank {rank}", file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """Ends the ranks: those that wait for work at once, others by SIGTERM and then SIGKILL. Idempotent."""
+        for pipe in self._pipes:
+            pipe.close()
+        for stop in ("join", "terminate", "kill"):
+            limit = time.monotonic() + 2
+            for process in self._processes:
+                if stop != "join":
+                    getattr(process, stop)()
+                process.join(max(0.0, limit - time.monotonic()))
+            if not any(process.is_alive() for process in self._processes):
+                break
+        self._processes = []
+        self._pipes = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _context() -> ForkServerContext:
+    # A server with torch imported forks a rank in milliseconds; it has no threads, so the fork is safe.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hdpcomm.comm.launch"])
+    return context
+
+
+def _raise_first(errors: dict[int, tuple[BaseException, str]]) -> None:
+    """Raises the cause rather than a consequence: a death, then an error of the function, then what others noticed."""
+
+    def order(item: tuple[int, tuple[BaseException, str]]) -> tuple[bool, bool, int]:
+        rank, (error, trace) = item
+        return trace != "", isinstance(error, (PeerLost, Aborted)), rank
+
+    rank, (error, trace) = min(errors.items(), key=order)
+    if trace:
+        raise error from _RemoteTraceback(f"rank {rank}:\n{trace}")
+    raise error
+
+
+def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with_parent, args=(parent.sentinel,), daemon=True).start()
+    while True:
+        try:
+            fn, args = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer = (True, fn(*args), "")
+            close_all("")
+        except BaseException as error:
+            close_all(f"{type(error).__name__}: {error}")
+            answer = (False, _picklable(error), traceback.format_exc())
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(pickle.dumps(answer))
+        del answer
+
+
+def _end_with_parent(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return Error(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,73 @@
+"""What crosses to the core of a tensor: address, element count, element type. No copy is ever made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hdpcomm import _core
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Buffer", "describe"]
+
+_CODES = _core.DTYPES
+_TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
+_NUMPY = {np.dtype(name): code for name, code in _CODES.items() if name != "bfloat16"}
+_NAMES = {code: name for name, code in _CODES.items()}
+
+Buffer = tuple[int, int, int]  # address, elements, dtype code
+
+
+def dtype_name(code: int) -> str:
+    """The name of a dtype code of the core."""
+    return _NAMES[code]
+
+
+def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
+    """The address, element count and dtype code of a tensor, checked.
+
+    ``x``: a CPU tensor of torch, an array of numpy, or any object with ``__dlpack__`` on the CPU; contiguous. ``what``
+    names it in messages. The caller keeps ``x`` alive while the core uses the address.
+
+    Raises: InvalidUsage for another object, device, layout or type.
+    """
+    if isinstance(x, torch.Tensor):
+        code = _TORCH.get(x.dtype)
+        if x.is_cpu and code is not None and x.is_contiguous():
+            return x.data_ptr(), x.numel(), code
+        raise _bad_torch(x, what)
+    if isinstance(x, np.ndarray):
+        return _describe_numpy(x, what, writable=writable)
+    if hasattr(x, "__cuda_array_interface__"):
+        raise InvalidUsage(f"{what} lies on a GPU; the shm transport moves host memory: copy it to the CPU first")
+    if hasattr(x, "__dlpack__"):
+        return describe(torch.from_dlpack(x), what, writable=writable)
+    raise InvalidUsage(
+        f"{what} is a {type(x).__name__}; give a torch tensor, a numpy array or an object with __dlpack__"
+    )
+
+
+def _describe_numpy(x: np.ndarray[Any, Any], what: str, *, writable: bool) -> Buffer:
+    code = _NUMPY.get(x.dtype)
+    if code is None:
+        raise InvalidUsage(f"{what} has dtype {x.dtype}; known are: {', '.join(sorted(_CODES))}")
+    if not x.flags.c_contiguous:
+        raise InvalidUsage(f"{what} is not contiguous (strides {x.strides}); pass numpy.ascontiguousarray(x)")
+    if writable and not x.flags.writeable:
+        raise InvalidUsage(f"{what} is read-only, but the operation writes to it; pass a writable array")
+    return x.__array_interface__["data"][0], x.size, code
+
+
+def _bad_torch(x: torch.Tensor, what: str) -> InvalidUsage:
+    if not x.is_cpu:
+        return InvalidUsage(
+            f"{what} is on {x.device}; the shm transport moves host memory: copy it to the CPU first (x.cpu())"
+        )
+    if x.dtype not in _TORCH:
+        return InvalidUsage(f"{what} has dtype {x.dtype}; known are: {', '.join(sorted(_CODES))}")
+    return InvalidUsage(
+        f"{what} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass x.contiguous(), and for an "
+        "output copy the result back"
+    )
