@@ -40,13 +40,10 @@ def measure_side(
     mine = [rows[rank] for rank in members]
     calls = operation.operations_per_call(len(members))
     scale = 1e6 / (calls * config.agg)
-    per_rank = [[t * scale for t in row[1:] if not math.isnan(t)] for row in mine]
-    means = [sum(row) / len(row) for row in per_rank if row]
-    time_us = average(means, config.average)
-    stats = None
-    if config.per_iter:
-        length = min(len(row) for row in per_rank)
-        stats = IterationStats.of([row[:length] for row in per_rank])
+    per_rank = [[None if math.isnan(t) else t * scale for t in row[1:]] for row in mine]
+    known = [[t for t in row if t is not None] for row in per_rank]
+    time_us = average([sum(row) / len(row) for row in known if row], config.average)
+    stats = IterationStats.of(per_rank) if config.per_iter else None
     details = _shared_details(world, details, members)
     return _side(operation, case, world, members, time_us, [int(row[0]) for row in mine], config, stats, details)
 
@@ -102,7 +99,7 @@ def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list
     barrier()
     own = bound.measure(config.iters)
     if own is not None:
-        return (own + [math.nan] * config.iters)[: config.iters]
+        return own
     times = []
     if config.cpu_time:
         assert bound.start is not None

@@ -107,7 +107,7 @@ class Bound:
         return count
 
     def measure(self, iterations: int) -> list[float] | None:
-        """Seconds of each iteration, for an operation that must take its times itself; else ``None``."""
+        """Seconds of each iteration (NaN: without this rank) where the operation times itself, else ``None``."""
         del iterations
         return None
 

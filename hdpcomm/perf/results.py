@@ -24,12 +24,12 @@ class IterationStats:
     stdev_us: float
     cv_pct: float
     times_us: tuple[float, ...]
-    per_process_max_times_us: tuple[tuple[float, ...], ...]
+    per_process_max_times_us: tuple[tuple[float | None, ...], ...]  # None: an iteration without the rank
 
     @staticmethod
-    def of(times_us: Sequence[Sequence[float]]) -> IterationStats:
+    def of(times_us: Sequence[Sequence[float | None]]) -> IterationStats:
         """``times_us[rank][iteration]``."""
-        slowest = [max(column) for column in zip(*times_us, strict=True)]
+        slowest = [max(time for time in column if time is not None) for column in zip(*times_us, strict=True)]
         ordered, number = sorted(slowest), len(slowest)
         mean = sum(slowest) / number
         deviation = math.sqrt(sum((t - mean) ** 2 for t in slowest) / number)

@@ -91,39 +91,56 @@ def _redops(op: Operation, kind: ElementType, asked: tuple[str, ...]) -> tuple[s
     return possible
 
 
-def run_rank(config: PerfConfig, report: Report, emit: Callable[[str, Any], None] | None = None) -> Report:
+def run_rank(
+    config: PerfConfig,
+    report: Report,
+    emit: Callable[[str, Any], None] | None = None,
+    *,
+    world: Communicator | None = None,
+) -> Report:
     """This rank's part of a run; collective over all ranks of the job.
 
     ``emit(event, value)`` is called on rank 0 only: ``("start", report)``, ``("row", row)`` as they come (those of
-    ``--compare`` too), ``("cycle", report)``. Ends its communicator.
+    ``--compare`` too), ``("cycle", report)``. ``world``: measures on this communicator and leaves it open; without it
+    the run joins and leaves a world of its own.
     """
     torch.set_num_threads(1)
     tell = emit or _silent
     resident = _resident_bytes()
     gloo = _join_gloo() if "gloo" in config.compare else None
     try:
-        with init(transport=config.transport, timeout=config.timeout) as world:
-            joined = _resident_bytes()
-            report.transport = world.transport
-            report.devices = _devices(world, config)
-            if world.rank:
-                tell = _silent
-            tell("start", report)
-            subsets = _Subsets(world, gloo)
-            cycle = 0
-            while config.cycles == 0 or cycle < config.cycles:
-                for point in points(config, world.size):
-                    _measure(world, subsets, config, point, report, tell)
-                cycle += 1
-                tell("cycle", report)
-            if config.memory:
-                report.memory_bytes = _memory(world, joined - resident, _resident_bytes() - joined)
-            world.barrier()
+        if world is not None:
+            _run_cycles(world, gloo, config, report, tell, resident)
+        else:
+            with init(transport=config.transport, timeout=config.timeout) as own:
+                _run_cycles(own, gloo, config, report, tell, resident)
     finally:
         if gloo is not None:
             torch.distributed.destroy_process_group()
     report.end_time = now()
     return report
+
+
+def _run_cycles(
+    world: Communicator, gloo: Any, config: PerfConfig, report: Report, tell: Callable[[str, Any], None], resident: int
+) -> None:
+    """The sweep, ``config.cycles`` times. ``resident``: bytes of this process before it joined."""
+    joined = _resident_bytes()
+    report.transport = world.transport
+    report.devices = _devices(world, config)
+    if world.rank:
+        tell = _silent
+    tell("start", report)
+    subsets = _Subsets(world, gloo)
+    cycle = 0
+    while config.cycles == 0 or cycle < config.cycles:
+        for point in points(config, world.size):
+            _measure(world, subsets, config, point, report, tell)
+        cycle += 1
+        tell("cycle", report)
+    if config.memory:
+        report.memory_bytes = _memory(world, joined - resident, _resident_bytes() - joined)
+    world.barrier()
 
 
 def _silent(event: str, value: Any) -> None:
@@ -211,7 +228,7 @@ def _join_gloo() -> Any:
 
     from hdpcomm.perf.libraries import Gloo
 
-    if "WORLD_SIZE" not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     else:
         store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class Subset(Operation):
 
 
 class _BoundSubset(Bound):
-    """Times each subset on its members; a library's clean-up (``forget``) is not timed."""
+    """Times each subset on its members (NaN elsewhere); a library's clean-up (``forget``) is not timed."""
 
     def __init__(self, operation: Operation, case: Case) -> None:
         super().__init__(operation, case)
@@ -60,7 +61,7 @@ class _BoundSubset(Bound):
         self._kept: dict[tuple[int, ...], Any] = {}
 
     def measure(self, iterations: int) -> list[float] | None:
-        return [seconds for seconds, _ in self._rounds(iterations, checking=False)] or [0.0]
+        return [seconds for seconds, _ in self._rounds(iterations, checking=False)]
 
     def fill(self) -> None:
         """Nothing: every subset fills its own data."""
@@ -76,7 +77,7 @@ class _BoundSubset(Bound):
         self._kept = {}
 
     def _rounds(self, iterations: int, *, checking: bool) -> list[tuple[float, int]]:
-        case, done = self.case, []
+        case, done = self.case, list[tuple[float, int]]()
         for iteration in range(iterations):
             ranks = members(iteration, case.comm.size)
             if not checking:
@@ -87,6 +88,7 @@ class _BoundSubset(Bound):
             comm = self._kept[ranks] if case.in_place else case.comm.subset(ranks)
             created = time.perf_counter()
             if comm is None:
+                done.append((math.nan, 0))
                 continue
             if checking:
                 self.x.copy_(contribution(case.kind, case.redop, comm.rank, comm.size, self.x.numel()))
