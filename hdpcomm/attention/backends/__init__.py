@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.cpu import CpuBackend
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
@@ -27,6 +29,7 @@ def available(problem: Problem) -> dict[str, str | None]:
     return {backend.name: backend.refuses(problem) for backend in _BACKENDS}
 
 
+@lru_cache(maxsize=256)
 def choose(name: str, problem: Problem) -> Backend:
     """The backend called ``name``, or with "auto" the first that can. InvalidUsage names the alternatives."""
     reasons = available(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ _OLDEST = (2, 7)
 """Since this release the internal calls take window_size_left and window_size_right and return (out, lse, ...)."""
 
 
+@lru_cache(maxsize=1)
 def _version() -> tuple[int, ...] | None:
     if importlib.util.find_spec("flash_attn") is None:
         return None

@@ -163,6 +163,7 @@ def test_refusals_name_the_reason_and_the_alternatives(name, changes, reason):
 
 def test_the_right_cuda_device_is_asked(monkeypatch):
     """Types, sizes and compute capability, as a device would report them."""
+    choose.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -177,6 +178,7 @@ def test_the_right_cuda_device_is_asked(monkeypatch):
     assert "multiple of 8" in reasons["flash"]
     assert "at most 128" in available_backends(_problem(**(half | {"head_dim": 256})))["cudnn"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    choose.cache_clear()
     assert "compute capability 8.0" in available_backends(_problem(**half))["flash"]
 
 
