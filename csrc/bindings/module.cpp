@@ -3,8 +3,10 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of hdpcomm.";
   hdpcomm::bindBase(module);
-  auto comm = module.def_submodule("comm");
-  hdpcomm::bindComm(comm);
+  auto planner = module.def_submodule("planner", "Solver of step plans.");
+  hdpcomm::bindPlanner(planner);
   auto kernels = module.def_submodule("kernels");
   hdpcomm::bindKernels(kernels);
+  auto comm = module.def_submodule("comm");
+  hdpcomm::bindComm(comm);
 }

@@ -6,7 +6,8 @@
 namespace hdpcomm {
 
 void bindBase(pybind11::module_& module);
-void bindComm(pybind11::module_& module);
+void bindPlanner(pybind11::module_& module);
 void bindKernels(pybind11::module_& module);
+void bindComm(pybind11::module_& module);
 
 }  // namespace hdpcomm

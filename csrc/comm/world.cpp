@@ -135,6 +135,17 @@ void World::fail(Work& work, const Error& error) {
   finish(work, Work::State::kFailed);
 }
 
+// Two ranks that both send in one operation (each a root, say) would wait for each other's receive
+// until the deadline.
+void World::rejectUnexpectedLocked() {
+  if (queue_.empty() || !queue_.front()->allPosted()) return;
+  Work& work = *queue_.front();
+  for (const Work::Numbers& numbers : work.numbers_) {
+    if (numbers.recv)
+      transport_->rejectUnexpected(numbers.peer, *numbers.recv, work.call_, &work.completion_);
+  }
+}
+
 bool World::test(Work& work) {
   std::lock_guard lock(mutex_);
   if (!ended(work)) progressLocked();
@@ -196,6 +207,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
       {
         std::lock_guard lock(mutex_);
         transport_->checkPeers();
+        rejectUnexpectedLocked();
         progressLocked();
         if (ended(work)) return;
         if (now >= deadline) {

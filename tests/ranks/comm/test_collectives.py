@@ -153,8 +153,8 @@ def strided_and_numpy() -> None:
         comm.all_gather(torch.empty(7 * comm.size, 2, dtype=torch.float64)[:, 0], x)
     with pytest.raises(hdp.InvalidUsage, match="not contiguous"):
         comm.all_reduce(np.zeros((4, 4))[:, 1])
+    x.flags.writeable = False
     with pytest.raises(hdp.InvalidUsage, match="read-only"):
-        x.flags.writeable = False
         comm.all_reduce(x)
     comm.all_reduce(torch_out)  # and the communicator works on
 

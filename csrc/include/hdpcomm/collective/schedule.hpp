@@ -16,22 +16,6 @@
 
 namespace hdpcomm {
 
-enum class Algorithm : uint8_t {
-  kAuto,
-  kRing,
-  kDirect,         // all peers in one step
-  kBinomial,       // tree
-  kDissemination,  // barrier
-  kRecursive,  // doubling (all-gather, all-reduce) or halving (reduce-scatter), with a fold for odd
-               // sizes
-  kBruck,
-  kPat,               // Bruck with reversed dimensions: far peers first, bounded buffers
-  kRabenseifner,      // reduce-scatter + all-gather
-  kScatterAllGather,  // broadcast
-  kChain,             // pipelined
-};
-inline constexpr int kNumAlgorithms = 11;
-const char* algorithmName(Algorithm algorithm);
 // Throws InvalidUsage, naming the known ones.
 Algorithm parseAlgorithm(const std::string& name);
 

@@ -56,6 +56,7 @@ class World {
  private:
   void progressLocked();
   bool advanceLocked();
+  void rejectUnexpectedLocked();
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
   void checkUsable() const;

@@ -1,0 +1,120 @@
+// What a micro-batch costs: seconds of one forward and backward pass over all layers, and the
+// tokens a rank may hold. Every policy, the lower bound and the simulator price with this class.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace hdpcomm::planner {
+
+// Seconds; a sequence of s tokens on d ranks has pieces of s/d tokens and d ring steps.
+struct CostParams {
+  double attention = 0;  // per token squared
+  double piece = 0;      // per token and ring step: what short pieces lose in the attention kernel
+  double linear = 0;     // per token
+  double fixed = 0;      // per micro-batch and rank
+  double ring_step = 0;  // per ring step after the first, never hidden
+  double kv_intra = 0;   // to pass one token's KV (and its gradient) to the next rank of a node
+  double kv_inter = 0;   // the same between nodes
+  double latency_intra = 0;  // per ring step, hidden behind compute like the bytes
+  double latency_inter = 0;
+  double forward = 1 / 3.;           // share of the compute that is the forward pass
+  double forward_transfer = 1 / 4.;  // share of the transfers
+};
+
+// Bytes are counted in units of what one token keeps on the device without offload.
+struct MemoryParams {
+  int64_t capacity = 0;    // tokens a rank may hold without offload
+  double offloadable = 0;  // share of a token's bytes that offload can move, in [0, 1)
+  double copy = 0;         // seconds to copy the offloadable part of a token one way; 0: no offload
+};
+
+struct Cluster {
+  int ranks = 1;
+  int ranks_per_node = 1;
+  int pipeline = 1;  // stages of each rank's pipeline; 1: none
+};
+
+// The sums over the sequences of a micro-batch that its cost depends on.
+struct Load {
+  double squares = 0;
+  double tokens = 0;
+
+  void add(int64_t length) noexcept {
+    squares += static_cast<double>(length) * static_cast<double>(length);
+    tokens += static_cast<double>(length);
+  }
+};
+
+class CostModel {
+ public:
+  CostModel(const CostParams& params, const MemoryParams& memory, const Cluster& cluster);
+
+  const Cluster& cluster() const noexcept { return cluster_; }
+  const CostParams& params() const noexcept { return params_; }
+  const MemoryParams& memory() const noexcept { return memory_; }
+
+  // Compute of one ring step, and the transfer that runs beside it.
+  double stepCompute(const Load& load, int size) const noexcept {
+    const double inverse = 1.0 / size;
+    return (params_.attention * load.squares * inverse + params_.piece * load.tokens) * inverse;
+  }
+  double stepTransfer(const Load& load, int size, bool one_node) const noexcept {
+    return one_node ? params_.kv_intra * load.tokens / size + params_.latency_intra
+                    : params_.kv_inter * load.tokens / size + params_.latency_inter;
+  }
+
+  // What one ring step waits for transfers, in the forward and the backward pass.
+  double forwardWait(double compute, double transfer) const noexcept {
+    return std::max(0.0, params_.forward_transfer * transfer - params_.forward * compute);
+  }
+  double backwardWait(double compute, double transfer) const noexcept {
+    return std::max(0.0,
+                    (1 - params_.forward_transfer) * transfer - (1 - params_.forward) * compute);
+  }
+
+  // Seconds of a micro-batch over `size` ranks.
+  double seconds(const Load& load, int size, bool one_node) const noexcept {
+    const double compute = stepCompute(load, size);
+    double total = size * compute + params_.linear * load.tokens / size + params_.fixed;
+    if (size > 1) {
+      const double transfer = stepTransfer(load, size, one_node);
+      const double wait = forwardWait(compute, transfer) + backwardWait(compute, transfer);
+      total += (size - 1) * (wait + params_.ring_step);
+    }
+    return total;
+  }
+  // The best that any `size` ranks can do: inside one node if they fit into one.
+  double seconds(const Load& load, int size) const noexcept {
+    return seconds(load, size, size <= cluster_.ranks_per_node);
+  }
+
+  // Seconds of compute alone, the same for every size but for the inefficiency of short pieces.
+  double computeSeconds(const Load& load, int size) const noexcept {
+    return size * stepCompute(load, size) + params_.linear * load.tokens / size;
+  }
+
+  // Largest offload ratio whose copies hide behind the forward pass of this load. The ratio does
+  // not depend on the number of ranks: compute and copies are divided alike.
+  double maxOffload(const Load& load) const noexcept;
+  // Smallest ratio with which a rank can hold `tokens`; above 1 when even all of it is too little.
+  double offloadFor(double tokens) const noexcept;
+  // Tokens a rank can hold at an offload ratio.
+  int64_t tokenLimit(double ratio) const noexcept;
+  // Fewest ranks that can hold a sequence; may exceed the cluster.
+  int minRanks(int64_t length) const noexcept;
+  // Most ranks that are worth having: more would not be faster.
+  int fastestSize(const Load& load, int min_size) const noexcept;
+  // Fewest ranks in [min_size, max_size] that end within `limit` seconds; 0 when none do.
+  int sizeWithin(const Load& load, int min_size, int max_size, double limit) const noexcept;
+
+ private:
+  int fastestIn(const Load& load, int first, int last) const noexcept;
+  int searchWithin(const Load& load, int first, int last, double limit) const noexcept;
+
+  CostParams params_;
+  MemoryParams memory_;
+  Cluster cluster_;
+};
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,134 @@
+#include "hdpcomm/planner/cost_model.hpp"
+
+#include <cmath>
+#include <limits>
+
+#include "hdpcomm/base/error.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+void checkNotNegative(double value, const char* name) {
+  if (!(value >= 0) || !std::isfinite(value)) {
+    throwInvalidUsage(std::string("cost parameter ") + name + " is " + std::to_string(value) +
+                      ", expected a finite number that is not negative");
+  }
+}
+
+}  // namespace
+
+CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const Cluster& cluster)
+    : params_(params), memory_(memory), cluster_(cluster) {
+  checkNotNegative(params.attention, "attention");
+  checkNotNegative(params.piece, "piece");
+  checkNotNegative(params.linear, "linear");
+  checkNotNegative(params.fixed, "fixed");
+  checkNotNegative(params.ring_step, "ring_step");
+  checkNotNegative(params.kv_intra, "kv_intra");
+  checkNotNegative(params.kv_inter, "kv_inter");
+  checkNotNegative(params.latency_intra, "latency_intra");
+  checkNotNegative(params.latency_inter, "latency_inter");
+  if (params.kv_inter < params.kv_intra || params.latency_inter < params.latency_intra) {
+    throwInvalidUsage(
+        "the link between nodes is faster than the one inside a node: give both the values of the "
+        "faster one");
+  }
+  if (!(params.forward >= 0 && params.forward <= 1) ||
+      !(params.forward_transfer >= 0 && params.forward_transfer <= 1)) {
+    throwInvalidUsage("forward and forward_transfer are " + std::to_string(params.forward) +
+                      " and " + std::to_string(params.forward_transfer) +
+                      ", expected shares in [0, 1]");
+  }
+  checkNotNegative(memory.copy, "copy");
+  if (memory.capacity < 1) {
+    throwInvalidUsage("capacity is " + std::to_string(memory.capacity) +
+                      " tokens, expected at least 1");
+  }
+  if (!(memory.offloadable >= 0 && memory.offloadable < 1)) {
+    throwInvalidUsage("offloadable is " + std::to_string(memory.offloadable) +
+                      ", expected a share in [0, 1)");
+  }
+  if (cluster.ranks < 1 || cluster.ranks_per_node < 1 || cluster.pipeline < 1) {
+    throwInvalidUsage("ranks, ranks_per_node and pipeline must be at least 1, given " +
+                      std::to_string(cluster.ranks) + ", " +
+                      std::to_string(cluster.ranks_per_node) + " and " +
+                      std::to_string(cluster.pipeline));
+  }
+}
+
+double CostModel::maxOffload(const Load& load) const noexcept {
+  if (memory_.copy <= 0 || memory_.offloadable <= 0 || load.tokens <= 0) return 0;
+  const double forward = params_.forward * computeSeconds(load, 1);
+  return std::min(1.0, forward / (memory_.copy * load.tokens));
+}
+
+double CostModel::offloadFor(double tokens) const noexcept {
+  const double capacity = static_cast<double>(memory_.capacity);
+  if (tokens <= capacity) return 0;
+  if (memory_.offloadable <= 0) return std::numeric_limits<double>::infinity();
+  return (1 - capacity / tokens) / memory_.offloadable;
+}
+
+int64_t CostModel::tokenLimit(double ratio) const noexcept {
+  if (ratio <= 0) return memory_.capacity;
+  // The small addition makes up for the rounding of a ratio that offloadFor() gave.
+  const double limit =
+      static_cast<double>(memory_.capacity) / (1 - ratio * memory_.offloadable) + 1e-6;
+  return static_cast<int64_t>(limit);
+}
+
+int CostModel::minRanks(int64_t length) const noexcept {
+  Load load;
+  load.add(length);
+  const int64_t limit = tokenLimit(length > memory_.capacity ? maxOffload(load) : 0.0);
+  const int64_t size = (length + limit - 1) / limit;
+  return static_cast<int>(std::min<int64_t>(size, std::numeric_limits<int>::max()));
+}
+
+// The time of a load is quasi-convex in the size, inside a node and beyond it
+// (docs/planner.md), so that bisection on the slope finds its minimum.
+int CostModel::fastestIn(const Load& load, int first, int last) const noexcept {
+  while (first < last) {
+    const int middle = first + (last - first) / 2;
+    if (seconds(load, middle + 1) < seconds(load, middle)) {
+      first = middle + 1;
+    } else {
+      last = middle;
+    }
+  }
+  return first;
+}
+
+int CostModel::fastestSize(const Load& load, int min_size) const noexcept {
+  const int node = std::min(cluster_.ranks_per_node, cluster_.ranks);
+  if (min_size > node) return fastestIn(load, min_size, cluster_.ranks);
+  const int inside = fastestIn(load, min_size, node);
+  if (node == cluster_.ranks) return inside;
+  const int beyond = fastestIn(load, node + 1, cluster_.ranks);
+  return seconds(load, beyond) < seconds(load, inside) ? beyond : inside;
+}
+
+int CostModel::searchWithin(const Load& load, int first, int last, double limit) const noexcept {
+  if (first > last) return 0;
+  if (seconds(load, first) <= limit) return first;
+  int high = last;
+  if (seconds(load, high) > limit) {
+    high = fastestIn(load, first, last);
+    if (seconds(load, high) > limit) return 0;
+  }
+  int low = first;  // too slow; `high` is fast enough
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    (seconds(load, middle) <= limit ? high : low) = middle;
+  }
+  return high;
+}
+
+int CostModel::sizeWithin(const Load& load, int min_size, int max_size,
+                          double limit) const noexcept {
+  const int node = cluster_.ranks_per_node;
+  const int inside = searchWithin(load, min_size, std::min(node, max_size), limit);
+  return inside > 0 ? inside : searchWithin(load, std::max(node + 1, min_size), max_size, limit);
+}
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,51 @@
+// Algorithm 1 of the paper: each long sequence takes as many ranks as its memory needs, the short
+// ones are packed up to the capacity, and all ranks get about the same number of micro-batches.
+#include <algorithm>
+#include <queue>
+
+#include "hdpcomm/planner/plan.hpp"
+
+namespace hdpcomm::planner {
+
+Plan planNaive(const Problem& problem) {
+  struct Piece {
+    std::vector<int32_t> sequences;
+    int size;
+  };
+  std::vector<Piece> pieces;
+  std::vector<int32_t> short_ones;
+  const int64_t capacity = problem.cost().memory().capacity;
+  for (const int32_t sequence : problem.byLength()) {
+    if (problem.lengths()[sequence] <= capacity) short_ones.push_back(sequence);
+  }
+  for (int32_t sequence = 0; sequence < problem.count(); ++sequence) {
+    if (problem.lengths()[sequence] > capacity) {
+      pieces.push_back({{sequence}, problem.minRanks(sequence)});
+    }
+  }
+  for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {
+    pieces.push_back({std::move(bin), 1});
+  }
+  using Entry = std::pair<int, int32_t>;  // (micro-batches, rank)
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks;
+  for (int32_t rank = 0; rank < problem.ranks(); ++rank) ranks.push({0, rank});
+  std::vector<MicroBatch> batches;
+  std::vector<Entry> taken;
+  for (Piece& piece : pieces) {
+    taken.clear();
+    MicroBatch batch;
+    for (int i = 0; i < piece.size; ++i) {
+      taken.push_back(ranks.top());
+      ranks.pop();
+      batch.ranks.push_back(taken.back().second);
+    }
+    for (const auto& [count, rank] : taken) ranks.push({count + 1, rank});
+    std::sort(batch.ranks.begin(), batch.ranks.end());
+    batch.ranks = ringOrder(std::move(batch.ranks));
+    batch.sequences = std::move(piece.sequences);
+    batches.push_back(std::move(batch));
+  }
+  return finishPlan(problem, std::move(batches));
+}
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,139 @@
+#include "hdpcomm/planner/plan.hpp"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "hdpcomm/base/error.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+[[noreturn]] void throwTooLong(const CostModel& cost, int sequence, int64_t length, int needed) {
+  const int64_t capacity = cost.memory().capacity;
+  const int ranks = cost.cluster().ranks;
+  std::string held = std::to_string(capacity) + " tokens";
+  if (needed < (length + capacity - 1) / capacity) held += " without offload";
+  throwInvalidUsage("sequence " + std::to_string(sequence) + " of " + std::to_string(length) +
+                    " tokens needs " + std::to_string(needed) + " ranks that hold " + held +
+                    " each, and the cluster has " + std::to_string(ranks) +
+                    ": raise capacity to at least " + std::to_string((length + ranks - 1) / ranks) +
+                    ", or ranks to at least " + std::to_string(needed) +
+                    ", or cut the sequence to the context of " + std::to_string(capacity * ranks) +
+                    " tokens");
+}
+
+}  // namespace
+
+Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost)
+    : lengths_(std::move(lengths)), cost_(cost) {
+  min_ranks_.reserve(lengths_.size());
+  for (int i = 0; i < count(); ++i) {
+    const int64_t length = lengths_[i];
+    if (length < 1) {
+      throwInvalidUsage("sequence " + std::to_string(i) + " has " + std::to_string(length) +
+                        " tokens, expected at least 1: leave empty sequences out");
+    }
+    min_ranks_.push_back(length <= cost_.memory().capacity ? 1 : cost_.minRanks(length));
+    if (min_ranks_.back() > ranks()) throwTooLong(cost_, i, length, min_ranks_.back());
+  }
+}
+
+std::vector<int32_t> Problem::byLength() const {
+  std::vector<int32_t> order(lengths_.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [this](int32_t a, int32_t b) { return lengths_[a] > lengths_[b]; });
+  return order;
+}
+
+std::vector<int32_t> ringOrder(std::vector<int32_t> ranks) {
+  const size_t count = ranks.size();
+  std::vector<int32_t> ring;
+  ring.reserve(count);
+  for (size_t i = 0; i < count; i += 2) ring.push_back(ranks[i]);
+  for (size_t i = count / 2; i > 0; --i) ring.push_back(ranks[2 * i - 1]);
+  return ring;
+}
+
+std::vector<int32_t> ringOrder(int first, int count) {
+  std::vector<int32_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ringOrder(std::move(ranks));
+}
+
+bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {
+  const int node = ranks.front() / cluster.ranks_per_node;
+  return std::all_of(ranks.begin(), ranks.end(),
+                     [&](int32_t rank) { return rank / cluster.ranks_per_node == node; });
+}
+
+void price(const Problem& problem, MicroBatch& batch) {
+  const CostModel& cost = problem.cost();
+  const int size = static_cast<int>(batch.ranks.size());
+  Load load;
+  int64_t held = 0;
+  for (const int32_t sequence : batch.sequences) {
+    const int64_t length = problem.lengths()[sequence];
+    load.add(length);
+    held += (length + size - 1) / size;
+  }
+  batch.seconds = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster()));
+  batch.offload = cost.offloadFor(static_cast<double>(held));
+}
+
+std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& lengths,
+                                              const std::vector<int32_t>& sequences,
+                                              int64_t capacity) {
+  std::vector<std::vector<int32_t>> bins;
+  std::multimap<int64_t, int32_t> by_room;  // tokens still free -> bin
+  for (const int32_t sequence : sequences) {
+    const int64_t length = lengths[sequence];
+    const auto tightest = by_room.lower_bound(length);
+    int32_t bin = static_cast<int32_t>(bins.size());
+    int64_t room = capacity;
+    if (tightest != by_room.end()) {
+      room = tightest->first;
+      bin = tightest->second;
+      by_room.erase(tightest);
+    } else {
+      bins.emplace_back();
+    }
+    bins[bin].push_back(sequence);
+    if (room > length) by_room.emplace(room - length, bin);
+  }
+  return bins;
+}
+
+void runTimeline(const Problem& problem, Plan& plan) {
+  const int stages = problem.cost().cluster().pipeline;
+  std::vector<double> ready(static_cast<size_t>(problem.ranks()) * stages, 0.0);
+  double busy = 0;
+  plan.makespan = 0;
+  for (MicroBatch& batch : plan.micro_batches) {
+    double end = 0;
+    for (int stage = 0; stage < stages; ++stage) {
+      double start = end;
+      for (const int32_t rank : batch.ranks) start = std::max(start, ready[rank * stages + stage]);
+      if (stage == 0) batch.start = start;
+      end = start + batch.seconds;
+      for (const int32_t rank : batch.ranks) ready[rank * stages + stage] = end;
+    }
+    busy += batch.seconds * static_cast<double>(batch.ranks.size());
+    plan.makespan = std::max(plan.makespan, end);
+  }
+  const double area = plan.makespan * problem.ranks();
+  plan.idle_share = area > 0 ? std::max(0.0, 1 - busy / area) : 0;
+}
+
+Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches) {
+  Plan plan;
+  plan.micro_batches = std::move(batches);
+  std::stable_sort(plan.micro_batches.begin(), plan.micro_batches.end(),
+                   [](const MicroBatch& a, const MicroBatch& b) { return a.start < b.start; });
+  for (MicroBatch& batch : plan.micro_batches) price(problem, batch);
+  runTimeline(problem, plan);
+  return plan;
+}
+
+}  // namespace hdpcomm::planner

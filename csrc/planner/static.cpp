@@ -1,0 +1,68 @@
+// The baseline: a fixed DP x CP mesh. Sequences are packed up to what a context-parallel group
+// holds, every pack is cut over its whole group, and the groups get the same number of packs.
+#include <algorithm>
+#include <string>
+
+#include "hdpcomm/base/error.hpp"
+#include "hdpcomm/planner/plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// The smallest divisor of `ranks` that holds `context` tokens; the cluster itself if none does.
+int smallestGroup(int ranks, int64_t capacity, int64_t context) {
+  for (int size = 1; size < ranks; ++size) {
+    if (ranks % size == 0 && size * capacity >= context) return size;
+  }
+  return ranks;
+}
+
+int groupSize(const Problem& problem, const PolicyOptions& options) {
+  const int ranks = problem.ranks();
+  const int64_t capacity = problem.cost().memory().capacity;
+  int64_t longest = 1;
+  int which = 0;
+  for (int i = 0; i < problem.count(); ++i) {
+    if (problem.lengths()[i] > longest) {
+      longest = problem.lengths()[i];
+      which = i;
+    }
+  }
+  const int64_t context = std::max(longest, options.context);
+  const int size =
+      options.context_ranks > 0 ? options.context_ranks : smallestGroup(ranks, capacity, context);
+  if (ranks % size != 0) {
+    throwInvalidUsage("context_ranks is " + std::to_string(size) + ", which does not divide the " +
+                      std::to_string(ranks) + " ranks: give a divisor");
+  }
+  if (size * capacity < longest) {
+    throwInvalidUsage("sequence " + std::to_string(which) + " of " + std::to_string(longest) +
+                      " tokens is longer than the " + std::to_string(size * capacity) +
+                      " tokens that a static group of " + std::to_string(size) +
+                      " ranks holds without offload: raise capacity to at least " +
+                      std::to_string((longest + size - 1) / size) + ", or context_ranks or ranks");
+  }
+  return size;
+}
+
+}  // namespace
+
+Plan planStatic(const Problem& problem, const PolicyOptions& options) {
+  const int size = groupSize(problem, options);
+  const int groups = problem.ranks() / size;
+  const int64_t capacity = problem.cost().memory().capacity;
+  // A rank holds ceil(length / size) tokens of each sequence of its pack, so pack those.
+  std::vector<int64_t> shards;
+  for (const int64_t length : problem.lengths()) shards.push_back((length + size - 1) / size);
+  const auto packs = packBestFit(shards, problem.byLength(), capacity);
+  std::vector<MicroBatch> batches;
+  for (size_t i = 0; i < packs.size(); ++i) {
+    MicroBatch batch;
+    batch.ranks = ringOrder(static_cast<int>(i % groups) * size, size);
+    batch.sequences = packs[i];
+    batches.push_back(std::move(batch));
+  }
+  return finishPlan(problem, std::move(batches));
+}
+
+}  // namespace hdpcomm::planner

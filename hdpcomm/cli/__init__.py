@@ -1,0 +1,1 @@
+"""The command ``hdpcomm``: one file a command."""

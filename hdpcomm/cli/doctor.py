@@ -1,0 +1,219 @@
+"""``hdpcomm doctor``: what this machine offers and what hdpcomm found of it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hdpcomm.cli.output import check_writable, write_json
+
+__all__ = ["Check", "add_parser", "checks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report; ``state``: ``ok``, ``off`` (hdpcomm works without it) or ``bad`` (it does not)."""
+
+    topic: str
+    name: str
+    state: str
+    detail: str
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what this machine offers: versions, CUDA, transports, settings",
+        description="Prints versions, how the core was built, whether a CUDA driver is there, which CPU transports "
+        "work, and every environment variable that hdpcomm reads. Exit code 1 if something is missing that it needs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    parser.set_defaults(func=_doctor)
+
+
+def checks() -> list[Check]:
+    """Looks at everything; never raises for what is missing."""
+    return [*_versions(), *_core(), *_cuda(), *_transports()]
+
+
+def environment() -> list[dict[str, str]]:
+    """Every variable that hdpcomm reads: name, value in force, default, meaning."""
+    rows = [
+        {
+            "name": "HDPCOMM_DEBUG",
+            "value": os.environ.get("HDPCOMM_DEBUG", "0"),
+            "default": "0",
+            "meaning": "1: commands show the traceback of an error",
+        }
+    ]
+    try:
+        from hdpcomm import _core
+    except ImportError:
+        return rows
+    names = ("name", "value", "default", "meaning")
+    return rows + [dict(zip(names, row, strict=True)) for row in _core.environment()]
+
+
+def _versions() -> list[Check]:
+    rows = [Check("versions", "python", "ok", f"{platform.python_version()} at {sys.executable}")]
+    libc = " ".join(platform.libc_ver())
+    cores = len(os.sched_getaffinity(0))
+    rows.append(
+        Check(
+            "versions",
+            "system",
+            "ok",
+            f"{platform.system()} {platform.release()}, {platform.machine()}, {libc}, {cores} cores",
+        )
+    )
+    for package in ("hdpcomm", "torch", "numpy", "rich", "matplotlib", "PyYAML"):
+        try:
+            rows.append(Check("versions", package, "ok", importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            if package == "hdpcomm":
+                from hdpcomm import __version__
+
+                rows.append(Check("versions", package, "ok", f"{__version__}, run from its source tree"))
+            else:
+                rows.append(Check("versions", package, "bad", f"not installed; pip install {package}"))
+    return rows
+
+
+def _core() -> list[Check]:
+    try:
+        from hdpcomm import _core
+    except ImportError as error:
+        return [Check("core", "hdpcomm._core", "bad", f"cannot be loaded ({error}); install hdpcomm again")]
+    info = _core.build_info()
+    rows = [Check("core", "hdpcomm._core", "ok", f"compiled by {info['compiler']}")]
+    if info["cuda"]:
+        rows.append(Check("core", "CUDA code", "ok", f"compiled with CUDA {info['cuda']}"))
+    else:
+        rows.append(Check("core", "CUDA code", "off", "this build is for CPUs only; install again where nvcc is found"))
+    return rows
+
+
+def _cuda() -> list[Check]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return [Check("cuda", "driver", "off", "no libcuda.so.1 here; ranks run on the CPU")]
+    code = driver.cuInit(0)
+    if code:
+        return [Check("cuda", "driver", "off", f"found, but cuInit gives error {code}; ranks run on the CPU")]
+    version, devices = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    driver.cuDeviceGetCount(ctypes.byref(devices))
+    rows = [
+        Check(
+            "cuda",
+            "driver",
+            "ok",
+            f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}, {devices.value} devices",
+        )
+    ]
+    for index in range(devices.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceGetName(name, 256, device)
+        rows.append(Check("cuda", f"device {index}", "ok", name.value.decode()))
+    return rows
+
+
+def _transports() -> list[Check]:
+    rows = []
+    try:
+        handle = os.memfd_create("hdpcomm-doctor")
+        os.ftruncate(handle, 4096)
+        os.close(handle)
+        rows.append(Check("transports", "memfd", "ok", "shared memory without a name in the file system"))
+    except OSError as error:
+        rows.append(
+            Check("transports", "memfd", "off", f"memfd_create is not allowed ({error.strerror}); /dev/shm is used")
+        )
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+        state = "ok" if free >= 64 << 20 else "off"
+        rows.append(
+            Check(
+                "transports",
+                "/dev/shm",
+                state,
+                f"{free / 2**30:.1f} GiB free" + ("" if state == "ok" else "; 64 MiB are wanted"),
+            )
+        )
+    except OSError as error:
+        rows.append(Check("transports", "/dev/shm", "off", f"cannot be used ({error.strerror})"))
+    failure = _read_from_sibling()
+    if failure is None:
+        rows.append(Check("transports", "process_vm_readv", "ok", "big messages between processes take one copy"))
+    else:
+        rows.append(
+            Check(
+                "transports", "process_vm_readv", "off", f"{failure}; big messages go through shared memory in chunks"
+            )
+        )
+    return rows
+
+
+_READER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+class Block(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+target = ctypes.create_string_buffer(8)
+here, there = Block(ctypes.addressof(target), 8), Block(int(sys.argv[2]), 8)
+libc.process_vm_readv.restype = ctypes.c_ssize_t
+got = libc.process_vm_readv(int(sys.argv[1]), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+print(target.raw.decode() if got == 8 else ctypes.get_errno())
+"""
+
+
+def _read_from_sibling() -> str | None:
+    """Lets a new process read 8 bytes of this one, as ranks do; what went wrong, or None."""
+    libc = ctypes.CDLL(None)
+    source = ctypes.create_string_buffer(b"hdpcomm!", 8)
+    pr_set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
+    # A rank allows its peers the same. Fails where there is no Yama; then it is not needed.
+    libc.prctl(pr_set_ptracer, any_process, 0, 0, 0)
+    try:
+        arguments = [sys.executable, "-S", "-c", _READER, str(os.getpid()), str(ctypes.addressof(source))]
+        answer = subprocess.run(arguments, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"could not be tried ({error})"
+    finally:
+        libc.prctl(pr_set_ptracer, ctypes.c_ulong(0), 0, 0, 0)
+    if answer == "hdpcomm!":
+        return None
+    return f"not allowed here ({os.strerror(int(answer))})" if answer.isdigit() else f"gave {answer!r}"
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    check_writable(options.json)
+    rows = checks()
+    variables = environment()
+    topic = ""
+    for row in rows:
+        if row.topic != topic:
+            topic = row.topic
+            print(topic)
+        print(f"  {row.state:<4}{row.name:<18}{row.detail}")
+    print("environment")
+    for variable in variables:
+        print(f"  {variable['name']}={variable['value']} (default {variable['default']})\n      {variable['meaning']}")
+    healthy = all(row.state != "bad" for row in rows)
+    if options.json:
+        write_json(
+            options.json, {"healthy": healthy, "checks": [asdict(row) for row in rows], "environment": variables}
+        )
+    return 0 if healthy else 1

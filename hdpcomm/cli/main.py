@@ -1,0 +1,98 @@
+"""``hdpcomm``: registers the commands, runs one, and turns every error into one message and a documented exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hdpcomm import __version__
+from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, PeerLost
+
+__all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
+
+COMMANDS = ("train", "plan", "simulate", "perf", "doctor")
+"""Modules of this package with ``add_parser(subparsers)``; one that is not installed is not in the list of commands."""
+
+BAD_USAGE = 6
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+_EPILOG = """exit codes:
+  0  done
+  1  an error inside hdpcomm or the operating system
+  2  a device or its driver
+  3  a rank died, gave up, or disagreed with the others (PeerLost, Aborted, Mismatch)
+  4  an operation did not end in time (CommTimeout)
+  6  bad usage: an option, a path or a value
+HDPCOMM_DEBUG=1 shows the traceback of an error.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Exits with 6 for a bad option: argparse's own 2 means a device here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(BAD_USAGE, f"{self.prog}: error: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all commands that are installed; imports neither torch nor the core."""
+    parser = _Parser(
+        prog="hdpcomm",
+        description="Hybrid data parallelism for training on batches that mix very short and very long sequences.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hdpcomm {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    for command in COMMANDS:
+        module = f"hdpcomm.cli.{command}"
+        if importlib.util.find_spec(module) is not None:
+            importlib.import_module(module).add_parser(subparsers)
+    return parser
+
+
+def exit_code(error: BaseException) -> int:
+    """The documented exit code of an error."""
+    if isinstance(error, InvalidUsage):
+        return BAD_USAGE
+    if isinstance(error, DeviceError):
+        return 2
+    if isinstance(error, (PeerLost, Aborted, Mismatch)):
+        return 3
+    if isinstance(error, CommTimeout):
+        return 4
+    return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Errors become one message on stderr."""
+    try:
+        options = build_parser().parse_args(arguments)
+        code = int(options.func(options))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("hdpcomm: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as in `hdpcomm ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return PIPE_CLOSED
+    except Exception as error:
+        if os.environ.get("HDPCOMM_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        told = f"{error}" if isinstance(error, Error) else f"internal error: {type(error).__name__}: {error}"
+        print(f"hdpcomm: error: {told}", file=sys.stderr)
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What commands share: checking numbers given as options, and writing ``--json`` files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["check_writable", "count", "positive", "write_json"]
+
+
+def count(text: str) -> int:
+    """argparse type: a whole number of at least 1, such as ``8192``, ``8,192``, ``8k`` (of 1024) or ``2M``."""
+    units = {"k": 1024, "m": 1024**2, "g": 1024**3}
+    digits = text.replace(",", "").strip().lower()
+    unit = units.get(digits[-1:], 1)
+    try:
+        value = int(digits[:-1] if unit > 1 else digits) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (like 8192 or 8k)") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1; at least 1 was expected")
+    return value
+
+
+def positive(text: str) -> float:
+    """argparse type: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return value
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises InvalidUsage now if ``path`` cannot be written later; a run of hours is not to end in a typing error."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InvalidUsage(f"{path}: this is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise InvalidUsage(f"{path}: the folder {path.parent} does not exist; make it or give another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidUsage(f"{path}: may not be written by this user; give another file")
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Writes JSON so that a reader sees the old file or all of the new one."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
+        path.write_text(text)
+        return
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

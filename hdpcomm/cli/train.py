@@ -1,0 +1,192 @@
+"""``hdpcomm train``: trains a Llama on text over dynamic communicators, and shows what they are worth."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hdpcomm.cli.output import check_writable, count, positive, write_json
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.data import Corpus
+    from hdpcomm.train import RunConfig, RunResult
+
+__all__ = ["add_parser"]
+
+_DESCRIPTION = """Trains a Llama-style model on byte-level text with Hybrid Data Parallelism: every step plans how many
+ranks each sequence takes, from its length. Starts the ranks on this machine; under torchrun it joins the given world
+instead. Then it does the same on the same batches with a static DP x CP mesh, unless --no-compare."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model on text over dynamic communicators",
+        description=_DESCRIPTION,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="files or folders of text or JSONL; without it, Python's standard library",
+    )
+    data.add_argument("--text-field", default="text", metavar="NAME", help="field of a JSONL line that holds the text")
+    data.add_argument(
+        "--context",
+        type=count,
+        default=16384,
+        metavar="TOKENS",
+        help="longest sequence; longer documents are cut into pieces",
+    )
+    data.add_argument(
+        "--tokens-per-step", type=count, default=49152, metavar="TOKENS", help="most tokens of a step over all ranks"
+    )
+    data.add_argument("--seed", type=int, default=0, help="of the shuffle and of the weights")
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--ranks", type=count, default=None, metavar="N", help="ranks to start here (4; under torchrun: its world)"
+    )
+    ranks.add_argument(
+        "--capacity",
+        type=count,
+        default=None,
+        metavar="TOKENS",
+        help="tokens that a rank holds at once (twice context / ranks)",
+    )
+    ranks.add_argument(
+        "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
+    )
+    ranks.add_argument("--no-compare", action="store_true", help="do not repeat the run with the static mesh")
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=count, default=2, help="transformer blocks")
+    model.add_argument("--hidden", type=count, default=64, help="width of the residual stream")
+    model.add_argument("--heads", type=count, default=2, help="query heads")
+    model.add_argument("--kv-heads", type=count, default=1, help="key and value heads")
+    model.add_argument("--ffn", type=count, default=192, help="width of the feed-forward block")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=count, default=12, help="optimizer steps")
+    training.add_argument("--lr", type=positive, default=1e-2, help="highest learning rate")
+    training.add_argument(
+        "--max-grad-norm", type=positive, default=1.0, help="gradients are clipped to this global norm"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    output.add_argument("--log", type=Path, metavar="FILE", help="write one JSON line a step, as the steps are done")
+    parser.set_defaults(func=_train)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What every rank needs."""
+
+    corpus: Corpus
+    config: RunConfig
+    log: Path | None
+
+
+def _train(options: argparse.Namespace) -> int:
+    check_writable(options.json)
+    check_writable(options.log)
+    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    ranks = _ranks(options.ranks, joined)
+    job = _job(options, ranks)
+    if joined:
+        result = run_rank(job)
+        if int(os.environ["RANK"]) != 0:
+            return 0
+    else:
+        result = _start_ranks(job, ranks)
+    _report(options, job, result)
+    return 0
+
+
+def _ranks(asked: int | None, joined: bool) -> int:
+    if not joined:
+        return asked or 4
+    world = int(os.environ["WORLD_SIZE"])
+    if asked is not None and asked != world:
+        raise InvalidUsage(
+            f"--ranks {asked} was given, and this world of torchrun has {world} ranks; leave --ranks out or make "
+            "them equal"
+        )
+    return world
+
+
+def _job(options: argparse.Namespace, ranks: int) -> _Job:
+    """Indexes the data and checks all limits, so that a bad path or value is told once, before any rank starts."""
+    from hdpcomm.data import open_corpus, standard_library
+    from hdpcomm.models import LlamaConfig
+    from hdpcomm.train import RunConfig, check_limits
+
+    context = options.context
+    capacity = options.capacity or min(context, -(-2 * context // ranks))
+    policies = [options.policy] if options.policy == "static" or options.no_compare else [options.policy, "static"]
+    config = RunConfig(
+        model=LlamaConfig(
+            layers=options.layers,
+            hidden=options.hidden,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            ffn=options.ffn,
+        ),
+        policies=tuple(policies),
+        steps=options.steps,
+        capacity=capacity,
+        tokens_per_step=options.tokens_per_step,
+        seed=options.seed,
+        learning_rate=options.lr,
+        max_grad_norm=options.max_grad_norm,
+    )
+    if options.data:
+        corpus = open_corpus(options.data, context=context, text_field=options.text_field)
+    else:
+        corpus = standard_library(context=context)
+    check_limits(corpus, config, ranks=ranks)
+    return _Job(corpus=corpus, config=config, log=options.log)
+
+
+def run_rank(job: _Job) -> RunResult:
+    """One rank of the run; rank 0 shows the progress on stderr and writes the log."""
+    import torch
+
+    from hdpcomm.cli.train_report import Progress
+    from hdpcomm.comm import init
+    from hdpcomm.train import run
+
+    with init() as comm:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        if comm.rank != 0:
+            return run(comm, job.corpus, job.config)
+        with Progress(job.config, log=job.log) as progress:
+            return run(comm, job.corpus, job.config, on_step=progress.step)
+
+
+def _start_ranks(job: _Job, ranks: int) -> RunResult:
+    """Runs the job on new processes of this host; raises what a rank raised, or PeerLost when one died."""
+    from rich.console import Console
+
+    from hdpcomm.comm.launch import run_ranks
+
+    try:
+        result: RunResult = run_ranks(run_rank, ranks, job)[0]
+        return result
+    except BaseException:
+        Console(stderr=True).show_cursor()  # rank 0 may have died inside its progress bar
+        raise
+
+
+def _report(options: argparse.Namespace, job: _Job, result: RunResult) -> None:
+    from hdpcomm.cli.train_report import print_report, to_json
+
+    print_report(job.corpus, job.config, result)
+    if options.json:
+        write_json(options.json, to_json(job.corpus, job.config, result))

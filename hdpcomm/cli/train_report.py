@@ -1,0 +1,175 @@
+"""What ``hdpcomm train`` shows: the progress bar, the tables at the end, and the JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from hdpcomm.data import Corpus
+from hdpcomm.train import RunConfig, RunResult, StepMetrics, totals
+
+__all__ = ["Progress", "print_report", "size_text", "to_json"]
+
+
+class Progress:
+    """A progress bar with ETA on stderr, if that is a terminal, and a log of one JSON line a step, if asked for."""
+
+    def __init__(self, config: RunConfig, *, log: Path | None = None) -> None:
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description:<17}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[latest]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+        )
+        self._bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task("measuring the model", total=config.steps * len(config.policies), latest="")
+        self._log_path = log
+        self._log: IO[str] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Progress:
+        if self._log_path is not None:
+            self._log = self._stack.enter_context(self._log_path.open("w", buffering=1))
+        self._stack.enter_context(self._bar)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def step(self, policy: str, metrics: StepMetrics) -> None:
+        """Shows a step that is done."""
+        latest = f"loss {metrics.loss:.3f}  {metrics.tokens / metrics.seconds:,.0f} tokens/s"
+        self._bar.update(self._task, advance=1, description=policy, latest=latest)
+        if self._log is not None:
+            self._log.write(json.dumps({"policy": policy, **asdict(metrics)}) + "\n")
+
+
+def size_text(count: float) -> str:
+    """Bytes for people, in units of 1000: ``12.3 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
+    """Prints on stdout what was trained, each step of the first policy, and all policies side by side."""
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, highlight=False, width=100)
+    policy = config.policies[0]
+    console.print(corpus.describe())
+    console.print(
+        f"Llama of {result.parameters:,} parameters on {result.ranks} ranks ({result.transport}), capacity "
+        f"{config.capacity:,} tokens a rank"
+    )
+    console.print(_steps_table(policy, result.steps[policy]))
+    console.print(_policies_table(result))
+    if len(config.policies) > 1:
+        console.print(_verdict(policy, result))
+
+
+def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
+    table = Table(title=f"policy {policy}", box=box.SIMPLE_HEAD, title_justify="left")
+    names = ("step", "loss", "tokens", "tokens/s", "longest", "on ranks", "micro-batches", "sent", "idle")
+    for name in names:
+        table.add_column(name, justify="right")
+    for step in steps:
+        table.add_row(
+            str(step.step),
+            f"{step.loss:.3f}",
+            f"{step.tokens:,}",
+            f"{step.tokens / step.seconds:,.0f}",
+            f"{step.longest:,}",
+            str(step.longest_ranks),
+            str(step.micro_batches),
+            size_text(step.bytes_sent),
+            f"{step.idle_share:.0%}",
+        )
+    return table
+
+
+def _policies_table(result: RunResult) -> Table:
+    table = Table(title="the same batches", box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("policy", "loss first", "last", "tokens/s", "seconds/step", "longest on", "sent/step", "idle"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for policy, steps in result.steps.items():
+        total = totals(steps)
+        fewest, most = min(s.longest_ranks for s in steps), max(s.longest_ranks for s in steps)
+        table.add_row(
+            "static DP x CP" if policy == "static" else policy,
+            f"{total.first_loss:.3f}",
+            f"{total.last_loss:.3f}",
+            f"{total.tokens_per_s:,.0f}",
+            f"{total.seconds / total.steps:.2f}",
+            f"{most} ranks" if fewest == most else f"{fewest}-{most} ranks",
+            size_text(total.bytes_sent / total.steps),
+            f"{total.idle_share:.0%}",
+        )
+    return table
+
+
+def _verdict(policy: str, result: RunResult) -> str:
+    own, static = totals(result.steps[policy]), totals(result.steps["static"])
+    parts = [f"{policy} against the static mesh: {own.tokens_per_s / static.tokens_per_s:.2f}x the tokens/s"]
+    if static.bytes_sent:
+        parts.append(f"{own.bytes_sent / static.bytes_sent:.2f}x the bytes sent")
+    gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps["static"], strict=True))
+    parts.append(f"losses equal within {gap:.1g}")
+    return ", ".join(parts)
+
+
+def to_json(corpus: Corpus, config: RunConfig, result: RunResult) -> dict[str, object]:
+    """The content of ``--json``: the first policy at the top, the one it was compared with under ``comparison``."""
+    first, *others = config.policies
+    content: dict[str, object] = {
+        "policy": first,
+        "ranks": result.ranks,
+        "transport": result.transport,
+        "steps": [asdict(step) for step in result.steps[first]],
+        "totals": totals(result.steps[first]).to_dict(),
+        "comparison": [
+            {
+                "policy": policy,
+                "steps": [asdict(step) for step in result.steps[policy]],
+                "totals": totals(result.steps[policy]).to_dict(),
+            }
+            for policy in others
+        ],
+        "model": {**asdict(config.model), "parameters": result.parameters},
+        "config": {
+            "steps": config.steps,
+            "context": corpus.context,
+            "capacity": config.capacity,
+            "tokens_per_step": config.tokens_per_step,
+            "seed": config.seed,
+            "learning_rate": config.learning_rate,
+            "max_grad_norm": config.max_grad_norm,
+        },
+        "data": {
+            "name": corpus.name,
+            "documents": len(corpus.documents),
+            "sequences": len(corpus),
+            "tokens": corpus.num_tokens,
+            "cut_documents": corpus.num_cut,
+        },
+    }
+    return content

@@ -1,0 +1,114 @@
+"""Global batches by a budget of tokens: the same on every rank, from nothing but lengths and a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["BatchSampler", "GlobalBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The sequences of one training step over all ranks.
+
+    Attributes:
+        step: its number, from 0.
+        epoch: how many times the corpus had been gone through before.
+        ids: the sequences' numbers in the corpus.
+        lengths: their tokens, in the same order.
+    """
+
+    step: int
+    epoch: int
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole batch."""
+        return sum(self.lengths)
+
+
+class BatchSampler:
+    """Cuts a seeded shuffle of the corpus into batches that hold at most ``tokens`` tokens each.
+
+    Every epoch shuffles anew and gives each sequence exactly once; the last batch of an epoch may be smaller. Two
+    samplers with equal arguments give equal batches, so ranks agree without a message. Local.
+
+    Args:
+        lengths: ``[sequences]`` tokens of each sequence of the corpus.
+        tokens: the budget of a batch, at least the longest length.
+        seed: of the shuffle.
+
+    Raises:
+        InvalidUsage: no sequences, a length below 1, or a sequence that no batch can hold.
+
+    Example:
+        >>> sampler = BatchSampler([3, 1, 2], tokens=3, seed=0)
+        >>> sorted(sampler.batch(0).ids + sampler.batch(1).ids)
+        [0, 1, 2]
+    """
+
+    def __init__(self, lengths: Sequence[int] | npt.NDArray[np.int64], *, tokens: int, seed: int = 0) -> None:
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        if self._lengths.ndim != 1 or not len(self._lengths):
+            raise InvalidUsage(
+                f"lengths has the shape {self._lengths.shape}; a list of at least one length was expected"
+            )
+        if int(self._lengths.min()) < 1:
+            raise InvalidUsage(
+                f"a sequence of {int(self._lengths.min())} tokens was given; every sequence needs at least 1"
+            )
+        if seed < 0:
+            raise InvalidUsage(f"seed is {seed}; it must not be below 0")
+        longest = int(self._lengths.max())
+        if tokens < longest:
+            raise InvalidUsage(
+                f"a step of {tokens:,} tokens cannot hold the longest sequence of {longest:,}; raise "
+                f"--tokens-per-step to at least {longest:,} or lower --context to {tokens:,}"
+            )
+        self._tokens = tokens
+        self._seed = seed
+        self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._rewind()
+
+    def batch(self, step: int) -> GlobalBatch:
+        """The batch of a step; steps in rising order cost nothing extra, an earlier one starts over."""
+        if step < 0:
+            raise InvalidUsage(f"step is {step}; steps count from 0")
+        if step < self._first_step:
+            self._rewind()
+        while step >= self._first_step + len(self._bounds) - 1:
+            self._first_step += len(self._bounds) - 1
+            self._start_epoch(self._epoch + 1)
+        place = step - self._first_step
+        ids = self._order[self._bounds[place] : self._bounds[place + 1]]
+        return GlobalBatch(
+            step=step, epoch=self._epoch, ids=tuple(ids.tolist()), lengths=tuple(self._lengths[ids].tolist())
+        )
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        """All batches from step 0, without end."""
+        step = 0
+        while True:
+            yield self.batch(step)
+            step += 1
+
+    def _rewind(self) -> None:
+        self._first_step = 0
+        self._start_epoch(0)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._lengths))
+        ends = np.cumsum(self._lengths[self._order])
+        self._bounds = [0]
+        while self._bounds[-1] < len(ends):
+            used = int(ends[self._bounds[-1] - 1]) if self._bounds[-1] else 0
+            self._bounds.append(int(np.searchsorted(ends, used + self._tokens, side="right")))

@@ -1,0 +1,215 @@
+"""The reference Llama: a decoder that runs on this rank's shard of packed sequences.
+
+Only attention looks at other tokens, so only attention communicates; everything else works on the local tokens, whose
+positions inside their own sequences are passed in because a zigzag shard is not contiguous. Architecture: Touvron et
+al., https://arxiv.org/abs/2302.13971 (RMSNorm before each block, rotary positions, SwiGLU) with grouped-query
+attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdpcomm.attention import ring_attention
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["Llama", "LlamaConfig", "apply_rope", "rope_tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Size of the model; the defaults train on a laptop's CPU.
+
+    ``heads`` query heads share ``kv_heads`` key/value heads; a head has ``hidden / heads`` dimensions, an even number.
+    """
+
+    vocabulary: int = 256
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 384
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "hidden", "heads", "kv_heads", "ffn"):
+            if getattr(self, name) < 1:
+                raise InvalidUsage(f"{name} is {getattr(self, name)}; a model needs at least 1")
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise InvalidUsage(
+                f"hidden {self.hidden} over {self.heads} heads: the size of a head must be an even whole number "
+                "(rotary positions turn pairs); choose hidden as a multiple of 2 x heads"
+            )
+        if self.heads % self.kv_heads:
+            raise InvalidUsage(
+                f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly; kv_heads must divide heads"
+            )
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise InvalidUsage(f"rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be above 0")
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of one head."""
+        return self.hidden // self.heads
+
+
+def rope_tables(
+    positions: Tensor, head_dim: int, *, theta: float = 10000.0, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, each ``[tokens, 1, head_dim / 2]`` in ``dtype``.
+
+    Args:
+        positions: ``[tokens]`` int64, the place of each token inside its own sequence.
+
+    The angles are computed in fp64: position 2,000,000 in fp32 is off by 0.1 rad, and a shard must get the very values
+    that an unsharded sequence gets. Local.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    angles = positions.to(torch.float64)[:, None] * (theta**-exponents)[None, :]
+    return angles.cos().to(dtype)[:, None, :], angles.sin().to(dtype)[:, None, :]
+
+
+def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns the pairs (i, i + D/2) of ``x: [tokens, heads, D]`` by the angles of :func:`rope_tables`; local."""
+    cos, sin = tables
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in at least fp32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed = F.rms_norm(x.to(wide), (x.shape[-1],), eps=self.eps)
+        scaled: Tensor = normed.to(x.dtype) * self.weight
+        return scaled
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q = nn.Linear(config.hidden, inner, bias=False, dtype=dtype, device=device)
+        self.k = nn.Linear(config.hidden, kv, bias=False, dtype=dtype, device=device)
+        self.v = nn.Linear(config.hidden, kv, bias=False, dtype=dtype, device=device)
+        self.out = nn.Linear(inner, config.hidden, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor, comm: Communicator) -> Tensor:
+        tokens = x.shape[0]
+        q = apply_rope(self.q(x).view(tokens, self.heads, self.head_dim), tables)
+        k = apply_rope(self.k(x).view(tokens, self.kv_heads, self.head_dim), tables)
+        v = self.v(x).view(tokens, self.kv_heads, self.head_dim)
+        attended = cast(Tensor, ring_attention(q, k, v, comm=comm, cu_seqlens=cu_seqlens, causal=True))
+        mixed: Tensor = self.out(attended.reshape(tokens, self.heads * self.head_dim))
+        return mixed
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden, config.ffn, bias=False, dtype=dtype, device=device)
+        self.up = nn.Linear(config.hidden, config.ffn, bias=False, dtype=dtype, device=device)
+        self.out = nn.Linear(config.ffn, config.hidden, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.out(F.silu(self.gate(x)) * self.up(x))
+        return mixed
+
+
+class _Block(nn.Module):
+    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, eps=config.norm_eps, dtype=dtype, device=device)
+        self.attention = _Attention(config, dtype=dtype, device=device)
+        self.ffn_norm = RMSNorm(config.hidden, eps=config.norm_eps, dtype=dtype, device=device)
+        self.ffn = _SwiGLU(config, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor, comm: Communicator) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), tables, cu_seqlens, comm)
+        mixed: Tensor = x + self.ffn(self.ffn_norm(x))
+        return mixed
+
+
+class Llama(nn.Module):
+    """A Llama of any size and dtype (fp64 included, for exactness tests).
+
+    Args:
+        config: its size.
+        seed: of the initial weights; the same seed gives the same weights on every rank and for every world size.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig | None = None,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config = config or LlamaConfig()
+        if not dtype.is_floating_point:
+            raise InvalidUsage(f"dtype is {dtype}; a model's parameters need a floating-point type")
+        device = torch.device(device)
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden, dtype=dtype, device=device)
+        self.blocks = nn.ModuleList(_Block(config, dtype=dtype, device=device) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, eps=config.norm_eps, dtype=dtype, device=device)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False, dtype=dtype, device=device)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Fills all weights anew from ``seed``: normal, deviation 0.02, less for what joins the residual stream."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            scale = 0.02 / math.sqrt(2 * self.config.layers) if name.endswith("out.weight") else 0.02
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.copy_(noise * scale)
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, cu_seqlens: Tensor, comm: Communicator) -> Tensor:
+        """Logits ``[tokens, vocabulary]`` of the local tokens.
+
+        Args:
+            tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
+            positions: ``[tokens]`` int64, the place of each token inside its own sequence.
+            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end.
+            comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
+        """
+        if tokens.shape != positions.shape or tokens.dim() != 1:
+            raise InvalidUsage(
+                f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)}: both must be [local "
+                "tokens] of the same shard"
+            )
+        x = self.embedding(tokens)
+        tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, tables, cu_seqlens, comm)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def num_parameters(self) -> int:
+        """Parameters, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())

@@ -1,0 +1,245 @@
+"""What a micro-batch costs (:class:`CostModel`) and what a rank may hold (:class:`MemoryModel`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from hdpcomm._core import planner as core
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.specs import ClusterSpec, ModelSpec
+
+__all__ = ["CostModel", "CostSample", "MemoryModel", "core_cost"]
+
+# A backward pass of the linear layers is two products for each one of the forward pass; flash attention recomputes
+# the scores, which makes five for two.
+_LINEAR_PASSES = 3.0
+_ATTENTION_PASSES = 3.5
+# KV travels in the forward pass; in the backward pass KV again, and its gradient.
+_KV_MESSAGES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CostSample:
+    """One measurement: a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks, both passes."""
+
+    ranks: int
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a micro-batch's forward and backward pass on each of its d ranks.
+
+    With s_i its lengths and S their sum, ``step = attention * sum(s_i^2) / d^2 + piece * S / d`` is the compute of one
+    ring step and ``transfer = kv * S / d + latency`` the message beside it, both over forward and backward pass. The
+    time is ``d * step + linear * S / d + fixed`` plus, for each of the d - 1 further ring steps, ``ring_step`` and what
+    the forward and the backward part of ``transfer`` exceed their part of ``step`` by. On one rank that is
+    ``a s^2 + b s + c`` with a = attention, b = piece + linear, c = fixed. ``*_inter`` holds when the ranks are not all
+    on one node.
+
+    Attributes:
+        attention: seconds per token squared.
+        linear: seconds per token.
+        fixed: seconds per micro-batch.
+        piece: seconds per token and ring step that short pieces lose in the attention kernel.
+        ring_step: seconds per ring step that nothing hides.
+        kv_intra, kv_inter: seconds to pass one token's KV on, in a node and between nodes.
+        latency_intra, latency_inter: seconds per message, hidden behind compute as the bytes are.
+        forward, forward_transfer: shares of the forward pass in compute and in transfers.
+    """
+
+    attention: float
+    linear: float
+    fixed: float = 0.0
+    piece: float = 0.0
+    ring_step: float = 0.0
+    kv_intra: float = 0.0
+    kv_inter: float = 0.0
+    latency_intra: float = 0.0
+    latency_inter: float = 0.0
+    forward: float = 1 / 3
+    forward_transfer: float = 1 / 4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidUsage(f"CostModel: {field.name} is {value}, expected a finite number that is not negative")
+
+    def seconds(self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True) -> float:
+        """Predicted seconds of a micro-batch of ``lengths`` on ``ranks`` ranks."""
+        tokens = float(sum(lengths))
+        step = self.attention * sum(float(s) * s for s in lengths) / ranks**2 + self.piece * tokens / ranks
+        total = ranks * step + self.linear * tokens / ranks + self.fixed
+        if ranks > 1:
+            kv, latency = (self.kv_intra, self.latency_intra) if one_node else (self.kv_inter, self.latency_inter)
+            transfer = kv * tokens / ranks + latency
+            wait = max(0.0, self.forward_transfer * transfer - self.forward * step)
+            wait += max(0.0, (1 - self.forward_transfer) * transfer - (1 - self.forward) * step)
+            total += (ranks - 1) * (wait + self.ring_step)
+        return total
+
+    @classmethod
+    def analytic(cls, model: ModelSpec, cluster: ClusterSpec) -> CostModel:
+        """The model's FLOPs and bytes at the device's rates; per pipeline stage where there are several."""
+        device = cluster.hardware
+        share = 1.0 / (cluster.tensor * cluster.pipeline)
+        layers = model.layers / cluster.pipeline
+        attention = _ATTENTION_PASSES * model.attention_flops * share / device.attention_flops
+        linear = _LINEAR_PASSES * model.linear_flops * share / device.linear_flops
+        # Norms, rotary embedding, residuals: bound by memory; three passes that read and write the activations.
+        linear += 3 * 2 * model.layers * model.activation_bytes * share / device.hbm_bandwidth
+        if cluster.tensor > 1:  # two all-reduces per layer and pass over the fast link
+            volume = 2 * (cluster.tensor - 1) / cluster.tensor * model.hidden * model.dtype_bytes
+            linear += 4 * layers * volume / device.intra_bandwidth
+        kv_size = 2 * model.kv_width * layers / cluster.tensor
+        kv_bytes = kv_size * (2 * model.dtype_bytes + 4)  # KV, then KV again and its gradient in fp32
+        intra = max(device.intra_bandwidth, device.inter_bandwidth)
+        return cls(
+            attention=attention,
+            linear=linear,
+            fixed=_LINEAR_PASSES * layers * device.step_overhead_s,
+            piece=attention * device.short_piece,
+            ring_step=2 * layers * device.step_overhead_s,
+            kv_intra=kv_bytes / intra,
+            kv_inter=kv_bytes / device.inter_bandwidth,
+            latency_intra=_KV_MESSAGES * layers * min(device.intra_latency_s, device.inter_latency_s),
+            latency_inter=_KV_MESSAGES * layers * device.inter_latency_s,
+            forward_transfer=kv_size * model.dtype_bytes / kv_bytes,
+        )
+
+    @classmethod
+    def fit(cls, samples: Iterable[CostSample | tuple[int, Sequence[int], float]]) -> CostModel:
+        """Least squares with no negative coefficient, of relative errors, over measured micro-batches.
+
+        Args:
+            samples: ``(ranks, lengths, seconds)``; at least three, of different lengths. Samples on several ranks are
+                needed to learn what a ring step costs.
+
+        Raises:
+            InvalidUsage: fewer than three samples, or one that is not positive.
+        """
+        from hdpcomm.plan.fit import fit_coefficients
+
+        measured = [s if isinstance(s, CostSample) else CostSample(s[0], tuple(s[1]), s[2]) for s in samples]
+        if len(measured) < 3:
+            raise InvalidUsage(
+                f"{len(measured)} samples given, expected at least 3 of different lengths: profile more micro-batches"
+            )
+        for sample in measured:
+            if sample.ranks < 1 or not sample.lengths or min(sample.lengths) < 1 or not sample.seconds > 0:
+                raise InvalidUsage(f"{sample} is no measurement: ranks, lengths and seconds have to be positive")
+        rows = []
+        for sample in measured:
+            squares, tokens, ranks = sum(s * s for s in sample.lengths), sum(sample.lengths), sample.ranks
+            rows.append([squares / ranks, tokens / ranks, 1.0, tokens, ranks - 1.0])
+        if all(sample.ranks == 1 for sample in measured):  # then nothing tells piece and ring_step from the others
+            rows = [row[:3] for row in rows]
+        found = fit_coefficients(rows, [sample.seconds for sample in measured])
+        attention, linear, fixed, piece, ring_step = (*found, 0.0, 0.0)[:5]
+        return cls(attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step)
+
+    def to_json(self) -> str:
+        """One JSON object with the coefficients."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel:
+        """The inverse of :meth:`to_json`."""
+        try:
+            values = json.loads(text)
+            return cls(**{name: float(value) for name, value in values.items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise InvalidUsage(f"no cost model ({error}): expected a JSON object with numbers for {names}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """What a rank holds, in tokens (ByteScale, section 5.2, with the logits added).
+
+    Attributes:
+        capacity: tokens without offload.
+        offloadable: share of a token's bytes that offload can move: all layers but two; not the logits.
+        copy_s: seconds to copy that share of one token one way; 0: no offload.
+        token_bytes: activations and logits of one token; ``None`` without a model.
+        state_bytes: weights, gradients and optimizer on a rank; ``None`` without a model.
+    """
+
+    capacity: int
+    offloadable: float = 0.0
+    copy_s: float = 0.0
+    token_bytes: float | None = None
+    state_bytes: float | None = None
+
+    def bytes_held(self, tokens: float) -> float | None:
+        """Bytes on the device while the activations of ``tokens`` tokens are there; ``None`` without a model."""
+        if self.token_bytes is None or self.state_bytes is None:
+            return None
+        return self.state_bytes + tokens * self.token_bytes
+
+    @classmethod
+    def of(cls, model: ModelSpec | None, cluster: ClusterSpec) -> MemoryModel:
+        """Derives the capacity (unless the cluster states it) and the share and time of offload."""
+        if model is None:
+            if cluster.capacity is None or cluster.offload:
+                what = "offload" if cluster.capacity is not None else "a cluster without a capacity"
+                raise InvalidUsage(f"{what} needs a ModelSpec, to know the bytes of a token: give the model")
+            return cls(cluster.capacity)
+        device = cluster.hardware
+        layers = math.ceil(model.layers / cluster.pipeline)
+        layer_bytes = model.activation_bytes / cluster.tensor
+        token_bytes = layers * layer_bytes + model.logits_bytes / cluster.tensor
+        states = _state_bytes(model, cluster)
+        capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes, states)
+        if not cluster.offload or layers <= 2:
+            return cls(capacity, token_bytes=token_bytes, state_bytes=states)
+        moved = (layers - 2) * layer_bytes
+        bandwidth = min(device.d2h_bandwidth, device.h2d_bandwidth)
+        return cls(
+            capacity,
+            offloadable=moved / token_bytes,
+            copy_s=moved / bandwidth,
+            token_bytes=token_bytes,
+            state_bytes=states,
+        )
+
+    def token_limit(self, ratio: float) -> int:
+        """Tokens that a rank can hold at an offload ratio."""
+        return self.capacity if ratio <= 0 else int(self.capacity / (1 - ratio * self.offloadable) + 1e-6)
+
+
+def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
+    """bf16 weights and fp32 gradients on every rank; fp32 master weights and two moments sharded over all (ZeRO-1)."""
+    return model.params / (cluster.tensor * cluster.pipeline) * (2 + 4 + 12 / cluster.ranks)
+
+
+def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float, states: float) -> int:
+    device = cluster.hardware
+    room = 0.9 * device.memory_bytes - states  # a tenth for buffers and fragmentation
+    # 1F1B keeps the activations of as many micro-batches on the first stage as there are stages.
+    capacity = int(room / (token_bytes * cluster.pipeline))
+    if capacity < 1:
+        raise InvalidUsage(
+            f"{model.name} takes {states / 1e9:.1f} GB for weights, gradients and optimizer on a rank of "
+            f"{cluster.tensor} x {cluster.pipeline} {device.name} with {device.memory_bytes / 1e9:.0f} GB each, which "
+            f"leaves no room for a token: raise tensor or pipeline"
+        )
+    return capacity
+
+
+def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> core.CostModel:
+    """The same models for the solver in C++."""
+    return core.CostModel(
+        **asdict(cost),
+        capacity=memory.capacity,
+        offloadable=memory.offloadable,
+        copy=memory.copy_s,
+        ranks=cluster.ranks,
+        ranks_per_node=cluster.node_ranks,
+        pipeline=cluster.pipeline,
+    )

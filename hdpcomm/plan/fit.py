@@ -1,0 +1,38 @@
+"""Non-negative least squares for a handful of coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+__all__ = ["fit_coefficients"]
+
+
+def fit_coefficients(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients x >= 0 with the least sum of squares of ``(row @ x - seconds) / seconds``.
+
+    The optimum is the unconstrained optimum over the columns that are not zero in it, so with a handful of columns all
+    subsets are tried. Columns are scaled first: they differ by many orders of magnitude.
+    """
+    target = np.asarray(seconds, dtype=np.float64)
+    matrix = np.asarray(rows, dtype=np.float64) / target[:, None]
+    scale = np.abs(matrix).max(axis=0)
+    scale[scale == 0] = 1.0
+    matrix /= scale
+    columns = matrix.shape[1]
+    best = np.zeros(columns)
+    best_error = float(len(target))  # of all zeros
+    for size in range(1, columns + 1):
+        for subset in combinations(range(columns), size):
+            chosen = list(subset)
+            solution, _, rank, _ = np.linalg.lstsq(matrix[:, chosen], np.ones(len(target)), rcond=1e-10)
+            if rank < size or (solution < 0).any():
+                continue
+            error = float(((matrix[:, chosen] @ solution - 1) ** 2).sum())
+            if error < best_error * (1 - 1e-9):
+                best_error = error
+                best = np.zeros(columns)
+                best[chosen] = solution
+    return [float(value) for value in best / scale]

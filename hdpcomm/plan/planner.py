@@ -1,0 +1,105 @@
+"""The planner: lengths in, :class:`StepPlan` out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hdpcomm._core import planner as core
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
+from hdpcomm.plan.specs import ClusterSpec, ModelSpec
+from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
+
+__all__ = ["POLICIES", "Planner"]
+
+POLICIES = ("balanced", "pipeline", "naive", "pow2", "static")
+
+
+class Planner:
+    """Plans steps for one model on one cluster. Local: every rank that plans the same lengths gets the same plan.
+
+    Args:
+        model: may be ``None`` when ``cost_model`` and the cluster's capacity are given.
+        cluster: ranks and capacity.
+        policy: ``balanced`` (near the lower bound), ``pipeline`` (the same for pipelines: the micro-batches of a rank
+            are alike, and their filling is counted), ``naive`` (the paper's Algorithm 1), ``pow2`` (groups of 2^k ranks
+            on aligned places) or ``static`` (a fixed DP x CP mesh of packs).
+        cost_model: :meth:`CostModel.analytic` when not given.
+        context: longest sequence that a static mesh is made for; 0: the longest of each step.
+        context_ranks: size of the static groups; 0: the smallest divisor of the ranks that holds the context.
+
+    Example:
+        >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
+        >>> plan = planner.plan([3000, 200, 900])
+        >>> [len(plan.for_rank(rank)) > 0 for rank in range(4)]
+        [True, True, True, True]
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec | None,
+        cluster: ClusterSpec,
+        policy: str = "balanced",
+        cost_model: CostModel | None = None,
+        *,
+        context: int = 0,
+        context_ranks: int = 0,
+    ) -> None:
+        if policy not in POLICIES:
+            raise InvalidUsage(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
+        if context < 0 or context_ranks < 0:
+            raise InvalidUsage(f"context is {context} and context_ranks {context_ranks}, expected 0 or more")
+        if cost_model is None:
+            if model is None:
+                raise InvalidUsage("neither a model nor a cost_model is given: one of them has to say what tokens cost")
+            cost_model = CostModel.analytic(model, cluster)
+        self.model = model
+        self.cluster = cluster
+        self.policy = policy
+        self.cost_model = cost_model
+        self.memory = MemoryModel.of(model, cluster)
+        self.context = context
+        self.context_ranks = context_ranks
+        self._core = core_cost(cost_model, self.memory, cluster)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that can be planned without offload: capacity x ranks."""
+        return self.memory.capacity * self.cluster.ranks
+
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Plans one step.
+
+        Args:
+            lengths: tokens of each sequence; the ids of the plan are positions in it.
+
+        Raises:
+            InvalidUsage: a length below 1, or a sequence that the cluster cannot hold; names it and the limits.
+        """
+        start = time.perf_counter()
+        sizes = list(map(int, lengths))
+        batches, makespan, lower_bound, idle_share = core.solve(
+            self._core, sizes, self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo
+        )
+        return StepPlan(
+            policy=self.policy,
+            num_ranks=self.cluster.ranks,
+            micro_batches=batches,
+            makespan_s=makespan,
+            lower_bound_s=lower_bound,
+            planning_s=time.perf_counter() - start,
+            idle_share=idle_share,
+        )
+
+    def lower_bound(self, lengths: Sequence[int]) -> float:
+        """Seconds that no plan of these lengths can beat (docs/planner.md)."""
+        return core.lower_bound(self._core, [int(length) for length in lengths])
+
+    def validate(self, plan: StepPlan, lengths: Sequence[int] | None = None) -> None:
+        """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
+        if plan.num_ranks != self.cluster.ranks:
+            raise InvalidUsage(
+                f"the plan is for {plan.num_ranks} ranks, the cluster has {self.cluster.ranks}: plan again"
+            )
+        plan.validate(lengths, capacity=self.memory.capacity, offloadable=self.memory.offloadable)

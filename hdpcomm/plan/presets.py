@@ -1,0 +1,83 @@
+"""Models of the paper's Table 1 and devices by name.
+
+Model shapes: ByteScale (arXiv 2502.21231) Table 1 gives layers, heads, KV groups and hidden size; the FFN widths and
+vocabularies are those of the published LLaMA-2/-1 and Mixtral configurations. Device rates: matrix products at 65% of
+the data sheet's dense bf16 peak and attention at 50% (FlashAttention-2 on A100) or 55% (FlashAttention-3 on H100/H200),
+which are usual sustained rates; links one way: NVLink 4 at 370 of 450 GB/s, NVLink 3 at 240 of 300 GB/s, one 400 Gb/s
+(A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s.
+"""
+
+from __future__ import annotations
+
+from hdpcomm.plan.specs import DeviceSpec, ModelSpec
+
+__all__ = ["DEVICES", "MODELS"]
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        ModelSpec(32, 4096, 32, 8, 11008, 32000, name="llama-7b"),
+        ModelSpec(40, 5120, 40, 8, 13824, 32000, name="llama-13b"),
+        ModelSpec(60, 6656, 56, 8, 17920, 32000, head_dim=128, name="llama-30b"),
+        ModelSpec(80, 8192, 64, 8, 28672, 32000, name="llama-70b"),
+        ModelSpec(32, 4096, 32, 8, 14336, 32000, experts=8, top_k=2, name="mistral-8x7b"),
+        ModelSpec(56, 6144, 48, 8, 16384, 32768, experts=8, top_k=2, name="mistral-8x22b"),
+    )
+}
+
+DEVICES: dict[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec(
+            name="a100",
+            linear_flops=0.65 * 312e12,
+            attention_flops=0.50 * 312e12,
+            peak_flops=312e12,
+            short_piece=512,
+            memory_bytes=80e9,
+            hbm_bandwidth=2.0e12,
+            intra_bandwidth=240e9,
+            inter_bandwidth=23e9,
+            intra_latency_s=6e-6,
+            inter_latency_s=15e-6,
+            d2h_bandwidth=18e9,
+            h2d_bandwidth=18e9,
+            host_bytes=200e9,
+            step_overhead_s=20e-6,
+        ),
+        DeviceSpec(
+            name="h100",
+            linear_flops=0.65 * 989e12,
+            attention_flops=0.55 * 989e12,
+            peak_flops=989e12,
+            short_piece=768,
+            memory_bytes=80e9,
+            hbm_bandwidth=3.35e12,
+            intra_bandwidth=370e9,
+            inter_bandwidth=46e9,
+            intra_latency_s=5e-6,
+            inter_latency_s=15e-6,
+            d2h_bandwidth=40e9,
+            h2d_bandwidth=40e9,
+            host_bytes=200e9,
+            step_overhead_s=15e-6,
+        ),
+        DeviceSpec(
+            name="h200",
+            linear_flops=0.65 * 989e12,
+            attention_flops=0.55 * 989e12,
+            peak_flops=989e12,
+            short_piece=768,
+            memory_bytes=141e9,
+            hbm_bandwidth=4.8e12,
+            intra_bandwidth=370e9,
+            inter_bandwidth=46e9,
+            intra_latency_s=5e-6,
+            inter_latency_s=15e-6,
+            d2h_bandwidth=40e9,
+            h2d_bandwidth=40e9,
+            host_bytes=200e9,
+            step_overhead_s=15e-6,
+        ),
+    )
+}

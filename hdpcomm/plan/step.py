@@ -1,0 +1,266 @@
+"""The plan of one training step: :class:`StepPlan`, made of :class:`MicroBatch`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["MicroBatch", "SequenceInfo", "StepPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """A sequence of the step: its position in the lengths that were planned, and its tokens."""
+
+    id: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences that a group of ranks runs at once, packed.
+
+    Attributes:
+        index: place in the one global order of the step.
+        ranks: global ranks, in ring order; a rank's position here is its position in the zigzag.
+        sequences: in the order of the pack.
+        offload_ratio: share of the activations (all layers but two) that goes to host memory, in [0, 1].
+        seconds: predicted, of forward and backward pass.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    sequences: tuple[SequenceInfo, ...]
+    offload_ratio: float
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(sequence.length for sequence in self.sequences)
+
+    @property
+    def tokens_held(self) -> int:
+        """Most tokens that one of the ranks holds."""
+        return sum(-(-sequence.length // len(self.ranks)) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Who runs what in one step. Each rank runs its micro-batches by rising ``index``, so that no wait can be circular.
+
+    Attributes:
+        policy: that made it.
+        num_ranks: of the cluster.
+        micro_batches: by rising index.
+        makespan_s: predicted seconds until the last rank is done, without the reduction of the gradients.
+        lower_bound_s: seconds that no plan can beat under the same cost model (docs/planner.md).
+        planning_s: seconds that planning took; not part of the hash.
+        idle_share: share of ranks x makespan in which ranks wait or are done.
+    """
+
+    policy: str
+    num_ranks: int
+    micro_batches: tuple[MicroBatch, ...]
+    makespan_s: float
+    lower_bound_s: float
+    planning_s: float
+    idle_share: float
+    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan is above the lower bound: 0.02 is 2%."""
+        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return sum(batch.tokens for batch in self.micro_batches)
+
+    def for_rank(self, rank: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a rank, in the order in which it runs them.
+
+        Raises:
+            InvalidUsage: the rank is not one of the plan.
+        """
+        by_rank = self._cache.get("by_rank")
+        if by_rank is None:
+            lists: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
+            for batch in self.micro_batches:
+                for member in batch.ranks:
+                    lists[member].append(batch)
+            by_rank = self._cache["by_rank"] = [tuple(batches) for batches in lists]
+        if not 0 <= rank < self.num_ranks:
+            raise InvalidUsage(
+                f"rank {rank} asked of a plan for {self.num_ranks} ranks: give 0 to {self.num_ranks - 1}"
+            )
+        result: tuple[MicroBatch, ...] = by_rank[rank]
+        return result
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over what is executed: equal on all ranks, or the step must not start."""
+        found: str | None = self._cache.get("hash")
+        if found is None:
+            digest = hashlib.sha256(f"{self.policy},{self.num_ranks}".encode())
+            for batch in self.micro_batches:
+                sequences = [(sequence.id, sequence.length) for sequence in batch.sequences]
+                line = f"{batch.index};{batch.ranks};{sequences};{batch.offload_ratio!r}\n"
+                digest.update(line.encode())
+            found = self._cache["hash"] = digest.hexdigest()
+        return found
+
+    def peers(self, rank: int) -> frozenset[int]:
+        """Global ranks that ``rank`` sends to or receives from in its rings."""
+        found: set[int] = set()
+        for batch in self.for_rank(rank):
+            if len(batch.ranks) > 1:
+                place = batch.ranks.index(rank)
+                found.update((batch.ranks[place - 1], batch.ranks[(place + 1) % len(batch.ranks)]))
+        return frozenset(found)
+
+    def timeline(self) -> list[float]:
+        """Predicted start of each micro-batch: when the last of its ranks is free."""
+        ready = [0.0] * self.num_ranks
+        starts = []
+        for batch in self.micro_batches:
+            start = max(ready[rank] for rank in batch.ranks)
+            starts.append(start)
+            for rank in batch.ranks:
+                ready[rank] = start + batch.seconds
+        return starts
+
+    def explain(self, *, max_rows: int = 20) -> str:
+        """Who runs what, in text: totals, then the micro-batches (the longest ones if there are too many)."""
+        from hdpcomm.plan.explain import explain
+
+        return explain(self, max_rows=max_rows)
+
+    def to_json(self) -> str:
+        """One JSON object; :meth:`from_json` reads it back."""
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form as plain Python objects."""
+        return {
+            "policy": self.policy,
+            "ranks": self.num_ranks,
+            "makespan_s": self.makespan_s,
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap,
+            "planning_s": self.planning_s,
+            "idle_share": self.idle_share,
+            "hash": self.hash,
+            "micro_batches": [
+                {
+                    "index": batch.index,
+                    "ranks": list(batch.ranks),
+                    "sequences": [{"id": s.id, "length": s.length} for s in batch.sequences],
+                    "offload_ratio": batch.offload_ratio,
+                    "seconds": batch.seconds,
+                }
+                for batch in self.micro_batches
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        """Reads :meth:`to_json` back and checks the order of the micro-batches and the hash.
+
+        Raises:
+            InvalidUsage: not a plan, an impossible one, or one that was changed since it was written.
+        """
+        try:
+            data = json.loads(text)
+            batches = tuple(
+                MicroBatch(
+                    index=int(item["index"]),
+                    ranks=tuple(int(rank) for rank in item["ranks"]),
+                    sequences=tuple(SequenceInfo(int(s["id"]), int(s["length"])) for s in item["sequences"]),
+                    offload_ratio=float(item["offload_ratio"]),
+                    seconds=float(item["seconds"]),
+                )
+                for item in data["micro_batches"]
+            )
+            plan = cls(
+                policy=str(data["policy"]),
+                num_ranks=int(data["ranks"]),
+                micro_batches=batches,
+                makespan_s=float(data["makespan_s"]),
+                lower_bound_s=float(data["lower_bound_s"]),
+                planning_s=float(data["planning_s"]),
+                idle_share=float(data["idle_share"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidUsage(
+                f"no step plan ({type(error).__name__}: {error}): expected the output of StepPlan.to_json"
+            ) from error
+        plan.validate()
+        if "hash" in data and data["hash"] != plan.hash:
+            raise InvalidUsage(
+                f"the plan's hash is {plan.hash[:16]} and the file says {str(data['hash'])[:16]}: it was changed"
+            )
+        return plan
+
+    def validate(
+        self, lengths: Sequence[int] | None = None, *, capacity: int | None = None, offloadable: float = 0.0
+    ) -> None:
+        """Checks that the plan can be run.
+
+        Args:
+            lengths: of the step; each sequence has to appear exactly once, with its length.
+            capacity: tokens that a rank can hold without offload.
+            offloadable: share of a token's bytes that offload can move (:class:`MemoryModel`).
+
+        Raises:
+            InvalidUsage: with the micro-batch and the reason.
+        """
+        previous = -1
+        for batch in self.micro_batches:
+            name = f"micro-batch {batch.index}"
+            if batch.index <= previous:
+                raise InvalidUsage(f"{name} follows {previous}: indices have to rise, they are the one global order")
+            previous = batch.index
+            self._check_batch(batch, name)
+            if capacity is None:
+                continue
+            limit = int(capacity / (1 - batch.offload_ratio * offloadable) + 1e-6)
+            if batch.tokens_held > limit:
+                raise InvalidUsage(
+                    f"{name} puts {batch.tokens_held} tokens on a rank, expected at most {limit} (capacity {capacity}, "
+                    f"offload ratio {batch.offload_ratio:.2f}): give it more ranks or fewer sequences"
+                )
+        if lengths is not None:
+            self._check_sequences(lengths)
+
+    def _check_batch(self, batch: MicroBatch, name: str) -> None:
+        if not batch.ranks or not batch.sequences:
+            raise InvalidUsage(
+                f"{name} has {len(batch.ranks)} ranks and {len(batch.sequences)} sequences: none is empty"
+            )
+        if min(batch.ranks) < 0 or max(batch.ranks) >= self.num_ranks:
+            raise InvalidUsage(f"{name} has ranks {batch.ranks}, expected 0 to {self.num_ranks - 1}")
+        if len(set(batch.ranks)) != len(batch.ranks):
+            raise InvalidUsage(f"{name} has ranks {batch.ranks}, expected each once")
+        if not 0 <= batch.offload_ratio <= 1:
+            raise InvalidUsage(f"{name} has offload ratio {batch.offload_ratio}, expected 0 to 1")
+
+    def _check_sequences(self, lengths: Sequence[int]) -> None:
+        seen = Counter(sequence.id for batch in self.micro_batches for sequence in batch.sequences)
+        for sequence in range(len(lengths)):
+            if seen[sequence] != 1:
+                raise InvalidUsage(f"sequence {sequence} appears {seen[sequence]} times in the plan, expected once")
+        for batch in self.micro_batches:
+            for info in batch.sequences:
+                if not 0 <= info.id < len(lengths) or info.length != lengths[info.id]:
+                    raise InvalidUsage(
+                        f"micro-batch {batch.index} has sequence {info.id} of {info.length} tokens, which is not one "
+                        f"of the {len(lengths)} given ones: plan these lengths again"
+                    )

@@ -1,0 +1,47 @@
+"""Token-level loss: the sum over all tokens of the step, divided by how many there are in the whole global batch.
+
+Averaging by sequence, micro-batch or rank would weigh a token by where it landed; a sum does not depend on the plan, so
+every rank adds up its own tokens and one reduction gives the exact gradient (ByteScale, arXiv 2502.21231, section 5.1,
+equations 1 and 2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["IGNORE", "next_token_labels", "summed_loss"]
+
+IGNORE = -100
+"""The label of a token that has no loss."""
+
+
+def next_token_labels(tokens: Tensor) -> Tensor:
+    """Labels ``[length]`` of one whole sequence: token i is to predict token i + 1; the last one has no label
+    (:data:`IGNORE`).
+
+    To be made before sharding: in a zigzag shard the next token often lies on another rank. Local.
+    """
+    labels = torch.full_like(tokens, IGNORE)
+    labels[:-1] = tokens[1:]
+    return labels
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy summed over the tokens that have a label, in at least fp32.
+
+    Args:
+        logits: ``[tokens, vocabulary]``; zero tokens are fine and give a zero that still has a graph, so that this rank
+            takes part in the backward of its group.
+        labels: ``[tokens]`` int64, :data:`IGNORE` where there is no loss.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise InvalidUsage(
+            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: one row of logits for each label was "
+            "expected"
+        )
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORE, reduction="sum")

@@ -1,0 +1,81 @@
+"""What is known of a training step after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+__all__ = ["StepMetrics", "Totals", "totals"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One step over all ranks; equal on every rank.
+
+    Attributes:
+        step: number of the step, from 0.
+        loss: mean over all tokens of the global batch that have a label, in nats.
+        tokens: tokens of the global batch.
+        seconds: wall-clock time of the step, planning and the optimizer included.
+        bytes_sent: bytes that ranks sent to each other, all ranks together, gradients included.
+        idle_share: share of the ranks' time in which they waited for another rank or had no micro-batch left, 0 to 1.
+        grad_norm: global L2 norm of the gradient before clipping.
+        longest: tokens of the longest sequence.
+        longest_ranks: ranks that worked on it.
+        micro_batches: micro-batches of the step, all ranks together.
+        predicted_s: what the plan expected for forward and backward of all micro-batches.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+    bytes_sent: int
+    idle_share: float
+    grad_norm: float
+    longest: int
+    longest_ranks: int
+    micro_batches: int
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """A whole run.
+
+    Attributes:
+        first_loss, last_loss: means over the first and the last tenth of the steps (at least one), so that one odd
+            batch does not count.
+        tokens_per_s: all tokens over all seconds.
+        idle_share: mean over the run's time.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    bytes_sent: int
+    idle_share: float
+    first_loss: float
+    last_loss: float
+
+    def to_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return asdict(self)
+
+
+def totals(steps: Sequence[StepMetrics]) -> Totals:
+    """Sums up a run of at least one step."""
+    tenth = max(1, len(steps) // 10)
+    seconds = sum(step.seconds for step in steps)
+    tokens = sum(step.tokens for step in steps)
+    return Totals(
+        steps=len(steps),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds if seconds else 0.0,
+        bytes_sent=sum(step.bytes_sent for step in steps),
+        idle_share=sum(step.idle_share * step.seconds for step in steps) / seconds if seconds else 0.0,
+        first_loss=sum(step.loss for step in steps[:tenth]) / tenth,
+        last_loss=sum(step.loss for step in steps[-tenth:]) / tenth,
+    )

@@ -1,0 +1,75 @@
+"""A short profile of forward and backward on this machine, from which every rank gets the same cost model."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hdpcomm.attention import positions, shard
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import CostModel
+from hdpcomm.train.loss import next_token_labels, summed_loss
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["profile_cost_model"]
+
+
+def profile_cost_model(model: nn.Module, comm: Communicator, *, longest: int) -> CostModel:
+    """Measures forward and backward of ``model`` for some lengths and numbers of ranks, and fits the cost model to it.
+
+    Collective over ``comm``. All ranks work at once, as they do in training, so that what they take from each other
+    (cores, memory bandwidth) is in the figures; their times are averaged over all ranks, so every rank fits the same
+    model. The model keeps its parameters; gradients are dropped.
+
+    Args:
+        model: called as the model of :class:`hdpcomm.train.Trainer`.
+        longest: the longest length to measure on one rank, in tokens; the others are halves of it. Takes about as long
+            as training on six times as many tokens per rank.
+    """
+    if longest < 1:
+        raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
+    cases = [(1, max(1, longest >> shift)) for shift in range(5)]
+    if comm.size > 1:
+        cases += [(ranks, max(1, longest >> shift)) for ranks in sorted({2, comm.size}) for shift in (0, 2)]
+    groups = {ranks: _group_of(comm, ranks) for ranks, _ in cases}
+    _seconds(model, groups[1], cases[-1][1])  # warms up
+    measured = torch.zeros(len(cases), 2, dtype=torch.float64)
+    for case, (ranks, length) in enumerate(cases):
+        comm.barrier()
+        group = groups[ranks]
+        if group is not None:
+            measured[case, 0], measured[case, 1] = _seconds(model, group, length), 1.0
+    model.zero_grad(set_to_none=True)
+    comm.all_reduce(measured)
+    means = (measured[:, 0] / measured[:, 1]).tolist()
+    return CostModel.fit([(ranks, [length], seconds) for (ranks, length), seconds in zip(cases, means, strict=True)])
+
+
+def _group_of(comm: Communicator, size: int) -> Communicator | None:
+    """This rank's group when all ranks are dealt in groups of ``size``; None for those left over."""
+    first = comm.rank // size * size
+    return comm.subset(range(first, first + size)) if first + size <= comm.size else None
+
+
+def _seconds(model: nn.Module, group: Communicator | None, length: int) -> float:
+    """Seconds of one forward and backward of a sequence of ``length`` tokens on ``group``."""
+    if group is None:
+        return 0.0
+    device = next(model.parameters()).device
+    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    rank, size = group.rank, group.size
+    whole = torch.arange(length) % 2
+    tokens = shard(whole, cu_seqlens, rank=rank, size=size).to(device)
+    labels = shard(next_token_labels(whole), cu_seqlens, rank=rank, size=size).to(device)
+    places = positions(cu_seqlens, rank=rank, size=size).to(device)
+    started = time.perf_counter()
+    logits = model(tokens, positions=places, cu_seqlens=cu_seqlens, comm=group)
+    summed_loss(logits, labels).backward()  # type: ignore[no-untyped-call]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,193 @@
+"""The training step of Hybrid Data Parallelism."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.train.agreement import check_same_plan
+from hdpcomm.train.gradients import GradientBuffer
+from hdpcomm.train.loss import IGNORE, summed_loss
+from hdpcomm.train.metrics import StepMetrics
+from hdpcomm.train.packing import Fetch, pack_shard
+from hdpcomm.train.waiting import TimedCommunicator
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.plan import MicroBatch, Planner, StepPlan
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains a model on global batches of sequences of any lengths; every rank of ``comm`` makes one and calls
+    :meth:`step` alike.
+
+    A step: every rank plans the same batch from its lengths and all compare the plan's hash; each runs its own
+    micro-batches in the plan's one global order, over communicators that cost nothing to make; one reduction adds up
+    the gradients of all ranks, which is exactly the gradient of the whole batch on a single device; then clipping by
+    the global norm and the optimizer's step.
+
+    Args:
+        model: called as ``model(tokens, positions=, cu_seqlens=, comm=) -> logits [local tokens, vocabulary]``, as
+            :class:`hdpcomm.models.Llama`. Rank 0's parameters and buffers are copied to all ranks at once.
+        optimizer: any optimizer over the model's parameters.
+        planner: a :class:`hdpcomm.plan.Planner` for as many ranks as ``comm`` has.
+        comm: the ranks that train together; the plan's ranks are positions in it.
+        max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
+        loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label.
+
+    Raises:
+        InvalidUsage: the planner is for another number of ranks, or the model has nothing to train.
+
+    Example:
+        >>> import hdpcomm as hdp, torch
+        >>> comm = hdp.init()
+        >>> model = hdp.models.Llama(hdp.models.LlamaConfig(layers=1, hidden=16, ffn=32))
+        >>> cost = hdp.train.profile_cost_model(model, comm, longest=64)
+        >>> planner = hdp.plan.Planner(None, hdp.plan.ClusterSpec(ranks=comm.size, capacity=64), cost_model=cost)
+        >>> trainer = hdp.train.Trainer(model, torch.optim.AdamW(model.parameters()), planner, comm)
+        >>> trainer.step([5, 3], lambda i: torch.arange(5 if i == 0 else 3)).tokens
+        8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        planner: Planner,
+        comm: Communicator,
+        *,
+        max_grad_norm: float | None = 1.0,
+        loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
+    ) -> None:
+        if planner.cluster.ranks != comm.size:
+            raise InvalidUsage(
+                f"the planner plans for {planner.cluster.ranks} ranks and the communicator has {comm.size}; "
+                f"make it with ClusterSpec(ranks={comm.size}, ...)"
+            )
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            raise InvalidUsage(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping")
+        self.model = model
+        self.optimizer = optimizer
+        self.planner = planner
+        self.comm = comm
+        self.max_grad_norm = max_grad_norm
+        self.gradients = GradientBuffer(model.parameters())
+        self.num_steps = 0
+        self._loss = loss
+        self._device = self.gradients.flat.device
+        self._same_start()
+
+    def step(self, lengths: Sequence[int], fetch: Fetch) -> StepMetrics:
+        """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
+
+        Args:
+            lengths: tokens of each sequence of the global batch.
+            fetch: ``fetch(i)`` gives the tokens (int64 ``[lengths[i]]``) of sequence i, or (tokens, labels); it is
+                called only for the sequences that this rank works on. Without labels, every token is to predict the
+                next one.
+
+        Raises:
+            InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
+            Mismatch: ranks made different plans (their lengths, planner or cost model differ); names them.
+            PeerLost, CommTimeout: another rank died or does not answer.
+            Error: the loss is not finite; the parameters are as they were before the step.
+        """
+        started = time.perf_counter()
+        sent = self._bytes_sent()
+        plan = self.planner.plan(lengths)
+        check_same_plan(plan, self.comm)
+        self.gradients.zero()
+        rings = TimedCommunicator(self.comm)
+        loss = torch.zeros(2, dtype=torch.float64)
+        scale = 1.0 / max(1, sum(lengths))
+        for micro_batch in plan.for_rank(self.comm.rank):
+            loss += self._run(micro_batch, fetch, scale, rings)
+        self._synchronize()
+        finished = time.perf_counter()
+        self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
+        idle = rings.waited + time.perf_counter() - finished
+        total, labels = loss.tolist()
+        mean = self._mean(total, labels)
+        self.comm.all_reduce(self.gradients.flat)
+        self.gradients.flat *= 1.0 / (scale * labels)
+        grad_norm = self._finite("gradient norm", self.gradients.clip_(self.max_grad_norm))
+        self.gradients.finish()
+        self.optimizer.step()
+        self._synchronize()
+        return self._metrics(plan, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
+
+    def _run(self, micro_batch: MicroBatch, fetch: Fetch, scale: float, rings: TimedCommunicator) -> Tensor:
+        """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
+        comm = cast("Communicator", rings.subset(micro_batch.ranks))
+        packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
+        logits = self.model(packed.tokens, positions=packed.positions, cu_seqlens=packed.cu_seqlens, comm=comm)
+        loss = self._loss(logits, packed.labels)
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        self.gradients.collect()
+        labels = (packed.labels != IGNORE).sum()
+        return torch.stack((loss.detach().double(), labels.double())).cpu()
+
+    def _mean(self, total: float, labels: float) -> float:
+        if not labels:
+            raise InvalidUsage(
+                "no token of this batch has a label (a sequence of one token has no next one); give longer "
+                "sequences or labels"
+            )
+        return self._finite("loss", total / labels)
+
+    def _finite(self, name: str, value: float) -> float:
+        if not math.isfinite(value):
+            raise Error(
+                f"step {self.num_steps}: the {name} is {value}; lower the learning rate or look at the data (no "
+                "parameter was updated)",
+                rank=self.comm.global_rank,
+                op="step",
+            )
+        return value
+
+    def _metrics(
+        self, plan: StepPlan, *, loss: float, grad_norm: float, idle: float, started: float, sent: int
+    ) -> StepMetrics:
+        longest = max((s.length, len(m.ranks)) for m in plan.micro_batches for s in m.sequences)
+        seconds = time.perf_counter() - started
+        shared = torch.tensor([seconds, idle, self._bytes_sent() - sent], dtype=torch.float64)
+        self.comm.all_reduce(shared)
+        seconds, idle, bytes_sent = shared.tolist()
+        self.num_steps += 1
+        return StepMetrics(
+            step=self.num_steps - 1,
+            loss=loss,
+            tokens=sum(s.length for m in plan.micro_batches for s in m.sequences),
+            seconds=seconds / self.comm.size,
+            bytes_sent=int(bytes_sent),
+            idle_share=min(1.0, idle / seconds),
+            grad_norm=grad_norm,
+            longest=longest[0],
+            longest_ranks=longest[1],
+            micro_batches=len(plan.micro_batches),
+            predicted_s=plan.makespan_s,
+        )
+
+    def _same_start(self) -> None:
+        """Gives every rank the parameters and buffers of rank 0. Collective."""
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                whole = tensor.detach().contiguous()
+                self.comm.broadcast(whole, 0)
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+
+    def _bytes_sent(self) -> int:
+        return int(self.comm.stats()["bytes_sent"])
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,62 @@
+"""The oracle: a Llama written another way, on one process, one whole sequence at a time.
+
+Rotary embedding by complex multiplication, attention by an explicit softmax over a masked score matrix for each head,
+SwiGLU and norms spelled out, and the loss as log-sum-exp minus the score of the right token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def _norm(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _rotate(x, theta):
+    """x: [tokens, heads, D]; pairs (i, i + D/2) as complex numbers, turned by position * theta ** (-2i / D)."""
+    tokens, _, dim = x.shape
+    wide = torch.complex(x[..., : dim // 2].double(), x[..., dim // 2 :].double())
+    rates = torch.tensor([theta ** (-2 * i / dim) for i in range(dim // 2)], dtype=torch.float64)
+    angles = torch.outer(torch.arange(tokens, dtype=torch.float64), rates)
+    turned = wide * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+
+def sequence_loss(weights, config, tokens):
+    """Summed next-token loss of one sequence."""
+
+    def linear(name, x):
+        return x @ weights[name + ".weight"].T
+
+    count, dim = len(tokens), config.head_dim
+    x = weights["embedding.weight"][tokens]
+    mask = torch.ones(count, count, dtype=torch.bool).tril()
+    for block in (f"blocks.{i}." for i in range(config.layers)):
+        h = _norm(x, weights[block + "attention_norm.weight"], config.norm_eps)
+        q = _rotate(linear(block + "attention.q", h).view(count, config.heads, dim), config.rope_theta)
+        k = _rotate(linear(block + "attention.k", h).view(count, config.kv_heads, dim), config.rope_theta)
+        v = linear(block + "attention.v", h).view(count, config.kv_heads, dim)
+        heads = []
+        for head in range(config.heads):
+            shared = head * config.kv_heads // config.heads
+            scores = q[:, head] @ k[:, shared].T / dim**0.5
+            heads.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v[:, shared])
+        x = x + linear(block + "attention.out", torch.cat(heads, -1))
+        h = _norm(x, weights[block + "ffn_norm.weight"], config.norm_eps)
+        gate = linear(block + "ffn.gate", h)
+        x = x + linear(block + "ffn.out", gate * torch.sigmoid(gate) * linear(block + "ffn.up", h))
+    head = "embedding" if config.tied_embeddings else "head"
+    logits = linear(head, _norm(x, weights["norm.weight"], config.norm_eps))
+    right = logits[:-1].gather(1, tokens[1:, None]).squeeze(1)
+    return (logits[:-1].logsumexp(-1) - right).sum()
+
+
+def batch_gradients(model, sequences):
+    """Mean loss over all next tokens of the sequences and its gradients by parameter name."""
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    labels = sum(len(tokens) - 1 for tokens in sequences)
+    total = sum(sequence_loss(weights, model.config, tokens) for tokens in sequences)
+    loss = total / labels
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in weights.items()}

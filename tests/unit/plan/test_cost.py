@@ -1,0 +1,110 @@
+"""The cost model, its fit, and the specs it is derived from."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hdpcomm._core import planner as core
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, MemoryModel, ModelSpec
+from hdpcomm.plan.cost import core_cost
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+def test_core_and_python_price_alike(size: int, one_node: bool) -> None:
+    cluster = ClusterSpec(ranks=64, capacity=8192, ranks_per_node=8)
+    cost = CostModel.analytic(MODELS["llama-7b"], cluster)
+    priced = core_cost(cost, MemoryModel(8192), cluster).seconds([9000, 17, 4096], size, one_node)
+    assert priced == pytest.approx(cost.seconds([9000, 17, 4096], size, one_node=one_node), rel=1e-12)
+
+
+def test_fit_finds_the_coefficients_back() -> None:
+    true = CostModel(2e-9, 3e-6, 4e-3, piece=1e-6, ring_step=5e-4)
+    rng = random.Random(3)
+    samples = []
+    for _ in range(40):
+        ranks = rng.choice([1, 2, 3, 4])
+        lengths = [rng.randrange(50, 5000) for _ in range(rng.randrange(1, 6))]
+        samples.append((ranks, lengths, true.seconds(lengths, ranks) * rng.uniform(0.99, 1.01)))
+    found = CostModel.fit(samples)
+    for ranks, lengths, _ in samples:
+        assert found.seconds(lengths, ranks) == pytest.approx(true.seconds(lengths, ranks), rel=0.02)
+
+
+def test_fit_never_gives_a_negative_coefficient() -> None:
+    found = CostModel.fit([(1, (100,), 2.0), (1, (200,), 1.0), (1, (300,), 0.5)])
+    assert min(found.attention, found.linear, found.fixed) >= 0
+
+
+def test_fit_and_json_refuse_bad_input() -> None:
+    with pytest.raises(InvalidUsage, match="2 samples given, expected at least 3"):
+        CostModel.fit([(1, (5,), 1.0), (1, (9,), 2.0)])
+    with pytest.raises(InvalidUsage, match="is no measurement"):
+        CostModel.fit([(1, (5,), 1.0), (1, (9,), 2.0), (1, (9,), 0.0)])
+    with pytest.raises(InvalidUsage, match="attention is -1"):
+        CostModel(-1.0, 0.0)
+    with pytest.raises(InvalidUsage, match="no cost model"):
+        CostModel.from_json('{"speed": 3}')
+    cost = CostModel(1e-9, 2e-6)
+    assert CostModel.from_json(cost.to_json()) == cost
+
+
+def test_specs_check_their_values() -> None:
+    with pytest.raises(InvalidUsage, match="kv_heads to divide heads"):
+        ModelSpec(2, 64, 4, 3, 128, 100)
+    with pytest.raises(InvalidUsage, match="top_k is 3"):
+        ModelSpec(2, 64, 4, 4, 128, 100, experts=2, top_k=3)
+    with pytest.raises(InvalidUsage, match="ranks is 0"):
+        ClusterSpec(ranks=0)
+    with pytest.raises(InvalidUsage, match="unknown device 'abacus'"):
+        _ = ClusterSpec(ranks=1, device="abacus").hardware
+    with pytest.raises(InvalidUsage, match="raise tensor or pipeline"):
+        MemoryModel.of(MODELS["llama-70b"], ClusterSpec(ranks=4))
+
+
+def test_parameter_counts() -> None:
+    billions = {name: round(spec.params / 1e9) for name, spec in MODELS.items()}
+    assert billions["llama-70b"] in (68, 69, 70)
+    assert billions["mistral-8x7b"] in (46, 47)
+    assert billions["mistral-8x22b"] in (140, 141)
+
+
+def test_offload_ratio_of_equation_3() -> None:
+    """D(s) = ceil((2 Act(s) + (1 - r)(l - 2) Act(s)) / (l Act(C))) with the ratio that the copies allow."""
+    cluster = ClusterSpec(ranks=4096, capacity=8192)
+    cost, layers, capacity = CostModel(1e-9, 1e-6), 32, 8192
+    offloadable = (layers - 2) / layers
+    copy = 1e-5
+    priced = core_cost(cost, MemoryModel(capacity, offloadable, copy), cluster)
+    for length in (8193, 10000, 20000, 65536, 262144, 2_000_000):
+        ratio = min(1.0, (1e-9 * length**2 + 1e-6 * length) / 3 / (copy * length))
+        assert priced.max_offload([length]) == pytest.approx(ratio)
+        expected = (2 + (1 - ratio) * (layers - 2)) * length / (layers * capacity)
+        assert priced.min_ranks(length) == pytest.approx(expected, rel=1e-3, abs=1)
+        assert priced.min_ranks(length) >= expected - 1e-3
+    assert priced.token_limit(1.0) == 8192 * 16
+
+
+def test_ring_order_keeps_peers_few() -> None:
+    peers: dict[int, set[int]] = {}
+    for first in range(20):
+        for count in range(2, 21):
+            ring = core.ring_order(list(range(first, first + count)))
+            assert sorted(ring) == list(range(first, first + count))
+            for place, rank in enumerate(ring):
+                peers.setdefault(rank, set()).update((ring[place - 1], ring[(place + 1) % count]))
+    assert max(len(found) for found in peers.values()) == 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", MODELS)
+def test_presets_price_and_fit(model: str, device: str) -> None:
+    cluster = ClusterSpec(ranks=1024, ranks_per_node=8, tensor=8, pipeline=4, device=device, offload=True)
+    memory = MemoryModel.of(MODELS[model], cluster)
+    cost = CostModel.analytic(MODELS[model], cluster)
+    assert memory.capacity > 1000
+    assert 0 < memory.offloadable < 1
+    assert cost.seconds([8192]) < cost.seconds([65536], 8) < cost.seconds([65536])

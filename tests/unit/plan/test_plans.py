@@ -1,0 +1,154 @@
+"""Properties of every plan: complete, within capacity, executable, the same everywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+
+COST = CostModel(1e-9, 1e-6, 1e-4, piece=1e-7, ring_step=1e-5, kv_inter=3e-6, latency_inter=1e-5)
+
+
+def make_planner(policy: str, ranks: int, capacity: int, **options: int) -> Planner:
+    cluster = ClusterSpec(ranks=ranks, capacity=capacity, ranks_per_node=options.pop("ranks_per_node", None))
+    return Planner(None, cluster, policy, COST, **options)
+
+
+def execute(plan: StepPlan) -> None:
+    """Runs the plan's waits: a rank enters its next micro-batch, which runs once all of its ranks are there."""
+    queues = [list(plan.for_rank(rank)) for rank in range(plan.num_ranks)]
+    done = 0
+    while done < len(plan.micro_batches):
+        waiting: dict[int, int] = {}
+        ready = None
+        for queue in queues:
+            if queue:
+                batch = queue[0]
+                waiting[batch.index] = waiting.get(batch.index, 0) + 1
+                if waiting[batch.index] == len(batch.ranks):
+                    ready = batch
+        assert ready is not None, "the ranks wait for each other in a circle"
+        for rank in ready.ranks:
+            assert queues[rank].pop(0) is ready
+        done += 1
+    assert not any(queues)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
+    ranks = draw(st.integers(1, 9))
+    capacity = draw(st.integers(1, 300))
+    node = draw(st.integers(1, ranks))
+    longest = st.integers(1, capacity * ranks)
+    lengths = draw(
+        st.one_of(
+            st.lists(longest, max_size=25),
+            st.lists(st.integers(1, capacity), max_size=60),
+            st.builds(lambda length, count: [length] * count, longest, st.integers(0, 20)),
+        )
+    )
+    return ranks, capacity, node, lengths
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_every_plan_is_valid_and_runs(policy: str, case: tuple[int, int, int, list[int]]) -> None:
+    ranks, capacity, node, lengths = case
+    planner = make_planner(policy, ranks, capacity, ranks_per_node=node)
+    plan = planner.plan(lengths)
+    planner.validate(plan, lengths)
+    execute(plan)
+    assert plan.tokens == sum(lengths)
+    assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
+    assert 0 <= plan.idle_share < 1
+    starts = plan.timeline()
+    ends = [start + batch.seconds for start, batch in zip(starts, plan.micro_batches, strict=True)]
+    assert max(ends, default=0.0) == pytest.approx(plan.makespan_s)
+    again = make_planner(policy, ranks, capacity, ranks_per_node=node).plan(lengths)
+    assert again.hash == plan.hash
+    assert again.micro_batches == plan.micro_batches
+    assert StepPlan.from_json(plan.to_json()).hash == plan.hash
+
+
+def test_a_sequence_may_take_three_of_four_ranks() -> None:
+    plan = make_planner("naive", 4, 100).plan([300, 50])
+    assert sorted(len(batch.ranks) for batch in plan.micro_batches) == [1, 3]
+    execute(plan)
+
+
+def test_ranks_run_different_numbers_of_micro_batches() -> None:
+    plan = make_planner("balanced", 4, 1000).plan([1000] * 6 + [100] * 40)
+    assert len({len(plan.for_rank(rank)) for rank in range(4)}) > 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_sequences(policy: str) -> None:
+    plan = make_planner(policy, 4, 100).plan([])
+    assert plan.micro_batches == ()
+    assert plan.for_rank(3) == ()
+    assert plan.makespan_s == plan.lower_bound_s == plan.gap == 0
+    assert "0 tokens" in plan.explain()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sequence_that_fits_nowhere_is_named(policy: str) -> None:
+    with pytest.raises(
+        InvalidUsage, match=r"sequence 1 of 5000 tokens needs 50 ranks .* raise capacity to at least 1250"
+    ):
+        make_planner(policy, 4, 100).plan([10, 5000])
+
+
+def test_bad_lengths_and_options() -> None:
+    with pytest.raises(InvalidUsage, match="sequence 2 has 0 tokens"):
+        make_planner("balanced", 4, 100).plan([10, 50, 0])
+    with pytest.raises(InvalidUsage, match="policy is 'best', expected one of balanced"):
+        make_planner("best", 4, 100)
+    with pytest.raises(InvalidUsage, match="does not divide the 4 ranks"):
+        make_planner("static", 4, 100, context_ranks=3).plan([10])
+    with pytest.raises(InvalidUsage, match=r"sequence 1 of 250 tokens is longer than the 200 tokens"):
+        make_planner("static", 4, 100, context_ranks=2).plan([10, 250])
+    with pytest.raises(InvalidUsage, match="needs a ModelSpec"):
+        Planner(None, ClusterSpec(ranks=2), cost_model=COST)
+    with pytest.raises(InvalidUsage, match="rank 4 asked of a plan for 4 ranks"):
+        make_planner("balanced", 4, 100).plan([10]).for_rank(4)
+
+
+def plan_of(*batches: MicroBatch, ranks: int = 2) -> StepPlan:
+    return StepPlan("balanced", ranks, batches, 1.0, 1.0, 0.0, 0.0)
+
+
+def batch_of(
+    index: int = 0, ranks: tuple[int, ...] = (0,), lengths: tuple[int, ...] = (5,), offload: float = 0.0
+) -> MicroBatch:
+    return MicroBatch(index, ranks, tuple(SequenceInfo(i, n) for i, n in enumerate(lengths)), offload, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (plan_of(batch_of(1), batch_of(1)), "indices have to rise"),
+        (plan_of(batch_of(ranks=(0, 2))), "expected 0 to 1"),
+        (plan_of(batch_of(ranks=(0, 0))), "expected each once"),
+        (plan_of(batch_of(ranks=())), "none is empty"),
+        (plan_of(batch_of(offload=1.5)), "expected 0 to 1"),
+        (plan_of(batch_of(lengths=(7, 4))), "puts 11 tokens on a rank, expected at most 10"),
+        (plan_of(batch_of()), "sequence 1 appears 0 times"),
+        (plan_of(batch_of(), batch_of(1)), "sequence 0 appears 2 times"),
+        (plan_of(batch_of(lengths=(5, 5))), "sequence 1 of 5 tokens, which is not one of the 2"),
+    ],
+)
+def test_validation_says_what_is_wrong(plan: StepPlan, message: str) -> None:
+    with pytest.raises(InvalidUsage, match=message):
+        plan.validate([5, 4], capacity=10)
+
+
+def test_json_of_a_changed_plan_is_refused() -> None:
+    text = make_planner("balanced", 2, 100).plan([150, 20]).to_json()
+    with pytest.raises(InvalidUsage, match="it was changed"):
+        StepPlan.from_json(text.replace('"length": 20', '"length": 21'))
+    with pytest.raises(InvalidUsage, match="no step plan"):
+        StepPlan.from_json("{}")

@@ -1,0 +1,81 @@
+"""The flat gradient buffer against plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.train import GradientBuffer
+
+
+def model_of(dtype, *, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_same_gradients_as_autograd_and_no_copy(dtype):
+    model, plain = model_of(dtype), model_of(dtype)
+    buffer = GradientBuffer(model.parameters())
+    x = torch.randn(7, 3, dtype=dtype)
+    for _ in range(2):  # the second step starts from zero again
+        buffer.zero()
+        plain.zero_grad()
+        for part in x.split(3):
+            model(part).square().sum().backward()
+            buffer.collect()
+            plain(part).square().sum().backward()
+    buffer.finish()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+        assert mine.grad.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
+    wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+    assert buffer.clip_(0.5) == pytest.approx(wanted, rel=1e-6)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert float(buffer.flat.norm()) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_narrow_gradients_are_summed_in_fp32():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    buffer = GradientBuffer([weight])
+    buffer.zero()
+    for _ in range(1000):  # a sum in bf16 would stand still at 256
+        weight.sum().backward()
+        buffer.collect()
+    assert buffer.flat.dtype == torch.float32
+    assert buffer.flat.item() == 1000
+    buffer.finish()
+    assert weight.grad.dtype == torch.bfloat16
+    assert weight.grad.item() == 1000
+
+
+def test_no_clipping_below_the_limit_or_without_one():
+    weight = nn.Parameter(torch.ones(4))
+    buffer = GradientBuffer([weight])
+    buffer.zero()
+    (weight * 3).sum().backward()
+    assert buffer.clip_(None) == buffer.clip_(100.0) == 6.0
+    assert weight.grad.tolist() == [3.0] * 4
+
+
+def test_shared_and_frozen_and_unused_parameters():
+    tied, frozen, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    buffer = GradientBuffer([tied, tied, frozen, unused])
+    assert buffer.flat.numel() == 4
+    buffer.zero()
+    tied.sum().backward()
+    assert unused.grad.tolist() == [0, 0]
+    assert frozen.grad is None
+
+
+def test_what_cannot_be_trained():
+    with pytest.raises(InvalidUsage, match="nothing to train"):
+        GradientBuffer([])
+    with pytest.raises(InvalidUsage, match="must be on one device"):
+        GradientBuffer([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))])
+    with pytest.raises(InvalidUsage, match="real floating-point parameters"):
+        GradientBuffer([nn.Parameter(torch.ones(1, dtype=torch.complex64))])
