@@ -1,4 +1,4 @@
-"""Sequences of one batch on groups of different sizes, as a plan asks for: overlapping subsets, one order on all ranks."""
+"""Sequences of one batch on groups of different sizes: overlapping subsets, one order on all ranks."""
 
 import torch
 
