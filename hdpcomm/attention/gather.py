@@ -25,7 +25,7 @@ from hdpcomm.attention.tiles import Band, Tile, tiles_of
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["GatherPlan", "gather_backward", "gather_forward", "gather_plan"]
+__all__ = ["GatherPlan", "gather_backward", "gather_forward", "gather_plan", "head_passes"]
 
 _MAX_GROUPS = 4
 """Groups of heads; more overlap better and make more, smaller messages."""
@@ -91,8 +91,8 @@ def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -
     )
 
 
-def _groups(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
-    """(heads of q, heads of k) of each group."""
+def head_passes(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
+    """(heads of q, heads of k) of each group of heads, which take their turns."""
     count = next(n for n in range(min(_MAX_GROUPS, kv_heads), 0, -1) if kv_heads % n == 0)
     step, ratio = kv_heads // count, heads // kv_heads
     return [(slice(i * step * ratio, (i + 1) * step * ratio), slice(i * step, (i + 1) * step)) for i in range(count)]
@@ -170,7 +170,7 @@ def gather_forward(
     """As :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
     result = Accumulator(q.shape, q)
-    groups = _groups(q.shape[1], k.shape[1])
+    groups = head_passes(q.shape[1], k.shape[1])
     coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
     for i, (heads, _) in enumerate(groups):
         fetch = coming
@@ -201,7 +201,7 @@ def gather_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`hdpcomm.attention.ring.ring_backward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    groups = _groups(q.shape[1], k.shape[1])
+    groups = head_passes(q.shape[1], k.shape[1])
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dkv = torch.zeros((k.shape[0], 2, *k.shape[1:]), dtype=lse.dtype, device=k.device)
     coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
