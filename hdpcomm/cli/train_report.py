@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -115,16 +116,20 @@ def _policies_table(result: RunResult) -> Table:
         total = totals(steps)
         fewest, most = min(s.longest_ranks for s in steps), max(s.longest_ranks for s in steps)
         table.add_row(
-            "static DP x CP" if policy == "static" else policy,
+            f"static DP{result.ranks // most} x CP{most}" if policy == "static" else policy,
             f"{total.first_loss:.3f}",
             f"{total.last_loss:.3f}",
             f"{total.tokens_per_s:,.0f}",
             f"{total.seconds / total.steps:.2f}",
-            f"{most} ranks" if fewest == most else f"{fewest}-{most} ranks",
+            _ranks_text(fewest, most),
             size_text(total.bytes_sent / total.steps),
             f"{total.idle_share:.0%}",
         )
     return table
+
+
+def _ranks_text(fewest: int, most: int) -> str:
+    return f"{fewest}-{most} ranks" if fewest < most else f"{most} rank{'' if most == 1 else 's'}"
 
 
 def _verdict(policy: str, result: RunResult) -> str:
@@ -134,7 +139,15 @@ def _verdict(policy: str, result: RunResult) -> str:
         parts.append(f"{own.bytes_sent / static.bytes_sent:.2f}x the bytes sent")
     gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps["static"], strict=True))
     parts.append(f"losses equal within {gap:.1g}")
-    return ", ".join(parts)
+    told = ", ".join(parts) + "."
+    cores = len(os.sched_getaffinity(0))
+    if cores < result.ranks:
+        planned = [sum(step.predicted_s for step in result.steps[name]) for name in ("static", policy)]
+        told += (
+            f"\n{result.ranks} ranks share {cores} cores here, and one that waits leaves its core to another; with a core "
+            f"for each the plans expect {planned[0] / planned[1]:.2f}x."
+        )
+    return told
 
 
 def to_json(corpus: Corpus, config: RunConfig, result: RunResult) -> dict[str, object]:
