@@ -13,6 +13,11 @@
 namespace hdpcomm::planner {
 namespace {
 
+constexpr int kRounds = 2;
+constexpr double kOptimal = 1.001;        // makespan over lower bound at which the search ends
+constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
+constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
+
 struct Job {
   int32_t sequence = 0;
   int min_size = 1;
@@ -27,6 +32,21 @@ struct Block {
   int count = 0;
 };
 
+// Ranks that wait for a group's last rank to be free: smaller jobs may run there before.
+struct Gap {
+  double start = 0;
+  double until = 0;
+  int first = 0;
+  int count = 0;
+};
+
+// Short sequences that one rank runs from `start` on.
+struct Slot {
+  double start = 0;
+  int rank = 0;
+  std::vector<int32_t> sequences;
+};
+
 struct Placement {
   int32_t job = 0;
   double start = 0;
@@ -35,38 +55,76 @@ struct Placement {
 
 class Packer {
  public:
-  Packer(const Problem& problem, std::vector<Job>& jobs)
-      : problem_(problem), cost_(problem.cost()), jobs_(jobs) {}
+  // `stages`: of the pipeline whose filling is to be charged to the first micro-batch of a rank; 1
+  // when there is none.
+  Packer(const Problem& problem, std::vector<Job>& jobs, int stages)
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs), stages_(stages) {}
 
   // Returns the makespan; the placements and the loads of the ranks can be read afterwards.
-  double run(double target) {
+  // With `fill`, a job that would leave a minor part of its block over takes the whole block: jobs
+  // that are too wide to run side by side then follow each other without a gap.
+  double run(double target, bool fill) {
     target_ = target;
+    fill_ = fill;
     placements_.clear();
+    gaps_.clear();
     blocks_.assign(1, Block{0, 0, problem_.ranks()});
     const double sand = kSandShare * target;
     size_t next = 0;
     for (; next < jobs_.size(); ++next) {
       Job& job = jobs_[next];
       if (job.min_size == 1 && job.alone <= sand) break;
-      if (!placeInBlock(next)) placeAnywhere(next);
+      if (!placeInGap(next) && !placeInBlock(next)) placeAnywhere(next);
     }
     return pour(next);
   }
 
   const std::vector<Placement>& placements() const { return placements_; }
-  const std::vector<std::vector<int32_t>>& poured() const { return poured_; }
-  const std::vector<double>& gangEnd() const { return gang_end_; }
+  const std::vector<Slot>& slots() const { return slots_; }
 
  private:
   static constexpr double kSandShare = 0.1;
+
+  // How often a job's time counts in a block: the first, longest one fills and drains the pipeline.
+  int times(double ready) const { return ready == 0 ? stages_ : 1; }
 
   int fastest(Job& job) {
     if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
     return job.fastest;
   }
 
-  // The fullest block in which the job ends before the target with its fewest ranks; else the
-  // fullest one in which it does with more.
+  // The shortest gap that the job fits into.
+  bool placeInGap(size_t index) {
+    const Job& job = jobs_[index];
+    size_t best = gaps_.size();
+    double best_room = std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < gaps_.size(); ++i) {
+      const Gap& gap = gaps_[i];
+      const double room = gap.until - gap.start;
+      if (gap.count < job.min_size || room >= best_room || room < job.alone) continue;
+      if (room < times(gap.start) * seconds(job, gap.first, job.min_size)) continue;
+      best = i;
+      best_room = room;
+    }
+    if (best == gaps_.size()) return false;
+    const Gap gap = gaps_[best];
+    const int size = job.min_size;
+    const double end = gap.start + times(gap.start) * seconds(job, gap.first, size);
+    gaps_[best] = {end, gap.until, gap.first, size};
+    if (gap.count > size) {
+      gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size});
+    }
+    placements_.push_back({static_cast<int32_t>(index), gap.start, {{gap.first, size}}});
+    return true;
+  }
+
+  double seconds(const Job& job, int first, int size) const {
+    const int node = cost_.cluster().ranks_per_node;
+    return cost_.seconds(job.load, size, first / node == (first + size - 1) / node);
+  }
+
+  // The fullest block in which the job ends before the target with its fewest ranks; else the one
+  // in which it does with the fewest more.
   bool placeInBlock(size_t index) {
     Job& job = jobs_[index];
     const double latest = target_ - job.alone;
@@ -80,19 +138,13 @@ class Packer {
     const double shortest = cost_.seconds(job.load, most);
     end = std::upper_bound(blocks_.begin(), blocks_.end(), target_ - shortest,
                            [](double time, const Block& b) { return time < b.ready; });
-    size_t best = blocks_.size();
-    int best_size = 0;
-    for (auto it = end; it != blocks_.begin();) {
-      --it;
+    for (auto it = blocks_.begin(); it != end; ++it) {  // the first block needs the fewest ranks
       if (it->count < job.min_size) continue;
       const int size =
           cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count), target_ - it->ready);
-      if (size > 0 && (best_size == 0 || size < best_size)) {
-        best = it - blocks_.begin();
-        best_size = size;
-      }
+      if (size > 0 && take(index, it - blocks_.begin(), size)) return true;
     }
-    return best_size > 0 && take(index, best, best_size);
+    return false;
   }
 
   // Where in a block a group should lie: inside one node if it fits into one, else at its start.
@@ -107,12 +159,15 @@ class Packer {
   }
 
   bool take(size_t index, size_t at, int size) {
-    const Job& job = jobs_[index];
+    Job& job = jobs_[index];
     const Block block = blocks_[at];
+    if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
+      size = block.count;
+    }
     const int first = position(block, size);
     const int node = cost_.cluster().ranks_per_node;
     const bool one_node = first / node == (first + size - 1) / node;
-    const double end = block.ready + cost_.seconds(job.load, size, one_node);
+    const double end = block.ready + times(block.ready) * cost_.seconds(job.load, size, one_node);
     if (end > target_ * (1 + 1e-9)) return false;
     blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
     insert({block.ready, block.first, first - block.first});
@@ -138,13 +193,14 @@ class Packer {
       if (count < job.min_size) continue;
       const double start = blocks_[k].ready;
       const int widest = std::min(most, count);
-      int size = cost_.sizeWithin(job.load, job.min_size, widest, target_ - start);
+      const int repeat = times(start);
+      const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) / repeat);
       for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
         const double time = cost_.seconds(job.load, candidate);
         const double holes =
             start * count - ready_area - (count - candidate) * (start - blocks_[k].ready);
         const double extra = candidate * time - job.min_size * job.alone;
-        const double late = std::max(0.0, start + time - target_) * problem_.ranks();
+        const double late = std::max(0.0, start + repeat * time - target_) * problem_.ranks();
         const double score = holes + extra + late;
         if (score < best_score) {
           best_score = score;
@@ -167,7 +223,10 @@ class Packer {
     int left = size;
     for (auto it = used.rbegin(); it != used.rend(); ++it) {
       const int count = std::min(left, it->count);
-      if (count > 0) placement.ranges.push_back({it->first, count});
+      if (count > 0) {
+        placement.ranges.push_back({it->first, count});
+        if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count});
+      }
       insert({it->ready, it->first + count, it->count - count});
       left -= count;
     }
@@ -177,7 +236,7 @@ class Packer {
       one_node = one_node && first / node == placement.ranges[0].first / node &&
                  (first + count - 1) / node == placement.ranges[0].first / node;
     }
-    const double end = start + cost_.seconds(jobs_[index].load, size, one_node);
+    const double end = start + times(start) * cost_.seconds(jobs_[index].load, size, one_node);
     for (const auto& [first, count] : placement.ranges) insert({end, first, count});
     placements_.push_back(std::move(placement));
   }
@@ -190,41 +249,74 @@ class Packer {
     blocks_.insert(place, block);
   }
 
-  // Puts the jobs from `next` on, which take one rank each, onto the least loaded ranks.
+  // Puts the jobs from `next` on, which take one rank each, into the gaps and then onto the least
+  // loaded ranks.
   double pour(size_t next) {
-    gang_end_.assign(problem_.ranks(), 0.0);
-    for (const Block& block : blocks_) {
-      std::fill_n(gang_end_.begin() + block.first, block.count, block.ready);
+    slots_.clear();
+    using Entry = std::pair<double, int32_t>;  // (key, slot)
+    std::priority_queue<Entry> rooms;
+    for (const Gap& gap : gaps_) {
+      for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
+        rooms.push({gap.until - gap.start, static_cast<int32_t>(slots_.size())});
+        slots_.push_back({gap.start, rank, {}});
+      }
     }
-    poured_.assign(problem_.ranks(), {});
-    using Entry = std::pair<double, int>;
-    std::vector<Entry> entries;
-    for (int rank = 0; rank < problem_.ranks(); ++rank) entries.push_back({gang_end_[rank], rank});
+    const double filling = (stages_ - 1) * pouredBatchSeconds(next);
+    std::vector<Entry> tails;
+    for (const Block& block : blocks_) {
+      for (int rank = block.first; rank < block.first + block.count; ++rank) {
+        tails.push_back(
+            {block.ready > 0 ? block.ready : filling, static_cast<int32_t>(slots_.size())});
+        slots_.push_back({block.ready, rank, {}});
+      }
+    }
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks(std::greater<>(),
-                                                                         std::move(entries));
+                                                                         std::move(tails));
     double makespan = blocks_.back().ready;
     const CostParams& params = cost_.params();
     const double capacity = static_cast<double>(cost_.memory().capacity);
     for (; next < jobs_.size(); ++next) {
       const Job& job = jobs_[next];
-      auto [time, rank] = ranks.top();
+      const double time = job.alone - params.fixed * (1 - job.load.tokens / capacity);
+      if (!rooms.empty() && rooms.top().first >= job.alone) {
+        const auto [room, slot] = rooms.top();
+        rooms.pop();
+        slots_[slot].sequences.push_back(job.sequence);
+        rooms.push({room - time, slot});
+        continue;
+      }
+      const auto [ready, slot] = ranks.top();
       ranks.pop();
-      poured_[rank].push_back(job.sequence);
-      time += job.alone - params.fixed * (1 - job.load.tokens / capacity);
-      makespan = std::max(makespan, time);
-      ranks.push({time, rank});
+      slots_[slot].sequences.push_back(job.sequence);
+      ranks.push({ready + time, slot});
+      makespan = std::max(makespan, ready + time);
     }
     return makespan;
+  }
+
+  // Seconds of a usual micro-batch of the jobs from `next` on, when they are packed.
+  double pouredBatchSeconds(size_t next) const {
+    double seconds = 0;
+    double tokens = 0;
+    for (; next < jobs_.size(); ++next) {
+      seconds += jobs_[next].alone;
+      tokens += jobs_[next].load.tokens;
+    }
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    const double batch = std::min(capacity, tokens / problem_.ranks());
+    return tokens > 0 ? seconds * batch / tokens : 0;
   }
 
   const Problem& problem_;
   const CostModel& cost_;
   std::vector<Job>& jobs_;
+  const int stages_;
   double target_ = 0;
+  bool fill_ = false;
   std::vector<Block> blocks_;  // by rising ready time
   std::vector<Placement> placements_;
-  std::vector<std::vector<int32_t>> poured_;  // short sequences by rank
-  std::vector<double> gang_end_;
+  std::vector<Gap> gaps_;
+  std::vector<Slot> slots_;
 };
 
 std::vector<Job> makeJobs(const Problem& problem) {
@@ -257,11 +349,11 @@ std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& 
     batches.push_back(std::move(batch));
   }
   const int64_t capacity = problem.cost().memory().capacity;
-  for (int rank = 0; rank < problem.ranks(); ++rank) {
-    double start = packer.gangEnd()[rank];
-    for (auto& bin : packBestFit(problem.lengths(), packer.poured()[rank], capacity)) {
+  for (const Slot& slot : packer.slots()) {
+    double start = slot.start;
+    for (auto& bin : packBestFit(problem.lengths(), slot.sequences, capacity)) {
       MicroBatch batch;
-      batch.ranks = {rank};
+      batch.ranks = {slot.rank};
       batch.sequences = std::move(bin);
       batch.start = start;
       price(problem, batch);
@@ -272,26 +364,64 @@ std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& 
   return batches;
 }
 
+// Looks for the target time that gives the shortest plan: the lower bound first, then times between
+// it and the best makespan so far.
+Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
+  std::vector<Job> jobs = makeJobs(problem);
+  if (jobs.empty()) return finishPlan(problem, {});
+  Packer packer(problem, jobs, stages);
+  double best = std::numeric_limits<double>::infinity();
+  double best_target = 0;
+  bool best_fill = false;
+  const auto attempt = [&](double target) {
+    for (const bool fill : {false, true}) {
+      if (best <= lower_bound * kOptimal) return;
+      const double makespan = packer.run(target, fill);
+      if (makespan >= best) continue;
+      best = makespan;
+      best_target = target;
+      best_fill = fill;
+    }
+  };
+  attempt(lower_bound * (1 + 1e-6));
+  for (int round = 0; round < kRounds && best > lower_bound * kOptimal; ++round) {
+    const double span = best - lower_bound;
+    for (const double share : {0.1, 0.25, 0.45, 0.7}) {
+      const double target = lower_bound + share * span;
+      if (target >= best) break;
+      attempt(target);
+    }
+  }
+  packer.run(best_target, best_fill);
+  return finishPlan(problem, collect(problem, jobs, packer));
+}
+
+// All ranks work on every pack together: no idle time, but the most transfers.
+Plan planUniform(const Problem& problem) {
+  PolicyOptions options;
+  options.context_ranks = problem.ranks();
+  const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
+  if (longest > problem.cost().memory().capacity * problem.ranks()) return planNaive(problem);
+  return planStatic(problem, options);
+}
+
 }  // namespace
 
 Plan planBalanced(const Problem& problem, double lower_bound) {
-  std::vector<Job> jobs = makeJobs(problem);
-  if (jobs.empty()) return finishPlan(problem, {});
-  Packer packer(problem, jobs);
-  double best = std::numeric_limits<double>::infinity();
-  double best_target = 0;
-  for (const double slack :
-       {1.0, 1.005, 1.01, 1.015, 1.02, 1.03, 1.04, 1.05, 1.06, 1.08, 1.1, 1.12, 1.15, 1.2, 1.3}) {
-    const double target = lower_bound * slack * (1 + 1e-6);
-    if (target >= best) break;
-    const double makespan = packer.run(target);
-    if (makespan < best) {
-      best = makespan;
-      best_target = target;
-    }
+  Plan plan = planBlocks(problem, lower_bound, 1);
+  if (plan.makespan <= lower_bound * (1 + kGoodGap)) return plan;
+  const auto good = [&](const Plan& other) { return other.makespan < plan.makespan; };
+  if (static_cast<double>(problem.count()) * problem.ranks() > kRefineLimit) return plan;
+  for (Plan other : {planUniform(problem), planNaive(problem)}) {
+    if (good(other)) plan = std::move(other);
   }
-  packer.run(best_target);
-  return finishPlan(problem, collect(problem, jobs, packer));
+  return refine(problem, std::move(plan), lower_bound);
+}
+
+Plan planPipeline(const Problem& problem, double lower_bound) {
+  Plan plan = planBlocks(problem, lower_bound, problem.cost().cluster().pipeline);
+  Plan aligned = planPow2(problem);  // wide sequences on few ranks leave little to choose
+  return aligned.makespan < plan.makespan ? aligned : plan;
 }
 
 }  // namespace hdpcomm::planner

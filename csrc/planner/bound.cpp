@@ -1,6 +1,7 @@
 // The lower bound; docs/planner.md has the proof. For a time T to be possible, each sequence must
 // have a size that ends within T, and the rank-seconds that the sequences take at the smallest such
-// sizes must fit into ranks x T. The bound is the smallest T that passes both.
+// sizes must fit into ranks x T. The bound is the smallest T that passes both. With a pipeline, a
+// sequence passes all stages one after the other, so that it has T / stages for each.
 #include <algorithm>
 #include <cmath>
 
@@ -28,12 +29,14 @@ class Bound {
       max_offload_ = std::max(max_offload_, cost_.maxOffload(load));
     }
     held_ = static_cast<double>(cost_.tokenLimit(max_offload_));
-    transfer_from_ = firstTransferBound(longest);
+    const CostParams& params = cost_.params();
+    forward_from_ = firstTransferBound(longest, params.forward, params.forward_transfer);
+    backward_from_ = firstTransferBound(longest, 1 - params.forward, 1 - params.forward_transfer);
     for (int i = 0; i < problem.count(); ++i) add(i);
   }
 
   double solve() const {
-    double low = std::max(slowest_, total_ / problem_.ranks());
+    double low = std::max(slowest_ * stages(), total_ / problem_.ranks());
     double high = low;
     while (!possible(high)) {
       low = high;
@@ -53,7 +56,7 @@ class Bound {
     item.load.add(problem_.lengths()[sequence]);
     item.min_size = problem_.minRanks(sequence);
     item.alone = cost_.seconds(item.load, item.min_size);
-    const double work = work_at(item.load, item.min_size);
+    const double work = workAt(item.load, item.min_size);
     total_ += work;
     // Sequences that are short beside the average can never be forced to more ranks.
     if (item.min_size > 1 || item.alone > slowest_) {
@@ -64,16 +67,17 @@ class Bound {
     items_.push_back(item);
   }
 
-  // From which size on every ring is bound by its transfers, whatever fits on it; a size above the
-  // cluster when none is. Compute per byte falls with the tokens a rank holds, so that the longest
-  // sequence that fits decides.
-  int firstTransferBound(double longest) const {
+  // From which size on every ring is bound by its transfers in a pass that has these shares of the
+  // compute and of the transfers, whatever fits on it; a size above the cluster when none is.
+  // Compute per byte falls with the tokens a rank holds, so that the longest sequence that fits
+  // decides.
+  int firstTransferBound(double longest, double compute, double transfer) const {
     const auto bound = [&](int size) {
       Load load;
       load.tokens = std::min(longest, held_ * size);
       load.squares = load.tokens * load.tokens;
       const double bytes = kv(size) * load.tokens / size;
-      return bytes >= cost_.stepCompute(load, size);
+      return transfer * bytes >= compute * cost_.stepCompute(load, size);
     };
     int low = 2;
     int high = problem_.ranks() + 1;
@@ -102,41 +106,46 @@ class Bound {
 
   // Rank-seconds of a sequence in a micro-batch of `size` ranks, shared or not; never falls with
   // the size. What is paid once for a micro-batch is charged by the share of its tokens.
-  double work_at(const Load& load, int size) const {
+  double workAt(const Load& load, int size) const {
     const CostParams& params = cost_.params();
     const double share = load.tokens / held_;  // of one rank's micro-batch
     const double compute = cost_.stepCompute(load, size);
     double work = params.linear * load.tokens + params.fixed * share + size * compute +
                   (size - 1) * params.ring_step * share;
-    if (size >= transfer_from_) {
-      work += (size - 1) * (kv(size) * load.tokens + latency(size) * share);
-    } else {
-      work += (size - 1.0) * size * compute;
-    }
+    const double transfer = kv(size) * load.tokens + latency(size) * share;
+    const auto pass = [&](int transfer_from, double compute_share, double transfer_share) {
+      return size >= transfer_from ? transfer_share * transfer : compute_share * size * compute;
+    };
+    work += (size - 1) * (pass(forward_from_, params.forward, params.forward_transfer) +
+                          pass(backward_from_, 1 - params.forward, 1 - params.forward_transfer));
     return work;
   }
 
   bool possible(double limit) const {
-    if (slowest_ > limit) return false;
+    const double stage_limit = limit / stages();
+    if (slowest_ > stage_limit) return false;
     double work = total_;
     const double room = limit * problem_.ranks();
     if (work > room) return false;
     for (const Item& item : items_) {
-      if (item.alone <= limit) continue;
-      const int size = cost_.sizeWithin(item.load, item.min_size, problem_.ranks(), limit);
+      if (item.alone <= stage_limit) continue;
+      const int size = cost_.sizeWithin(item.load, item.min_size, problem_.ranks(), stage_limit);
       if (size == 0) return false;
-      work += work_at(item.load, size) - work_at(item.load, item.min_size);
+      work += workAt(item.load, size) - workAt(item.load, item.min_size);
       if (work > room) return false;
     }
     return true;
   }
+
+  int stages() const { return cost_.cluster().pipeline; }
 
   const Problem& problem_;
   const CostModel& cost_;
   std::vector<Item> items_;
   double max_offload_ = 0;
   double held_ = 1;        // most tokens that a rank can hold in one micro-batch
-  int transfer_from_ = 0;  // rings of at least this size are bound by transfers
+  int forward_from_ = 0;   // rings of at least this size are bound by transfers
+  int backward_from_ = 0;  // the same in the backward pass
   double total_ = 0;       // rank-seconds at the smallest sizes
   double slowest_ = 0;     // longest of the fastest times
 };

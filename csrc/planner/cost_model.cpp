@@ -33,6 +33,12 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
         "the link between nodes is faster than the one inside a node: give both the values of the "
         "faster one");
   }
+  if (!(params.forward >= 0 && params.forward <= 1) ||
+      !(params.forward_transfer >= 0 && params.forward_transfer <= 1)) {
+    throwInvalidUsage("forward and forward_transfer are " + std::to_string(params.forward) +
+                      " and " + std::to_string(params.forward_transfer) +
+                      ", expected shares in [0, 1]");
+  }
   checkNotNegative(memory.copy, "copy");
   if (memory.capacity < 1) {
     throwInvalidUsage("capacity is " + std::to_string(memory.capacity) +
@@ -52,7 +58,7 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
 
 double CostModel::maxOffload(const Load& load) const noexcept {
   if (memory_.copy <= 0 || memory_.offloadable <= 0 || load.tokens <= 0) return 0;
-  const double forward = memory_.forward * computeSeconds(load, 1);
+  const double forward = params_.forward * computeSeconds(load, 1);
   return std::min(1.0, forward / (memory_.copy * load.tokens));
 }
 
@@ -79,7 +85,7 @@ int CostModel::minRanks(int64_t length) const noexcept {
   return static_cast<int>(std::min<int64_t>(size, std::numeric_limits<int>::max()));
 }
 
-// The time of a single load is quasi-convex in the size, inside a node and beyond it
+// The time of a load is quasi-convex in the size, inside a node and beyond it
 // (docs/planner.md), so that bisection on the slope finds its minimum.
 int CostModel::fastestIn(const Load& load, int first, int last) const noexcept {
   while (first < last) {

@@ -106,15 +106,19 @@ std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& length
 }
 
 void runTimeline(const Problem& problem, Plan& plan) {
-  std::vector<double> ready(problem.ranks(), 0.0);
+  const int stages = problem.cost().cluster().pipeline;
+  std::vector<double> ready(static_cast<size_t>(problem.ranks()) * stages, 0.0);
   double busy = 0;
   plan.makespan = 0;
   for (MicroBatch& batch : plan.micro_batches) {
-    double start = 0;
-    for (const int32_t rank : batch.ranks) start = std::max(start, ready[rank]);
-    batch.start = start;
-    const double end = start + batch.seconds;
-    for (const int32_t rank : batch.ranks) ready[rank] = end;
+    double end = 0;
+    for (int stage = 0; stage < stages; ++stage) {
+      double start = end;
+      for (const int32_t rank : batch.ranks) start = std::max(start, ready[rank * stages + stage]);
+      if (stage == 0) batch.start = start;
+      end = start + batch.seconds;
+      for (const int32_t rank : batch.ranks) ready[rank * stages + stage] = end;
+    }
     busy += batch.seconds * static_cast<double>(batch.ranks.size());
     plan.makespan = std::max(plan.makespan, end);
   }

@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hdpcomm.plan.step import MicroBatch, SequenceInfo
+
 class CostModel:
     def __init__(
         self,
@@ -14,10 +16,11 @@ class CostModel:
         kv_inter: float,
         latency_intra: float,
         latency_inter: float,
+        forward: float,
+        forward_transfer: float,
         capacity: int,
         offloadable: float,
         copy: float,
-        forward: float,
         ranks: int,
         ranks_per_node: int,
         pipeline: int,
@@ -27,6 +30,15 @@ class CostModel:
     def token_limit(self, ratio: float) -> int: ...
     def min_ranks(self, length: int) -> int: ...
 
-def solve(cost: CostModel, lengths: Sequence[int], policy: str, context: int, context_ranks: int) -> dict[str, Any]: ...
+def solve(
+    cost: CostModel,
+    lengths: Sequence[int],
+    policy: str,
+    context: int,
+    context_ranks: int,
+    batch_class: type[MicroBatch],
+    sequence_class: type[SequenceInfo],
+) -> tuple[tuple[MicroBatch, ...], float, float, float]: ...
 def lower_bound(cost: CostModel, lengths: Sequence[int]) -> float: ...
+def simulate(cost: CostModel, batches: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> dict[str, Any]: ...
 def ring_order(ranks: Sequence[int]) -> list[int]: ...

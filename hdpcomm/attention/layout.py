@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from hdpcomm.errors import InvalidUsage
 
 __all__ = ["CuSeqlens", "Layout", "layout_of", "local_cu_seqlens", "positions", "shard", "unshard"]
 
-CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[npt.NBitBase]] | Sequence[int]"
+CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]"
 Int64: TypeAlias = "npt.NDArray[np.int64]"
 
 

@@ -27,7 +27,7 @@ from hdpcomm.attention._kernels import Rows
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.tiles import Band, Span, Tile, tiles_of
 
-__all__ = ["Atoms", "Message", "RingPlan", "Step", "find_atoms", "ring_plan"]
+__all__ = ["Atoms", "Message", "RingPlan", "Step", "atom_spans", "find_atoms", "ring_plan", "spans_of"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -68,6 +68,7 @@ def _needs(q_layout: Layout, kv_layout: Layout, band: Band) -> Int64:
     return needs
 
 
+@lru_cache(maxsize=128)
 def find_atoms(q_layout: Layout, kv_layout: Layout, band: Band) -> Atoms:
     """All atoms of a pack."""
     size = kv_layout.size
@@ -216,7 +217,7 @@ def _route(atoms: Atoms, rank: int, size: int) -> tuple[_Outbox, list[list[int]]
     return outbox, by_step, row_of
 
 
-def _spans_of(layout: Layout, rank: int) -> list[list[Span]]:
+def spans_of(layout: Layout, rank: int) -> list[list[Span]]:
     """Per sequence: head and tail of ``rank`` with their rows."""
     spans, first = layout.spans(rank).tolist(), layout.local_cu(rank).tolist()
     return [
@@ -225,7 +226,7 @@ def _spans_of(layout: Layout, rank: int) -> list[list[Span]]:
     ]
 
 
-def _atom_spans(atoms: Atoms, chosen: list[int], row_of: dict[int, int]) -> dict[int, list[Span]]:
+def atom_spans(atoms: Atoms, chosen: list[int], row_of: dict[int, int]) -> dict[int, list[Span]]:
     """Per sequence: runs of atoms that are neighbours both in the sequence and in the buffer."""
     spans: dict[int, list[Span]] = {}
     for atom in chosen:
@@ -243,13 +244,13 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
     size = q_layout.size
     atoms = find_atoms(q_layout, kv_layout, band)
     outbox, by_step, row_of = _route(atoms, rank, size)
-    q_spans = _spans_of(q_layout, rank)
-    own = dict(enumerate(_spans_of(kv_layout, rank)))
+    q_spans = spans_of(q_layout, rank)
+    own = dict(enumerate(spans_of(kv_layout, rank)))
     shift = (kv_layout.lengths - q_layout.lengths).tolist()
     kv_rows = int(kv_layout.local_cu(rank)[-1])
     steps = []
     for t in range(size + 1):
-        k_spans = own if t == 0 else {} if t == size else _atom_spans(atoms, by_step[t], row_of)
+        k_spans = own if t == 0 else {} if t == size else atom_spans(atoms, by_step[t], row_of)
         tiles = [tile for s, spans in k_spans.items() for tile in tiles_of(q_spans[s], spans, shift[s], band)]
         rows = kv_rows if t == 0 else 0 if t == size else sum(int(atoms.rows[a]) for a in by_step[t])
         steps.append(

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Band", "Span", "Tile", "band_of", "tiles_of"]
+__all__ = ["Band", "Span", "Tile", "band_of", "tiles_of", "window_pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,24 @@ class Band:
         return (first, last) if first < last else (0, 0)
 
 
-def band_of(causal: bool, window: int | tuple[int, int] | None) -> Band:
-    """The band of ``causal`` and ``window``, as :func:`hdpcomm.attention.ring_attention` describes them."""
+def window_pair(window: int | tuple[int, int] | None) -> tuple[int, int]:
+    """``window`` as (left, right), -1 for no limit. Raises InvalidUsage."""
     if window is None:
-        left, right = -1, -1
-    elif isinstance(window, int):
+        return -1, -1
+    if isinstance(window, int):
         if window < 1:
             raise InvalidUsage(f"window={window}; expected the number of keys that a query sees, at least 1 (itself)")
-        left = right = window - 1
-    else:
-        left, right = window
-        if min(left, right) < -1:
-            raise InvalidUsage(f"window={window}; expected (left, right), each at least 0, or -1 for no limit")
-    low = None if left == -1 else -left
-    high = None if right == -1 else right
-    return Band(low, 0 if causal else high)
+        return window - 1, window - 1
+    left, right = window
+    if min(left, right) < -1:
+        raise InvalidUsage(f"window={window}; expected (left, right), each at least 0, or -1 for no limit")
+    return left, right
+
+
+def band_of(causal: bool, window: int | tuple[int, int] | None) -> Band:
+    """The band of ``causal`` and ``window``, as :func:`hdpcomm.attention.ring_attention` describes them."""
+    left, right = window_pair(window)
+    return Band(None if left == -1 else -left, 0 if causal else None if right == -1 else right)
 
 
 @dataclass(frozen=True, slots=True)

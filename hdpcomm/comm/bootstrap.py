@@ -40,7 +40,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """Joins the world and returns the communicator of all its ranks.
 
     Collective over all ranks of the job. The world is the one of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``); without ``WORLD_SIZE`` it is a world of one.
+    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``); a world of one without ``WORLD_SIZE``.
     If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
     after ``close()``, or for a second, independent world.
 
@@ -116,7 +116,7 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
     port = _integer("MASTER_PORT")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             address,
             port,
             size,

@@ -55,7 +55,7 @@ class RankPool:
         if not 1 <= world_size <= 4096:
             raise InvalidUsage(f"world_size is {world_size}; give 1 to 4096")
         self.world_size = world_size
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=300)
         )
         self._processes: list[Any] = []
@@ -95,7 +95,7 @@ class RankPool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """As :func:`run_ranks`, on the ranks of this pool. After an error that is not ``fn``'s own, the pool is closed."""
+        """As :func:`run_ranks`, on the ranks of this pool. It is closed after any error that is not ``fn``'s own."""
         message = pickle.dumps((fn, args))
         for pipe in self._pipes:
             pipe.send_bytes(message)

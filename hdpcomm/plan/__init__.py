@@ -1,5 +1,6 @@
 """Plans of training steps: who runs which sequences, on how many ranks, in which order. Imports no torch."""
 
+from hdpcomm.plan.ahead import PlanAhead, PlannedStep
 from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
@@ -17,6 +18,8 @@ __all__ = [
     "MemoryModel",
     "MicroBatch",
     "ModelSpec",
+    "PlanAhead",
+    "PlannedStep",
     "Planner",
     "SequenceInfo",
     "StepPlan",

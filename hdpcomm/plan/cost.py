@@ -17,7 +17,7 @@ __all__ = ["CostModel", "CostSample", "MemoryModel", "core_cost"]
 # the scores, which makes five for two.
 _LINEAR_PASSES = 3.0
 _ATTENTION_PASSES = 3.5
-# KV travels in the forward pass; in the backward pass KV again, and its gradient in fp32.
+# KV travels in the forward pass; in the backward pass KV again, and its gradient.
 _KV_MESSAGES = 3
 
 
@@ -35,8 +35,9 @@ class CostModel:
     """Seconds of a micro-batch's forward and backward pass on each of its d ranks.
 
     With s_i its lengths and S their sum, ``step = attention * sum(s_i^2) / d^2 + piece * S / d`` is the compute of one
-    ring step and ``transfer = kv * S / d + latency`` the message beside it. The time is ``step + linear * S / d +
-    fixed`` plus ``max(step, transfer) + ring_step`` for each of the d - 1 further ring steps. On one rank that is
+    ring step and ``transfer = kv * S / d + latency`` the message beside it, both over forward and backward pass. The
+    time is ``d * step + linear * S / d + fixed`` plus, for each of the d - 1 further ring steps, ``ring_step`` and what
+    the forward and the backward part of ``transfer`` exceed their part of ``step`` by. On one rank that is
     ``a s^2 + b s + c`` with a = attention, b = piece + linear, c = fixed. ``*_inter`` holds when the ranks are not all
     on one node.
 
@@ -48,6 +49,7 @@ class CostModel:
         ring_step: seconds per ring step that nothing hides.
         kv_intra, kv_inter: seconds to pass one token's KV on, in a node and between nodes.
         latency_intra, latency_inter: seconds per message, hidden behind compute as the bytes are.
+        forward, forward_transfer: shares of the forward pass in compute and in transfers.
     """
 
     attention: float
@@ -59,6 +61,8 @@ class CostModel:
     kv_inter: float = 0.0
     latency_intra: float = 0.0
     latency_inter: float = 0.0
+    forward: float = 1 / 3
+    forward_transfer: float = 1 / 4
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -70,10 +74,13 @@ class CostModel:
         """Predicted seconds of a micro-batch of ``lengths`` on ``ranks`` ranks."""
         tokens = float(sum(lengths))
         step = self.attention * sum(float(s) * s for s in lengths) / ranks**2 + self.piece * tokens / ranks
-        total = step + self.linear * tokens / ranks + self.fixed
+        total = ranks * step + self.linear * tokens / ranks + self.fixed
         if ranks > 1:
             kv, latency = (self.kv_intra, self.latency_intra) if one_node else (self.kv_inter, self.latency_inter)
-            total += (ranks - 1) * (max(step, kv * tokens / ranks + latency) + self.ring_step)
+            transfer = kv * tokens / ranks + latency
+            wait = max(0.0, self.forward_transfer * transfer - self.forward * step)
+            wait += max(0.0, (1 - self.forward_transfer) * transfer - (1 - self.forward) * step)
+            total += (ranks - 1) * (wait + self.ring_step)
         return total
 
     @classmethod
@@ -89,7 +96,8 @@ class CostModel:
         if cluster.tensor > 1:  # two all-reduces per layer and pass over the fast link
             volume = 2 * (cluster.tensor - 1) / cluster.tensor * model.hidden * model.dtype_bytes
             linear += 4 * layers * volume / device.intra_bandwidth
-        kv_bytes = 2 * model.kv_width * layers / cluster.tensor * (2 * model.dtype_bytes + 4)
+        kv_size = 2 * model.kv_width * layers / cluster.tensor
+        kv_bytes = kv_size * (2 * model.dtype_bytes + 4)  # KV, then KV again and its gradient in fp32
         intra = max(device.intra_bandwidth, device.inter_bandwidth)
         return cls(
             attention=attention,
@@ -101,6 +109,7 @@ class CostModel:
             kv_inter=kv_bytes / device.inter_bandwidth,
             latency_intra=_KV_MESSAGES * layers * min(device.intra_latency_s, device.inter_latency_s),
             latency_inter=_KV_MESSAGES * layers * device.inter_latency_s,
+            forward_transfer=kv_size * model.dtype_bytes / kv_bytes,
         )
 
     @classmethod
@@ -157,11 +166,21 @@ class MemoryModel:
         capacity: tokens without offload.
         offloadable: share of a token's bytes that offload can move: all layers but two; not the logits.
         copy_s: seconds to copy that share of one token one way; 0: no offload.
+        token_bytes: activations and logits of one token; ``None`` without a model.
+        state_bytes: weights, gradients and optimizer on a rank; ``None`` without a model.
     """
 
     capacity: int
     offloadable: float = 0.0
     copy_s: float = 0.0
+    token_bytes: float | None = None
+    state_bytes: float | None = None
+
+    def bytes_held(self, tokens: float) -> float | None:
+        """Bytes on the device while the activations of ``tokens`` tokens are there; ``None`` without a model."""
+        if self.token_bytes is None or self.state_bytes is None:
+            return None
+        return self.state_bytes + tokens * self.token_bytes
 
     @classmethod
     def of(cls, model: ModelSpec | None, cluster: ClusterSpec) -> MemoryModel:
@@ -175,31 +194,42 @@ class MemoryModel:
         layers = math.ceil(model.layers / cluster.pipeline)
         layer_bytes = model.activation_bytes / cluster.tensor
         token_bytes = layers * layer_bytes + model.logits_bytes / cluster.tensor
-        capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes)
+        states = _state_bytes(model, cluster)
+        capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes, states)
         if not cluster.offload or layers <= 2:
-            return cls(capacity)
+            return cls(capacity, token_bytes=token_bytes, state_bytes=states)
         moved = (layers - 2) * layer_bytes
         bandwidth = min(device.d2h_bandwidth, device.h2d_bandwidth)
-        return cls(capacity, offloadable=moved / token_bytes, copy_s=moved / bandwidth)
+        return cls(
+            capacity,
+            offloadable=moved / token_bytes,
+            copy_s=moved / bandwidth,
+            token_bytes=token_bytes,
+            state_bytes=states,
+        )
 
     def token_limit(self, ratio: float) -> int:
         """Tokens that a rank can hold at an offload ratio."""
         return self.capacity if ratio <= 0 else int(self.capacity / (1 - ratio * self.offloadable) + 1e-6)
 
 
-def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float) -> int:
+def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
+    """bf16 weights and fp32 gradients on every rank; fp32 master weights and two moments sharded over all (ZeRO-1)."""
+    return model.params / (cluster.tensor * cluster.pipeline) * (2 + 4 + 12 / cluster.ranks)
+
+
+def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float, states: float) -> int:
     device = cluster.hardware
-    share = model.params / (cluster.tensor * cluster.pipeline)
-    # bf16 weights and fp32 gradients on every rank; fp32 master weights and two moments sharded over all (ZeRO-1).
-    states = share * (2 + 4 + 12 / cluster.ranks)
     room = 0.9 * device.memory_bytes - states  # a tenth for buffers and fragmentation
-    if room < token_bytes:
+    # 1F1B keeps the activations of as many micro-batches on the first stage as there are stages.
+    capacity = int(room / (token_bytes * cluster.pipeline))
+    if capacity < 1:
         raise InvalidUsage(
             f"{model.name} takes {states / 1e9:.1f} GB for weights, gradients and optimizer on a rank of "
-            f"{cluster.tensor} x {cluster.pipeline} {device.name} with {device.memory_bytes / 1e9:.0f} GB each: "
-            "raise tensor or pipeline"
+            f"{cluster.tensor} x {cluster.pipeline} {device.name} with {device.memory_bytes / 1e9:.0f} GB each, which "
+            f"leaves no room for a token: raise tensor or pipeline"
         )
-    return int(room / token_bytes)
+    return capacity
 
 
 def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> core.CostModel:
@@ -209,7 +239,6 @@ def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> cor
         capacity=memory.capacity,
         offloadable=memory.offloadable,
         copy=memory.copy_s,
-        forward=1 / 3,
         ranks=cluster.ranks,
         ranks_per_node=cluster.node_ranks,
         pipeline=cluster.pipeline,

@@ -13,7 +13,7 @@ from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
 
 __all__ = ["POLICIES", "Planner"]
 
-POLICIES = ("balanced", "naive", "static")
+POLICIES = ("balanced", "pipeline", "naive", "pow2", "static")
 
 
 class Planner:
@@ -22,8 +22,9 @@ class Planner:
     Args:
         model: may be ``None`` when ``cost_model`` and the cluster's capacity are given.
         cluster: ranks and capacity.
-        policy: ``balanced`` (near the lower bound), ``naive`` (the paper's Algorithm 1) or ``static`` (a fixed DP x CP
-            mesh of packs).
+        policy: ``balanced`` (near the lower bound), ``pipeline`` (the same for pipelines: the micro-batches of a rank
+            are alike, and their filling is counted), ``naive`` (the paper's Algorithm 1), ``pow2`` (groups of 2^k ranks
+            on aligned places) or ``static`` (a fixed DP x CP mesh of packs).
         cost_model: :meth:`CostModel.analytic` when not given.
         context: longest sequence that a static mesh is made for; 0: the longest of each step.
         context_ranks: size of the static groups; 0: the smallest divisor of the ranks that holds the context.
@@ -77,21 +78,18 @@ class Planner:
             InvalidUsage: a length below 1, or a sequence that the cluster cannot hold; names it and the limits.
         """
         start = time.perf_counter()
-        sizes = [int(length) for length in lengths]
-        found = core.solve(self._core, sizes, self.policy, self.context, self.context_ranks)
-        infos = [SequenceInfo(position, length) for position, length in enumerate(sizes)]
-        batches = tuple(
-            MicroBatch(index, ranks, tuple([infos[i] for i in sequences]), offload, seconds)
-            for index, (ranks, sequences, offload, seconds) in enumerate(found["micro_batches"])
+        sizes = list(map(int, lengths))
+        batches, makespan, lower_bound, idle_share = core.solve(
+            self._core, sizes, self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo
         )
         return StepPlan(
             policy=self.policy,
             num_ranks=self.cluster.ranks,
             micro_batches=batches,
-            makespan_s=found["makespan"],
-            lower_bound_s=found["lower_bound"],
+            makespan_s=makespan,
+            lower_bound_s=lower_bound,
             planning_s=time.perf_counter() - start,
-            idle_share=found["idle_share"],
+            idle_share=idle_share,
         )
 
     def lower_bound(self, lengths: Sequence[int]) -> float:

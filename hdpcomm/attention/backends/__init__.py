@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.cpu import CpuBackend
+from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
+from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
+from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["available", "choose"]
+__all__ = ["Problem", "available", "choose"]
 
-_BACKENDS: tuple[Backend, ...] = (CpuBackend(),)
+_BACKENDS: tuple[Backend, ...] = (
+    CpuBackend(),
+    FlashAttn2Backend(),
+    FlashBackend(),
+    CudnnBackend(),
+    EfficientBackend(),
+    ReferenceBackend(),
+)
 """In order of preference."""
 
 

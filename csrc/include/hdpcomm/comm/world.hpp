@@ -55,6 +55,8 @@ class World {
 
  private:
   void progressLocked();
+  bool advanceLocked();
+  void rejectUnexpectedLocked();
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
   void checkUsable() const;

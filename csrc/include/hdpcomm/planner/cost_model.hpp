@@ -18,6 +18,8 @@ struct CostParams {
   double kv_inter = 0;   // the same between nodes
   double latency_intra = 0;  // per ring step, hidden behind compute like the bytes
   double latency_inter = 0;
+  double forward = 1 / 3.;           // share of the compute that is the forward pass
+  double forward_transfer = 1 / 4.;  // share of the transfers
 };
 
 // Bytes are counted in units of what one token keeps on the device without offload.
@@ -25,7 +27,6 @@ struct MemoryParams {
   int64_t capacity = 0;    // tokens a rank may hold without offload
   double offloadable = 0;  // share of a token's bytes that offload can move, in [0, 1)
   double copy = 0;         // seconds to copy the offloadable part of a token one way; 0: no offload
-  double forward = 1 / 3.;  // share of the compute time that is the forward pass
 };
 
 struct Cluster {
@@ -63,13 +64,23 @@ class CostModel {
                     : params_.kv_inter * load.tokens / size + params_.latency_inter;
   }
 
+  // What one ring step waits for transfers, in the forward and the backward pass.
+  double forwardWait(double compute, double transfer) const noexcept {
+    return std::max(0.0, params_.forward_transfer * transfer - params_.forward * compute);
+  }
+  double backwardWait(double compute, double transfer) const noexcept {
+    return std::max(0.0,
+                    (1 - params_.forward_transfer) * transfer - (1 - params_.forward) * compute);
+  }
+
   // Seconds of a micro-batch over `size` ranks.
   double seconds(const Load& load, int size, bool one_node) const noexcept {
     const double compute = stepCompute(load, size);
-    double total = compute + params_.linear * load.tokens / size + params_.fixed;
+    double total = size * compute + params_.linear * load.tokens / size + params_.fixed;
     if (size > 1) {
-      const double step = std::max(compute, stepTransfer(load, size, one_node));
-      total += (size - 1) * (step + params_.ring_step);
+      const double transfer = stepTransfer(load, size, one_node);
+      const double wait = forwardWait(compute, transfer) + backwardWait(compute, transfer);
+      total += (size - 1) * (wait + params_.ring_step);
     }
     return total;
   }

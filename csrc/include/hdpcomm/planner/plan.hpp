@@ -54,6 +54,11 @@ double lowerBound(const Problem& problem);
 Plan planStatic(const Problem& problem, const PolicyOptions& options);
 Plan planNaive(const Problem& problem);
 Plan planBalanced(const Problem& problem, double lower_bound);
+Plan planPipeline(const Problem& problem, double lower_bound);
+Plan planPow2(const Problem& problem);
+
+// Improves a plan of few micro-batches by local search; never makes it longer.
+Plan refine(const Problem& problem, Plan plan, double lower_bound);
 
 // --- shared by the policies ----------------------------------------------------------------------
 
@@ -74,8 +79,8 @@ std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& length
                                               const std::vector<int32_t>& sequences,
                                               int64_t capacity);
 
-// Runs the micro-batches in the order given: each starts when the last of its ranks is free.
-// Fills start, makespan and idle_share.
+// Runs the micro-batches in the order given: each starts when the last of its ranks is free, and
+// passes the pipeline's stages one after the other. Fills start, makespan and idle_share.
 void runTimeline(const Problem& problem, Plan& plan);
 
 // Sorts by start (equal ones stay in place), prices and runs the timeline.

@@ -1,0 +1,87 @@
+// For comparison: groups are powers of two on aligned places, as with process groups that are made
+// in advance. Longest first, each on the place that is free first.
+#include <algorithm>
+#include <bit>
+#include <queue>
+
+#include "hdpcomm/planner/plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+class AlignedRanks {
+ public:
+  explicit AlignedRanks(int ranks) : ready_(ranks, 0.0) {}
+
+  // First of `size` aligned ranks that are free first.
+  int earliest(int size) const {
+    int best = 0;
+    double best_time = busyUntil(0, size);
+    const int ranks = static_cast<int>(ready_.size());
+    for (int first = size; first + size <= ranks && best_time > 0; first += size) {
+      const double time = busyUntil(first, size);
+      if (time < best_time) {
+        best = first;
+        best_time = time;
+      }
+    }
+    return best;
+  }
+  double busyUntil(int first, int size) const {
+    return *std::max_element(ready_.begin() + first, ready_.begin() + first + size);
+  }
+  void occupy(int first, int size, double until) {
+    std::fill_n(ready_.begin() + first, size, until);
+  }
+
+ private:
+  std::vector<double> ready_;
+};
+
+// The power of two that holds the sequence; the whole cluster where none is left.
+int groupSize(const Problem& problem, int32_t sequence) {
+  const int size =
+      static_cast<int>(std::bit_ceil(static_cast<uint32_t>(problem.minRanks(sequence))));
+  return size <= problem.ranks() ? size : problem.ranks();
+}
+
+MicroBatch makeBatch(const Problem& problem, int first, int size, std::vector<int32_t> sequences) {
+  MicroBatch batch;
+  batch.ranks = ringOrder(first, size);
+  batch.sequences = std::move(sequences);
+  price(problem, batch);
+  return batch;
+}
+
+}  // namespace
+
+Plan planPow2(const Problem& problem) {
+  const int64_t capacity = problem.cost().memory().capacity;
+  AlignedRanks ranks(problem.ranks());
+  std::vector<MicroBatch> batches;
+  std::vector<int32_t> short_ones;
+  for (const int32_t sequence : problem.byLength()) {
+    if (problem.lengths()[sequence] <= capacity) {
+      short_ones.push_back(sequence);
+      continue;
+    }
+    const int size = groupSize(problem, sequence);
+    const int first = ranks.earliest(size);
+    batches.push_back(makeBatch(problem, first, size, {sequence}));
+    batches.back().start = ranks.busyUntil(first, size);
+    ranks.occupy(first, size, batches.back().start + batches.back().seconds);
+  }
+  using Entry = std::pair<double, int>;
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> free;
+  for (int rank = 0; rank < problem.ranks(); ++rank) free.push({ranks.busyUntil(rank, 1), rank});
+  for (auto& pack : packBestFit(problem.lengths(), short_ones, capacity)) {
+    const auto [start, rank] = free.top();
+    free.pop();
+    batches.push_back(makeBatch(problem, rank, 1, std::move(pack)));
+    batches.back().start = start;
+    free.push({start + batches.back().seconds, rank});
+  }
+  return finishPlan(problem, std::move(batches));
+}
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,232 @@
+// Local search on plans of few micro-batches, where packing and fixed costs decide: simulated
+// annealing over the order, the group sizes and the packs. The random numbers come from a fixed
+// seed and the number of trials from the size of the plan, so that equal input gives equal plans.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "hdpcomm/planner/plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+class Random {  // xorshift64*
+ public:
+  uint32_t below(size_t bound) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(next()) * bound) >> 32);
+  }
+  double unit() { return next() * 0x1p-32; }
+
+ private:
+  uint32_t next() {
+    state_ ^= state_ >> 12;
+    state_ ^= state_ << 25;
+    state_ ^= state_ >> 27;
+    return static_cast<uint32_t>((state_ * 0x2545F4914F6CDD1DULL) >> 32);
+  }
+  uint64_t state_ = 0x9E3779B97F4A7C15ULL;
+};
+
+struct Group {
+  std::vector<int32_t> sequences;
+  Load load;
+  int size = 1;
+};
+
+using Groups = std::vector<Group>;
+
+class Annealer {
+ public:
+  Annealer(const Problem& problem, double bound)
+      : problem_(problem), cost_(problem.cost()), bound_(bound), ready_(problem.ranks()) {}
+
+  // The better of the given plan and the best one found.
+  Plan improve(Plan plan) {
+    Groups groups;
+    for (const MicroBatch& batch : plan.micro_batches) {
+      Group group;
+      group.sequences = batch.sequences;
+      for (const int32_t sequence : batch.sequences) group.load.add(problem_.lengths()[sequence]);
+      group.size = static_cast<int>(batch.ranks.size());
+      groups.push_back(std::move(group));
+    }
+    const Groups best = anneal(std::move(groups));
+    std::vector<MicroBatch> batches;
+    decode(best, &batches);
+    Plan found = finishPlan(problem_, std::move(batches));
+    return found.makespan < plan.makespan ? found : plan;
+  }
+
+ private:
+  Groups anneal(Groups current) {
+    const double work = static_cast<double>(current.size()) * problem_.ranks() + 10;
+    const int trials = static_cast<int>(std::clamp(2e5 / work, 100.0, 5000.0));
+    double current_score = decode(current, nullptr);
+    Groups best = current;
+    double best_score = current_score;
+    const double hot = 0.05 * current_score;
+    for (int trial = 0; trial < trials; ++trial) {
+      if (best_score <= bound_ * (1 + kIdleWeight) * 1.0005) break;
+      Groups next = current;
+      if (!mutate(next)) continue;
+      const double score = decode(next, nullptr);
+      const double heat = hot * std::pow(1e-3, static_cast<double>(trial) / trials);
+      if (score > current_score && random_.unit() >= std::exp((current_score - score) / heat)) {
+        continue;
+      }
+      current = std::move(next);
+      current_score = score;
+      if (score < best_score) {
+        best = current;
+        best_score = score;
+      }
+    }
+    return best;
+  }
+
+  // Memory: what a rank holds must fit with the offload that hides behind the group's compute.
+  bool fits(const Group& group) const {
+    int64_t held = 0;
+    for (const int32_t sequence : group.sequences) {
+      held += (problem_.lengths()[sequence] + group.size - 1) / group.size;
+    }
+    return held <= cost_.memory().capacity ||
+           (!group.sequences.empty() && held <= cost_.tokenLimit(cost_.maxOffload(group.load)));
+  }
+
+  bool mutate(Groups& groups) {
+    const size_t i = random_.below(groups.size());
+    switch (random_.below(4)) {
+      case 0:
+        return moveGroup(groups, i);
+      case 1:
+        return resize(groups[i]);
+      case 2:
+        return moveSequence(groups, i);
+      default:
+        return split(groups, i);
+    }
+  }
+
+  bool moveGroup(Groups& groups, size_t from) {
+    const size_t to = random_.below(groups.size());
+    if (from == to) return false;
+    const auto begin = groups.begin();
+    const auto at = [&](size_t place) { return begin + static_cast<std::ptrdiff_t>(place); };
+    if (from < to) {
+      std::rotate(at(from), at(from + 1), at(to + 1));
+    } else {
+      std::rotate(at(to), at(from), at(from + 1));
+    }
+    return true;
+  }
+
+  bool resize(Group& group) {
+    const int ranks = problem_.ranks();
+    int size = group.size + (random_.below(2) == 0 ? 1 : -1);
+    if (random_.below(3) == 0) size = 1 + static_cast<int>(random_.below(ranks));
+    if (size < 1 || size > ranks || size == group.size) return false;
+    group.size = size;
+    return fits(group);
+  }
+
+  bool moveSequence(Groups& groups, size_t from) {
+    const size_t to = random_.below(groups.size());
+    if (from == to) return false;
+    append(groups[to], remove(groups[from], random_.below(groups[from].sequences.size())));
+    const bool fit = fits(groups[to]);
+    if (groups[from].sequences.empty()) groups.erase(groups.begin() + static_cast<int>(from));
+    return fit;
+  }
+
+  bool split(Groups& groups, size_t from) {
+    if (groups[from].sequences.size() < 2) return false;
+    Group alone;
+    append(alone, remove(groups[from], random_.below(groups[from].sequences.size())));
+    alone.size =
+        random_.below(2) == 0 ? groups[from].size : problem_.minRanks(alone.sequences.front());
+    const bool fit = fits(alone);
+    groups.insert(groups.begin() + random_.below(groups.size() + 1), std::move(alone));
+    return fit;
+  }
+
+  int32_t remove(Group& group, size_t place) {
+    const int32_t sequence = group.sequences[place];
+    group.sequences.erase(group.sequences.begin() + static_cast<std::ptrdiff_t>(place));
+    const double length = static_cast<double>(problem_.lengths()[sequence]);
+    group.load.tokens -= length;
+    group.load.squares -= length * length;
+    return sequence;
+  }
+
+  void append(Group& group, int32_t sequence) {
+    group.sequences.push_back(sequence);
+    group.load.add(problem_.lengths()[sequence]);
+  }
+
+  // Places the groups in order, each on the ranks with which it ends first, and returns the score:
+  // the makespan, plus a little of the mean end so that small steps forward count.
+  double decode(const Groups& groups, std::vector<MicroBatch>* batches) {
+    for (int rank = 0; rank < problem_.ranks(); ++rank) ready_[rank] = {0.0, rank};
+    double makespan = 0;
+    for (const Group& group : groups) {
+      const double end = place(group);
+      if (batches != nullptr) {
+        MicroBatch batch;
+        for (int i = 0; i < group.size; ++i) batch.ranks.push_back(ready_[i].second);
+        std::sort(batch.ranks.begin(), batch.ranks.end());
+        batch.ranks = ringOrder(std::move(batch.ranks));
+        batch.sequences = group.sequences;
+        batch.start = static_cast<double>(batches->size());
+        batches->push_back(std::move(batch));
+      }
+      for (int i = 0; i < group.size; ++i) ready_[i].first = end;
+      makespan = std::max(makespan, end);
+    }
+    double sum = 0;
+    for (const auto& [time, rank] : ready_) sum += time;
+    return makespan + kIdleWeight * sum / problem_.ranks();
+  }
+
+  // Brings the ranks for the group to the front of ready_ and returns when it ends.
+  double place(const Group& group) {
+    const int node = cost_.cluster().ranks_per_node;
+    std::sort(ready_.begin(), ready_.end());
+    const int first_node = ready_[0].second / node;
+    bool one_node = true;
+    for (int i = 1; i < group.size; ++i) {
+      one_node = one_node && ready_[i].second / node == first_node;
+    }
+    const double end =
+        ready_[group.size - 1].first + cost_.seconds(group.load, group.size, one_node);
+    if (one_node || group.size > node) return end;
+    // Scattered over nodes: is there a single node on which it ends earlier?
+    std::vector<int> members((problem_.ranks() + node - 1) / node, 0);
+    for (const auto& [time, rank] : ready_) {
+      if (++members[rank / node] < group.size) continue;
+      const double inside = time + cost_.seconds(group.load, group.size, true);
+      if (inside >= end) return end;
+      const int chosen = rank / node;
+      std::stable_partition(ready_.begin(), ready_.end(),
+                            [&](const auto& entry) { return entry.second / node == chosen; });
+      return inside;
+    }
+    return end;
+  }
+
+  static constexpr double kIdleWeight = 0.02;
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  double bound_;
+  Random random_;
+  std::vector<std::pair<double, int>> ready_;  // (time, rank)
+};
+
+}  // namespace
+
+Plan refine(const Problem& problem, Plan plan, double lower_bound) {
+  return Annealer(problem, lower_bound).improve(std::move(plan));
+}
+
+}  // namespace hdpcomm::planner

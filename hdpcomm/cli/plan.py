@@ -1,0 +1,173 @@
+"""``hdpcomm plan``: plan one step and show who runs what."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import DEVICES, MODELS, POLICIES, ClusterSpec, CostModel, CostSample, Planner, StepPlan
+
+__all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "read_profile", "size", "write_json"]
+
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def size(text: str) -> int:
+    """A number of tokens; ``32M`` is 32 x 2^20, ``8K`` is 8 x 2^10."""
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    try:
+        value = int(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of tokens, expected one like 8192, 8K or 32M"
+        ) from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} given, expected at least 1")
+    return value
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is planned, and for which cluster."""
+    batch = parser.add_argument_group("the step")
+    batch.add_argument(
+        "--distribution",
+        default="byted",
+        help="lengths are drawn from: byted, github, lognormal[:MU:SIGMA] or file:PATH (default %(default)s)",
+    )
+    batch.add_argument("--lengths", metavar="FILE", help="use exactly the lengths in this text file")
+    batch.add_argument("--tokens", type=size, default="32M", help="tokens of a step (default %(default)s)")
+    batch.add_argument(
+        "--context", type=size, default="2M", help="longer sequences are cut to it (default %(default)s)"
+    )
+    batch.add_argument("--seed", type=int, default=0, help="of the lengths that are drawn (default %(default)s)")
+    cluster = parser.add_argument_group("the cluster")
+    cluster.add_argument("--ranks", type=size, default="1024", help="(default %(default)s)")
+    cluster.add_argument("--capacity", type=size, help="tokens that a rank holds (default: what its memory holds)")
+    cluster.add_argument("--model", choices=MODELS, default="llama-7b", help="(default %(default)s)")
+    cluster.add_argument("--cluster", choices=DEVICES, default="h100", help="kind of device (default %(default)s)")
+    cluster.add_argument("--ranks-per-node", type=size, default="8", help="(default %(default)s)")
+    cluster.add_argument("--tensor", type=size, default="1", help="devices of a rank, tensor parallel (default 1)")
+    cluster.add_argument("--pipeline", type=size, default="1", help="stages of a rank's pipeline (default 1)")
+    cluster.add_argument("--offload", action="store_true", help="activations may go to host memory")
+    cluster.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="cost model as JSON: the coefficients, or a list of measurements {ranks, lengths, seconds} to fit",
+    )
+
+
+def read_profile(path: str) -> CostModel:
+    """A cost model from a JSON file with its coefficients, or with measurements that it is fitted to."""
+    try:
+        text = Path(path).read_text()
+        data = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise InvalidUsage(f"cannot read the profile {path}: {error}") from error
+    if isinstance(data, dict):
+        return CostModel.from_json(text)
+    try:
+        samples = [CostSample(int(s["ranks"]), tuple(s["lengths"]), float(s["seconds"])) for s in data]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidUsage(
+            f"{path} is no profile ({type(error).__name__}: {error}): expected coefficients or a list of "
+            "{ranks, lengths, seconds}"
+        ) from error
+    return CostModel.fit(samples)
+
+
+def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
+    """A planner for each policy, by the options of :func:`add_step_options`."""
+    cluster = ClusterSpec(
+        ranks=options.ranks,
+        capacity=options.capacity,
+        ranks_per_node=options.ranks_per_node,
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        offload=options.offload,
+        device=options.cluster,
+    )
+    cost = read_profile(options.profile) if options.profile else None
+    context = 0 if options.lengths else options.context
+    return [Planner(MODELS[options.model], cluster, policy, cost, context=context) for policy in policies]
+
+
+def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:
+    """The lengths of a step, by the options of :func:`add_step_options`."""
+    from hdpcomm.data.distributions import read_lengths, sample_lengths
+
+    if options.lengths:
+        return read_lengths(options.lengths)
+    return sample_lengths(
+        options.distribution, tokens=options.tokens, context=options.context, seed=options.seed + step
+    )
+
+
+def write_json(path: str | None, data: dict[str, Any]) -> None:
+    """Writes the result where ``--json`` says."""
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(data) + "\n")
+    except OSError as error:
+        raise InvalidUsage(f"cannot write {path}: {error}") from error
+
+
+def _compare(plans: Sequence[StepPlan]) -> str:
+    lines = [f"{'policy':<10} {'seconds':>10} {'idle':>7} {'gap':>8} {'micro-batches':>14} {'planned in':>11}"]
+    for plan in plans:
+        lines.append(
+            f"{plan.policy:<10} {plan.makespan_s:>10.4g} {100 * plan.idle_share:>6.1f}% {100 * plan.gap:>7.2f}% "
+            f"{len(plan.micro_batches):>14} {1e3 * plan.planning_s:>8.1f} ms"
+        )
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    try:
+        others = [policy for policy in (options.compare or "").split(",") if policy and policy != options.policy]
+        planners = make_planners(options, [options.policy, *others])
+        lengths = draw_lengths(options)
+        plans = [planner.plan(lengths) for planner in planners]
+        for planner, plan in zip(planners, plans, strict=True):
+            planner.validate(plan, lengths)
+        print(plans[0].explain(max_rows=options.rows))
+        if len(plans) > 1:
+            print(_compare(plans))
+        if options.plot:
+            from hdpcomm.trace import plot_plans
+
+            plot_plans(plans, options.plot)
+        if options.trace:
+            from hdpcomm.trace import write_plan_trace
+
+            write_plan_trace(options.trace, plans[0], planners[0].cluster)
+        compared = [{"policy": p.policy, "makespan_s": p.makespan_s, "idle_share": p.idle_share} for p in plans[1:]]
+        write_json(options.json, plans[0].to_dict() | {"compared": compared})
+    except InvalidUsage as error:
+        print(f"hdpcomm plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command to the parser of ``hdpcomm``."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="plan one step and show who runs what",
+        description="Plans one training step: how many ranks each sequence takes, which ones, and in which order. "
+        "Exit code: 0, or 2 for bad input.",
+    )
+    add_step_options(parser)
+    parser.add_argument("--policy", choices=POLICIES, default="balanced", help="(default %(default)s)")
+    parser.add_argument("--compare", metavar="POLICIES", help="other policies beside it, separated by commas")
+    parser.add_argument("--rows", type=size, default="12", help="micro-batches to print (default %(default)s)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the plans")
+    parser.add_argument("--trace", metavar="FILE.json", help="write a trace for Perfetto")
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON")
+    parser.set_defaults(func=run)

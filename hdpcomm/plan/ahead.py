@@ -1,0 +1,103 @@
+"""Planning in the background: while a step runs, the plan of the next one is made."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.planner import Planner
+from hdpcomm.plan.step import StepPlan
+
+__all__ = ["PlanAhead", "PlannedStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step that is ready to run: its lengths, its plan, and the seconds that the caller waited for it."""
+
+    lengths: tuple[int, ...]
+    plan: StepPlan
+    waited_s: float
+
+
+class PlanAhead:
+    """Iterates over planned steps; a thread plans up to ``depth`` steps ahead.
+
+    The solver releases the GIL, so that the thread takes a core, not the training loop's time. An error of the planner
+    or of ``batches`` is raised where the step would have been handed out. Use it as a context manager, or call
+    :meth:`close`; reading to the end closes it as well.
+
+    Args:
+        planner: plans each step.
+        batches: lengths of the sequences of one step after the other.
+        depth: plans that may wait ready.
+
+    Example:
+        >>> from hdpcomm.plan import ClusterSpec, CostModel
+        >>> planner = Planner(None, ClusterSpec(ranks=2, capacity=100), cost_model=CostModel(1e-9, 1e-6))
+        >>> with PlanAhead(planner, [[150, 20], [90]]) as steps:
+        ...     [len(step.plan.micro_batches) > 0 for step in steps]
+        [True, True]
+    """
+
+    def __init__(self, planner: Planner, batches: Iterable[Sequence[int]], *, depth: int = 1) -> None:
+        if depth < 1:
+            raise InvalidUsage(f"depth is {depth}, expected at least 1 plan ahead")
+        self._planner = planner
+        self._batches = iter(batches)
+        self._slots = threading.Semaphore(depth)
+        self._ready: queue.SimpleQueue[tuple[tuple[int, ...], StepPlan] | BaseException | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hdpcomm-planner", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                self._slots.acquire()
+                if self._closed.is_set():
+                    break
+                lengths = next(self._batches, None)
+                if lengths is None:
+                    break
+                self._ready.put((tuple(lengths), self._planner.plan(lengths)))
+        except BaseException as error:
+            self._ready.put(error)
+        else:
+            self._ready.put(None)
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        return self
+
+    def __next__(self) -> PlannedStep:
+        if self._closed.is_set():
+            raise StopIteration
+        start = time.perf_counter()
+        item = self._ready.get()
+        waited = time.perf_counter() - start
+        if isinstance(item, tuple):
+            self._slots.release()  # the step begins, so the next plan may
+            return PlannedStep(item[0], item[1], waited)
+        self.close()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """Ends the thread; a plan that is being made is finished first."""
+        self._closed.set()
+        self._slots.release()
+        self._thread.join()
+
+    def __enter__(self) -> PlanAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

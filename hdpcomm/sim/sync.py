@@ -1,0 +1,33 @@
+"""What a step does after the last micro-batch: the reduction of the gradients and the optimizer."""
+
+from __future__ import annotations
+
+from hdpcomm.plan import ClusterSpec, ModelSpec
+
+__all__ = ["optimizer_seconds", "reduction_seconds"]
+
+_GRADIENT_BYTES = 4  # fp32, reduce-scattered over all ranks
+_WEIGHT_BYTES = 2  # bf16, gathered back
+_OPTIMIZER_BYTES = 28  # read weight, gradient and two moments, write the weight and the moments; fp32
+
+
+def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
+    """Seconds of the reduce-scatter of the gradients and the all-gather of the weights (ZeRO-1 over all ranks).
+
+    Hierarchical: inside a node over the fast link first, then each device sends its part of the node's sum over its
+    own NIC. Nothing is hidden behind compute.
+    """
+    device = cluster.hardware
+    volume = model.params / (cluster.tensor * cluster.pipeline) * (_GRADIENT_BYTES + _WEIGHT_BYTES)
+    local = cluster.node_ranks
+    nodes = -(-cluster.ranks // local)
+    inside = (local - 1) / local * volume / max(device.intra_bandwidth, device.inter_bandwidth)
+    between = (nodes - 1) / nodes * volume / local / device.inter_bandwidth
+    hops = 2 * ((local - 1) * device.intra_latency_s + (nodes - 1) * device.inter_latency_s)
+    return inside + between + hops
+
+
+def optimizer_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
+    """Seconds of AdamW on a rank's share of the parameters, bound by memory."""
+    share = model.params / (cluster.tensor * cluster.pipeline) / cluster.ranks
+    return share * _OPTIMIZER_BYTES / cluster.hardware.hbm_bandwidth

@@ -1,0 +1,6 @@
+"""Pictures and Perfetto traces of plans and simulated steps."""
+
+from hdpcomm.trace.chrome import plan_events, step_events, write_plan_trace, write_stream_trace
+from hdpcomm.trace.gantt import plot_plans
+
+__all__ = ["plan_events", "plot_plans", "step_events", "write_plan_trace", "write_stream_trace"]

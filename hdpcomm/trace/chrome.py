@@ -1,0 +1,108 @@
+"""Traces for Perfetto (https://ui.perfetto.dev) and chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hdpcomm.plan import ClusterSpec, MicroBatch, StepPlan
+from hdpcomm.plan.explain import format_ranks
+from hdpcomm.sim import StepReport
+
+__all__ = ["plan_events", "step_events", "write_plan_trace", "write_stream_trace"]
+
+_PLANNER = 0  # process id of the planner's track; nodes follow
+
+
+def _describe(batch: MicroBatch) -> tuple[str, dict[str, Any]]:
+    longest = max(sequence.length for sequence in batch.sequences)
+    packed = f" + {len(batch.sequences) - 1}" if len(batch.sequences) > 1 else ""
+    arguments = {
+        "index": batch.index,
+        "tokens": batch.tokens,
+        "sequences": len(batch.sequences),
+        "longest": longest,
+        "ranks": format_ranks(batch.ranks),
+        "offload_ratio": batch.offload_ratio,
+    }
+    return f"#{batch.index} {longest:,}{packed} on {len(batch.ranks)}", arguments
+
+
+def _names(cluster: ClusterSpec) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": _PLANNER, "args": {"name": "planner"}},
+    ]
+    for rank in range(cluster.ranks):
+        node = rank // cluster.node_ranks
+        if rank % cluster.node_ranks == 0:
+            name = {"name": f"node {node}"}
+            events.append({"ph": "M", "name": "process_name", "pid": node + 1, "args": name})
+        for stage in range(cluster.pipeline):
+            label = f"rank {rank}" if cluster.pipeline == 1 else f"rank {rank} stage {stage}"
+            thread = rank * cluster.pipeline + stage
+            events.append({"ph": "M", "name": "thread_name", "pid": node + 1, "tid": thread, "args": {"name": label}})
+    return events
+
+
+def _span(name: str, start: float, end: float, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    span = {"ph": "X", "name": name, "pid": pid, "tid": tid, "args": arguments}
+    return span | {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
+
+
+def plan_events(plan: StepPlan, cluster: ClusterSpec, *, offset_s: float = 0.0) -> list[dict[str, Any]]:
+    """One span for each rank of each micro-batch, as the plan predicts them."""
+    events = []
+    for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
+        name, arguments = _describe(batch)
+        for rank in batch.ranks:
+            begin, end = offset_s + start, offset_s + start + batch.seconds
+            events.append(_span(name, begin, end, rank // cluster.node_ranks + 1, rank * cluster.pipeline, arguments))
+    return events
+
+
+def step_events(report: StepReport, cluster: ClusterSpec, *, offset_s: float = 0.0) -> list[dict[str, Any]]:
+    """One span for each rank of each simulated pass, and the reduction of the gradients."""
+    events = []
+    described = [_describe(batch) for batch in report.plan.micro_batches]
+    for (which, stage, backward), (start, end) in zip(report.spans.tolist(), report.times.tolist(), strict=True):
+        batch = report.plan.micro_batches[which]
+        name, arguments = described[which]
+        name = ("B " if backward else "F ") + name
+        for rank in batch.ranks:
+            thread = rank * cluster.pipeline + stage
+            pid = rank // cluster.node_ranks + 1
+            events.append(_span(name, offset_s + start, offset_s + end, pid, thread, arguments))
+    if report.sync_s > 0:
+        begin, end = offset_s + report.compute_s, offset_s + report.step_s
+        for rank in range(cluster.ranks):
+            pid = rank // cluster.node_ranks + 1
+            events.append(_span("gradients and optimizer", begin, end, pid, rank * cluster.pipeline, {}))
+    return events
+
+
+def _write(path: str | Path, events: list[dict[str, Any]]) -> None:
+    with Path(path).open("w") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def write_plan_trace(path: str | Path, plan: StepPlan, cluster: ClusterSpec) -> None:
+    """Writes a plan's timeline: a process for each node, a thread for each rank."""
+    _write(path, _names(cluster) + plan_events(plan, cluster))
+
+
+def write_stream_trace(
+    path: str | Path, steps: Sequence[StepReport], waits_s: Sequence[float], cluster: ClusterSpec
+) -> None:
+    """Writes simulated steps one after the other; the planner's track shows plan n + 1 beside step n."""
+    events = _names(cluster)
+    begun = now = 0.0
+    for number, (report, waited) in enumerate(zip(steps, waits_s, strict=True)):
+        planned = report.plan.planning_s
+        name = {"waited_s": waited, "sequences": sum(len(b.sequences) for b in report.plan.micro_batches)}
+        events.append(_span(f"plan step {number}", begun, begun + planned, _PLANNER, 0, name))
+        begun = now + waited
+        events.extend(step_events(report, cluster, offset_s=begun))
+        now = begun + report.step_s
+    _write(path, events)

@@ -1,0 +1,156 @@
+"""Pictures of plans: who runs what when, coloured by sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import MicroBatch, StepPlan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_plans"]
+
+_IDLE = "#c9c9c9"
+_OCTAVES = 9  # of the colour scale
+_COLUMNS = 1600  # pixels of the time axis
+_FEW_RANKS = 64  # up to here, all micro-batches have borders
+
+
+def _human(tokens: float) -> str:
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if tokens >= size:
+            value = tokens / size
+            return f"{value:.0f}{unit}" if value >= 10 or value == int(value) else f"{value:.1f}{unit}"
+    return f"{tokens:.0f}"
+
+
+def _longest(batch: MicroBatch) -> int:
+    return max(sequence.length for sequence in batch.sequences)
+
+
+def _raster(plan: StepPlan, end: float) -> NDArray[np.float64]:
+    """log2 of the longest sequence that each rank runs at each time; NaN where it is idle."""
+    image = np.full((plan.num_ranks, _COLUMNS), np.nan)
+    scale = _COLUMNS / end
+    for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
+        first = round(start * scale)
+        last = max(round((start + batch.seconds) * scale), first + 1)
+        image[np.asarray(batch.ranks), first:last] = np.log2(_longest(batch))
+    return image
+
+
+def _mark_groups(axes: Axes, plan: StepPlan, end: float) -> None:
+    """Borders around the micro-batches that are large enough, and in those with room their length."""
+    from matplotlib.patches import Rectangle
+
+    few = plan.num_ranks <= _FEW_RANKS
+    for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
+        if not few and (batch.seconds < 0.02 * end or len(batch.ranks) < 0.02 * plan.num_ranks):
+            continue
+        ranks = np.sort(np.asarray(batch.ranks))
+        runs = np.split(ranks, np.flatnonzero(np.diff(ranks) != 1) + 1)
+        for run in runs:
+            corner = (start, float(run[0]) - 0.5)
+            axes.add_patch(Rectangle(corner, batch.seconds, len(run), fill=False, edgecolor="white", linewidth=0.7))
+        widest = max(runs, key=len)
+        text = _human(_longest(batch))
+        if len(batch.sequences) > 1:
+            text += f" +{len(batch.sequences) - 1}"
+        if batch.seconds > 0.013 * len(text) * end and len(widest) >= plan.num_ranks / 40:
+            middle = float(widest[0] + widest[-1]) / 2
+            axes.text(start + batch.seconds / 2, middle, text, ha="center", va="center", fontsize=7, color="white")
+
+
+def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float], colours: Any) -> Any:
+    extent = (0.0, end, plan.num_ranks - 0.5, -0.5)
+    picture = axes.imshow(
+        _raster(plan, end),
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=colours,
+        vmin=limits[0],
+        vmax=limits[1],
+    )
+    _mark_groups(axes, plan, end)
+    if plan.num_ranks <= 16:
+        axes.set_yticks(range(plan.num_ranks))
+    axes.axvline(plan.lower_bound_s, color="crimson", linewidth=1.2, linestyle="--", label="lower bound")
+    if plan.lower_bound_s < 0.8 * end:
+        axes.legend(loc="lower right", fontsize=8)
+    axes.set_title(
+        f"{plan.policy}: {plan.makespan_s:.4g} s, idle {100 * plan.idle_share:.1f}%", fontsize=11, loc="left"
+    )
+    axes.set_xlabel("seconds")
+    return picture
+
+
+def _draw_lengths(axes: Axes, plan: StepPlan, limits: tuple[float, float], colours: Any) -> None:
+    """Shares of the sequences and of the tokens by octave of length."""
+    lengths = np.array([s.length for batch in plan.micro_batches for s in batch.sequences], dtype=np.float64)
+    shortest, longest = (lengths.min(), lengths.max()) if len(lengths) else (1.0, 1.0)
+    edges = np.arange(np.floor(np.log2(shortest)), np.floor(np.log2(longest)) + 1)
+    octaves = np.clip(np.floor(np.log2(lengths)), edges[0], edges[-1]) if len(lengths) else lengths
+    counts = np.array([np.mean(octaves == edge) if len(lengths) else 0.0 for edge in edges])
+    tokens = np.array([lengths[octaves == edge].sum() / max(lengths.sum(), 1) for edge in edges])
+    span = max(limits[1] - limits[0], 1e-9)
+    shades = [colours(min(1.0, max(0.0, (edge + 0.5 - limits[0]) / span))) for edge in edges]
+    axes.bar(edges - 0.2, 100 * counts, width=0.4, color="white", edgecolor=shades, linewidth=1.2, hatch="////")
+    axes.bar(edges + 0.2, 100 * tokens, width=0.4, color=shades)
+    axes.set_xticks(edges, [f"{_human(2**edge)}" for edge in edges])
+    axes.set_xlabel("sequence length, from (tokens)")
+    axes.set_ylabel("share in %")
+    axes.set_title(
+        f"{len(lengths):,} sequences, {int(lengths.sum()):,} tokens; hatched: share of sequences, filled: of tokens",
+        fontsize=10,
+        loc="left",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_plans(plans: Sequence[StepPlan], path: str | Path) -> None:
+    """Writes a picture (PNG, SVG or PDF, by the name) of plans of the same step, side by side.
+
+    Time runs to the right on one scale, ranks downwards; the colour is the longest sequence of a micro-batch, grey is
+    idle, the dashed line is the lower bound. Below, the histogram of the lengths.
+
+    Raises:
+        InvalidUsage: no plan, or a file name of another kind.
+    """
+    if not plans:
+        raise InvalidUsage("no plan to draw: give at least one")
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise InvalidUsage(f"cannot draw to {path}, expected a name that ends in .png, .svg or .pdf")
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    end = 1.01 * max((plan.makespan_s for plan in plans), default=0.0) or 1.0
+    longest = [_longest(batch) for plan in plans for batch in plan.micro_batches] or [1]
+    top = float(np.log2(max(longest))) + 1e-6
+    limits = (max(float(np.log2(min(longest))), top - _OCTAVES) - 1e-6, top)
+    colours = colormaps["viridis_r"].copy()
+    colours.set_bad(_IDLE)
+    figure = Figure(figsize=(max(9.0, 6.2 * len(plans)), 8.5), layout="constrained")
+    grid = figure.add_gridspec(2, len(plans), height_ratios=(3, 1))
+    panels: list[Axes] = []
+    for column, plan in enumerate(plans):
+        axes = figure.add_subplot(grid[0, column], sharey=panels[0] if panels else None)
+        picture = _draw_plan(axes, plan, end, limits, colours)
+        panels.append(axes)
+    panels[0].set_ylabel("rank")
+    ticks = np.arange(np.ceil(limits[0]), np.floor(limits[1]) + 1, max(1, (limits[1] - limits[0]) // 6))
+    bar = figure.colorbar(picture, ax=panels, ticks=ticks, fraction=0.03, pad=0.01)
+    bar.ax.set_yticklabels([_human(2**tick) for tick in ticks])
+    bar.set_label("longest sequence (tokens); grey: idle")
+    _draw_lengths(figure.add_subplot(grid[1, :]), plans[0], limits, colours)
+    try:
+        figure.savefig(str(path), dpi=110)
+    except OSError as error:
+        raise InvalidUsage(f"cannot write {path}: {error}") from error

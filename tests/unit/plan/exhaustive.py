@@ -1,0 +1,58 @@
+"""The best possible plan of a tiny step, found by trying all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hdpcomm.plan import CostModel
+
+__all__ = ["optimum"]
+
+
+def optimum(
+    lengths: Sequence[int], ranks: int, capacity: int, cost: CostModel, *, above: float = float("inf")
+) -> float:
+    """Least makespan over every way to pack, to size the groups, to place and to order them (one node, no offload).
+
+    A micro-batch that starts when the k-th rank is free (by rising time) takes the ranks just before the k-th: any
+    other choice would leave ranks over that are free later. Returns ``above`` when nothing is better than that.
+    """
+    count = len(lengths)
+    full = (1 << count) - 1
+    options: list[tuple[int, int, float]] = []  # (sequences as bits, ranks, seconds)
+    for mask in range(1, full + 1):
+        members = [lengths[i] for i in range(count) if mask >> i & 1]
+        for size in range(1, ranks + 1):
+            if sum(-(-length // size) for length in members) <= capacity:
+                options.append((mask, size, cost.seconds(members, size)))
+    # Rank-seconds that a set of sequences takes at the least, by the cheapest cover: prunes, and is exact.
+    least = [0.0] + [float("inf")] * full
+    for mask in range(1, full + 1):
+        for members, size, seconds in options:
+            if members & ~mask == 0:
+                least[mask] = min(least[mask], least[mask & ~members] + size * seconds)
+    best = above
+    seen: dict[int, list[tuple[float, ...]]] = {}
+
+    def search(left: int, ready: tuple[float, ...]) -> None:
+        nonlocal best
+        if left == 0:
+            best = min(best, ready[-1])
+            return
+        if max(ready[-1], (sum(ready) + least[left]) / ranks) >= best * (1 - 1e-12):
+            return
+        known = seen.setdefault(left, [])
+        if any(all(a <= b for a, b in zip(other, ready, strict=True)) for other in known):
+            return
+        known[:] = [other for other in known if not all(a <= b for a, b in zip(ready, other, strict=True))]
+        known.append(ready)
+        for members, size, seconds in options:
+            if members & ~left:
+                continue
+            for last in range(size - 1, ranks):
+                if ready[last] + seconds < best * (1 - 1e-12):
+                    rest = ready[: last - size + 1] + ready[last + 1 :]
+                    search(left & ~members, tuple(sorted(rest + (ready[last] + seconds,) * size)))
+
+    search(full, (0.0,) * ranks)
+    return best
