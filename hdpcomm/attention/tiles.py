@@ -70,7 +70,7 @@ class Tile:
     """Queries [q_start, q_stop) x keys [k_start, k_stop), as rows of the tensors at hand.
 
     The a-th query of the tile sees its b-th key iff ``low <= b - a <= high`` (None: no limit). Every query of the
-    tile sees at least one of its keys, and every key is seen.
+    tile sees at least one of its keys, every key is seen, and a limit that hides nothing is None.
     """
 
     q_start: int
