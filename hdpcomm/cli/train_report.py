@@ -79,7 +79,7 @@ def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
     policy = config.policies[0]
     console.print(corpus.describe())
     console.print(
-        f"Llama of {result.parameters:,} parameters on {result.ranks} ranks ({result.transport}), capacity "
+        f"Llama of {result.parameters:,} parameters on {_ranks_text(result.ranks)} ({result.transport}), capacity "
         f"{config.capacity:,} tokens a rank"
     )
     console.print(_steps_table(policy, result.steps[policy]))
@@ -109,7 +109,11 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
 
 
 def _policies_table(result: RunResult) -> Table:
-    table = Table(title="the same batches", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(
+        title="the same batches" if len(result.steps) > 1 else "the whole run",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
     for name in ("policy", "loss first", "last", "tokens/s", "seconds/step", "longest on", "sent/step", "idle"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy, steps in result.steps.items():
@@ -128,7 +132,8 @@ def _policies_table(result: RunResult) -> Table:
     return table
 
 
-def _ranks_text(fewest: int, most: int) -> str:
+def _ranks_text(fewest: int, most: int = 0) -> str:
+    most = max(fewest, most)
     return f"{fewest}-{most} ranks" if fewest < most else f"{most} rank{'' if most == 1 else 's'}"
 
 
@@ -144,7 +149,8 @@ def _verdict(policy: str, result: RunResult) -> str:
     if cores < result.ranks:
         planned = [sum(step.predicted_s for step in result.steps[name]) for name in ("static", policy)]
         told += (
-            f"\n{result.ranks} ranks share {cores} cores here, and one that waits leaves its core to another; with a core "
+            f"\n{result.ranks} ranks share {cores} cores here, and one that waits leaves its core to another; "
+            "with a core "
             f"for each the plans expect {planned[0] / planned[1]:.2f}x."
         )
     return told

@@ -36,13 +36,16 @@ class GlobalBatch:
         return sum(self.lengths)
 
 
+_NONE = GlobalBatch(step=-1, epoch=0, ids=(), lengths=())
+
+
 class BatchSampler:
     """Cuts a seeded shuffle of the corpus into batches that hold at most ``tokens`` tokens each.
 
-    A batch takes sequences in the order of the shuffle; one that does not fit any more waits for the next batch while those
-    behind it are tried, at most ``LOOKAHEAD`` of them, so that batches are nearly full. Every epoch shuffles anew and gives
-    each sequence exactly once; its last batch may be smaller. Two samplers with equal arguments give equal batches, so ranks
-    agree without a message. Local.
+    A batch takes sequences in the order of the shuffle; one that does not fit any more waits for the next batch while
+    those behind it are tried, at most ``LOOKAHEAD`` of them, so that batches are nearly full. Every epoch shuffles anew
+    and gives each sequence exactly once; its last batch may be smaller. Two samplers with equal arguments give equal
+    batches, so ranks agree without a message. Local.
 
     Args:
         lengths: ``[sequences]`` tokens of each sequence of the corpus.
@@ -80,6 +83,7 @@ class BatchSampler:
             )
         self._tokens = tokens
         self._seed = seed
+        self._latest = _NONE
         self._rewind()
 
     def batch(self, step: int) -> GlobalBatch:
@@ -101,7 +105,7 @@ class BatchSampler:
 
     def _rewind(self) -> None:
         self._start_epoch(0)
-        self._latest = GlobalBatch(step=-1, epoch=0, ids=(), lengths=())
+        self._latest = _NONE
         self._latest = self._next()
 
     def _start_epoch(self, epoch: int) -> None:
