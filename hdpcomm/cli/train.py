@@ -180,7 +180,10 @@ def _start_ranks(job: _Job, ranks: int) -> RunResult:
         result: RunResult = run_ranks(run_rank, ranks, job)[0]
         return result
     except BaseException:
-        Console(stderr=True).show_cursor()  # rank 0 may have died inside its progress bar
+        console = Console(stderr=True)
+        if console.is_terminal:  # rank 0 may have died inside its progress bar
+            console.show_cursor()
+            console.print()
         raise
 
 

@@ -29,8 +29,8 @@ class Progress:
     def __init__(self, config: RunConfig, *, log: Path | None = None) -> None:
         console = Console(stderr=True)
         columns = (
-            TextColumn("{task.description:<17}"),
-            BarColumn(bar_width=24),
+            TextColumn("{task.description:<9}"),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[latest]}"),
             TimeElapsedColumn(),
@@ -38,7 +38,7 @@ class Progress:
             TimeRemainingColumn(elapsed_when_finished=False),
         )
         self._bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("measuring the model", total=config.steps * len(config.policies), latest="")
+        self._task = self._bar.add_task("measuring", total=config.steps * len(config.policies), latest="")
         self._log_path = log
         self._log: IO[str] | None = None
         self._stack = ExitStack()
@@ -139,9 +139,11 @@ def _ranks_text(fewest: int, most: int = 0) -> str:
 
 def _verdict(policy: str, result: RunResult) -> str:
     own, static = totals(result.steps[policy]), totals(result.steps["static"])
-    parts = [f"{policy} against the static mesh: {own.tokens_per_s / static.tokens_per_s:.2f}x the tokens/s"]
-    if static.bytes_sent:
-        parts.append(f"{own.bytes_sent / static.bytes_sent:.2f}x the bytes sent")
+    parts = [
+        f"{policy} against the static mesh: {own.tokens_per_s / static.tokens_per_s:.2f}x the tokens/s",
+        f"idle {own.idle_share:.0%} instead of {static.idle_share:.0%}",
+        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(static.bytes_sent / static.steps)}",
+    ]
     gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps["static"], strict=True))
     parts.append(f"losses equal within {gap:.1g}")
     told = ", ".join(parts) + "."
