@@ -6,6 +6,7 @@ The choice follows from what all ranks know alike (lengths, mask, heads, types, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hdpcomm.attention.backends.base import Problem
 from hdpcomm.attention.layout import Layout
@@ -127,6 +128,7 @@ def _pairs(n: int, m: int, band: Band) -> float:
     return n * (max(0, first[1] - first[0]) + max(0, last[1] - last[0])) / 2
 
 
+@lru_cache(maxsize=256)
 def choose_variant(
     name: str, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: Costs | None
 ) -> Variant:

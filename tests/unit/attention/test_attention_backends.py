@@ -14,7 +14,7 @@ from hdpcomm.attention.backends import flash_attn as flash_attn_module
 from hdpcomm.attention.backends.base import Accumulator, Score
 from hdpcomm.attention.backends.cpu import CpuBackend, lower
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
+from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
 from hdpcomm.attention.layout import layout_of
@@ -153,6 +153,7 @@ def test_auto_takes_the_first_that_can():
     ("efficient", {"windowed": True}, "no sliding window"),
     ("cudnn", {"windowed": True}, "no sliding window"),
     ("flash-attn", {}, "not installed"),
+    ("flash-attn-3", {}, "not installed"),
 ])  # fmt: skip
 def test_refusals_name_the_reason_and_the_alternatives(name, changes, reason):
     problem = _problem(**changes)
@@ -163,6 +164,7 @@ def test_refusals_name_the_reason_and_the_alternatives(name, changes, reason):
 
 def test_the_right_cuda_device_is_asked(monkeypatch):
     """Types, sizes and compute capability, as a device would report them."""
+    choose.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -177,6 +179,7 @@ def test_the_right_cuda_device_is_asked(monkeypatch):
     assert "multiple of 8" in reasons["flash"]
     assert "at most 128" in available_backends(_problem(**(half | {"head_dim": 256})))["cudnn"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    choose.cache_clear()
     assert "compute capability 8.0" in available_backends(_problem(**half))["flash"]
 
 
@@ -205,44 +208,70 @@ def test_cuda_calls_fit_torchs_operators(backend, dtype, tiles, monkeypatch):
     assert sum(shape[0] for shape, _, _ in merged) == sum(tile.num_q for tile in tiles)
 
 
-def test_flash_attn_is_called_as_its_2_7_interface_wants(monkeypatch):
-    """A stand-in with the signatures of flash-attn 2.7.4 (flash_attn/flash_attn_interface.py)."""
-    kernel = WrittenOut()
-    seen = []
+class StandIn:
+    """The functions of flash-attn 2.7.4 and 3, with their signatures and a kernel written out."""
 
-    def batch_of(cu_q, cu_k, left, right):
+    def __init__(self):
+        self.kernel = WrittenOut()
+        self.calls = []
+
+    def _batch(self, cu_q, cu_k, left, right, *noted):
+        self.calls.append(noted)
         return types.SimpleNamespace(cu_q=cu_q, cu_k=cu_k, left=left, right=right)
 
-    def forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    def _flash_attn_varlen_forward(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
-        seen.append((max_seqlen_q, max_seqlen_k, dropout_p, causal, softcap, alibi_slopes, return_softmax))
-        assert (block_table, leftpad_k, seqused_k, zero_tensors) == (None, None, None, False)
-        batch = batch_of(cu_seqlens_q, cu_seqlens_k, window_size_left, window_size_right)
-        out, lse = kernel.call_forward(q, k, v, batch, Score(softmax_scale))
-        return out, lse, None, None
+        noted = (max_seqlen_q, max_seqlen_k, dropout_p, causal, softcap, alibi_slopes, return_softmax)
+        batch = self._batch(cu_seqlens_q, cu_seqlens_k, window_size_left, window_size_right, *noted)
+        return *self.kernel.call_forward(q, k, v, batch, Score(softmax_scale)), None, None
 
-    def backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    def _flash_attn_varlen_backward(
+        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-        rng_state=None, zero_tensors=False,
     ):  # fmt: skip
-        assert deterministic
-        assert (rng_state, zero_tensors) == (None, False)
-        seen.append((max_seqlen_q, max_seqlen_k, dropout_p, causal, softcap, alibi_slopes, False))
-        batch = batch_of(cu_seqlens_q, cu_seqlens_k, window_size_left, window_size_right)
-        parts = kernel.call_backward(dout, (q, k, v), out, softmax_lse, batch, Score(softmax_scale))
+        noted = (max_seqlen_q, max_seqlen_k, dropout_p, causal, softcap, alibi_slopes, deterministic)
+        batch = self._batch(cu_seqlens_q, cu_seqlens_k, window_size_left, window_size_right, *noted)
+        parts = self.kernel.call_backward(dout, (q, k, v), out, softmax_lse, batch, Score(softmax_scale))
         for grad, part in zip((dq, dk, dv), parts, strict=True):
             grad.copy_(part)
 
-    stand_in = types.SimpleNamespace(_flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward)
+    def _flash_attn_forward(
+        self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        window_size_left, window_size_right, softcap,
+    ):  # fmt: skip
+        return self._flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+            window_size_left, window_size_right, softcap,
+        )  # fmt: skip
+
+    def _flash_attn_backward(
+        self, dout, q, k, v, out, softmax_lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
+        softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic,
+    ):  # fmt: skip
+        self._flash_attn_varlen_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0,
+            softmax_scale, is_causal, window_size_left, window_size_right, softcap, None, deterministic,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", [FlashAttn2Backend(), FlashAttn3Backend()])
+def test_flash_attn_is_called_as_it_wants(backend, monkeypatch):
+    stand_in = StandIn()
     monkeypatch.setattr(flash_attn_module.importlib, "import_module", lambda _: stand_in)
+    monkeypatch.setattr(flash_attn_module, "_third", lambda: stand_in)
     tensors = [torch.randn(n, 2, 4, dtype=torch.float64) for n in (64, 80, 80, 64)]
-    for a, b in zip(_run(FlashAttn2Backend(), TILES, tensors), _run(ReferenceBackend(), TILES, tensors), strict=True):
+    tiles = [*TILES, Tile(0, 32, 0, 36, -3, 4)]
+    want = _run(ReferenceBackend(), tiles, tensors)
+    for a, b in zip(_run(backend, tiles, tensors), want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
-    assert seen[0] == (40, 40, 0.0, True, 0.0, None, False)
+    assert stand_in.calls[0] == (40, 40, 0.0, True, 0.0, None, False)
+    assert {call[3] for call in stand_in.calls} == {True, False}
+    half = _problem(device="cuda", dtype=torch.float16)
+    assert FlashAttn3Backend().refuses(half) is None
+    monkeypatch.setattr(flash_attn_module, "_third", lambda: types.SimpleNamespace(_flash_attn_backward=lambda q: q))
+    assert "another interface" in FlashAttn3Backend().refuses(half)
 
 
 @pytest.mark.parametrize(("version", "reason"), [
