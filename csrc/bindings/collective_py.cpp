@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "hdpcomm/collective/checker.hpp"
+#include "hdpcomm/collective/cost.hpp"
 #include "rooms.hpp"
 
 namespace py = pybind11;
@@ -68,6 +69,35 @@ void bindCollective(py::module_& module) {
       },
       py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("rank"), py::arg("count"),
       py::arg("element_bytes") = 1, py::arg("root") = -1, py::arg("average") = false);
+
+  module.def(
+      "choose",
+      [](int op, int group_size, size_t count, size_t element_bytes, double alpha_s,
+         double message_s, double beta, double gamma) {
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        return algorithmName(chooseAlgorithm(request, {alpha_s, message_s, beta, gamma}));
+      },
+      py::arg("op"), py::arg("group_size"), py::arg("count"), py::arg("element_bytes"),
+      py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
+      py::arg("gamma_s_per_byte"));
+  module.def(
+      "estimate_s",
+      [](int op, int algorithm, int group_size, size_t count, size_t element_bytes, double alpha_s,
+         double message_s, double beta, double gamma) {
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        return estimateSeconds(request, static_cast<Algorithm>(algorithm),
+                               {alpha_s, message_s, beta, gamma});
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"),
+      py::arg("element_bytes"), py::arg("alpha_s"), py::arg("message_s"),
+      py::arg("beta_s_per_byte"), py::arg("gamma_s_per_byte"));
+  const TransportCosts defaults;
+  py::dict costs;
+  costs["alpha_s"] = defaults.alpha_s;
+  costs["message_s"] = defaults.message_s;
+  costs["beta_s_per_byte"] = defaults.beta_s_per_byte;
+  costs["gamma_s_per_byte"] = defaults.gamma_s_per_byte;
+  module.attr("DEFAULT_COSTS") = costs;
 
   using Operation = std::tuple<int, int, size_t, int, bool, bool, std::vector<int>>;
   module.def(

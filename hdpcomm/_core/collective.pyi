@@ -12,6 +12,30 @@ def schedule(
     average: bool = False,
 ) -> dict[str, Any]: ...
 
+DEFAULT_COSTS: dict[str, float]
+
+def choose(
+    op: int,
+    group_size: int,
+    count: int,
+    element_bytes: int,
+    alpha_s: float,
+    message_s: float,
+    beta_s_per_byte: float,
+    gamma_s_per_byte: float,
+) -> str: ...
+def estimate_s(
+    op: int,
+    algorithm: int,
+    group_size: int,
+    count: int,
+    element_bytes: int,
+    alpha_s: float,
+    message_s: float,
+    beta_s_per_byte: float,
+    gamma_s_per_byte: float,
+) -> float: ...
+
 # op, algorithm, count, root, average, in place, global ranks
 Operation = tuple[int, int, int, int, bool, bool, list[int]]
 

@@ -88,7 +88,7 @@ def steps_of(
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 16, 31, 64])
 def test_numbers_of_steps_and_bytes(size: int) -> None:
-    """The textbook costs: ring p - 1 steps, logarithmic ones ceil(log2 p); all-gather receives (p - 1) blocks, no more."""
+    """The textbook costs: ring p - 1 steps, logarithmic ones ceil(log2 p); no more bytes than must be received."""
     logarithm = math.ceil(math.log2(size))
     block = 10
 
