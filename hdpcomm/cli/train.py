@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     model.add_argument("--kv-heads", type=count, default=1, help="key and value heads")
     model.add_argument("--ffn", type=count, default=192, help="width of the feed-forward block")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=count, default=16, help="optimizer steps")
+    training.add_argument("--steps", type=count, default=14, help="optimizer steps")
     training.add_argument("--lr", type=positive, default=1e-2, help="highest learning rate")
     training.add_argument(
         "--max-grad-norm", type=positive, default=1.0, help="gradients are clipped to this global norm"
