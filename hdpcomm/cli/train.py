@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=count,
         default=None,
         metavar="TOKENS",
-        help="tokens that a rank holds at once (the context)",
+        help="tokens that a rank holds at once (the context divided by the ranks: the longest sequence just fits)",
     )
     ranks.add_argument(
         "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
@@ -127,7 +127,7 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     from hdpcomm.train import RunConfig, check_limits
 
     context = options.context
-    capacity = options.capacity or context
+    capacity = options.capacity or -(-context // ranks)
     policies = [options.policy] if options.policy == "static" or options.no_compare else [options.policy, "static"]
     config = RunConfig(
         model=LlamaConfig(
@@ -177,7 +177,7 @@ def _start_ranks(job: _Job, ranks: int) -> RunResult:
     from hdpcomm.comm.launch import run_ranks
 
     try:
-        result: RunResult = run_ranks(run_rank, ranks, job)[0]
+        result: RunResult = run_ranks(run_rank, ranks, job, preload=("torch._dynamo",))[0]  # AdamW needs it
         return result
     except BaseException:
         console = Console(stderr=True)
