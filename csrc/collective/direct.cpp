@@ -33,8 +33,9 @@ static void reduceOwn(Builder& b, const std::vector<Span>& mine, Span out) {
     b.step().recvs.push_back({b.mod(b.r() + s), out, true, s == 1 ? mine[b.r()] : out});
   }
   if (b.p() == 1) return;
+  // Deferred: a peer takes its part in a later step of its own, after this rank took another part.
   Step& posting = b.schedule.steps[first_step];
-  forPeers(b, [&](int peer) { posting.sends.push_back({peer, mine[peer]}); });
+  forPeers(b, [&](int peer) { posting.sends.push_back({peer, mine[peer], true}); });
 }
 
 void directReduceScatter(Builder& b) {

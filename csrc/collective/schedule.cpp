@@ -12,10 +12,6 @@ namespace {
 
 using collective::Builder;
 
-constexpr std::array<const char*, kNumAlgorithms> kNames = {
-    "auto",  "ring", "direct",       "binomial",          "dissemination", "recursive",
-    "bruck", "pat",  "rabenseifner", "scatter_allgather", "chain"};
-
 struct Entry {
   Algorithm algorithm;
   void (*build)(Builder&);
@@ -26,18 +22,36 @@ const std::vector<Entry>& entriesOf(OpCode op) {
   static const std::map<OpCode, std::vector<Entry>> table = {
       {OpCode::kBarrier, {{Algorithm::kDissemination, disseminationBarrier}}},
       {OpCode::kAllGather,
-       {{Algorithm::kRing, ringAllGather}, {Algorithm::kDirect, directAllGather}}},
+       {{Algorithm::kRing, ringAllGather},
+        {Algorithm::kDirect, directAllGather},
+        {Algorithm::kRecursive, recursiveAllGather},
+        {Algorithm::kBruck, bruckAllGather},
+        {Algorithm::kPat, patAllGather}}},
       {OpCode::kReduceScatter,
-       {{Algorithm::kRing, ringReduceScatter}, {Algorithm::kDirect, directReduceScatter}}},
+       {{Algorithm::kRing, ringReduceScatter},
+        {Algorithm::kDirect, directReduceScatter},
+        {Algorithm::kRecursive, recursiveReduceScatter},
+        {Algorithm::kPat, patReduceScatter}}},
       {OpCode::kAllReduce,
-       {{Algorithm::kRing, ringAllReduce}, {Algorithm::kDirect, directAllReduce}}},
+       {{Algorithm::kRing, ringAllReduce},
+        {Algorithm::kDirect, directAllReduce},
+        {Algorithm::kRecursive, recursiveAllReduce},
+        {Algorithm::kRabenseifner, rabenseifnerAllReduce}}},
       {OpCode::kBroadcast,
-       {{Algorithm::kBinomial, binomialBroadcast}, {Algorithm::kDirect, directBroadcast}}},
+       {{Algorithm::kBinomial, binomialBroadcast},
+        {Algorithm::kDirect, directBroadcast},
+        {Algorithm::kScatterAllGather, scatterAllGatherBroadcast},
+        {Algorithm::kChain, chainBroadcast}}},
       {OpCode::kReduce,
-       {{Algorithm::kBinomial, binomialReduce}, {Algorithm::kDirect, directReduce}}},
-      {OpCode::kGather, {{Algorithm::kDirect, directGather}}},
-      {OpCode::kScatter, {{Algorithm::kDirect, directScatter}}},
-      {OpCode::kAllToAll, {{Algorithm::kDirect, directAllToAll}}},
+       {{Algorithm::kBinomial, binomialReduce},
+        {Algorithm::kDirect, directReduce},
+        {Algorithm::kChain, chainReduce}}},
+      {OpCode::kGather,
+       {{Algorithm::kDirect, directGather}, {Algorithm::kBinomial, binomialGather}}},
+      {OpCode::kScatter,
+       {{Algorithm::kDirect, directScatter}, {Algorithm::kBinomial, binomialScatter}}},
+      {OpCode::kAllToAll,
+       {{Algorithm::kDirect, directAllToAll}, {Algorithm::kBruck, bruckAllToAll}}},
   };
   static const std::vector<Entry> none;
   const auto found = table.find(op);
@@ -47,14 +61,14 @@ const std::vector<Entry>& entriesOf(OpCode op) {
 // In a rooted operation a rank may end without having heard from a peer to which it sent. Its last
 // message to such a peer is confirmed, so that a peer that called something else is noticed on both
 // sides. (In the other operations every rank's end depends on all members.)
-void confirmUnheard(Schedule& schedule) {
+void confirmUnheard(Schedule& schedule, bool ragged) {
   if (schedule.op != OpCode::kBroadcast && schedule.op != OpCode::kReduce &&
-      schedule.op != OpCode::kGather && schedule.op != OpCode::kScatter) {
+      schedule.op != OpCode::kGather && schedule.op != OpCode::kScatter && !ragged) {
     return;
   }
   std::vector<bool> settled(static_cast<size_t>(schedule.group_size));
   for (const Step& step : schedule.steps) {
-    for (const Recv& recv : step.recvs) settled[static_cast<size_t>(recv.peer)] = true;
+    for (const Recv& recv : step.recvs) settled[static_cast<size_t>(recv.peer)] = !ragged;
   }
   for (auto step = schedule.steps.rbegin(); step != schedule.steps.rend(); ++step) {
     for (auto send = step->sends.rbegin(); send != step->sends.rend(); ++send) {
@@ -104,14 +118,13 @@ Span Builder::part(Buffer buffer, int i) const {
 
 }  // namespace collective
 
-const char* algorithmName(Algorithm algorithm) { return kNames.at(static_cast<size_t>(algorithm)); }
-
 Algorithm parseAlgorithm(const std::string& name) {
-  for (size_t i = 0; i < kNames.size(); ++i) {
-    if (name == kNames[i]) return static_cast<Algorithm>(i);
-  }
   std::string known;
-  for (const char* candidate : kNames) known += std::string(known.empty() ? "" : ", ") + candidate;
+  for (int i = 0; i < kNumAlgorithms; ++i) {
+    const auto algorithm = static_cast<Algorithm>(i);
+    if (name == algorithmName(algorithm)) return algorithm;
+    known += std::string(i == 0 ? "" : ", ") + algorithmName(algorithm);
+  }
   throwInvalidUsage("algorithm '" + name + "' is unknown; give one of: " + known);
 }
 
@@ -143,7 +156,7 @@ Schedule makeSchedule(const ScheduleRequest& request) {
   builder.schedule.algorithm = found->algorithm;
   found->build(builder);
   compact(builder.schedule);
-  confirmUnheard(builder.schedule);
+  confirmUnheard(builder.schedule, !request.in_counts.empty());
   return std::move(builder.schedule);
 }
 

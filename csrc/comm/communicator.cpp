@@ -92,7 +92,7 @@ std::shared_ptr<Work> Communicator::collective(OpCode op, const Operands& operan
   call.op = op;
   call.dtype = operands.dtype;
   call.redop = redop;
-  call.algorithm = static_cast<uint8_t>(schedule->algorithm);
+  call.algorithm = schedule->algorithm;
   call.root = static_cast<int16_t>(root);
   call.group_size = static_cast<uint16_t>(size());
   auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
@@ -120,7 +120,7 @@ std::shared_ptr<Work> Communicator::allToAll(const Operands& operands,
   call.count = operands.count;  // 0 when ragged: the pairs' sizes are checked message by message
   call.op = OpCode::kAllToAll;
   call.dtype = operands.dtype;
-  call.algorithm = static_cast<uint8_t>(schedule->algorithm);
+  call.algorithm = schedule->algorithm;
   call.group_size = static_cast<uint16_t>(size());
   auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
                                                operands.out);

@@ -29,12 +29,15 @@ void CollectiveWork::takeNumbers(Transport& transport) {
   }
 }
 
-void CollectiveWork::advance(Transport& transport) {
+bool CollectiveWork::advance(Transport& transport) {
+  bool posted = false;
   while (completion_.pending == 0 && next_step_ < schedule_->steps.size()) {
     const Step& step = schedule_->steps[next_step_++];
     for (const Move& each : step.moves) move(each);
     post(step, transport);
+    posted = true;
   }
+  return posted;
 }
 
 void CollectiveWork::post(const Step& step, Transport& transport) {
@@ -62,7 +65,7 @@ void CollectiveWork::post(const Step& step, Transport& transport) {
     request.number = *numbers_[static_cast<size_t>(send.peer)].send;
     request.confirm = send.confirm;
     request.call = call_;
-    request.completion = &completion_;
+    request.completion = send.deferred ? &deferred_ : &completion_;
     transport.postSend(request);
   }
 }
@@ -108,8 +111,8 @@ Call ExchangeWork::callOf(const Message& message) const {
   return call;
 }
 
-void ExchangeWork::advance(Transport& transport) {
-  if (posted_) return;
+bool ExchangeWork::advance(Transport& transport) {
+  if (posted_) return false;
   posted_ = true;
   for (const Message& message : recvs_) {
     RecvRequest request;
@@ -132,6 +135,7 @@ void ExchangeWork::advance(Transport& transport) {
     request.completion = &completion_;
     transport.postSend(request);
   }
+  return true;
 }
 
 }  // namespace hdpcomm

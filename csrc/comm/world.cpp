@@ -82,25 +82,34 @@ void World::submit(const std::shared_ptr<Work>& work, bool background) {
 }
 
 void World::progressLocked() {
-  if (queue_.empty()) return;
-  transport_->progress();
+  // What was posted may be there already, and then nothing would wake a sleeper for it: go on until
+  // nothing is posted.
+  while (!queue_.empty()) {
+    transport_->progress();
+    if (!advanceLocked()) return;
+  }
+}
+
+// Returns true when new requests were posted.
+bool World::advanceLocked() {
+  bool posted = false;
   for (size_t i = 0; i < queue_.size();) {
     const std::shared_ptr<Work> work = queue_[i];
-    if (!work->completion_.failure) {
+    if (!work->failure()) {
       work->state_ = Work::State::kRunning;
-      work->advance(*transport_);
+      posted |= work->advance(*transport_);
     }
-    if (work->completion_.failure) {
-      const Error error = *work->completion_.failure;
-      fail(*work, error);
-    } else if (work->allPosted() && work->completion_.pending == 0) {
+    if (const std::optional<Error> error = work->failure()) {
+      fail(*work, *error);
+    } else if (work->allPosted() && work->completion_.pending + work->deferred_.pending == 0) {
       finish(*work, Work::State::kDone);
     } else if (!work->allPosted()) {
-      return;  // later operations must not overtake its messages
+      break;  // later operations must not overtake its messages
     } else {
       ++i;
     }
   }
+  return posted;
 }
 
 void World::finish(Work& work, Work::State state) {
@@ -117,13 +126,24 @@ void World::fail(Work& work, const Error& error) {
   context.seq = work.seq_;
   work.error_ = Error(error.kind(), error.what(), context);
   transport_->cancel(&work.completion_);
+  transport_->cancel(&work.deferred_);
   for (const Work::Numbers& numbers : work.numbers_) {
     if (numbers.peer != rank()) {
       transport_->notifyFailure(numbers.peer, *work.error_, numbers.send, numbers.recv);
     }
   }
-  work.completion_.pending = 0;
   finish(work, Work::State::kFailed);
+}
+
+// Two ranks that both send in one operation (each a root, say) would wait for each other's receive
+// until the deadline.
+void World::rejectUnexpectedLocked() {
+  if (queue_.empty() || !queue_.front()->allPosted()) return;
+  Work& work = *queue_.front();
+  for (const Work::Numbers& numbers : work.numbers_) {
+    if (numbers.recv)
+      transport_->rejectUnexpected(numbers.peer, *numbers.recv, work.call_, &work.completion_);
+  }
 }
 
 bool World::test(Work& work) {
@@ -187,6 +207,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
       {
         std::lock_guard lock(mutex_);
         transport_->checkPeers();
+        rejectUnexpectedLocked();
         progressLocked();
         if (ended(work)) return;
         if (now >= deadline) {
@@ -241,6 +262,12 @@ void World::progressLoop() {
   }
 }
 
+void World::setCosts(const TransportCosts& costs) {
+  std::lock_guard lock(mutex_);
+  costs_ = costs;
+  schedules_.clear();
+}
+
 std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) {
   std::vector<uint64_t> key = {static_cast<uint64_t>(request.op),
                                static_cast<uint64_t>(request.algorithm),
@@ -254,7 +281,9 @@ std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) 
   key.insert(key.end(), request.out_counts.begin(), request.out_counts.end());
   std::lock_guard lock(mutex_);
   if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
-  auto made = std::make_shared<const Schedule>(makeSchedule(request));
+  ScheduleRequest chosen = request;
+  if (chosen.algorithm == Algorithm::kAuto) chosen.algorithm = chooseAlgorithm(request, costs_);
+  auto made = std::make_shared<const Schedule>(makeSchedule(chosen));
   if (schedules_.size() >= kMaxSchedules) schedules_.clear();
   schedules_.emplace(std::move(key), made);
   return made;

@@ -48,11 +48,20 @@ const char* redOpName(RedOp op) {
   return "none";
 }
 
+const char* algorithmName(Algorithm algorithm) {
+  static constexpr const char* kNames[kNumAlgorithms] = {
+      "auto",  "ring", "direct",       "binomial",          "dissemination", "recursive",
+      "bruck", "pat",  "rabenseifner", "scatter_allgather", "chain"};
+  const auto index = static_cast<size_t>(algorithm);
+  return index < kNumAlgorithms ? kNames[index] : "unknown algorithm";
+}
+
 std::string describe(const Call& call) {
   std::string text = opName(call.op);
   text += "(" + std::to_string(call.count) + " x " + dtypeName(call.dtype);
   if (call.redop != RedOp::kNone) text += std::string(", ") + redOpName(call.redop);
   if (call.root >= 0) text += ", root " + std::to_string(call.root);
+  if (call.algorithm != Algorithm::kAuto) text += std::string(", ") + algorithmName(call.algorithm);
   text += ")";
   char subset[48];
   std::snprintf(subset, sizeof subset, " on %d ranks [subset %08x]", call.group_size,

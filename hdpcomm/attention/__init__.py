@@ -1,6 +1,22 @@
-"""Distributed attention over packed sequences: sharding, ring attention, backends."""
+"""Distributed attention over packed sequences: sharding, ring attention and its variants, backends."""
 
 from hdpcomm.attention.api import ring_attention
+from hdpcomm.attention.backends import Problem
+from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, unshard
+from hdpcomm.attention.packing import packed_attention, packing, scaled_dot_product_attention
+from hdpcomm.attention.variants import Costs
 
-__all__ = ["local_cu_seqlens", "positions", "ring_attention", "shard", "unshard"]
+__all__ = [
+    "Costs",
+    "Problem",
+    "available_backends",
+    "local_cu_seqlens",
+    "packed_attention",
+    "packing",
+    "positions",
+    "ring_attention",
+    "scaled_dot_product_attention",
+    "shard",
+    "unshard",
+]

@@ -2,76 +2,258 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdpcomm.attention.agreement import agree
 from hdpcomm.attention.backends import choose
-from hdpcomm.attention.backends.base import Backend, Problem, Score
-from hdpcomm.attention.layout import CuSeqlens, layout_of
-from hdpcomm.attention.ring import ring_backward, ring_forward
-from hdpcomm.attention.routes import RingPlan, ring_plan
-from hdpcomm.attention.tiles import band_of
+from hdpcomm.attention.backends.base import Problem, Score
+from hdpcomm.attention.engine import Call, backward, forward
+from hdpcomm.attention.layout import CuSeqlens, Layout, layout_of
+from hdpcomm.attention.tiles import Band, band_of
+from hdpcomm.attention.variants import Costs, choose_variant
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["ring_attention"]
+__all__ = ["Options", "attend", "plan_call", "ring_attention"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What forward and backward share beside the tensors."""
+class Options:
+    """The arguments of :func:`ring_attention` beside the tensors; the same on all ranks."""
 
-    plan: RingPlan
-    comm: Communicator | None
-    backend: Backend
-    score: Score
+    causal: bool = True
+    window: int | tuple[int, int] | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    variant: str = "auto"
+    backend: str = "auto"
+    costs: Costs | None = None
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        result = ring_forward(q, k, v, plan=call.plan, comm=call.comm, backend=call.backend, score=call.score)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, result.out, result.lse)
-        ctx.mark_non_differentiable(result.lse)
-        return result.out.to(q.dtype), result.lse
+        out, lse, saved = forward(q, k, v, sinks, call)
+        ctx.call, ctx.heads = call, (q.shape[1], k.shape[1])
+        ctx.save_for_backward(*saved, sinks)
+        ctx.mark_non_differentiable(lse)
+        return out.to(q.dtype, copy=out.dtype == q.dtype), lse.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        call: _Call = ctx.call
-        dq, dk, dv = ring_backward(
-            dout, q, k, v, out, lse, plan=call.plan, comm=call.comm, backend=call.backend, score=call.score
-        )
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        *saved, sinks = ctx.saved_tensors
+        dq, dk, dv, dsinks = backward(dout, saved, sinks, ctx.call, ctx.heads)
+        dtype = dout.dtype
+        if dsinks is not None:
+            dsinks = dsinks.to(sinks.dtype)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 3:
-        raise InvalidUsage(f"expected q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim]; got {shapes}")
-    if k.shape != v.shape or q.shape[2] != k.shape[2]:
-        raise InvalidUsage(f"k and v must have one shape, and the head_dim of q; got {shapes}")
-    if q.shape[1] == 0 or q.shape[2] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
+        raise InvalidUsage(
+            f"expected q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim], or all with a batch "
+            f"dimension "
+            f"in front; got {shapes}"
+        )
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
+        raise InvalidUsage(f"k and v must have one shape, and the head_dim and the batch of q; got {shapes}")
+    if 0 in (*q.shape[-2:], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
         raise InvalidUsage(
             f"the heads of q must be a multiple of the heads of k and v, and none may be 0; got {shapes}"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise InvalidUsage(f"q, k and v must have one floating-point type; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise InvalidUsage(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    ):
+        raise InvalidUsage(
+            f"q, k and v must have one type, float64, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not q.device == k.device == v.device or q.device.type not in ("cpu", "cuda"):
+        raise InvalidUsage(f"q, k and v must be on one device, cpu or cuda; got {q.device}, {k.device}, {v.device}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_contiguous():
             raise InvalidUsage(
                 f"{name} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); call .contiguous() first"
             )
+    if sinks is not None and (
+        sinks.shape != q.shape[-2:-1] or sinks.device != q.device or not sinks.is_floating_point()
+    ):
+        raise InvalidUsage(
+            f"sinks must be one floating-point score per head of q ({q.shape[-2]}) on {q.device}; got shape "
+            f"{tuple(sinks.shape)}, {sinks.dtype}, on {sinks.device}"
+        )
+
+
+def _check_numbers(options: Options) -> None:
+    if options.dropout_p:
+        raise InvalidUsage(
+            f"dropout_p={options.dropout_p}: attention dropout is not supported, since a distributed mask would differ "
+            "from the single-device one; set it to 0 and use dropout elsewhere in the model"
+        )
+    if options.scale is not None and not math.isfinite(options.scale):
+        raise InvalidUsage(f"scale={options.scale}; expected a finite number, or None for head_dim ** -0.5")
+    if not (math.isfinite(options.softcap) and options.softcap >= 0):
+        raise InvalidUsage(f"softcap={options.softcap}; expected a finite number above 0, or 0 for none")
+
+
+def _layouts(cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, size: int) -> tuple[Layout, Layout]:
+    q_layout = layout_of(cu_seqlens, size=size)
+    if cu_seqlens_k is None:
+        return q_layout, q_layout
+    kv_layout = layout_of(cu_seqlens_k, size=size, name="cu_seqlens_k")
+    if len(q_layout.bounds) != len(kv_layout.bounds):
+        raise InvalidUsage(
+            f"cu_seqlens has {len(q_layout.bounds)} sequences, cu_seqlens_k {len(kv_layout.bounds)}; expected as many"
+        )
+    return q_layout, kv_layout
+
+
+def _make_call(
+    q: torch.Tensor, k: torch.Tensor, comm: Communicator | None, layouts: tuple[Layout, Layout], options: Options
+) -> Call:
+    """``q``, ``k``: with the batch folded into the heads."""
+    size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+    for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1])):
+        rows = layout.rows(rank)
+        if x.shape[0] != rows:
+            raise InvalidUsage(
+                f"{name} has {x.shape[0]} tokens; under cu_seqlens, rank {rank} of {size} holds {rows} (see shard())"
+            )
+    band: Band = band_of(options.causal, options.window)
+    problem = Problem(
+        device=q.device.type,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        windowed=band.low is not None,
+        softcap=options.softcap,
+    )
+    variant = choose_variant(options.variant, problem, layouts, band, options.costs)
+    return Call(
+        q_layout=layouts[0],
+        kv_layout=layouts[1],
+        band=band,
+        comm=comm if size > 1 else None,
+        backend=choose(options.backend, problem),
+        score=Score(q.shape[2] ** -0.5 if options.scale is None else float(options.scale), float(options.softcap)),
+        gather=variant.gather,
+        head_group=variant.head_group,
+    )
+
+
+def plan_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    cu_seqlens_k: CuSeqlens | None,
+    options: Options,
+) -> Call:
+    """The call that these arguments make; ``q``, ``k``: [T_local, heads, head_dim]. Local. Raises InvalidUsage."""
+    _check_numbers(options)
+    layouts = _layouts(cu_seqlens, cu_seqlens_k, 1 if comm is None else comm.size)
+    return _make_call(q, k, comm, layouts, options)
+
+
+def _fold(x: torch.Tensor) -> torch.Tensor:
+    """[batch, tokens, heads, head_dim] -> [tokens, batch * heads, head_dim]; rows of one layout share all tiles."""
+    return x.transpose(0, 1).flatten(1, 2).contiguous() if x.ndim == 4 else x
+
+
+def _facts(call: Call, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> tuple[str, str]:
+    """What has to be the same on all ranks, and the same for people."""
+    lengths = call.q_layout.lengths.tolist(), call.kv_layout.lengths.tolist()
+    shapes = f"q {(*q.shape[:-3], *q.shape[-2:])} k {(*k.shape[:-3], *k.shape[-2:])} {q.dtype} {q.device.type}"
+    settings = f"{call.band} {call.score} gather={call.gather} head_group={call.head_group} sinks={sinks is not None}"
+    facts = f"{lengths} {shapes} {settings}"
+    shown = str(lengths[0]) if len(lengths[0]) <= 12 else f"{lengths[0][:12]}..."
+    summary = f"{len(lengths[0])} sequences with {sum(lengths[0])} tokens, lengths {shown}, {shapes}, {settings}"
+    return facts, summary
+
+
+def _check_finite(name: str, x: torch.Tensor) -> None:
+    """Kernels may hide a NaN (torch's CPU operator takes such a row for one without keys): look for it before."""
+    total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if bool(torch.isfinite(total)) or bool(torch.isfinite(x).all()):
+        return
+    place = (~torch.isfinite(x)).nonzero()[0].tolist()
+    raise InvalidUsage(
+        f"{name} holds NaN or infinity (first at local token {place[-3]}, head {place[-2]}); look at what makes "
+        f"it, or pass "
+        "check=False to let it through"
+    )
+
+
+def _check_lse(lse: torch.Tensor) -> InvalidUsage | None:
+    """The complaint about scores that are not numbers (-inf is a query without keys, and fine)."""
+    bad = torch.isnan(lse) | (lse == torch.inf)
+    if not bool(bad.any()):
+        return None
+    token, head = (int(i) for i in bad.nonzero()[0])
+    return InvalidUsage(
+        f"the log-sum-exp of {int(bad.sum())} of {lse.numel()} rows is not a number (first: local token {token}, head "
+        f"{head}): the products of q and k overflow; look at the layer's input, or lower the scale"
+    )
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    cu_seqlens_k: CuSeqlens | None,
+    options: Options,
+    check: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`ring_attention` with its options in one object; always (out, lse)."""
+    careful = q.device.type == "cpu" if check is None else check
+    several = comm if comm is not None and comm.size > 1 else None
+    error: InvalidUsage | None = None
+    try:
+        _check_tensors(q, k, v, sinks)
+        folded = _fold(q), _fold(k), _fold(v)
+        call = plan_call(folded[0], folded[1], comm, cu_seqlens, cu_seqlens_k, options)
+        if careful:
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                _check_finite(name, x)
+        facts = _facts(call, q, k, sinks) if careful and several is not None else ("", "")
+    except InvalidUsage as problem:
+        if several is None or not careful:
+            raise
+        error, facts = problem, ("", "")
+    if careful and several is not None:
+        agree(several, "ring_attention", error=error, facts=facts[0], summary=facts[1], device=q.device)
+    batch = q.shape[0] if q.ndim == 4 else 1
+    per_head = None if sinks is None else sinks.repeat(batch)
+    out, lse = _RingAttention.apply(*folded, per_head, call)  # type: ignore[no-untyped-call]
+    if careful:
+        error = _check_lse(lse)
+        if several is not None:
+            agree(several, "ring_attention", error=error, facts="", summary="", device=q.device)
+        elif error is not None:
+            raise error
+    if q.ndim == 4:
+        out = out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
+        lse = lse.view(lse.shape[0], batch, -1).transpose(0, 1)
+    return out, lse
 
 
 def ring_attention(
@@ -85,41 +267,44 @@ def ring_attention(
     causal: bool = True,
     window: int | tuple[int, int] | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    variant: str = "auto",
     backend: str = "auto",
+    costs: Costs | None = None,
+    check: bool | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact softmax attention over packed sequences, each rank holding a zigzag shard of every sequence.
 
     ``q``: [T_local, heads, head_dim], ``k``, ``v``: [T_local, kv_heads, head_dim], contiguous: what
-    :func:`hdpcomm.attention.shard` gives this rank. ``comm``: the ranks that share the pack; None or a communicator
-    of one rank means no communication. ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all
-    ranks (best on the CPU: a CUDA tensor has to be waited for); ``cu_seqlens_k``: of the keys, where their lengths
-    differ; the ends of queries and keys are then aligned. ``window``: how many keys a query sees to its left, itself
-    included (without ``causal`` also to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``:
-    default head_dim ** -0.5.
+    :func:`hdpcomm.attention.shard` gives this rank; or dense, [batch, T_local, ...], where every row of the batch is
+    a pack of the same lengths. ``comm``: the ranks that share the pack; None or a communicator of one rank means no
+    communication.
 
-    Returns the output [T_local, heads, head_dim] in the type of ``q``, and with ``return_lse`` also the log-sum-exp
-    [T_local, heads] in float32 (float64 for float64), not differentiable; a query that sees no key gives 0 and -inf.
-    Differentiable in q, k, v. Collective over ``comm``, in forward and in backward.
-    Raises InvalidUsage for bad arguments, and what the communicator raises.
+    ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks (best on the CPU: a CUDA tensor
+    has to be waited for); sequences may be empty. ``cu_seqlens_k``: of the keys, where their lengths differ; the ends
+    of queries and keys are then aligned. ``window``: how many keys a query sees to its left, itself included (without
+    ``causal`` also to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``: default head_dim **
+    -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the backend can. ``sinks``: [heads], one
+    more score per head that takes weight and gives nothing; its gradient here is this rank's share, to be summed over
+    the ranks like that of any parameter.
+
+    ``variant``: ring, gather, ulysses, hybrid, or auto (the cheapest by ``costs``); all give the same result.
+    ``backend``: see :func:`hdpcomm.attention.available_backends`. ``check``: ranks compare their arguments first, and
+    the result is searched for NaN, so that bad input is an error on all ranks (default: on the CPU; it costs two
+    small all-gathers).
+
+    Returns the output in the shape and type of ``q``, and with ``return_lse`` also the log-sum-exp [T_local, heads]
+    (dense: [batch, T_local, heads]) in float32 (float64 for float64), not differentiable; a query that sees no key
+    gives 0 and -inf. Differentiable in q, k, v and sinks. Results are bitwise the same from run to run. Collective
+    over ``comm``, in forward and in backward, in the same order on all ranks.
+
+    Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
     """
-    _check_tensors(q, k, v)
-    size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-    q_layout = layout_of(cu_seqlens, size=size)
-    kv_layout = q_layout if cu_seqlens_k is None else layout_of(cu_seqlens_k, size=size, name="cu_seqlens_k")
-    if len(q_layout.bounds) != len(kv_layout.bounds):
-        raise InvalidUsage(
-            f"cu_seqlens has {len(q_layout.bounds)} sequences, cu_seqlens_k {len(kv_layout.bounds)}; expected as many"
-        )
-    band = band_of(causal, window)
-    plan = ring_plan(q_layout, kv_layout, band, rank=rank)
-    for name, x, rows in (("q", q, plan.q_rows), ("k", k, plan.kv_rows)):
-        if x.shape[0] != rows:
-            raise InvalidUsage(
-                f"{name} has {x.shape[0]} tokens; under cu_seqlens, rank {rank} of {size} holds {rows} (see shard())"
-            )
-    problem = Problem(q.device.type, q.dtype, q.shape[1], k.shape[1], q.shape[2], windowed=band.low is not None)
-    score = Score(q.shape[2] ** -0.5 if scale is None else float(scale))
-    call = _Call(plan, comm if size > 1 else None, choose(backend, problem), score)
-    out, lse = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    options = Options(causal, window, scale, softcap, dropout_p, variant, backend, costs)
+    out, lse = attend(
+        q, k, v, sinks, comm=comm, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, options=options, check=check
+    )
     return (out, lse) if return_lse else out

@@ -137,7 +137,7 @@ def ring_forward(
     """Attention of this rank's queries over all keys of the pack. Collective over ``comm`` (None: a group of one)."""
     dtype = backend.compute_dtype(q.dtype)
     carrier = _Carrier(plan, comm, k, v)
-    result = Accumulator(q)
+    result = Accumulator(q.shape, q)
     queries = q.to(dtype)
     for t in range(plan.size):
         flight = carrier.post(t, grads=False)

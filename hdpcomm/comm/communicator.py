@@ -58,8 +58,9 @@ class Communicator:
     overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors, numpy arrays or
     DLPack objects; contiguous.
 
-    Every operation takes ``async_op``: then it returns at once, proceeds in the background, and ``Work.wait()`` ends it;
-    without it the returned Work has ended. ``algorithm="auto"`` lets the library choose; :meth:`algorithms` lists names.
+    Every operation takes ``async_op``: then it returns at once and proceeds in the background, and ``Work.wait()`` ends
+    it; without it the returned Work has ended. With ``algorithm="auto"`` the library chooses; :meth:`algorithms` lists
+    the names.
     """
 
     __slots__ = ("_core", "_owner", "_ranks", "rank", "size")
@@ -209,7 +210,7 @@ class Communicator:
     def reduce(
         self, x: Any, root: int, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
-        """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` is unchanged."""
+        """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` stays."""
         source = describe(x, "x", writable=out is None and self.rank == root)
         target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
         handle = self._collective("reduce", source, target, source[1], op, root, algorithm, async_op)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
@@ -43,7 +44,7 @@ def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
     if hasattr(x, "__cuda_array_interface__"):
         raise InvalidUsage(f"{what} lies on a GPU; the shm transport moves host memory: copy it to the CPU first")
     if hasattr(x, "__dlpack__"):
-        return describe(torch.from_dlpack(x), what, writable=writable)
+        return describe(from_dlpack(x), what, writable=writable)
     raise InvalidUsage(
         f"{what} is a {type(x).__name__}; give a torch tensor, a numpy array or an object with __dlpack__"
     )

@@ -43,6 +43,7 @@ bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
 
 void ShmTransport::postRecv(const RecvRequest& request) {
   Peer& peer = peers_[request.peer];
+  if (isDead(peer, peer.dead.recvs, request.number, request.completion)) return;
   ++request.completion->pending;
   peer.recvs.push(request);
   activate(peer);
@@ -183,25 +184,53 @@ void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
   consume(peer, slot);
 }
 
+void ShmTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& call,
+                                    Completion* completion) {
+  Peer& peer = peers_[peer_rank];
+  Slot& slot = peer.in->slots[peer.received % kSlots];
+  if (!peer.recvs.empty() || completion->failure) return;
+  if (slot.stamp.load(std::memory_order_acquire) != peer.received + 1) return;
+  if (slot.kind == Kind::kFailure || static_cast<int32_t>(slot.number - number) > 0) return;
+  RecvRequest request;
+  request.call = call;
+  request.completion = completion;
+  reject(peer, slot, request);
+}
+
 void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
   const std::string text(reinterpret_cast<const char*>(
                              peer.in_payload + slot.at.address % segment_->layout().payload_bytes),
                          slot.at.fragment);
   const auto kind = static_cast<ErrorKind>(slot.detail);
   const bool told = text.find("(told by") != std::string::npos;
+  // An error about this rank is, seen from here, one about the peer.
+  const int concerned = slot.call.root == rank_ || slot.call.root < 0 ? peer.rank : slot.call.root;
   GiveUp peer_gave_up;
   if ((slot.call.count & kEndsSends) != 0) peer_gave_up.sends = slot.number;
   if ((slot.call.count & kEndsRecvs) != 0) peer_gave_up.recvs = static_cast<uint32_t>(slot.bytes);
   // The peer's sends are our receives.
-  failRequests(peer,
-               Error(kind, told ? text : text + " (told by rank " + std::to_string(peer.rank) + ")",
-                     {.rank = rank_, .peer = slot.call.root, .op = {}, .ranks = {}, .seq = -1}),
-               peer_gave_up.recvs, peer_gave_up.sends);
-  const auto raise = [](uint32_t& number, std::optional<uint32_t> other) {
-    if (other && static_cast<int32_t>(*other - number) > 0) number = *other;
+  const GiveUp ours{peer_gave_up.recvs, peer_gave_up.sends};
+  const Error error(kind, told ? text : text + " (told by rank " + std::to_string(peer.rank) + ")",
+                    {.rank = rank_, .peer = concerned, .op = {}, .ranks = {}, .seq = -1});
+  const bool met_active = failRequests(peer, error, ours);
+  const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
+    return a && b && *a == *b;
   };
-  raise(peer.recv_number, peer_gave_up.sends);
-  raise(peer.send_number, peer_gave_up.recvs);
+  const auto below = [](uint32_t number, std::optional<uint32_t> other) {
+    return other && static_cast<int32_t>(*other - number) > 0;
+  };
+  if (met_active || equal(ours.sends, peer.failed.sends) || equal(ours.recvs, peer.failed.recvs)) {
+    // Both ranks failed here, perhaps in different calls: from now on they count alike.
+    if (below(peer.send_number, ours.sends)) peer.send_number = *ours.sends;
+    if (below(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
+  }
+  // Whatever this rank has yet to post of those operations (later steps, or all where the peer was
+  // ahead) fails then.
+  if (ours.sends && (!peer.dead.sends || below(*peer.dead.sends, ours.sends)))
+    peer.dead.sends = ours.sends;
+  if (ours.recvs && (!peer.dead.recvs || below(*peer.dead.recvs, ours.recvs)))
+    peer.dead.recvs = ours.recvs;
+  peer.death = error;
 }
 
 }  // namespace hdpcomm::shm

@@ -9,6 +9,7 @@ namespace hdpcomm::shm {
 
 void ShmTransport::postSend(const SendRequest& request) {
   Peer& peer = peers_[request.peer];
+  if (isDead(peer, peer.dead.sends, request.number, request.completion)) return;
   ++request.completion->pending;
   PendingSend send;
   send.request = request;

@@ -172,6 +172,8 @@ void ShmTransport::notifyFailure(int peer_rank, const Error& error,
   send.kind = Kind::kFailure;
   send.cause = static_cast<int16_t>(error.context().peer);
   send.give_up = {send_number, recv_number};
+  if (send_number) peer.failed.sends = send_number;
+  if (recv_number) peer.failed.recvs = recv_number;
   send.error = error.kind();
   send.text = error.what();
   if (!peer.queue.empty() || !tryPush(peer, send)) {
@@ -180,22 +182,30 @@ void ShmTransport::notifyFailure(int peer_rank, const Error& error,
   }
 }
 
-void ShmTransport::failRequests(Peer& peer, const Error& error, std::optional<uint32_t> max_send,
-                                std::optional<uint32_t> max_recv) {
+bool ShmTransport::failRequests(Peer& peer, const Error& error, const GiveUp& up_to) {
+  bool met = false;
   const auto fail = [&](uint32_t number, std::optional<uint32_t> limit, Completion* completion) {
-    if (!limit || completion == nullptr || completion->failure) return;
-    if (static_cast<int32_t>(*limit - number) >= 0) {
-      completion->failure = error;
-    }
+    if (!limit || completion == nullptr || static_cast<int32_t>(*limit - number) < 0) return;
+    met = true;
+    if (!completion->failure) completion->failure = error;
   };
-  for (size_t i = 0; i < peer.recvs.size(); ++i)
-    fail(peer.recvs[i].number, max_recv, peer.recvs[i].completion);
+  for (size_t i = 0; i < peer.recvs.size(); ++i) {
+    fail(peer.recvs[i].number, up_to.recvs, peer.recvs[i].completion);
+  }
   for (size_t i = 0; i < peer.inflight.size(); ++i) {
-    fail(peer.inflight[i].request.number, max_send, peer.inflight[i].request.completion);
+    fail(peer.inflight[i].request.number, up_to.sends, peer.inflight[i].request.completion);
   }
   for (size_t i = 0; i < peer.queue.size(); ++i) {
-    fail(peer.queue[i].request.number, max_send, peer.queue[i].request.completion);
+    fail(peer.queue[i].request.number, up_to.sends, peer.queue[i].request.completion);
   }
+  return met;
+}
+
+bool ShmTransport::isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
+                          Completion* completion) const {
+  if (!limit || static_cast<int32_t>(*limit - number) < 0) return false;
+  if (!completion->failure) completion->failure = peer.death;
+  return true;
 }
 
 bool ShmTransport::processAlive(const Control& control) const {
@@ -226,7 +236,7 @@ void ShmTransport::checkPeers() {
                        who + " while rank " + std::to_string(rank_) + " waited for it" +
                            lastWords(*peer.control),
                        {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}),
-                 peer.send_number, peer.recv_number);
+                 {peer.send_number, peer.recv_number});
   }
 }
 

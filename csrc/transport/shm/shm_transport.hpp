@@ -52,6 +52,10 @@ struct Peer {
   size_t fragment_offset = 0;  // of the message at the front of `recvs`
   uint32_t send_number = 0;    // of the last operation towards the peer
   uint32_t recv_number = 0;
+  GiveUp failed;  // numbers of this rank's last failed operation with the peer
+  GiveUp dead;    // what is posted of operations up to these fails: the peer gave them up
+
+  std::optional<Error> death;  // why
 
   RingQueue<PendingSend> queue;
   RingQueue<Inflight> inflight;
@@ -76,6 +80,8 @@ class ShmTransport final : public Transport {
   void cancel(const Completion* completion) override;
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
+  void rejectUnexpected(int peer, uint32_t number, const Call& call,
+                        Completion* completion) override;
   void checkPeers() override;
   uint32_t idleTicket() override;
   void idle(uint32_t ticket, Clock::time_point until) override;
@@ -107,8 +113,10 @@ class ShmTransport final : public Transport {
   // shm_transport.cpp
   void activate(Peer& peer);
   void ring(Control& control);
-  void failRequests(Peer& peer, const Error& error, std::optional<uint32_t> max_send,
-                    std::optional<uint32_t> max_recv);
+  // Fails the requests up to the given numbers; returns whether there were any.
+  bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
+  bool isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
+              Completion* completion) const;
   bool processAlive(const Control& control) const;
   std::string lastWords(const Control& control) const;
 

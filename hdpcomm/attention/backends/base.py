@@ -11,7 +11,7 @@ import torch
 from hdpcomm.attention import _kernels
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["Accumulator", "Backend", "Problem"]
+__all__ = ["Accumulator", "Backend", "Problem", "Score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,20 @@ class Accumulator:
 
     __slots__ = ("lse", "out")
 
-    def __init__(self, q: torch.Tensor) -> None:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        self.lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    def __init__(self, shape: Sequence[int], like: torch.Tensor) -> None:
+        """``shape``: of the queries; ``like``: a tensor of their type and device."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.out = torch.zeros(tuple(shape), dtype=dtype, device=like.device)
+        self.lse = torch.full(tuple(shape[:2]), -torch.inf, dtype=dtype, device=like.device)
 
-    def merge(self, block_out: torch.Tensor, block_lse: torch.Tensor, start: int, stop: int) -> None:
-        """Adds a block of keys that queries [start, stop) have seen; ``block_lse``: [stop - start, heads]."""
-        _kernels.merge(self.out[start:stop], self.lse[start:stop], block_out, block_lse)
+    def merge(self, block_out: torch.Tensor, block_lse: torch.Tensor, rows: slice | torch.Tensor) -> None:
+        """Adds a block of keys that the queries ``rows`` have seen; ``block_out``: [rows, heads, dim], contiguous;
+        ``block_lse``: [rows, heads].
+        """
+        if isinstance(rows, slice):
+            _kernels.merge(self.out[rows], self.lse[rows], block_out, block_lse)
+        else:
+            _kernels.merge(self.out, self.lse, block_out, block_lse, rows)
 
 
 class Backend(Protocol):

@@ -16,7 +16,7 @@ import torch
 from hdpcomm.attention.backends.base import Accumulator, Problem, Score
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["CpuBackend"]
+__all__ = ["CpuBackend", "batched", "lower"]
 
 _MASK_ROWS = 256
 """Queries of a banded tile that share one mask; a mask takes rows x (rows + band) values."""
@@ -55,7 +55,7 @@ def _mask(rows: int, keys: int, low: int, high: int, dtype: torch.dtype) -> torc
     return torch.zeros(rows, keys, dtype=dtype).masked_fill_((difference < low) | (difference > high), -torch.inf)
 
 
-def _batched(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def batched(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Rows of [tokens, heads, dim] as [1, heads, rows, dim]; a view."""
     return x[start:stop].transpose(0, 1).unsqueeze(0)
 
@@ -95,13 +95,13 @@ class CpuBackend:
         for tile in (part for whole in tiles for part in lower(whole)):
             causal, mask = _masking(tile, q.dtype)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _batched(q, tile.q_start, tile.q_stop),
-                _batched(k, tile.k_start, tile.k_stop),
-                _batched(v, tile.k_start, tile.k_stop),
+                batched(q, tile.q_start, tile.q_stop),
+                batched(k, tile.k_start, tile.k_stop),
+                batched(v, tile.k_start, tile.k_stop),
                 0.0, causal, attn_mask=mask, scale=score.scale,
             )  # fmt: skip
             block = out[0].transpose(0, 1).contiguous()
-            result.merge(block, lse[0].transpose(0, 1), tile.q_start, tile.q_stop)
+            result.merge(block, lse[0].transpose(0, 1), slice(tile.q_start, tile.q_stop))
 
     def backward(
         self,
@@ -119,8 +119,8 @@ class CpuBackend:
             causal, mask = _masking(tile, q.dtype)
             q_rows, k_rows = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _batched(dout, *q_rows), _batched(q, *q_rows), _batched(k, *k_rows), _batched(v, *k_rows),
-                _batched(out, *q_rows), lse[slice(*q_rows)].transpose(0, 1).unsqueeze(0),
+                batched(dout, *q_rows), batched(q, *q_rows), batched(k, *k_rows), batched(v, *k_rows),
+                batched(out, *q_rows), lse[slice(*q_rows)].transpose(0, 1).unsqueeze(0),
                 0.0, causal, attn_mask=mask, scale=score.scale,
             )  # fmt: skip
             for grad, part, rows in zip(grads, parts, (q_rows, k_rows, k_rows), strict=True):

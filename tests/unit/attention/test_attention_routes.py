@@ -1,4 +1,4 @@
-"""Tiles and routes without ranks: every pair exactly once, both ends of a message agree, and nothing superfluous moves."""
+"""Tiles and routes without ranks: every pair once, both ends of a message agree, and nothing superfluous moves."""
 
 from collections import Counter
 
@@ -86,8 +86,8 @@ def test_work_covers_the_mask_once(problem):
 @given(problems())
 @settings(max_examples=100, deadline=None)
 def test_rows_sent_are_the_minimum(problem):
-    """A key has to reach every rank, other than its owner, that holds a query which sees it: once, and nothing else moves.
-    The same number of gradient rows comes back."""
+    """A key has to reach every rank, other than its owner, that holds a query which sees it: once, and nothing else
+    moves. The same number of gradient rows comes back."""
     lengths, keys, band, size = problem
     q_layout, kv_layout = _layouts(lengths, keys, size)
     minimum = 0

@@ -12,8 +12,8 @@ from hdpcomm.errors import InvalidUsage
 
 
 @st.composite
-def segments(draw, rows=40):
-    """Disjoint destinations and sources inside ``rows`` rows."""
+def segments(draw):
+    """Disjoint destinations and sources inside 40 rows."""
     lengths = draw(st.lists(st.integers(0, 5), max_size=6))
     gaps = draw(st.lists(st.integers(0, 1), min_size=len(lengths), max_size=len(lengths)))
     order = draw(st.permutations(range(len(lengths))))

@@ -16,22 +16,6 @@
 
 namespace hdpcomm {
 
-enum class Algorithm : uint8_t {
-  kAuto,
-  kRing,
-  kDirect,         // all peers in one step
-  kBinomial,       // tree
-  kDissemination,  // barrier
-  kRecursive,  // doubling (all-gather, all-reduce) or halving (reduce-scatter), with a fold for odd
-               // sizes
-  kBruck,
-  kPat,               // Bruck with reversed dimensions: far peers first, bounded buffers
-  kRabenseifner,      // reduce-scatter + all-gather
-  kScatterAllGather,  // broadcast
-  kChain,             // pipelined
-};
-inline constexpr int kNumAlgorithms = 11;
-const char* algorithmName(Algorithm algorithm);
 // Throws InvalidUsage, naming the known ones.
 Algorithm parseAlgorithm(const std::string& name);
 
@@ -47,6 +31,9 @@ struct Span {
 struct Send {
   int peer = 0;  // group rank
   Span from;
+  // May be in flight until the schedule's end: its span is not written before the peer has taken it
+  // (the algorithm sees to that). Otherwise the step ends only when the peer has taken it.
+  bool deferred = false;
   bool confirm = false;  // set by finish(): nothing else tells this rank that the peer takes part
 };
 

@@ -39,16 +39,20 @@ class Work {
   // Takes the numbers of the operation on each pair of ranks: at submission, so that they follow
   // the program's order.
   virtual void takeNumbers(Transport& transport) = 0;
-  // Posts what can be posted; called again after every progress. Sets completion_.failure on an
-  // error of its own.
-  virtual void advance(Transport& transport) = 0;
+  // Posts what can be posted, and returns whether there was anything; called again after every
+  // progress.
+  virtual bool advance(Transport& transport) = 0;
+  const std::optional<Error>& failure() const {
+    return completion_.failure ? completion_.failure : deferred_.failure;
+  }
   // True when nothing more will be posted, so that the next operation may post.
   virtual bool allPosted() const = 0;
 
   Call call_;
   Ranks ranks_;
   std::vector<Numbers> numbers_;
-  Completion completion_;
+  Completion completion_;  // of the current step
+  Completion deferred_;    // of sends that may be in flight until the end
   State state_ = State::kQueued;
   std::optional<Error> error_;
   int64_t seq_ = -1;
@@ -63,7 +67,7 @@ class CollectiveWork final : public Work {
 
  protected:
   void takeNumbers(Transport& transport) override;
-  void advance(Transport& transport) override;
+  bool advance(Transport& transport) override;
   bool allPosted() const override { return next_step_ == schedule_->steps.size(); }
 
  private:
@@ -95,7 +99,7 @@ class ExchangeWork final : public Work {
 
  protected:
   void takeNumbers(Transport& transport) override;
-  void advance(Transport& transport) override;
+  bool advance(Transport& transport) override;
   bool allPosted() const override { return posted_; }
 
  private:

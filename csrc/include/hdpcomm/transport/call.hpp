@@ -24,8 +24,24 @@ enum class OpCode : uint8_t {
 
 enum class RedOp : uint8_t { kSum, kProd, kMin, kMax, kAvg, kNone = 255 };
 
+enum class Algorithm : uint8_t {
+  kAuto,
+  kRing,
+  kDirect,         // all peers in one step
+  kBinomial,       // tree
+  kDissemination,  // barrier
+  kRecursive,  // doubling (all-gather, all-reduce) or halving (reduce-scatter), with a fold for odd
+               // sizes
+  kBruck,
+  kPat,               // Bruck with reversed dimensions: far peers first, bounded buffers
+  kRabenseifner,      // reduce-scatter + all-gather
+  kScatterAllGather,  // broadcast
+  kChain,             // pipelined
+};
+inline constexpr int kNumAlgorithms = 11;
 const char* opName(OpCode op);
 const char* redOpName(RedOp op);
+const char* algorithmName(Algorithm algorithm);
 
 struct Call {
   uint64_t subset_hash = 0;  // of the ordered global ranks; 0 for point-to-point between two ranks
@@ -33,8 +49,8 @@ struct Call {
   OpCode op = OpCode::kPointToPoint;
   DType dtype = DType::kUint8;
   RedOp redop = RedOp::kNone;
-  uint8_t algorithm = 0;
-  int16_t root = -1;  // group rank
+  Algorithm algorithm = Algorithm::kAuto;  // as chosen; kAuto: it does not apply
+  int16_t root = -1;                       // group rank
   uint16_t group_size = 2;
 
   bool operator==(const Call&) const = default;

@@ -82,6 +82,12 @@ class Transport {
   // Moves what can be moved now. Failures go to the requests' completions.
   virtual void progress() = 0;
 
+  // For an operation that posts no more receives: if the next message of `peer` belongs to it all
+  // the same (its number is at most `number`), rejects it and fails `completion`, since the peer
+  // called something else.
+  virtual void rejectUnexpected(int peer, uint32_t number, const Call& call,
+                                Completion* completion) = 0;
+
   // Withdraws all requests of an operation. On return no rank reads or writes their buffers any
   // more.
   virtual void cancel(const Completion* completion) = 0;

@@ -1,0 +1,63 @@
+"""Ranks compare notes before they exchange anything, so that bad input is an error on every rank and never a hang."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdpcomm.errors import Error, InvalidUsage, Mismatch
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["agree"]
+
+_DIGEST = 32
+_TEXT = 512
+_RECORD = 1 + _DIGEST + 2 + _TEXT
+
+
+def _record(failed: bool, facts: str, text: str) -> bytes:
+    note = text.encode()[:_TEXT]
+    digest = hashlib.sha256(facts.encode()).digest()
+    return bytes([failed]) + digest + len(note).to_bytes(2, "little") + note.ljust(_TEXT, b"\0")
+
+
+def agree(comm: Communicator, op: str, *, error: Error | None, facts: str, summary: str, device: torch.device) -> None:
+    """Returns if no rank failed and ``facts`` are the same text on all ranks. Collective over ``comm`` (one
+    all-gather).
+
+    ``error``: what this rank has to complain about; it raises it itself, and all others raise InvalidUsage that
+    quotes it. ``summary``: the facts for people, quoted when they differ. Raises: ``error``, InvalidUsage, Mismatch.
+    """
+    mine = torch.frombuffer(
+        bytearray(_record(error is not None, facts, summary if error is None else str(error))), dtype=torch.uint8
+    ).to(device)
+    everyone = torch.empty(comm.size * _RECORD, dtype=torch.uint8, device=device)
+    comm.all_gather(everyone, mine)
+    if error is not None:
+        raise error
+    if bool((everyone.view(comm.size, _RECORD)[:, : 1 + _DIGEST] == mine[: 1 + _DIGEST]).all()):
+        return
+    records = [bytes(row) for row in everyone.view(comm.size, _RECORD).cpu().numpy()]
+    texts = [row[3 + _DIGEST :][: int.from_bytes(row[1 + _DIGEST : 3 + _DIGEST], "little")] for row in records]
+    notes = [text.decode(errors="replace") for text in texts]
+    failed = [rank for rank, row in enumerate(records) if row[0]]
+    where: dict[str, Any] = {"rank": comm.global_rank, "op": op, "ranks": comm.ranks}
+    if failed:
+        raise InvalidUsage(
+            f"{op}: rank {failed[0]} of the communicator refused its arguments, so no rank began: {notes[failed[0]]}",
+            peer=comm.ranks[failed[0]],
+            **where,
+        )
+    digests = [row[1 : 1 + _DIGEST] for row in records]
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[comm.rank])
+    raise Mismatch(
+        f"{op}: the ranks of the communicator were called with different arguments, so no rank began; rank "
+        f"{comm.rank}: "
+        f"{notes[comm.rank]}; rank {other}: {notes[other]}",
+        peer=comm.ranks[other],
+        **where,
+    )

@@ -1,0 +1,153 @@
+"""Backends whose kernels take many sequences in one call (cu_seqlens): tiles are batched into as few calls as possible.
+
+Tiles go into one call if they have the same window and share neither queries nor keys; so nothing is added twice
+within a call, and the order of additions is fixed. Kernels of this kind align queries and keys at their ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from hdpcomm.attention.backends.base import Accumulator, Problem, Score
+from hdpcomm.attention.tiles import Tile
+
+__all__ = ["Batch", "VarlenBackend", "batches_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One kernel call."""
+
+    left: int
+    """Keys left of the diagonal that a query sees, -1 for all; the diagonal ends in the last query's last key."""
+    right: int
+    """The same to the right; 0 is causal."""
+    q_rows: torch.Tensor | slice
+    k_rows: torch.Tensor | slice
+    cu_q: torch.Tensor
+    """int32 [tiles + 1]"""
+    cu_k: torch.Tensor
+    max_q: int
+    max_k: int
+
+
+def _window(tile: Tile) -> tuple[int, int]:
+    shift = tile.num_k - tile.num_q
+    left = -1 if tile.low is None else shift - tile.low
+    right = -1 if tile.high is None else tile.high - shift
+    return left, right
+
+
+def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor | slice:
+    """A slice where the ranges follow each other, else their row numbers."""
+    if all(a[1] == b[0] for a, b in itertools.pairwise(ranges)):
+        return slice(ranges[0][0], ranges[-1][1])
+    return torch.cat([torch.arange(*r) for r in ranges]).to(device)
+
+
+def _running_sum(sizes: Iterable[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+@lru_cache(maxsize=512)
+def batches_of(tiles: tuple[Tile, ...], device: torch.device) -> tuple[Batch, ...]:
+    """The calls for ``tiles``, in a fixed order."""
+    groups: list[tuple[tuple[int, int], list[Tile]]] = []
+    for tile in tiles:
+        window = _window(tile)
+        for other, members in groups:
+            clash = any(
+                (m.q_start < tile.q_stop and tile.q_start < m.q_stop)
+                or (m.k_start < tile.k_stop and tile.k_start < m.k_stop)
+                for m in members
+            )
+            if other == window and not clash:
+                members.append(tile)
+                break
+        else:
+            groups.append((window, [tile]))
+    return tuple(
+        Batch(
+            left=left,
+            right=right,
+            q_rows=_rows([(t.q_start, t.q_stop) for t in members], device),
+            k_rows=_rows([(t.k_start, t.k_stop) for t in members], device),
+            cu_q=_running_sum([t.num_q for t in members], device),
+            cu_k=_running_sum([t.num_k for t in members], device),
+            max_q=max(t.num_q for t in members),
+            max_k=max(t.num_k for t in members),
+        )
+        for (left, right), members in groups
+    )
+
+
+class VarlenBackend:
+    """What all backends with a varlen kernel share; a subclass gives the two calls."""
+
+    name = "varlen"
+
+    def refuses(self, problem: Problem) -> str | None:
+        raise NotImplementedError
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [rows, heads, dim], lse [heads, rows] in float32)."""
+        raise NotImplementedError
+
+    def call_backward(
+        self,
+        dout: torch.Tensor,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        batch: Batch,
+        score: Score,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) of the rows; ``lse``: [heads, rows], contiguous."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        result: Accumulator,
+    ) -> None:
+        for batch in batches_of(tuple(tiles), q.device):
+            out, lse = self.call_forward(q[batch.q_rows], k[batch.k_rows], v[batch.k_rows], batch, score)
+            result.merge(out.contiguous(), lse.transpose(0, 1), batch.q_rows)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        for batch in batches_of(tuple(tiles), q.device):
+            rows, keys = batch.q_rows, batch.k_rows
+            parts = self.call_backward(
+                dout[rows], (q[rows], k[keys], v[keys]), out[rows],
+                lse[rows].transpose(0, 1).contiguous(), batch, score,
+            )  # fmt: skip
+            for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
+                if isinstance(where, slice):
+                    grad[where] += part
+                else:
+                    grad[where] = grad[where] + part

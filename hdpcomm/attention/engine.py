@@ -1,0 +1,166 @@
+"""One distributed attention, forward and backward, whatever the variant: what autograd sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdpcomm.attention.backends.base import Accumulator, Backend, Score
+from hdpcomm.attention.gather import GatherPlan, gather_backward, gather_forward, gather_plan
+from hdpcomm.attention.heads import HeadGroup, grouped_layout, head_shares, token_shares
+from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.ring import ring_backward, ring_forward
+from hdpcomm.attention.routes import RingPlan, ring_plan
+from hdpcomm.attention.tiles import Band
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["Call", "backward", "forward", "retrace"]
+
+_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What forward and backward share beside the tensors. ``comm`` is None for a group of one."""
+
+    q_layout: Layout
+    kv_layout: Layout
+    band: Band
+    comm: Communicator | None
+    backend: Backend
+    score: Score
+    gather: bool = False
+    """Fetch all KV at once instead of passing it round the ring."""
+    head_group: int = 1
+    """Neighbours that trade heads (Ulysses); the ring or the gather runs between their groups."""
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.comm is None else self.comm.rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """This rank in the token-parallel part of a call: after heads were traded, if they were."""
+
+    plan: RingPlan | GatherPlan
+    comm: Communicator | None
+    group: HeadGroup | None
+
+
+def _place(call: Call) -> _Place:
+    q_layout, kv_layout, comm, group = call.q_layout, call.kv_layout, call.comm, None
+    if call.head_group > 1:
+        assert comm is not None
+        group = HeadGroup(comm, call.head_group)
+        q_layout, kv_layout = (grouped_layout(layout, call.head_group) for layout in (q_layout, kv_layout))
+        comm = group.outer
+    rank = 0 if comm is None else comm.rank
+    make = gather_plan if call.gather else ring_plan
+    plan = make(q_layout, kv_layout, call.band, rank=rank)
+    return _Place(plan, comm, group)
+
+
+class _HeadTrade:
+    """The exchanges of heads round the token-parallel part."""
+
+    def __init__(self, call: Call, group: HeadGroup, heads: int, kv_heads: int) -> None:
+        self._group = group
+        self._counts = (heads, kv_heads)
+        self._shares = head_shares(heads, kv_heads, group.size)
+        self._tokens = tuple(
+            token_shares(layout, group.size, group.group) for layout in (call.q_layout, call.kv_layout)
+        )
+
+    @property
+    def queries(self) -> slice:
+        """This rank's heads of q."""
+        return self._shares[0][self._group.member]
+
+    def collect(self, *tensors: torch.Tensor, kv: int = 0) -> list[torch.Tensor]:
+        """To (group's tokens, my heads); the last ``kv`` tensors are laid out like k and v."""
+        kinds = [0] * (len(tensors) - kv) + [1] * kv
+        return self._group.collect(tensors, [self._tokens[i] for i in kinds], [self._shares[i] for i in kinds])
+
+    def give_back(self, *tensors: torch.Tensor, kv: int = 0) -> list[torch.Tensor]:
+        """To (my tokens, all heads)."""
+        kinds = [0] * (len(tensors) - kv) + [1] * kv
+        tokens, heads = [self._tokens[i] for i in kinds], [self._shares[i] for i in kinds]
+        return self._group.give_back(tensors, tokens, heads, [self._counts[i] for i in kinds])
+
+
+def _add_sinks(result: Accumulator, sinks: torch.Tensor) -> None:
+    """A sink is one more key per head, with the given score and the value 0."""
+    with_sink = torch.logaddexp(result.lse, sinks.to(result.lse.dtype))
+    result.out *= torch.exp(result.lse - with_sink)[..., None]
+    result.lse.copy_(with_sink)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """(out, lse, what :func:`backward` needs), out and lse in float32 (float64). Collective over the call's ranks."""
+    place = _place(call)
+    trade = None
+    if place.group is not None:
+        trade = _HeadTrade(call, place.group, q.shape[1], k.shape[1])
+        q, k, v = trade.collect(q, k, v, kv=2)
+        sinks = None if sinks is None else sinks[trade.queries]
+    common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
+    if isinstance(place.plan, RingPlan):
+        result = ring_forward(q, k, v, plan=place.plan, **common)
+    else:
+        result = gather_forward(q, k, v, plan=place.plan, **common)
+    if sinks is not None:
+        _add_sinks(result, sinks)
+    saved = [q, k, v, result.out, result.lse]
+    if trade is None:
+        return result.out, result.lse, saved
+    out, lse = trade.give_back(result.out, result.lse)
+    return out, lse, saved
+
+
+def retrace(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
+) -> list[torch.Tensor]:
+    """What :func:`backward` needs, from a call's inputs and outputs; for callers that could keep only these."""
+    place = _place(call)
+    if place.group is None:
+        return [q, k, v, out, lse]
+    trade = _HeadTrade(call, place.group, q.shape[1], k.shape[1])
+    q, out, lse, k, v = trade.collect(q, out, lse, k, v, kv=2)
+    return [q, k, v, out, lse]
+
+
+def backward(
+    dout: torch.Tensor, saved: list[torch.Tensor], sinks: torch.Tensor | None, call: Call, shapes: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dq, dk, dv, dsinks) in float32 (float64); ``shapes``: heads of q and of k. Collective over the call's ranks.
+
+    dsinks holds this rank's share: of its tokens (and heads); the sum over the ranks is the gradient.
+    """
+    place = _place(call)
+    q, k, v, out, lse = saved
+    trade = None
+    if place.group is not None:
+        trade = _HeadTrade(call, place.group, *shapes)
+        (dout,) = trade.collect(dout)
+    common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
+    if isinstance(place.plan, RingPlan):
+        grads = ring_backward(dout, q, k, v, out, lse, plan=place.plan, **common)
+    else:
+        grads = gather_backward(dout, q, k, v, out, lse, plan=place.plan, **common)
+    dsinks = None
+    if sinks is not None:
+        mine = slice(None) if trade is None else trade.queries
+        dsinks = torch.zeros_like(sinks, dtype=lse.dtype)
+        weight = torch.exp(sinks[mine].to(lse.dtype) - lse)
+        dsinks[mine] = -(weight * (dout.to(lse.dtype) * out).sum(-1)).sum(0)
+    if trade is None:
+        return (*grads, dsinks)
+    dq, dk, dv = trade.give_back(*grads, kv=2)
+    return dq, dk, dv, dsinks

@@ -1,0 +1,227 @@
+"""The gather variant: every rank fetches all the KV that it needs at once, some heads at a time, and computes in one
+go.
+
+KV goes straight from its owner to each rank that needs it, no more than in the ring; in memory it lies in the order of
+positions, so that each query piece takes one kernel call and nothing is merged between ranks. The KV of the next
+heads is in flight while these are computed. In backward the gradients go straight back, and the owner adds them in
+the order of ranks. Memory: all KV that a rank needs, of one group of heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
+from hdpcomm.attention.backends.base import Accumulator, Backend, Score
+from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.routes import Int64, atom_spans, find_atoms, spans_of
+from hdpcomm.attention.tiles import Band, Tile, tiles_of
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["GatherPlan", "gather_backward", "gather_forward", "gather_plan", "head_passes"]
+
+_MAX_GROUPS = 4
+"""Groups of heads; more overlap better and make more, smaller messages."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatherPlan:
+    """One rank's side of a gather."""
+
+    rank: int
+    size: int
+    q_rows: int
+    kv_rows: int
+    buffer_rows: int
+    own: Rows
+    """From this rank's KV to the buffer."""
+    sends: tuple[tuple[int, Rows], ...]
+    """(peer, from this rank's KV to the message)."""
+    recvs: tuple[tuple[int, Rows], ...]
+    """(peer, from the message to the buffer)."""
+    tiles: tuple[Tile, ...]
+
+    @property
+    def rows_sent(self) -> int:
+        """KV rows that this rank sends in forward."""
+        return sum(rows.total for _, rows in self.sends)
+
+
+def _packed(row: Int64, rows: Int64) -> Int64:
+    """[runs, 3]: (row of the message, row, rows), the message being these rows one after the other."""
+    return np.stack([np.cumsum(rows) - rows, row, rows], axis=1)
+
+
+@lru_cache(maxsize=128)
+def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> GatherPlan:
+    """The plan of ``rank``; pure and local."""
+    atoms = find_atoms(q_layout, kv_layout, band)
+    chosen = np.nonzero(atoms.needed[:, rank] | (atoms.owner == rank))[0]
+    rows, owner, source = atoms.rows[chosen], atoms.owner[chosen], atoms.row[chosen]
+    place = np.cumsum(rows) - rows
+    mine = owner == rank
+    peers = [peer for peer in range(q_layout.size) if peer != rank]
+    taken = {peer: atoms.needed[chosen, peer] & mine for peer in peers}
+    sends = [(peer, source[here], rows[here]) for peer, here in taken.items()]
+    recvs = [(peer, place[owner == peer], rows[owner == peer]) for peer in peers]
+    q_spans = spans_of(q_layout, rank)
+    shift = (kv_layout.lengths - q_layout.lengths).tolist()
+    tiles = [
+        tile
+        for s, k_spans in atom_spans(atoms, chosen, place).items()
+        for tile in tiles_of(q_spans[s], k_spans, shift[s], band)
+    ]
+    return GatherPlan(
+        rank=rank,
+        size=q_layout.size,
+        q_rows=q_layout.rows(rank),
+        kv_rows=kv_layout.rows(rank),
+        buffer_rows=int(rows.sum()),
+        own=Rows(np.stack([place[mine], source[mine], rows[mine]], axis=1)),
+        sends=tuple((peer, Rows(_packed(start, count))) for peer, start, count in sends if len(count)),
+        recvs=tuple((peer, Rows(_packed(start, count)).inverse()) for peer, start, count in recvs if len(count)),
+        tiles=tuple(tiles),
+    )
+
+
+def head_passes(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
+    """(heads of q, heads of k) of each group of heads, which take their turns."""
+    count = next(n for n in range(min(_MAX_GROUPS, kv_heads), 0, -1) if kv_heads % n == 0)
+    step, ratio = kv_heads // count, heads // kv_heads
+    return [(slice(i * step * ratio, (i + 1) * step * ratio), slice(i * step, (i + 1) * step)) for i in range(count)]
+
+
+class _Fetch:
+    """The KV of one group of heads on its way here."""
+
+    def __init__(self, plan: GatherPlan, comm: Communicator | None, k: torch.Tensor, v: torch.Tensor) -> None:
+        row = (2, *k.shape[1:])
+        self._plan = plan
+        self._own = torch.stack((k, v), dim=1)
+        self._arriving = [k.new_empty((rows.total, *row)) for _, rows in plan.recvs]
+        self._buffer = k.new_empty((plan.buffer_rows, *row))
+        self._work: Any = None
+        sends = []
+        for peer, rows in plan.sends:
+            message = k.new_empty((rows.total, *row))
+            copy_rows(message, self._own, rows)
+            sends.append((message, peer))
+        recvs = [(message, peer) for message, (peer, _) in zip(self._arriving, plan.recvs, strict=True)]
+        if sends or recvs:
+            assert comm is not None
+            self._work = comm.exchange(sends, recvs, async_op=True)
+
+    def wait(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        copy_rows(self._buffer, self._own, self._plan.own)
+        if self._work is not None:
+            self._work.wait()
+        for message, (_, rows) in zip(self._arriving, self._plan.recvs, strict=True):
+            copy_rows(self._buffer, message, rows)
+        buffer = self._buffer.to(dtype)
+        return buffer[:, 0], buffer[:, 1]
+
+
+class _Return:
+    """The gradients of one group's KV on their way home."""
+
+    def __init__(self, plan: GatherPlan, comm: Communicator | None, grads: torch.Tensor) -> None:
+        self._plan = plan
+        self._grads = grads
+        self._arriving = [grads.new_empty((rows.total, *grads.shape[1:])) for _, rows in plan.sends]
+        self._work: Any = None
+        sends = []
+        for peer, rows in plan.recvs:
+            message = grads.new_empty((rows.total, *grads.shape[1:]))
+            copy_rows(message, grads, rows.inverse())
+            sends.append((message, peer))
+        recvs = [(message, peer) for message, (peer, _) in zip(self._arriving, plan.sends, strict=True)]
+        if sends or recvs:
+            assert comm is not None
+            self._work = comm.exchange(sends, recvs, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """[kv_rows, 2, heads, dim]: the gradients of this rank's own KV."""
+        home = self._grads.new_zeros((self._plan.kv_rows, *self._grads.shape[1:]))
+        copy_rows(home, self._grads, self._plan.own.inverse())
+        if self._work is not None:
+            self._work.wait()
+        for message, (_, rows) in zip(self._arriving, self._plan.sends, strict=True):
+            add_rows(home, message, rows.inverse())
+        return home
+
+
+def gather_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    plan: GatherPlan,
+    comm: Communicator | None,
+    backend: Backend,
+    score: Score,
+) -> Accumulator:
+    """As :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
+    dtype = backend.compute_dtype(q.dtype)
+    result = Accumulator(q.shape, q)
+    groups = head_passes(q.shape[1], k.shape[1])
+    coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
+    for i, (heads, _) in enumerate(groups):
+        fetch = coming
+        if i + 1 < len(groups):
+            following = groups[i + 1][1]
+            coming = _Fetch(plan, comm, k[:, following], v[:, following])
+        keys, values = fetch.wait(dtype)
+        part = result if len(groups) == 1 else Accumulator(q[:, heads].shape, q)
+        if plan.tiles:
+            backend.forward(q[:, heads].to(dtype).contiguous(), keys, values, plan.tiles, score, part)
+        if part is not result:
+            result.out[:, heads], result.lse[:, heads] = part.out, part.lse
+    return result
+
+
+def gather_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    plan: GatherPlan,
+    comm: Communicator | None,
+    backend: Backend,
+    score: Score,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`hdpcomm.attention.ring.ring_backward`. Collective over ``comm``."""
+    dtype = backend.compute_dtype(q.dtype)
+    groups = head_passes(q.shape[1], k.shape[1])
+    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    dkv = torch.zeros((k.shape[0], 2, *k.shape[1:]), dtype=lse.dtype, device=k.device)
+    coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
+    going: tuple[_Return, slice] | None = None
+    for i, (heads, kv_heads) in enumerate(groups):
+        fetch = coming
+        if i + 1 < len(groups):
+            following = groups[i + 1][1]
+            coming = _Fetch(plan, comm, k[:, following], v[:, following])
+        keys, values = fetch.wait(dtype)
+        grads = torch.zeros((plan.buffer_rows, 2, *keys.shape[1:]), dtype=lse.dtype, device=q.device)
+        if plan.tiles:
+            part = torch.zeros(q[:, heads].shape, dtype=lse.dtype, device=q.device)
+            douts, queries, outs = (x[:, heads].to(dtype).contiguous() for x in (dout, q, out))
+            parts = (part, grads[:, 0], grads[:, 1])
+            backend.backward(douts, queries, keys, values, outs, lse[:, heads].contiguous(), plan.tiles, score, parts)
+            dq[:, heads] = part
+        if going is not None:
+            dkv[:, :, going[1]] = going[0].wait()
+        going = (_Return(plan, comm, grads), kv_heads)
+    assert going is not None
+    dkv[:, :, going[1]] = going[0].wait()
+    return dq, dkv[:, 0], dkv[:, 1]

@@ -1,0 +1,145 @@
+"""Head parallelism (Ulysses): a few ranks trade their tokens' heads, so that each then holds fewer heads of more
+tokens.
+
+The ranks of a communicator form groups of ``size`` neighbours. Within a group, rank i takes the i-th share of the
+heads of all the group's tokens. Neighbours hold neighbouring pieces of the zigzag, so a group holds one head and one
+tail of each sequence, as one rank of a ring of groups would. Source of the idea: DeepSpeed-Ulysses; of the hybrid:
+USP (arXiv 2405.07719).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hdpcomm.attention._kernels import Rows, copy_rows
+from hdpcomm.attention.layout import Layout
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["HeadGroup", "TokenShares", "grouped_layout", "head_shares", "token_shares"]
+
+
+@lru_cache(maxsize=128)
+def grouped_layout(layout: Layout, size: int) -> Layout:
+    """The zigzag of the groups: group g holds the pieces of ranks g * size .. g * size + size - 1."""
+    bounds = np.ascontiguousarray(layout.bounds[:, ::size])
+    bounds.setflags(write=False)
+    return Layout(bounds, layout.size // size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenShares:
+    """Where each member's tokens lie among those of its group."""
+
+    members: tuple[Rows, ...]
+    """By member: from its rows to the group's rows."""
+    rows: int
+    """Of the group."""
+
+
+@lru_cache(maxsize=128)
+def token_shares(layout: Layout, size: int, group: int) -> TokenShares:
+    """The shares of the tokens of ``group``, one of ``layout.size // size``; pure and local."""
+    pieces = grouped_layout(layout, size)
+    spans, first = pieces.spans(group), pieces.local_cu(group)
+    tail_row = first[:-1] + spans[:, 0, 1] - spans[:, 0, 0]
+    members = []
+    for member in range(size):
+        segments = layout.segments(group * size + member).reshape(-1, 2, 3)
+        start = layout.spans(group * size + member)[:, :, 0]
+        place = np.stack([first[:-1], tail_row], axis=1) + start - spans[:, :, 0]
+        members.append(Rows(np.stack([place, segments[:, :, 0], segments[:, :, 2]], axis=-1)))
+    return TokenShares(tuple(members), int(first[-1]))
+
+
+def head_shares(heads: int, kv_heads: int, size: int) -> tuple[list[slice], list[slice]]:
+    """By member: its heads of q, and those of k and v that they use (shared where there are fewer than members)."""
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise InvalidUsage(
+            f"{heads} heads with {kv_heads} kv_heads cannot be shared by {size} ranks: the heads must be a "
+            f"multiple of the "
+            f"ranks, and the kv_heads a multiple or a divisor; choose the variant ring or gather, or another "
+            f"hybrid size"
+        )
+    q_share, kv_share = heads // size, max(1, kv_heads // size)
+    queries = [slice(i * q_share, (i + 1) * q_share) for i in range(size)]
+    keys = [slice(i * kv_heads // size, i * kv_heads // size + kv_share) for i in range(size)]
+    return queries, keys
+
+
+class HeadGroup:
+    """This rank's place in its group, and the exchanges between (tokens, all heads) and (group's tokens, my heads)."""
+
+    def __init__(self, comm: Communicator, size: int) -> None:
+        first = comm.rank // size * size
+        inner = comm.subset(range(first, first + size))
+        outer = comm.subset(range(comm.rank % size, comm.size, size))
+        assert inner is not None
+        assert outer is not None
+        self.inner, self.outer = inner, outer
+        self.size, self.member, self.group = size, comm.rank % size, comm.rank // size
+
+    def collect(
+        self, tensors: Sequence[torch.Tensor], tokens: Sequence[TokenShares], heads: Sequence[list[slice]]
+    ) -> list[torch.Tensor]:
+        """[rows, all heads, ...] of each tensor -> [group's rows, my heads, ...]. Collective over the group."""
+        sends, recvs, arriving = [], [], []
+        for x, shares, parts in zip(tensors, tokens, heads, strict=True):
+            for peer in range(self.size):
+                here = x[:, parts[self.member]]
+                arriving.append(x.new_empty((shares.members[peer].total, *here.shape[1:])))
+                if peer == self.member:
+                    arriving[-1].copy_(here)
+                else:
+                    sends.append((x[:, parts[peer]].contiguous(), peer))
+                    recvs.append((arriving[-1], peer))
+        self.inner.exchange(sends, recvs)
+        results = []
+        for i, shares in enumerate(tokens):
+            parts_here = arriving[i * self.size : (i + 1) * self.size]
+            whole = parts_here[0].new_empty((shares.rows, *parts_here[0].shape[1:]))
+            for part, rows in zip(parts_here, shares.members, strict=True):
+                copy_rows(whole, part, rows)
+            results.append(whole)
+        return results
+
+    def give_back(
+        self,
+        tensors: Sequence[torch.Tensor],
+        tokens: Sequence[TokenShares],
+        heads: Sequence[list[slice]],
+        counts: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """[group's rows, my heads, ...] -> [rows, all ``counts`` heads, ...]; heads that several hold are summed in the
+        order of members. Collective over the group.
+        """
+        sends, recvs, arriving = [], [], []
+        for x, shares, parts in zip(tensors, tokens, heads, strict=True):
+            mine = shares.members[self.member].total
+            for peer in range(self.size):
+                rows = shares.members[peer]
+                part = x.new_empty((rows.total, *x.shape[1:]))
+                copy_rows(part, x.contiguous(), rows.inverse())
+                if peer == self.member:
+                    arriving.append(part)
+                else:
+                    width = parts[peer].stop - parts[peer].start
+                    arriving.append(x.new_empty((mine, width, *x.shape[2:])))
+                    sends.append((part, peer))
+                    recvs.append((arriving[-1], peer))
+        self.inner.exchange(sends, recvs)
+        results = []
+        for i, (x, shares, parts, count) in enumerate(zip(tensors, tokens, heads, counts, strict=True)):
+            whole = x.new_zeros((shares.members[self.member].total, count, *x.shape[2:]))
+            for peer in range(self.size):
+                whole[:, parts[peer]] += arriving[i * self.size + peer]
+            results.append(whole)
+        return results

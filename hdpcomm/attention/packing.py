@@ -1,0 +1,305 @@
+"""Attention inside a model that knows nothing of packs: ``with packing(comm, cu_seqlens):`` round the forward says
+who shares what, and ``packed_attention(q, k, v)`` or ``scaled_dot_product_attention(...)`` inside use it.
+
+Under torch.compile the call is one opaque operator (``hdpcomm::packed_attention``) with a fake implementation and a
+backward, so that the rest of the model compiles round it without a graph break; the pack is looked up when the
+operator runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from hdpcomm.attention.api import Options, attend, plan_call
+from hdpcomm.attention.engine import backward, retrace
+from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.attention.tiles import window_pair
+from hdpcomm.attention.variants import Costs
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["Pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
+
+_REMEMBERED = 1024
+"""Packs whose compiled backward may still come."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """Who shares which sequences, and how their attention is computed."""
+
+    comm: Communicator | None
+    cu_seqlens: CuSeqlens
+    variant: str
+    backend: str
+    costs: Costs | None
+    check: bool | None
+    ticket: int
+    """Number by which a compiled backward finds the pack of its forward."""
+
+
+class _Current(threading.local):
+    """The pack of this thread; ranks may be threads of one process."""
+
+    pack: Pack | None = None
+
+
+_current = _Current()
+_tickets = count(1)
+_lock = threading.Lock()
+_remembered: OrderedDict[int, Pack] = OrderedDict()
+
+
+@contextmanager
+def packing(
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    *,
+    variant: str = "auto",
+    backend: str = "auto",
+    costs: Costs | None = None,
+    check: bool | None = None,
+) -> Iterator[Pack]:
+    """Attention calls of this thread inside the block belong to this pack; see
+    :func:`hdpcomm.attention.ring_attention`.
+
+    Local. May be nested; the inner one counts. Backward may run after the block.
+    """
+    pack = Pack(comm, as_cu_seqlens(cu_seqlens), variant, backend, costs, check, next(_tickets))
+    with _lock:
+        _remembered[pack.ticket] = pack
+        while len(_remembered) > _REMEMBERED:
+            _remembered.popitem(last=False)
+    before, _current.pack = _current.pack, pack
+    try:
+        yield pack
+    finally:
+        _current.pack = before
+
+
+def current_pack() -> Pack:
+    """The pack of this thread. Raises InvalidUsage outside ``with packing(...)``."""
+    if _current.pack is None:
+        raise InvalidUsage(
+            "attention was called outside a pack; put the model's forward into `with "
+            "hdpcomm.attention.packing(comm, cu_seqlens):`"
+        )
+    return _current.pack
+
+
+def _found(ticket: int) -> Pack:
+    pack = _remembered.get(ticket)
+    if pack is None:
+        raise InvalidUsage(
+            f"the pack of this backward was forgotten: more than {_REMEMBERED} packs were made since its forward; run "
+            "backward before so many further forwards"
+        )
+    return pack
+
+
+def _options(pack: Pack, causal: bool, window_left: int, window_right: int, scale: float, softcap: float) -> Options:
+    return Options(
+        causal=causal, window=(window_left, window_right), scale=scale, softcap=softcap,
+        variant=pack.variant, backend=pack.backend, costs=pack.costs,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("hdpcomm::packed_attention", mutates_args=())
+def _packed_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, ticket of the pack)."""
+    pack = current_pack()
+    options = _options(pack, causal, window_left, window_right, scale, softcap)
+    with torch.no_grad():
+        out, lse = attend(
+            q,
+            k,
+            v,
+            sinks,
+            comm=pack.comm,
+            cu_seqlens=pack.cu_seqlens,
+            cu_seqlens_k=None,
+            options=options,
+            check=pack.check,
+        )
+    return out, lse, torch.tensor(pack.ticket)
+
+
+@_packed_op.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,  # noqa: ARG001
+    v: torch.Tensor,  # noqa: ARG001
+    sinks: torch.Tensor | None,  # noqa: ARG001
+    causal: bool,  # noqa: ARG001
+    window_left: int,  # noqa: ARG001
+    window_right: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    softcap: float,  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=dtype), torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("hdpcomm::packed_attention_backward", mutates_args=())
+def _packed_backward_op(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ticket: torch.Tensor,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsinks); dsinks is empty where there are no sinks."""
+    pack = _found(int(ticket))
+    options = _options(pack, causal, window_left, window_right, scale, softcap)
+    call = plan_call(q, k, pack.comm, pack.cu_seqlens, None, options)
+    saved = retrace(q, k, v, out, lse, call)
+    dq, dk, dv, dsinks = backward(dout, saved, sinks, call, (q.shape[1], k.shape[1]))
+    none = q.new_empty(0) if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
+    return dq.to(q.dtype), dk.to(q.dtype).contiguous(), dv.to(q.dtype).contiguous(), none
+
+
+@_packed_backward_op.register_fake
+def _(
+    dout: torch.Tensor,  # noqa: ARG001
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,  # noqa: ARG001
+    lse: torch.Tensor,  # noqa: ARG001
+    ticket: torch.Tensor,  # noqa: ARG001
+    sinks: torch.Tensor | None,
+    causal: bool,  # noqa: ARG001
+    window_left: int,  # noqa: ARG001
+    window_right: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    softcap: float,  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    none = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), none
+
+
+def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
+    q, k, v, sinks, *settings = inputs
+    out, lse, ticket = output
+    ctx.save_for_backward(q, k, v, out, lse, ticket, sinks)
+    ctx.settings = settings  # type: ignore[attr-defined]
+    ctx.mark_non_differentiable(lse, ticket)
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, dout: torch.Tensor, *_: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    *saved, sinks = ctx.saved_tensors  # type: ignore[attr-defined]
+    dq, dk, dv, dsinks = _packed_backward_op(dout.contiguous(), *saved, sinks, *ctx.settings)  # type: ignore[attr-defined]
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
+
+
+_packed_op.register_autograd(_backward, setup_context=_setup)
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    window: int | tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`hdpcomm.attention.ring_attention` on the pack of the enclosing ``with packing(...)``; compiles as one
+    operator.
+
+    ``q``: [T_local, heads, head_dim] or [batch, T_local, heads, head_dim], ``k``, ``v`` alike; any strides. Collective.
+    """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    left, right = window_pair(window)
+    if not torch.compiler.is_compiling():
+        return _now(q, k, v, sinks, (causal, left, right, scale, softcap))
+    if q.ndim == 3:
+        return _compiled(q, k, v, sinks, (causal, left, right, scale, softcap))
+    batch = q.shape[0]
+    q, k, v = (x.transpose(0, 1).flatten(1, 2).contiguous() for x in (q, k, v))
+    per_head = None if sinks is None else sinks.repeat(batch)
+    flat = _compiled(q, k, v, per_head, (causal, left, right, scale, softcap))
+    return flat.view(flat.shape[0], batch, -1, flat.shape[2]).transpose(0, 1)
+
+
+_Settings = tuple[bool, int, int, float, float]
+
+
+def _now(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings
+) -> torch.Tensor:
+    pack = current_pack()
+    out, _ = attend(
+        q, k, v, sinks, comm=pack.comm, cu_seqlens=pack.cu_seqlens, cu_seqlens_k=None,
+        options=_options(pack, *settings), check=pack.check,
+    )  # fmt: skip
+    return out
+
+
+def _compiled(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings
+) -> torch.Tensor:
+    out: torch.Tensor = _packed_op(q, k, v, sinks, *settings)[0]
+    return out
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """In the shape of ``torch.nn.functional.scaled_dot_product_attention``, on the pack of ``with packing(...)``.
+
+    ``query``: [batch, heads, T_local, head_dim]; every row of the batch is a pack of the same lengths. Refuses
+    ``attn_mask`` (the pack says which tokens belong together) and dropout. Collective. Raises InvalidUsage.
+    """
+    if attn_mask is not None:
+        raise InvalidUsage(
+            "attn_mask was given; the pack's cu_seqlens, is_causal and windows say what is masked: pass None"
+        )
+    if dropout_p:
+        raise InvalidUsage(f"dropout_p={dropout_p}: attention dropout is not supported; set it to 0")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise InvalidUsage(
+            f"{query.shape[1]} heads with {key.shape[1]} kv_heads were given; pass enable_gqa=True if meant"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return packed_attention(q, k, v, causal=is_causal, scale=scale).transpose(1, 2)

@@ -1,0 +1,34 @@
+"""Shared fixtures. Ranks are kept between tests: starting them costs far more than a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hdpcomm.testing import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
+    """``ranks(n, fn, *args, timeout=60)``: runs a module-level function on n processes that are shared by all tests."""
+
+    def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        pool = _pools.get(world_size)
+        if pool is None or not pool.healthy:
+            pool = _pools[world_size] = RankPool(world_size)
+        return pool.run(fn, *args, timeout=timeout)
+
+    return run

@@ -1,0 +1,161 @@
+"""Distributed attention equals plain attention: all group sizes, masks, variants, types; forward and gradients."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hdpcomm as hdp
+from hdpcomm.attention import unshard
+from tests.ranks.attention.attention_oracle import GRADS, Case, check, error, expected, on_rank, on_ranks, plain
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
+LENGTH = st.one_of(st.integers(0, 30), st.integers(1, 300), st.integers(1, 2000))
+
+
+@st.composite
+def cases(draw):
+    size = draw(st.integers(1, 8))
+    lengths = draw(st.lists(LENGTH, min_size=1, max_size=4).filter(lambda x: sum(x) <= 2500))
+    keys = draw(st.one_of(st.none(), st.lists(st.integers(0, 400), min_size=len(lengths), max_size=len(lengths))))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (4, 1)]))
+    limit = st.one_of(st.just(-1), st.integers(0, 100))
+    return Case(
+        size=size,
+        lengths=lengths,
+        keys=keys,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from([1, 4, 8, 16])),
+        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        causal=draw(st.booleans()),
+        window=draw(st.one_of(st.none(), st.integers(1, 500), st.tuples(limit, limit))),
+        softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 3.0])),
+        sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+        options={"variant": draw(st.sampled_from(["auto", "ring", "gather", "ulysses", "hybrid"]))},
+    )
+
+
+def _possible(case):
+    """Head-parallel variants need heads that can be shared; elsewhere take the ring."""
+
+    def shares(n):
+        return case.size % n == 0 and case.heads % n == 0 and (case.kv_heads % n == 0 or n % case.kv_heads == 0)
+
+    name = case.options["variant"]
+    fits = {"ulysses": shares(case.size), "hybrid": any(shares(n) for n in range(2, case.size))}
+    if case.size > 1 and not fits.get(name, True):
+        case.options["variant"] = "ring"
+    return case
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_any_case_is_exact(case):
+    check(_possible(case), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_group_size(size, dtype):
+    check(
+        Case(size, [257, 1, 0, 64, 33], heads=4, kv_heads=2, dtype=dtype, options={"variant": "ring"}), TOLERANCE[dtype]
+    )
+
+
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "sliding": {"window": 20},
+    "two-sided": {"causal": False, "window": (9, 4)},
+    "lookahead": {"causal": False, "window": (-1, 5)},
+    "narrow": {"window": 1},
+    "longer keys": {"keys": [300, 20, 5, 61]},
+    "shorter keys": {"keys": [100, 3, 0, 2]},
+    "longer keys, sliding": {"keys": [300, 20, 5, 61], "window": 31},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "sliding with sinks": {"sinks": True, "window": 20},
+}
+
+
+@pytest.mark.parametrize("variant", ["ring", "gather", "ulysses", "hybrid"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_and_variant(variant, mask):
+    check(Case(4, [150, 7, 0, 61], heads=4, kv_heads=2, **MASKS[mask], options={"variant": variant}), 1e-12)
+
+
+def test_shared_kv_heads_in_head_groups():
+    """Fewer kv heads than ranks: several ranks hold the same kv head, and their gradients are added."""
+    check(Case(4, [90, 13], heads=4, kv_heads=1, options={"variant": "ulysses"}), 1e-12)
+    check(Case(6, [90, 13], heads=6, kv_heads=2, options={"variant": "hybrid"}), 1e-12)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_every_cpu_backend(backend):
+    check(Case(3, [120, 9], heads=4, kv_heads=2, window=17, options={"backend": backend}), 1e-12)
+
+
+def _single_device(case):
+    """torch's own operator in the case's type, on whole sequences: output and gradients."""
+    x = case.tensors()
+    leaves = [x[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    outs = []
+    for a, b in zip(case.cu, case.cu[1:], strict=False):
+        q, k, v = (leaf[a:b].transpose(0, 1)[None] for leaf in leaves)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    out = torch.cat(outs)
+    out.backward(x["dout"])
+    return dict(zip(GRADS, (out.detach(), *(leaf.grad for leaf in leaves)), strict=True))
+
+
+@pytest.mark.parametrize("variant", ["ring", "gather"])
+def test_bfloat16_is_as_exact_as_one_device_for_any_group(variant):
+    lengths = [384, 130, 31]
+    errors = {}
+    for size in (1, 2, 4, 8):
+        case = Case(size, lengths, heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, options={"variant": variant})
+        want, alone, got = expected(case), _single_device(case), on_ranks(case)
+        for name in GRADS:
+            errors[name, size] = error(got[name], want[name])
+            assert errors[name, size] <= 1.5 * error(alone[name], want[name]), (name, size)
+    for name in GRADS:  # it does not grow with the group
+        assert errors[name, 8] <= 1.1 * errors[name, 1]
+
+
+@pytest.mark.parametrize("variant", ["ring", "gather", "ulysses", "hybrid"])
+def test_runs_are_bitwise_the_same(variant):
+    case = Case(4, [222, 31], heads=4, kv_heads=2, dtype=torch.float32, options={"variant": variant})
+    first, second = on_ranks(case), on_ranks(case)
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+def test_lse_is_the_log_of_the_sum():
+    case = Case(3, [40, 5], keys=[44, 2], sinks=True)
+    got, x = on_ranks(case), case.tensors()
+    ones = torch.ones_like(x["v"])
+    without = Case(3, [40, 5], keys=[44, 2])
+    weight = plain(case, x["q"], x["k"], ones, x["sinks"])[..., 0]  # what the keys keep of the weight: 1 - the sink's
+    seen = plain(without, x["q"], x["k"], ones, x["sinks"])[..., 0]
+    torch.testing.assert_close(torch.exp(x["sinks"] - got["lse"]), 1 - weight, atol=1e-12, rtol=1e-12)
+    assert on_ranks(without)["lse"][seen == 0].eq(-torch.inf).all()
+    assert (seen == 0).any()
+
+
+def process_main(case):
+    with hdp.init() as comm:
+        return os.getpid(), on_rank(case, comm)
+
+
+def test_ranks_may_be_processes(ranks):
+    case = Case(2, [100, 3], heads=4, kv_heads=2)
+    results = ranks(2, process_main, case)
+    assert len({pid for pid, _ in results}) == 2
+    want = on_ranks(case)
+    for name in GRADS:
+        assert torch.equal(unshard([result[name] for _, result in results], case.cu), want[name])

@@ -1,0 +1,136 @@
+"""Hugging Face models on several ranks: loss and gradients of the unsharded model, for five families."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.attention import packing
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.huggingface import enable, shard_batch
+from hdpcomm.testing import run_threads
+
+transformers = pytest.importorskip("transformers", minversion="4.54")
+
+LENGTHS = [37, 1, 90, 12, 5]
+CU = np.cumsum([0, *LENGTHS]).tolist()
+TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"num_key_value_heads": 2, "head_dim": 8}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {"num_key_value_heads": 2, "sliding_window": 16}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {"num_key_value_heads": 1, "head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "attn_logit_softcapping": 2.0,
+    }),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
+}  # fmt: skip
+
+
+def _model(family, implementation):
+    model_class, config_class, extra = FAMILIES[family]
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, config_class)(**TINY, **special, **extra, attention_dropout=0.0)
+    config._attn_implementation = implementation
+    torch.manual_seed(1)
+    model = getattr(transformers, model_class)(config)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return model
+
+
+def _tokens():
+    return torch.randint(0, TINY["vocab_size"], (CU[-1],), generator=torch.Generator().manual_seed(3))
+
+
+def _unsharded(family):
+    """Loss per token over the sequences one by one, with transformers' own plain attention, and its gradients."""
+    model, ids = _model(family, "eager"), _tokens()
+    count = sum(n - 1 for n in LENGTHS)
+    total = 0.0
+    for start, stop in pairwise(CU):
+        if stop - start > 1:
+            logits = model(ids[None, start:stop], use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.float(), ids[start + 1 : stop], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    return {family: _unsharded(family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_of_the_unsharded_model(family, size, unsharded):
+    models = [_model(family, "eager") for _ in range(size)]  # made in one thread: its random numbers are global
+
+    def main():
+        comm = hdp.init()
+        model = models[comm.rank]
+        enable(model)
+        batch = shard_batch(_tokens(), CU, comm=comm)
+        with packing(comm, CU):
+            loss = model(**batch).loss
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    results = run_threads(main, size)
+    want_loss, want = unsharded[family]
+    assert sum(loss for loss, _ in results) == pytest.approx(want_loss, rel=1e-5)
+    for name, gradient in want.items():
+        got = sum(grads[name] for _, grads in results)
+        assert float((got - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+def test_enable_can_be_undone():
+    model, ids = _model("llama", "sdpa"), _tokens()[None, :10]
+    before = model(ids).logits
+    enable(model)
+    with pytest.raises(InvalidUsage, match="outside a pack"):
+        model(ids)
+    with packing(None, [0, 10]):
+        torch.testing.assert_close(model(ids).logits, before)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_a_batch_of_equal_packs():
+    model, ids = _model("llama", "sdpa"), _tokens()[:60].view(3, 20)
+    want = model(ids).logits
+    enable(model)
+    with packing(None, [0, 20]):
+        torch.testing.assert_close(model(ids).logits, want)
+
+
+def test_what_packs_cannot_do_is_refused():
+    model, ids = _model("llama", "sdpa"), _tokens()[None, :10]
+    model.config.attention_dropout = 0.1
+    with pytest.raises(InvalidUsage, match=r"attention_dropout=0\.1"):
+        enable(model)
+    model.config.attention_dropout = 0.0
+    enable(model)
+    hidden = torch.ones_like(ids)
+    hidden[0, 7:] = 0
+    with packing(None, [0, 10]), pytest.raises(InvalidUsage, match="hides tokens"):
+        model(ids, attention_mask=hidden)
+    with packing(None, [0, 10]):
+        model(ids, attention_mask=torch.ones_like(ids))
+    with pytest.raises(InvalidUsage, match="not a transformers model"):
+        enable(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidUsage, match="cu_seqlens asks for"):
+        shard_batch(ids[0], CU, comm=None)
+    with pytest.raises(InvalidUsage, match="labels has shape"):
+        shard_batch(ids[0], [0, 10], comm=None, labels=ids[0, 1:])
+
+
+def test_labels_end_with_their_sequence():
+    batch = shard_batch(torch.arange(10), [0, 4, 4, 5, 10], comm=None)
+    assert batch["shift_labels"][0].tolist() == [1, 2, 3, -100, -100, 6, 7, 8, 9, -100]
+    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4]
+    assert batch["num_items_in_batch"] == 7

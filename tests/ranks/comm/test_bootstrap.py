@@ -1,0 +1,124 @@
+"""How ranks find each other: torchrun's environment, an initialised torch.distributed, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdpcomm as hdp
+
+REPOSITORY = Path(__file__).parents[3]
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_alone() -> None:
+    with hdp.init() as comm:
+        assert (comm.rank, comm.size, comm.ranks, comm.transport) == (0, 1, (0,), "shm")
+        x = torch.arange(3.0)
+        comm.all_reduce(x, "avg")
+        comm.barrier()
+        assert x.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two' is not an integer"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK=2 is not in 0\.\.1"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "give at least 1"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT is not set"),
+    ],
+)
+def test_bad_environment(clean_environment: pytest.MonkeyPatch, environment: dict[str, str], message: str) -> None:
+    for name, value in environment.items():
+        clean_environment.setenv(name, value)
+    with pytest.raises(hdp.InvalidUsage, match=message):
+        hdp.init()
+
+
+def test_port_in_use(clean_environment: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for name, value in zip(VARIABLES[:4], ("0", "2", "127.0.0.1", str(port)), strict=True):
+            clean_environment.setenv(name, value)
+        with pytest.raises(hdp.InvalidUsage, match=f"port {port} of 127.0.0.1 is in use.*MASTER_PORT"):
+            hdp.init(timeout=5)
+
+
+def test_absent_rank_is_named(clean_environment: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in zip(VARIABLES[:4], ("0", "3", "127.0.0.1", str(port)), strict=True):
+        clean_environment.setenv(name, value)
+    with pytest.raises(hdp.CommTimeout, match=r"waited 0\.5 s in init.* for: 1, 2"):
+        hdp.init(timeout=0.5)
+
+
+def test_no_store(clean_environment: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES[:4], ("1", "2", "127.0.0.1", "1"), strict=True):
+        clean_environment.setenv(name, value)
+    with pytest.raises(hdp.CommTimeout, match="is rank 0 running"):
+        hdp.init(timeout=1)
+
+
+def beside_torch() -> None:
+    dist.init_process_group("gloo")
+    with hdp.init() as comm:
+        x = torch.ones(5)
+        comm.all_reduce(x)
+        assert x[0] == comm.size
+        dist.all_reduce(x)
+        assert x[0] == comm.size**2
+    first = hdp.init()
+    second = hdp.init()  # an independent world
+    second.barrier()
+    first.barrier()
+    dist.destroy_process_group()
+
+
+def test_beside_torch_distributed(ranks: Any) -> None:
+    ranks(2, beside_torch)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch, hdpcomm as hdp
+            comm = hdp.init()
+            x = torch.tensor([float(comm.rank)])
+            comm.all_reduce(x)
+            open(f"rank{comm.rank}", "w").write(str(x.item()))
+            comm.close()
+            """
+        )
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["3.0"] * 3

@@ -1,0 +1,213 @@
+"""Subsets: ordered, nested, free, and nothing is left of thousands of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.testing import run_threads
+
+
+def order_and_nesting() -> None:
+    world = hdp.init()
+    comm = world.subset([3, 0, 2])
+    assert (comm is None) == (world.rank == 1)
+    if comm is not None:
+        assert comm.ranks == (3, 0, 2)
+        assert comm.rank == (3, 0, 2).index(world.rank)
+        assert comm.global_rank == world.rank
+        out = torch.empty(3, dtype=torch.int64)
+        comm.all_gather(out, torch.tensor([world.rank]))
+        assert out.tolist() == [3, 0, 2]
+        inner = comm.subset([2, 0])  # positions: global ranks 2 and 3
+        if inner is not None:
+            assert inner.ranks == (2, 3)
+            inner.all_gather(out[:2], torch.tensor([world.rank]))
+            assert out[:2].tolist() == [2, 3]
+    halves = world.split(world.rank % 2, key=-world.rank)
+    assert halves is not None
+    assert halves.ranks == ((2, 0), (3, 1))[world.rank % 2]
+    assert (world.split(None if world.rank == 0 else 7) is None) == (world.rank == 0)
+
+
+def test_order_and_nesting(ranks: Any) -> None:
+    ranks(4, order_and_nesting)
+    run_threads(order_and_nesting, 4)
+
+
+def make_only() -> tuple[int, ...]:
+    world = hdp.init()
+    before = world.stats()
+    subsets = [world.subset([*range(start, world.size), *range(start)]) for start in range(world.size)]
+    assert all(subset is not None and subset.size == world.size for subset in subsets)
+    assert world.stats() == before
+    assert before["messages_sent"] == 0
+    return tuple(before.values())
+
+
+def test_making_a_subset_of_64_ranks_sends_nothing() -> None:
+    run_threads(make_only, 64)
+
+
+def churn(count: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    world = hdp.init()
+    process = psutil.Process()
+    generator = random.Random(5)  # the same on all ranks
+
+    def use(number: int) -> None:
+        for _ in range(number):
+            members = generator.sample(range(world.size), generator.randint(1, world.size))
+            comm = world.subset(members)
+            if comm is not None:
+                x = torch.full((3,), float(comm.rank))
+                comm.all_reduce(x)
+                assert x[0] == sum(range(comm.size))
+
+    def resources() -> tuple[int, int, int]:
+        return process.num_fds(), threading.active_count(), process.num_threads()
+
+    use(50)
+    before = resources()
+    use(count)
+    return before, resources()
+
+
+def test_a_thousand_subsets_leave_nothing_behind(ranks: Any) -> None:
+    files = set(os.listdir("/dev/shm"))
+    for before, after in ranks(4, churn, 1000):
+        assert after == before
+    assert set(os.listdir("/dev/shm")) <= files
+
+
+def worlds_come_and_go() -> tuple[int, int]:
+    process = psutil.Process()
+    counts = []
+    for _ in range(4):
+        with hdp.init() as comm:
+            work = comm.all_reduce(torch.ones(100_000), async_op=True)  # starts the background thread
+            work.wait()
+        counts.append((process.num_fds(), process.num_threads()))
+    return counts[1], counts[-1]
+
+
+def test_worlds_leave_nothing_behind(ranks: Any) -> None:
+    for early, late in ranks(2, worlds_come_and_go):
+        assert late == early
+
+
+OPS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+    "p2p",
+)
+
+
+def random_mix(seed: int, count: int) -> None:
+    """Random collectives on random overlapping subsets, sync and async, in one global order."""
+    world = hdp.init()
+    generator = random.Random(seed)
+    pending: list[tuple[hdp.Work, torch.Tensor, torch.Tensor]] = []
+    for step in range(count):
+        members = generator.sample(range(world.size), generator.randint(1, world.size))
+        op = generator.choice(OPS)
+        elements = generator.choice((0, 1, 3, 17, 300, 5000))
+        dtype = generator.choice((torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8))
+        root = generator.randrange(len(members))
+        pick = generator.random()
+        background = generator.random() < 0.3
+        comm = world.subset(members)
+        if comm is None:
+            continue
+        names = comm.algorithms(op) if op != "p2p" else ("auto",)
+        algorithm = names[int(pick * len(names))]
+        work, out, expected = issue(comm, op, elements, dtype, root, algorithm, step, background)
+        if background:
+            pending.append((work, out, expected))
+        else:
+            assert torch.equal(out, expected), (step, op, algorithm, comm.ranks, elements, dtype)
+        if len(pending) > 5:
+            check(pending)
+    check(pending)
+
+
+def check(pending: list[tuple[hdp.Work, torch.Tensor, torch.Tensor]]) -> None:
+    for work, out, expected in pending:
+        work.wait()
+        assert torch.equal(out, expected), work
+    pending.clear()
+
+
+def value(rank: int, step: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return ((torch.arange(elements) * 7 + rank * 3 + step) % 5).to(dtype)
+
+
+def issue(
+    comm: hdp.Communicator,
+    op: str,
+    n: int,
+    dtype: torch.dtype,
+    root: int,
+    algorithm: str,
+    step: int,
+    background: bool,
+) -> tuple[hdp.Work, torch.Tensor, torch.Tensor]:
+    size, rank = comm.size, comm.rank
+    inputs = [value(r, step, n, dtype) for r in range(size)]
+    mine = inputs[rank].clone()
+    kwargs: dict[str, Any] = {"async_op": background, "algorithm": algorithm}
+    total = torch.stack(inputs).double().sum(0).to(dtype)
+    if op == "all_gather":
+        out = torch.empty(size * n, dtype=dtype)
+        return comm.all_gather(out, mine, **kwargs), out, torch.cat(inputs)
+    if op == "reduce_scatter":
+        wide = [value(r, step, n * size, dtype) for r in range(size)]
+        out = torch.empty(n, dtype=dtype)
+        expected = torch.stack(wide).double().sum(0).to(dtype)[rank * n : (rank + 1) * n]
+        return comm.reduce_scatter(out, wide[rank], **kwargs), out, expected
+    if op == "all_reduce":
+        return comm.all_reduce(mine, **kwargs), mine, total
+    if op == "broadcast":
+        return comm.broadcast(mine, root, **kwargs), mine, inputs[root]
+    if op == "reduce":
+        return comm.reduce(mine, root, **kwargs), mine, total if rank == root else inputs[rank]
+    if op == "gather":
+        out = torch.empty(size * n, dtype=dtype) if rank == root else torch.empty(0, dtype=dtype)
+        work = comm.gather(out if rank == root else None, mine, root, **kwargs)
+        return work, out, torch.cat(inputs) if rank == root else out
+    if op == "scatter":
+        whole = torch.cat(inputs)
+        out = torch.empty(n, dtype=dtype)
+        return comm.scatter(out, whole if rank == root else None, root, **kwargs), out, inputs[rank]
+    if op == "all_to_all":
+        wide = [value(r, step, n * size, dtype) for r in range(size)]
+        out = torch.empty(n * size, dtype=dtype)
+        expected = torch.cat([w[rank * n : (rank + 1) * n] for w in wide])
+        return comm.all_to_all(out, wide[rank], **kwargs), out, expected
+    if op == "barrier":
+        return comm.barrier(async_op=background), mine, mine
+    out = torch.empty(n, dtype=dtype)  # a ring shift
+    work = comm.exchange([(mine, (rank + 1) % size)], [(out, (rank - 1) % size)], async_op=background)
+    return work, out, inputs[(rank - 1) % size]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_mixes_of_processes(ranks: Any, seed: int) -> None:
+    ranks(4, random_mix, seed, 600)
+
+
+def test_random_mixes_of_threads() -> None:
+    run_threads(random_mix, 8, 2, 300)
