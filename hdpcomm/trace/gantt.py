@@ -136,8 +136,7 @@ def plot_plans(plans: Sequence[StepPlan], path: str | Path) -> None:
     longest = [_longest(batch) for plan in plans for batch in plan.micro_batches] or [1]
     top = float(np.log2(max(longest))) + 1e-6
     limits = (max(float(np.log2(min(longest))), top - _OCTAVES) - 1e-6, top)
-    colours = colormaps["viridis_r"].copy()
-    colours.set_bad(_IDLE)
+    colours = colormaps["viridis_r"].with_extremes(bad=_IDLE)
     figure = Figure(figsize=(max(9.0, 6.2 * len(plans)), 8.5), layout="constrained")
     grid = figure.add_gridspec(2, len(plans), height_ratios=(3, 1))
     panels: list[Axes] = []
