@@ -1,6 +1,6 @@
 """Time to make a communicator of some ranks, and what it sends: hdpcomm's subset(), for groups of up to 64 ranks.
 
-The ranks are threads of this process; making a subset is local, so one of them is enough to time it. Medians of many rounds.
+The ranks are threads of this process; making a subset is local, so one of them is enough to time it. Medians are shown.
 Usage: ``python benchmarks/subsets.py [--json FILE]``. ``hdpcomm perf subset`` adds the first use and other libraries.
 """
 
