@@ -1,4 +1,4 @@
-"""Point-to-point time of two ranks, one way: hdpcomm against torch.distributed's gloo, in the same processes and the same run.
+"""Point-to-point time of two ranks, one way: hdpcomm against torch.distributed's gloo, in the same processes and run.
 
 A ping-pong; the time of one way is half a round trip. Rounds of the two alternate, and the medians over all rounds are
 compared, so that noise of the machine meets both. Usage: ``python benchmarks/p2p.py [--json FILE]``.

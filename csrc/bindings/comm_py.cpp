@@ -130,6 +130,14 @@ void bindWorld(py::module_& module) {
              result["peers"] = stats.peers_used;
              return result;
            })
+      .def(
+          "set_costs",
+          [](World& world, double alpha_s, double message_s, double beta_s_per_byte,
+             double gamma_s_per_byte) {
+            world.setCosts({alpha_s, message_s, beta_s_per_byte, gamma_s_per_byte});
+          },
+          py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
+          py::arg("gamma_s_per_byte"))
       .def("abort", &World::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &World::close, py::call_guard<py::gil_scoped_release>());
   module.def(

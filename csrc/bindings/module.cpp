@@ -9,4 +9,6 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindKernels(kernels);
   auto comm = module.def_submodule("comm");
   hdpcomm::bindComm(comm);
+  auto collective = module.def_submodule("collective");
+  hdpcomm::bindCollective(collective);
 }

@@ -41,13 +41,34 @@ class Builder {
   std::vector<Move>& pending_moves() { return step().moves; }
 };
 
+// The largest power of two that is not above p.
+int powerOfTwoBelow(int p);
+
+// Recursive algorithms work on q = powerOfTwoBelow(p) ranks; rank q + i is folded onto rank i. Unit
+// i of the q units is block i and, where rank q + i exists, block q + i: the spans of units [low,
+// high) of a buffer of p blocks.
+std::vector<Span> unitSpans(const Builder& b, Buffer buffer, int low, int high);
+
 void ringAllGather(Builder& b);
 void directAllGather(Builder& b);
+void recursiveAllGather(Builder& b);
+void bruckAllGather(Builder& b);
+void patAllGather(Builder& b);
 void ringReduceScatter(Builder& b);
+void recursiveReduceScatter(Builder& b);
+void patReduceScatter(Builder& b);
 void directReduceScatter(Builder& b);
 void ringAllReduce(Builder& b);
 void directAllReduce(Builder& b);
+void recursiveAllReduce(Builder& b);
+void rabenseifnerAllReduce(Builder& b);
 void binomialBroadcast(Builder& b);
+void scatterAllGatherBroadcast(Builder& b);
+void chainBroadcast(Builder& b);
+void chainReduce(Builder& b);
+void binomialGather(Builder& b);
+void binomialScatter(Builder& b);
+void bruckAllToAll(Builder& b);
 void directBroadcast(Builder& b);
 void binomialReduce(Builder& b);
 void directReduce(Builder& b);

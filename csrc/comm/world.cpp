@@ -262,6 +262,12 @@ void World::progressLoop() {
   }
 }
 
+void World::setCosts(const TransportCosts& costs) {
+  std::lock_guard lock(mutex_);
+  costs_ = costs;
+  schedules_.clear();
+}
+
 std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) {
   std::vector<uint64_t> key = {static_cast<uint64_t>(request.op),
                                static_cast<uint64_t>(request.algorithm),
@@ -275,7 +281,9 @@ std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) 
   key.insert(key.end(), request.out_counts.begin(), request.out_counts.end());
   std::lock_guard lock(mutex_);
   if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
-  auto made = std::make_shared<const Schedule>(makeSchedule(request));
+  ScheduleRequest chosen = request;
+  if (chosen.algorithm == Algorithm::kAuto) chosen.algorithm = chooseAlgorithm(request, costs_);
+  auto made = std::make_shared<const Schedule>(makeSchedule(chosen));
   if (schedules_.size() >= kMaxSchedules) schedules_.clear();
   schedules_.emplace(std::move(key), made);
   return made;

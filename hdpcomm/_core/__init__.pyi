@@ -1,4 +1,5 @@
 # Type stubs of the compiled module; one file a room.
+from hdpcomm._core import collective as collective
 from hdpcomm._core import comm as comm
 
 DTYPES: dict[str, int]

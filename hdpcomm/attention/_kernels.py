@@ -45,6 +45,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self._table)
 
+    @property
+    def triples(self) -> npt.NDArray[np.int64]:
+        """[segments, 3]: dst, src, rows."""
+        return self._table[:, :3]
+
     def inverse(self) -> Rows:
         """The copy that goes back."""
         return Rows(self._table[:, [1, 0, 2]])

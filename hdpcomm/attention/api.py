@@ -128,7 +128,7 @@ def _make_call(
     """``q``, ``k``: with the batch folded into the heads."""
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1])):
-        rows = int(layout.local_cu(rank)[-1])
+        rows = layout.rows(rank)
         if x.shape[0] != rows:
             raise InvalidUsage(
                 f"{name} has {x.shape[0]} tokens; under cu_seqlens, rank {rank} of {size} holds {rows} (see shard())"

@@ -19,13 +19,13 @@ import torch
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.routes import atom_spans, find_atoms, spans_of
+from hdpcomm.attention.routes import Int64, atom_spans, find_atoms, spans_of
 from hdpcomm.attention.tiles import Band, Tile, tiles_of
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["GatherPlan", "gather_backward", "gather_forward", "gather_plan"]
+__all__ = ["GatherPlan", "gather_backward", "gather_forward", "gather_plan", "head_passes"]
 
 _MAX_GROUPS = 4
 """Groups of heads; more overlap better and make more, smaller messages."""
@@ -54,59 +54,45 @@ class GatherPlan:
         return sum(rows.total for _, rows in self.sends)
 
 
-def _messages(parts: dict[int, list[tuple[int, int]]], *, to_buffer: bool) -> tuple[tuple[int, Rows], ...]:
-    """(peer, rows) by peer, from lists of (row, rows) in the order of the message."""
-    found = []
-    for peer in sorted(parts):
-        offset, segments = 0, []
-        for row, rows in parts[peer]:
-            segments.append((row, offset, rows) if to_buffer else (offset, row, rows))
-            offset += rows
-        found.append((peer, Rows(segments)))
-    return tuple(found)
+def _packed(row: Int64, rows: Int64) -> Int64:
+    """[runs, 3]: (row of the message, row, rows), the message being these rows one after the other."""
+    return np.stack([np.cumsum(rows) - rows, row, rows], axis=1)
 
 
 @lru_cache(maxsize=128)
 def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> GatherPlan:
     """The plan of ``rank``; pure and local."""
     atoms = find_atoms(q_layout, kv_layout, band)
-    own: list[tuple[int, int, int]] = []
-    sends: dict[int, list[tuple[int, int]]] = {}
-    recvs: dict[int, list[tuple[int, int]]] = {}
-    row_of: dict[int, int] = {}
-    fill = 0
-    for atom in np.nonzero(atoms.needed[:, rank] | (atoms.owner == rank))[0].tolist():
-        rows, owner, row = int(atoms.rows[atom]), int(atoms.owner[atom]), int(atoms.row[atom])
-        row_of[atom] = fill
-        if owner == rank:
-            own.append((fill, row, rows))
-            for peer in np.nonzero(atoms.needed[atom])[0].tolist():
-                sends.setdefault(peer, []).append((row, rows))
-        else:
-            recvs.setdefault(owner, []).append((fill, rows))
-        fill += rows
+    chosen = np.nonzero(atoms.needed[:, rank] | (atoms.owner == rank))[0]
+    rows, owner, source = atoms.rows[chosen], atoms.owner[chosen], atoms.row[chosen]
+    place = np.cumsum(rows) - rows
+    mine = owner == rank
+    peers = [peer for peer in range(q_layout.size) if peer != rank]
+    taken = {peer: atoms.needed[chosen, peer] & mine for peer in peers}
+    sends = [(peer, source[here], rows[here]) for peer, here in taken.items()]
+    recvs = [(peer, place[owner == peer], rows[owner == peer]) for peer in peers]
     q_spans = spans_of(q_layout, rank)
     shift = (kv_layout.lengths - q_layout.lengths).tolist()
     tiles = [
         tile
-        for s, k_spans in atom_spans(atoms, list(row_of), row_of).items()
+        for s, k_spans in atom_spans(atoms, chosen, place).items()
         for tile in tiles_of(q_spans[s], k_spans, shift[s], band)
     ]
     return GatherPlan(
         rank=rank,
         size=q_layout.size,
-        q_rows=int(q_layout.local_cu(rank)[-1]),
-        kv_rows=int(kv_layout.local_cu(rank)[-1]),
-        buffer_rows=fill,
-        own=Rows(own),
-        sends=_messages(sends, to_buffer=False),
-        recvs=_messages(recvs, to_buffer=True),
+        q_rows=q_layout.rows(rank),
+        kv_rows=kv_layout.rows(rank),
+        buffer_rows=int(rows.sum()),
+        own=Rows(np.stack([place[mine], source[mine], rows[mine]], axis=1)),
+        sends=tuple((peer, Rows(_packed(start, count))) for peer, start, count in sends if len(count)),
+        recvs=tuple((peer, Rows(_packed(start, count)).inverse()) for peer, start, count in recvs if len(count)),
         tiles=tuple(tiles),
     )
 
 
-def _groups(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
-    """(heads of q, heads of k) of each group."""
+def head_passes(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
+    """(heads of q, heads of k) of each group of heads, which take their turns."""
     count = next(n for n in range(min(_MAX_GROUPS, kv_heads), 0, -1) if kv_heads % n == 0)
     step, ratio = kv_heads // count, heads // kv_heads
     return [(slice(i * step * ratio, (i + 1) * step * ratio), slice(i * step, (i + 1) * step)) for i in range(count)]
@@ -184,7 +170,7 @@ def gather_forward(
     """As :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
     result = Accumulator(q.shape, q)
-    groups = _groups(q.shape[1], k.shape[1])
+    groups = head_passes(q.shape[1], k.shape[1])
     coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
     for i, (heads, _) in enumerate(groups):
         fetch = coming
@@ -215,7 +201,7 @@ def gather_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`hdpcomm.attention.ring.ring_backward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    groups = _groups(q.shape[1], k.shape[1])
+    groups = head_passes(q.shape[1], k.shape[1])
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dkv = torch.zeros((k.shape[0], 2, *k.shape[1:]), dtype=lse.dtype, device=k.device)
     coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])

@@ -55,6 +55,10 @@ class Layout:
         counts = (spans[:, :, 1] - spans[:, :, 0]).sum(axis=1)
         return np.concatenate(([0], np.cumsum(counts)))
 
+    def rows(self, rank: int) -> int:
+        """Tokens that ``rank`` holds."""
+        return _rows_of(self, rank)
+
     def segments(self, rank: int) -> Int64:
         """[2 * sequences, 3]: (local row, row in the pack, rows) of every head and tail of ``rank``."""
         spans = self.spans(rank)
@@ -62,6 +66,11 @@ class Layout:
         starts = np.cumsum(self.lengths) - self.lengths
         source = (spans[:, :, 0] + starts[:, None]).reshape(-1)
         return np.stack([np.cumsum(counts) - counts, source, counts], axis=1)
+
+
+@lru_cache(maxsize=1024)
+def _rows_of(layout: Layout, rank: int) -> int:
+    return int(layout.local_cu(rank)[-1])
 
 
 def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:

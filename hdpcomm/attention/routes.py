@@ -16,7 +16,6 @@ section 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -151,70 +150,80 @@ class RingPlan:
         return sum(message.rows.total for step in self.steps for message in step.grad_sends)
 
 
-class _Outbox:
-    """Collects rows by (due step, kind, peer, buffer); insertion in the order of atoms, which both ends share.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hops:
+    """The atoms that pass one rank, in order; distances count ring steps from the owner, ``size`` is never."""
+
+    atom: Int64
+    owner: Int64
+    rows: Int64
+    me: Int64
+    """Distance of this rank: the step in which it works on the atom."""
+    before: Int64
+    """The last rank before this one that needs it, or 0: the owner."""
+    after: Int64
+    """The next rank after this one that needs it."""
+    last: Int64
+    """The last rank of all that needs it, or 0."""
+    row: Int64
+    """First row in this rank's buffer."""
+
+
+def _hops(atoms: Atoms, rank: int, size: int) -> _Hops:
+    atom = np.nonzero(atoms.needed[:, rank] | (atoms.owner == rank))[0]
+    owner, rows = atoms.owner[atom], atoms.rows[atom]
+    me = (owner - rank) % size
+    steps = np.arange(size)[None, :]
+    needed = np.take_along_axis(atoms.needed[atom], (owner[:, None] - steps) % size, axis=1)
+    before = np.where(needed & (steps < me[:, None]), steps, 0).max(axis=1, initial=0)
+    after = np.where(needed & (steps > me[:, None]), steps, size).min(axis=1, initial=size)
+    last = np.where(needed, steps, 0).max(axis=1, initial=0)
+    row = atoms.row[atom].copy()
+    for step in range(1, size):
+        here = me == step
+        row[here] = np.cumsum(rows[here]) - rows[here]
+    return _Hops(atom, owner, rows, me, before, after, last, row)
+
+
+class _Mail:
+    """The messages of one kind, by due step.
 
     Messages between two ranks have no tags, so both ends must list them alike: within one exchange there is at most
-    one of a kind for a pair of ranks, and the kinds come in a fixed order.
+    one of a kind for a pair of ranks, the kinds come in a fixed order, and rows in the order of atoms.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[tuple[int, str, int, int], list[tuple[int, int]]] = {}
+    def __init__(self, hops: _Hops, chosen: npt.NDArray[np.bool_], due: Int64, peer: Int64) -> None:
+        due, peer, step, row, rows = (x[chosen] for x in (due, peer, hops.me, hops.row, hops.rows))
+        order = np.lexsort((step, peer, due))
+        keys = np.stack([due, peer, step], axis=1)[order]
+        edges = np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1
+        self._until: dict[int, int] = {}
+        self._messages: dict[int, list[Message]] = {}
+        if not len(keys):
+            return
+        for first, part in zip([0, *edges.tolist()], np.split(order, edges), strict=True):
+            at, to, of = keys[first].tolist()
+            self._messages.setdefault(at, []).append(Message(to, of, _as_rows(row[part], rows[part])))
+            self._until[of] = max(self._until.get(of, 0), at)
 
-    def add(self, due: int, kind: str, peer: int, step: int, row: int, rows: int) -> None:
-        runs = self._rows.setdefault((due, kind, peer, step), [])
-        if runs and runs[-1][0] + runs[-1][1] == row:
-            runs[-1] = (runs[-1][0], runs[-1][1] + rows)
-        else:
-            runs.append((row, rows))
+    def due(self, step: int) -> tuple[Message, ...]:
+        return tuple(self._messages.get(step, ()))
 
-    def messages(self, due: int, kind: str) -> tuple[Message, ...]:
-        found = sorted((peer, step) for at, what, peer, step in self._rows if (at, what) == (due, kind))
-        return tuple(Message(peer, step, _as_rows(self._rows[due, kind, peer, step])) for peer, step in found)
-
-    def until(self, kinds: tuple[str, ...], step: int) -> int:
-        return max((due for due, what, _, of in self._rows if what in kinds and of == step), default=step)
-
-
-def _as_rows(runs: Iterable[tuple[int, int]]) -> Rows:
-    segments, offset = [], 0
-    for row, rows in runs:
-        segments.append((offset, row, rows))
-        offset += rows
-    return Rows(segments)
+    def until(self, step: int) -> int:
+        """The last step at which rows of the buffer of ``step`` are due."""
+        return self._until.get(step, step)
 
 
-def _route(atoms: Atoms, rank: int, size: int) -> tuple[_Outbox, list[list[int]], dict[int, int]]:
-    """Messages of ``rank``, the atoms that it works on by step, and the buffer row of each of them."""
-    outbox = _Outbox()
-    by_step: list[list[int]] = [[] for _ in range(size)]
-    fill = [0] * size
-    row_of: dict[int, int] = {}
-    involved = np.nonzero(atoms.needed[:, rank] | (atoms.owner == rank))[0]
-    for atom in involved.tolist():
-        owner, rows = int(atoms.owner[atom]), int(atoms.stop[atom] - atoms.start[atom])
-        me = (owner - rank) % size
-        stops = sorted((owner - needer) % size for needer in np.nonzero(atoms.needed[atom])[0].tolist())
-        peer = [(owner - distance) % size for distance in range(size)]
-        row = int(atoms.row[atom]) if me == 0 else fill[me]
-        fill[me] += rows
-        by_step[me].append(atom)
-        row_of[atom] = row
-        before = max((stop for stop in stops if stop < me), default=0)
-        after = min((stop for stop in stops if stop > me), default=None)
-        if after is not None:
-            outbox.add(after, "kv_send", peer[after], me, row, rows)
-        if me != 0:
-            outbox.add(me, "kv_recv", peer[before], me, row, rows)
-            if before != 0:
-                outbox.add(me, "grad_recv", peer[before], me, row, rows)
-            if after is not None:
-                outbox.add(after, "grad_send", peer[after], me, row, rows)
-            else:
-                outbox.add(me + 1, "home_send", owner, me, row, rows)
-        elif stops:
-            outbox.add(stops[-1] + 1, "home_recv", peer[stops[-1]], 0, row, rows)
-    return outbox, by_step, row_of
+def _runs(*joints: npt.NDArray[np.bool_]) -> Int64:
+    """Where runs begin; each of ``joints`` says, for items 1, 2, ..., whether they continue the item before."""
+    return np.concatenate(([0], np.flatnonzero(~np.logical_and.reduce(joints)) + 1))
+
+
+def _as_rows(row: Int64, rows: Int64) -> Rows:
+    """From buffer rows to rows 0, 1, ... of a message."""
+    first = _runs(row[1:] == row[:-1] + rows[:-1])
+    counts = np.add.reduceat(rows, first)
+    return Rows(np.stack([np.cumsum(counts) - counts, row[first], counts], axis=1))
 
 
 def spans_of(layout: Layout, rank: int) -> list[list[Span]]:
@@ -226,16 +235,16 @@ def spans_of(layout: Layout, rank: int) -> list[list[Span]]:
     ]
 
 
-def atom_spans(atoms: Atoms, chosen: list[int], row_of: dict[int, int]) -> dict[int, list[Span]]:
-    """Per sequence: runs of atoms that are neighbours both in the sequence and in the buffer."""
+def atom_spans(atoms: Atoms, chosen: Int64, row: Int64) -> dict[int, list[Span]]:
+    """Per sequence: runs of the atoms ``chosen`` that are neighbours both in the sequence and in the buffer."""
+    if not len(chosen):
+        return {}
+    sequence, start, stop = atoms.sequence[chosen], atoms.start[chosen], atoms.stop[chosen]
+    first = _runs(sequence[1:] == sequence[:-1], start[1:] == stop[:-1], row[1:] == row[:-1] + stop[:-1] - start[:-1])
+    last = np.concatenate((first[1:], [len(chosen)])) - 1
     spans: dict[int, list[Span]] = {}
-    for atom in chosen:
-        runs = spans.setdefault(int(atoms.sequence[atom]), [])
-        start, stop, row = int(atoms.start[atom]), int(atoms.stop[atom]), row_of[atom]
-        if runs and runs[-1].stop == start and runs[-1].row + runs[-1].rows == row:
-            runs[-1] = Span(runs[-1].start, stop, runs[-1].row)
-        else:
-            runs.append(Span(start, stop, row))
+    for s, a, b, r in np.stack([sequence[first], start[first], stop[last], row[first]], axis=1).tolist():
+        spans.setdefault(s, []).append(Span(a, b, r))
     return spans
 
 
@@ -243,30 +252,38 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
     """The plan of ``rank``; see :func:`ring_plan`, which remembers them."""
     size = q_layout.size
     atoms = find_atoms(q_layout, kv_layout, band)
-    outbox, by_step, row_of = _route(atoms, rank, size)
+    hops = _hops(atoms, rank, size)
+    foreign, goes_on = hops.me > 0, hops.after < size
+    previous, following = (hops.owner - hops.before) % size, (hops.owner - hops.after) % size
+    kv_out = _Mail(hops, goes_on, hops.after, following)
+    kv_in = _Mail(hops, foreign, hops.me, previous)
+    grads_out = _Mail(hops, foreign & goes_on, hops.after, following)
+    grads_in = _Mail(hops, foreign & (hops.before > 0), hops.me, previous)
+    home_out = _Mail(hops, foreign & ~goes_on, hops.me + 1, hops.owner)
+    home_in = _Mail(hops, ~foreign & (hops.last > 0), hops.last + 1, (hops.owner - hops.last) % size)
     q_spans = spans_of(q_layout, rank)
-    own = dict(enumerate(spans_of(kv_layout, rank)))
     shift = (kv_layout.lengths - q_layout.lengths).tolist()
-    kv_rows = int(kv_layout.local_cu(rank)[-1])
     steps = []
     for t in range(size + 1):
-        k_spans = own if t == 0 else {} if t == size else atom_spans(atoms, by_step[t], row_of)
+        here = hops.me == t if 0 < t < size else np.zeros_like(foreign)
+        k_spans = atom_spans(atoms, hops.atom[here], hops.row[here])
+        if t == 0:
+            k_spans = dict(enumerate(spans_of(kv_layout, rank)))
         tiles = [tile for s, spans in k_spans.items() for tile in tiles_of(q_spans[s], spans, shift[s], band)]
-        rows = kv_rows if t == 0 else 0 if t == size else sum(int(atoms.rows[a]) for a in by_step[t])
         steps.append(
             Step(
                 source=(rank + t) % size,
-                kv_rows=rows,
+                kv_rows=kv_layout.rows(rank) if t == 0 else int(hops.rows[here].sum()),
                 tiles=tuple(tiles),
-                kv_sends=outbox.messages(t, "kv_send"),
-                kv_recvs=outbox.messages(t, "kv_recv"),
-                grad_sends=outbox.messages(t, "grad_send") + outbox.messages(t, "home_send"),
-                grad_recvs=outbox.messages(t, "grad_recv") + outbox.messages(t, "home_recv"),
-                kv_until=outbox.until(("kv_send",), t),
-                grad_until=outbox.until(("grad_send", "home_send"), t),
+                kv_sends=kv_out.due(t),
+                kv_recvs=kv_in.due(t),
+                grad_sends=grads_out.due(t) + home_out.due(t),
+                grad_recvs=grads_in.due(t) + home_in.due(t),
+                kv_until=kv_out.until(t),
+                grad_until=max(grads_out.until(t), home_out.until(t)),
             )
         )
-    return RingPlan(rank, size, int(q_layout.local_cu(rank)[-1]), kv_rows, tuple(steps))
+    return RingPlan(rank, size, q_layout.rows(rank), kv_layout.rows(rank), tuple(steps))
 
 
 _cached_plan = lru_cache(maxsize=128)(build_plan)

@@ -8,8 +8,9 @@ local.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from hdpcomm.errors import InvalidUsage
 
@@ -52,9 +53,11 @@ def band_of(causal: bool, window: int | tuple[int, int] | None) -> Band:
     return Band(None if left == -1 else -left, 0 if causal else None if right == -1 else right)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive tokens of one sequence, at consecutive local rows: positions [start, stop) from row ``row`` on."""
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence, at consecutive local rows: positions [start, stop) from row ``row`` on.
+
+    A tuple, as tiles are: a plan makes thousands of them.
+    """
 
     start: int
     stop: int
@@ -65,12 +68,11 @@ class Span:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """Queries [q_start, q_stop) x keys [k_start, k_stop), as rows of the tensors at hand.
 
     The a-th query of the tile sees its b-th key iff ``low <= b - a <= high`` (None: no limit). Every query of the
-    tile sees at least one of its keys, and every key is seen.
+    tile sees at least one of its keys, every key is seen, and a limit that hides nothing is None.
     """
 
     q_start: int
@@ -105,9 +107,9 @@ class Tile:
 def _tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
     """The part of q x k inside the band, or None; ``shift`` = length_k - length_q."""
     n, m = q.rows, k.rows
-    if n == 0 or m == 0:
-        return None
     offset = q.start + shift - k.start
+    if band.low is None and (band.high is None or offset + band.high >= m - 1):
+        return Tile(q.row, q.row + n, k.row, k.row + m)  # no limit reaches it: most pairs of pieces
     low = None if band.low is None else band.low + offset
     high = None if band.high is None else band.high + offset
     first_q = 0 if high is None else max(0, -high)  # query a sees keys a + low .. a + high
@@ -136,9 +138,9 @@ def _joined(first: Tile, second: Tile) -> Tile | None:
     if not (first.full and second.full):
         return None
     if (first.q_start, first.q_stop) == (second.q_start, second.q_stop) and first.k_stop == second.k_start:
-        return replace(first, k_stop=second.k_stop)
+        return first._replace(k_stop=second.k_stop)
     if (first.k_start, first.k_stop) == (second.k_start, second.k_stop) and first.q_stop == second.q_start:
-        return replace(first, q_stop=second.q_stop)
+        return first._replace(q_stop=second.q_stop)
     return None
 
 

@@ -6,8 +6,10 @@ The choice follows from what all ranks know alike (lengths, mask, heads, types, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hdpcomm.attention.backends.base import Problem
+from hdpcomm.attention.gather import head_passes
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
@@ -111,8 +113,9 @@ def estimate(variant: Variant, problem: Problem, layout: tuple[Layout, Layout], 
         moved_kv *= (rings - 1) / max(1, size - 1) * group
     wire = moved_kv / costs.bytes_per_s
     if variant.gather:
-        first = wire / min(4, problem.kv_heads)
-        return trade + costs.message_s + first + max(compute, wire - first) + 2 * sequences * costs.call_s
+        passes = len(head_passes(problem.heads, problem.kv_heads))
+        first, calls = wire / passes, 2 * sequences * passes * costs.call_s
+        return trade + costs.message_s + first + max(compute + calls, wire - first)
     calls = rings * sequences * costs.call_s
     steps = max(1, rings - 1)
     compute_step, wire_step = compute / rings, wire / steps + (costs.message_s if rings > 1 else 0.0)
@@ -127,6 +130,7 @@ def _pairs(n: int, m: int, band: Band) -> float:
     return n * (max(0, first[1] - first[0]) + max(0, last[1] - last[0])) / 2
 
 
+@lru_cache(maxsize=256)
 def choose_variant(
     name: str, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: Costs | None
 ) -> Variant:

@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="longest sequence; longer documents are cut into pieces",
     )
     data.add_argument(
-        "--tokens-per-step", type=count, default=49152, metavar="TOKENS", help="most tokens of a step over all ranks"
+        "--tokens-per-step", type=count, default=24576, metavar="TOKENS", help="most tokens of a step over all ranks"
     )
     data.add_argument("--seed", type=int, default=0, help="of the shuffle and of the weights")
     ranks = parser.add_argument_group("ranks")
@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=count,
         default=None,
         metavar="TOKENS",
-        help="tokens that a rank holds at once (twice context / ranks)",
+        help="tokens that a rank holds at once (half of the context, so that the longest sequences need two ranks)",
     )
     ranks.add_argument(
         "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     model.add_argument("--kv-heads", type=count, default=1, help="key and value heads")
     model.add_argument("--ffn", type=count, default=192, help="width of the feed-forward block")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=count, default=12, help="optimizer steps")
+    training.add_argument("--steps", type=count, default=14, help="optimizer steps")
     training.add_argument("--lr", type=positive, default=1e-2, help="highest learning rate")
     training.add_argument(
         "--max-grad-norm", type=positive, default=1.0, help="gradients are clipped to this global norm"
@@ -127,7 +127,7 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     from hdpcomm.train import RunConfig, check_limits
 
     context = options.context
-    capacity = options.capacity or min(context, -(-2 * context // ranks))
+    capacity = options.capacity or -(-context // min(2, ranks))
     policies = [options.policy] if options.policy == "static" or options.no_compare else [options.policy, "static"]
     config = RunConfig(
         model=LlamaConfig(
@@ -177,10 +177,13 @@ def _start_ranks(job: _Job, ranks: int) -> RunResult:
     from hdpcomm.comm.launch import run_ranks
 
     try:
-        result: RunResult = run_ranks(run_rank, ranks, job)[0]
+        result: RunResult = run_ranks(run_rank, ranks, job, preload=("torch._dynamo",))[0]  # AdamW needs it
         return result
     except BaseException:
-        Console(stderr=True).show_cursor()  # rank 0 may have died inside its progress bar
+        console = Console(stderr=True)
+        if console.is_terminal:  # rank 0 may have died inside its progress bar
+            console.show_cursor()
+            console.print()
         raise
 
 

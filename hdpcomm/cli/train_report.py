@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -28,8 +29,8 @@ class Progress:
     def __init__(self, config: RunConfig, *, log: Path | None = None) -> None:
         console = Console(stderr=True)
         columns = (
-            TextColumn("{task.description:<17}"),
-            BarColumn(bar_width=24),
+            TextColumn("{task.description:<9}"),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[latest]}"),
             TimeElapsedColumn(),
@@ -37,7 +38,7 @@ class Progress:
             TimeRemainingColumn(elapsed_when_finished=False),
         )
         self._bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("measuring the model", total=config.steps * len(config.policies), latest="")
+        self._task = self._bar.add_task("measuring", total=config.steps * len(config.policies), latest="")
         self._log_path = log
         self._log: IO[str] | None = None
         self._stack = ExitStack()
@@ -78,7 +79,7 @@ def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
     policy = config.policies[0]
     console.print(corpus.describe())
     console.print(
-        f"Llama of {result.parameters:,} parameters on {result.ranks} ranks ({result.transport}), capacity "
+        f"Llama of {result.parameters:,} parameters on {_ranks_text(result.ranks)} ({result.transport}), capacity "
         f"{config.capacity:,} tokens a rank"
     )
     console.print(_steps_table(policy, result.steps[policy]))
@@ -108,33 +109,51 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
 
 
 def _policies_table(result: RunResult) -> Table:
-    table = Table(title="the same batches", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(
+        title="the same batches" if len(result.steps) > 1 else "the whole run",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
     for name in ("policy", "loss first", "last", "tokens/s", "seconds/step", "longest on", "sent/step", "idle"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy, steps in result.steps.items():
         total = totals(steps)
         fewest, most = min(s.longest_ranks for s in steps), max(s.longest_ranks for s in steps)
         table.add_row(
-            "static DP x CP" if policy == "static" else policy,
+            f"static DP{result.ranks // most} x CP{most}" if policy == "static" else policy,
             f"{total.first_loss:.3f}",
             f"{total.last_loss:.3f}",
             f"{total.tokens_per_s:,.0f}",
             f"{total.seconds / total.steps:.2f}",
-            f"{most} ranks" if fewest == most else f"{fewest}-{most} ranks",
+            _ranks_text(fewest, most),
             size_text(total.bytes_sent / total.steps),
             f"{total.idle_share:.0%}",
         )
     return table
 
 
+def _ranks_text(fewest: int, most: int = 0) -> str:
+    most = max(fewest, most)
+    return f"{fewest}-{most} ranks" if fewest < most else f"{most} rank{'' if most == 1 else 's'}"
+
+
 def _verdict(policy: str, result: RunResult) -> str:
     own, static = totals(result.steps[policy]), totals(result.steps["static"])
-    parts = [f"{policy} against the static mesh: {own.tokens_per_s / static.tokens_per_s:.2f}x the tokens/s"]
-    if static.bytes_sent:
-        parts.append(f"{own.bytes_sent / static.bytes_sent:.2f}x the bytes sent")
+    parts = [
+        f"{policy} against the static mesh: {own.tokens_per_s / static.tokens_per_s:.2f}x the tokens/s",
+        f"idle {own.idle_share:.0%} instead of {static.idle_share:.0%}",
+        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(static.bytes_sent / static.steps)}",
+    ]
     gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps["static"], strict=True))
     parts.append(f"losses equal within {gap:.1g}")
-    return ", ".join(parts)
+    told = ", ".join(parts) + "."
+    cores = len(os.sched_getaffinity(0))
+    if cores < result.ranks:
+        told += (
+            f"\n{result.ranks} ranks share {cores} cores here: a rank that waits leaves its core to another, so "
+            "idle time costs less than with a device for each."
+        )
+    return told
 
 
 def to_json(corpus: Corpus, config: RunConfig, result: RunResult) -> dict[str, object]:

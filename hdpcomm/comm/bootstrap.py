@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import json
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.costs import load_costs
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
 __all__ = ["ThreadRank", "close_all", "init", "thread_rank"]
@@ -58,6 +60,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         seconds = joining.timeout if timeout is None else seconds
         world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
         joining.worlds.append(world)
+        world.set_costs(**load_costs("shm"))
         return Communicator(world.communicator())
     rank, size = _rank_and_size()
     if size == 1:
@@ -160,12 +163,16 @@ def _join_processes(rank: int, size: int, seconds: float) -> _core.comm.World:
     # Rank 0 makes the segment; its descriptor stays open until all have mapped it.
     if rank == 0:
         segment = _core.comm.create_segment(size)
-        store.set(f"{prefix}/segment", segment.address())
+        costs = load_costs("shm")  # rank 0's are everybody's, so that all choose the same algorithms
+        store.set(f"{prefix}/segment", json.dumps({"address": segment.address(), "costs": costs}))
     else:
         _wait_for_all(store, [f"{prefix}/segment"], deadline, seconds, rank)
-        segment = _core.comm.open_segment(store.get(f"{prefix}/segment").decode(), size)
+        published = json.loads(store.get(f"{prefix}/segment"))
+        segment = _core.comm.open_segment(published["address"], size)
+        costs = published["costs"]
     world = _core.comm.join_shm_world(segment, rank, max(0.1, deadline - time.monotonic()))
     segment.release()
+    world.set_costs(**costs)
     return world
 
 

@@ -35,23 +35,30 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float | None = None,
+    preload: Sequence[str] = (),
+) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` new processes of this host; returns their results by rank.
 
     ``fn`` is importable (a function of a module); inside, ``hdpcomm.init()`` joins the world. ``timeout``: seconds for
     the whole run (``None``: no limit); past it every rank's stacks go to stderr and the ranks are ended. If a rank
     raises, the others get 5 s to notice; then the first error that is not a mere consequence is raised here.
+    ``preload``: modules to import once for all ranks (the first call of a process decides).
 
     Raises: what a rank raised; PeerLost when one died; CommTimeout past the timeout.
     """
-    with RankPool(world_size) as pool:
+    with RankPool(world_size, preload=preload) as pool:
         return pool.run(fn, *args, timeout=timeout)
 
 
 class RankPool:
     """Ranks that stay for several runs: starting a process costs far more than a short function."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, preload: Sequence[str] = ()) -> None:
         if not 1 <= world_size <= 4096:
             raise InvalidUsage(f"world_size is {world_size}; give 1 to 4096")
         self.world_size = world_size
@@ -60,7 +67,7 @@ class RankPool:
         )
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
-        context = _context()
+        context = _context(preload)
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
@@ -190,10 +197,10 @@ class RankPool:
         self.close()
 
 
-def _context() -> ForkServerContext:
+def _context(preload: Sequence[str]) -> ForkServerContext:
     # A server with torch imported forks a rank in milliseconds; it has no threads, so the fork is safe.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hdpcomm.comm.launch"])
+    context.set_forkserver_preload(["hdpcomm.comm.launch", *preload])
     return context
 
 

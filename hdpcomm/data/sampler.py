@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,16 @@ class GlobalBatch:
         return sum(self.lengths)
 
 
+_NONE = GlobalBatch(step=-1, epoch=0, ids=(), lengths=())
+
+
 class BatchSampler:
     """Cuts a seeded shuffle of the corpus into batches that hold at most ``tokens`` tokens each.
 
-    Every epoch shuffles anew and gives each sequence exactly once; the last batch of an epoch may be smaller. Two
-    samplers with equal arguments give equal batches, so ranks agree without a message. Local.
+    A batch takes sequences in the order of the shuffle; one that does not fit any more waits for the next batch while
+    those behind it are tried, at most ``LOOKAHEAD`` of them, so that batches are nearly full. Every epoch shuffles anew
+    and gives each sequence exactly once; its last batch may be smaller. Two samplers with equal arguments give equal
+    batches, so ranks agree without a message. Local.
 
     Args:
         lengths: ``[sequences]`` tokens of each sequence of the corpus.
@@ -54,6 +60,8 @@ class BatchSampler:
         >>> sorted(sampler.batch(0).ids + sampler.batch(1).ids)
         [0, 1, 2]
     """
+
+    LOOKAHEAD = 256
 
     def __init__(self, lengths: Sequence[int] | npt.NDArray[np.int64], *, tokens: int, seed: int = 0) -> None:
         self._lengths = np.asarray(lengths, dtype=np.int64)
@@ -75,23 +83,18 @@ class BatchSampler:
             )
         self._tokens = tokens
         self._seed = seed
-        self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._latest = _NONE
         self._rewind()
 
     def batch(self, step: int) -> GlobalBatch:
-        """The batch of a step; steps in rising order cost nothing extra, an earlier one starts over."""
+        """The batch of a step; asked in rising order each is made once, an earlier one starts over from step 0."""
         if step < 0:
             raise InvalidUsage(f"step is {step}; steps count from 0")
-        if step < self._first_step:
+        if step < self._latest.step:
             self._rewind()
-        while step >= self._first_step + len(self._bounds) - 1:
-            self._first_step += len(self._bounds) - 1
-            self._start_epoch(self._epoch + 1)
-        place = step - self._first_step
-        ids = self._order[self._bounds[place] : self._bounds[place + 1]]
-        return GlobalBatch(
-            step=step, epoch=self._epoch, ids=tuple(ids.tolist()), lengths=tuple(self._lengths[ids].tolist())
-        )
+        while self._latest.step < step:
+            self._latest = self._next()
+        return self._latest
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         """All batches from step 0, without end."""
@@ -101,14 +104,27 @@ class BatchSampler:
             step += 1
 
     def _rewind(self) -> None:
-        self._first_step = 0
         self._start_epoch(0)
+        self._latest = _NONE
+        self._latest = self._next()
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._lengths))
-        ends = np.cumsum(self._lengths[self._order])
-        self._bounds = [0]
-        while self._bounds[-1] < len(ends):
-            used = int(ends[self._bounds[-1] - 1]) if self._bounds[-1] else 0
-            self._bounds.append(int(np.searchsorted(ends, used + self._tokens, side="right")))
+        order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._lengths))
+        self._coming = iter(order.tolist())
+        self._window = list(itertools.islice(self._coming, self.LOOKAHEAD))
+
+    def _next(self) -> GlobalBatch:
+        if not self._window:
+            self._start_epoch(self._epoch + 1)
+        room, taken, waiting = self._tokens, [], []
+        for sequence in self._window:
+            length = int(self._lengths[sequence])
+            if length <= room:
+                room -= length
+                taken.append(sequence)
+            else:
+                waiting.append(sequence)
+        self._window = waiting + list(itertools.islice(self._coming, len(taken)))
+        lengths = tuple(int(self._lengths[sequence]) for sequence in taken)
+        return GlobalBatch(step=self._latest.step + 1, epoch=self._epoch, ids=tuple(taken), lengths=lengths)

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["RunConfig", "RunResult", "check_limits", "learning_rate", "run"]
 
 
+PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
+
+
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """What to train and how.
 
     Attributes:
-        policies: the run is done once with each, from the same weights on the same batches.
+        policies: each trains a model of its own, all from the same weights on the same batches.
         capacity: tokens that a rank holds at once.
         tokens_per_step: budget of a global batch.
         learning_rate: the highest; it rises over the first tenth of the steps and then falls along a cosine to a tenth
@@ -98,6 +101,8 @@ def run(
 ) -> RunResult:
     """Trains ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank.
 
+    The policies take turns, step by step, each with weights of its own: what else the machine does slows all alike.
+
     Args:
         corpus: every rank reads only the sequences that it works on.
         on_step: called on this rank after every step with the policy and the metrics.
@@ -109,24 +114,27 @@ def run(
     check_limits(corpus, config, ranks=comm.size)
     longest = int(corpus.lengths.max())
     sampler = BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
-    model = Llama(config.model, seed=config.seed)
-    cost_model = profile_cost_model(model, comm, longest=min(longest, config.capacity))
+    cost_model = profile_cost_model(
+        Llama(config.model, seed=config.seed), comm, longest=min(longest, config.capacity, PROFILE_TOKENS)
+    )
     cluster = ClusterSpec(ranks=comm.size, capacity=config.capacity)
-    steps: dict[str, list[StepMetrics]] = {}
+    trainers: dict[str, Trainer] = {}
     for policy in config.policies:
-        model.reset_parameters(config.seed)
+        model = Llama(config.model, seed=config.seed)
         planner = Planner(None, cluster, policy, cost_model, context=longest)
-        trainer = Trainer(model, _optimizer(model, config), planner, comm, max_grad_norm=config.max_grad_norm)
-        steps[policy] = []
-        for step in range(config.steps):
-            batch = sampler.batch(step)
+        trainers[policy] = Trainer(model, _optimizer(model, config), planner, comm, max_grad_norm=config.max_grad_norm)
+    steps: dict[str, list[StepMetrics]] = {policy: [] for policy in trainers}
+    for step in range(config.steps):
+        batch = sampler.batch(step)
+        for policy, trainer in trainers.items():
             for group in trainer.optimizer.param_groups:
                 group["lr"] = learning_rate(config, step)
             metrics = trainer.step(batch.lengths, partial(_read, corpus, batch))
             steps[policy].append(metrics)
             if on_step is not None:
                 on_step(policy, metrics)
-    return RunResult(ranks=comm.size, transport=comm.transport, parameters=model.num_parameters(), steps=steps)
+    parameters = sum(parameter.numel() for parameter in trainers[config.policies[0]].model.parameters())
+    return RunResult(ranks=comm.size, transport=comm.transport, parameters=parameters, steps=steps)
 
 
 def _read(corpus: Corpus, batch: GlobalBatch, place: int) -> torch.Tensor:

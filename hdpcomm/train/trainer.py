@@ -47,12 +47,15 @@ class Trainer:
         InvalidUsage: the planner is for another number of ranks, or the model has nothing to train.
 
     Example:
-        >>> import hdpcomm as hdp, torch
+        >>> import hdpcomm as hdp
+        >>> from hdpcomm.models import Llama, LlamaConfig
+        >>> from hdpcomm.plan import ClusterSpec, Planner
+        >>> from hdpcomm.train import profile_cost_model
         >>> comm = hdp.init()
-        >>> model = hdp.models.Llama(hdp.models.LlamaConfig(layers=1, hidden=16, ffn=32))
-        >>> cost = hdp.train.profile_cost_model(model, comm, longest=64)
-        >>> planner = hdp.plan.Planner(None, hdp.plan.ClusterSpec(ranks=comm.size, capacity=64), cost_model=cost)
-        >>> trainer = hdp.train.Trainer(model, torch.optim.AdamW(model.parameters()), planner, comm)
+        >>> model = Llama(LlamaConfig(layers=1, hidden=16, ffn=32))
+        >>> cost_model = profile_cost_model(model, comm, longest=64)
+        >>> planner = Planner(None, ClusterSpec(ranks=comm.size, capacity=64), cost_model=cost_model)
+        >>> trainer = Trainer(model, torch.optim.AdamW(model.parameters()), planner, comm)
         >>> trainer.step([5, 3], lambda i: torch.arange(5 if i == 0 else 3)).tokens
         8
     """

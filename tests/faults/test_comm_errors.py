@@ -161,14 +161,14 @@ def test_bad_arguments(ranks: Any) -> None:
 def aborts() -> None:
     comm = hdp.init(timeout=20)
     if comm.rank == 0:
-        work = comm.all_reduce(torch.zeros(10), async_op=True)
+        work = comm.all_reduce(torch.zeros(100_000), async_op=True)
         comm.abort("the user had enough")
         with pytest.raises(hdp.Aborted, match="the user had enough"):
             work.wait()
         with pytest.raises(hdp.Aborted, match="make a new one"):
             comm.barrier()
     else:
-        error = caught(lambda: comm.all_reduce(torch.zeros(10)))
+        error = caught(lambda: comm.all_reduce(torch.zeros(100_000)))
         assert isinstance(error, (hdp.Aborted, hdp.PeerLost))
         assert "the user had enough" in str(error)
     comm = hdp.init(timeout=20)  # a new world

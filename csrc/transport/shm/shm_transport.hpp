@@ -53,7 +53,7 @@ struct Peer {
   uint32_t send_number = 0;    // of the last operation towards the peer
   uint32_t recv_number = 0;
   GiveUp failed;  // numbers of this rank's last failed operation with the peer
-  GiveUp dead;                 // what is posted of operations up to these fails: the peer gave them up
+  GiveUp dead;    // what is posted of operations up to these fails: the peer gave them up
 
   std::optional<Error> death;  // why
 

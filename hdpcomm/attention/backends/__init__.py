@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.cpu import CpuBackend
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
+from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 
@@ -13,6 +15,7 @@ __all__ = ["Problem", "available", "choose"]
 
 _BACKENDS: tuple[Backend, ...] = (
     CpuBackend(),
+    FlashAttn3Backend(),
     FlashAttn2Backend(),
     FlashBackend(),
     CudnnBackend(),
@@ -27,6 +30,7 @@ def available(problem: Problem) -> dict[str, str | None]:
     return {backend.name: backend.refuses(problem) for backend in _BACKENDS}
 
 
+@lru_cache(maxsize=256)
 def choose(name: str, problem: Problem) -> Backend:
     """The backend called ``name``, or with "auto" the first that can. InvalidUsage names the alternatives."""
     reasons = available(problem)

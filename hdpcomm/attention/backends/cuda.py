@@ -32,6 +32,8 @@ def _refusal(problem: Problem, dtypes: Sequence[torch.dtype], capability: tuple[
         return "torch's CUDA operators have no softcap"
     if problem.head_dim > max_dim or problem.head_dim % 8:
         return f"it takes a head_dim of at most {max_dim}, a multiple of 8; got {problem.head_dim}"
+    if not torch.cuda.is_available():
+        return "no CUDA device is available"
     have = torch.cuda.get_device_capability()
     if have < capability:
         return f"it needs compute capability {capability[0]}.{capability[1]}; the device has {have[0]}.{have[1]}"

@@ -65,7 +65,7 @@ BAD = {
     "variant": (_set(variant="star"), "no variant 'star'; expected auto or one of ring, gather, ulysses, hybrid"),
     "ulysses": (_set(variant="ulysses"), "cannot share 4 heads with 2 kv_heads among 3 ranks"),
     "hybrid": (_set(variant="hybrid"), "finds no head group"),
-    "backend": (_set(backend="magic"), "no attention backend 'magic'; expected auto or one of cpu, flash-attn"),
+    "backend": (_set(backend="magic"), "no attention backend 'magic'; expected auto or one of cpu, flash"),
     "backend here": (_set(backend="flash"), "cannot do this: it computes on CUDA devices.*use cpu or reference"),
     "no softcap": (_set(backend="cpu", softcap=1.0), "no softcap; use reference"),
 }  # fmt: skip

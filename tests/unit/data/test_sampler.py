@@ -18,11 +18,18 @@ def test_an_epoch_is_a_partition_within_the_budget(lengths, extra, seed):
     budget = max(lengths) + extra
     batches = list(itertools.takewhile(lambda batch: batch.epoch == 0, BatchSampler(lengths, tokens=budget, seed=seed)))
     assert sorted(i for batch in batches for i in batch.ids) == list(range(len(lengths)))
-    for batch, following in itertools.zip_longest(batches, batches[1:]):
+    for place, batch in enumerate(batches):
         assert batch.lengths == tuple(lengths[i] for i in batch.ids)
         assert 0 < batch.tokens <= budget
-        if following is not None:  # a batch ends only where the next sequence does not fit
-            assert batch.tokens + following.lengths[0] > budget
+        left = [length for later in batches[place + 1 :] for length in later.lengths]
+        assert not left or batch.tokens + min(left) > budget  # nothing that is left would have fitted in
+
+
+def test_batches_of_a_long_tail_are_nearly_full():
+    lengths = [1000] * 400 + [100] * 1500 + [7] * 3000
+    batches = itertools.takewhile(lambda batch: batch.epoch == 0, BatchSampler(lengths, tokens=1500))
+    shares = [batch.tokens / 1500 for batch in batches]
+    assert sum(shares[:300]) / 300 > 0.98
 
 
 def test_equal_arguments_give_equal_batches_in_any_order_of_asking():

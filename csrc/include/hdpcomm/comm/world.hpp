@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "hdpcomm/collective/cost.hpp"
 #include "hdpcomm/comm/work.hpp"
 
 namespace hdpcomm {
@@ -44,6 +45,8 @@ class World {
   // True when the work has ended (an error is thrown by wait()). Never blocks.
   bool test(Work& work);
 
+  // What kAuto goes by; must be equal on all ranks.
+  void setCosts(const TransportCosts& costs);
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
 
@@ -79,6 +82,7 @@ class World {
   std::atomic<bool> closed_{false};
   std::string abort_reason_;  // not empty after abort()
 
+  TransportCosts costs_;
   std::map<std::vector<uint64_t>, std::shared_ptr<const Schedule>> schedules_;
 
   std::thread progress_thread_;

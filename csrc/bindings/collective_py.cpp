@@ -1,0 +1,118 @@
+// Schedules as data, for tests, the simulator and whoever wants to look at one.
+#include <pybind11/stl.h>
+
+#include "hdpcomm/collective/checker.hpp"
+#include "hdpcomm/collective/cost.hpp"
+#include "rooms.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm {
+namespace {
+
+ScheduleRequest requestOf(int op, int algorithm, int group_size, int rank, size_t count,
+                          size_t element_bytes, int root, bool average) {
+  ScheduleRequest request;
+  request.op = static_cast<OpCode>(op);
+  request.algorithm = static_cast<Algorithm>(algorithm);
+  request.group_size = group_size;
+  request.rank = rank;
+  request.count = count;
+  request.element_bytes = element_bytes;
+  request.root = root;
+  request.average = average;
+  return request;
+}
+
+py::tuple toPython(const Span& span) {
+  static constexpr const char* kNames[] = {"in", "out", "temp"};
+  return py::make_tuple(kNames[static_cast<size_t>(span.buffer)], span.offset, span.bytes);
+}
+
+py::dict toPython(const Step& step) {
+  static constexpr const char* kMoves[] = {"copy", "reduce", "scale"};
+  py::list moves;
+  for (const Move& move : step.moves) {
+    moves.append(py::make_tuple(kMoves[static_cast<size_t>(move.kind)], toPython(move.from),
+                                toPython(move.to)));
+  }
+  py::list sends;
+  for (const Send& send : step.sends) sends.append(py::make_tuple(send.peer, toPython(send.from)));
+  py::list recvs;
+  for (const Recv& recv : step.recvs) {
+    recvs.append(py::make_tuple(recv.peer, toPython(recv.to),
+                                recv.reduce ? py::object(toPython(recv.operand)) : py::none()));
+  }
+  py::dict result;
+  result["moves"] = moves;
+  result["sends"] = sends;
+  result["recvs"] = recvs;
+  return result;
+}
+
+}  // namespace
+
+void bindCollective(py::module_& module) {
+  module.def(
+      "schedule",
+      [](int op, int algorithm, int group_size, int rank, size_t count, size_t element_bytes,
+         int root, bool average) {
+        const Schedule schedule = makeSchedule(
+            requestOf(op, algorithm, group_size, rank, count, element_bytes, root, average));
+        py::list steps;
+        for (const Step& step : schedule.steps) steps.append(toPython(step));
+        py::dict result;
+        result["algorithm"] = algorithmName(schedule.algorithm);
+        result["temp_bytes"] = schedule.temp_bytes;
+        result["steps"] = steps;
+        return result;
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("rank"), py::arg("count"),
+      py::arg("element_bytes") = 1, py::arg("root") = -1, py::arg("average") = false);
+
+  module.def(
+      "choose",
+      [](int op, int group_size, size_t count, size_t element_bytes, double alpha_s,
+         double message_s, double beta, double gamma) {
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        return algorithmName(chooseAlgorithm(request, {alpha_s, message_s, beta, gamma}));
+      },
+      py::arg("op"), py::arg("group_size"), py::arg("count"), py::arg("element_bytes"),
+      py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
+      py::arg("gamma_s_per_byte"));
+  module.def(
+      "estimate_s",
+      [](int op, int algorithm, int group_size, size_t count, size_t element_bytes, double alpha_s,
+         double message_s, double beta, double gamma) {
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        return estimateSeconds(request, static_cast<Algorithm>(algorithm),
+                               {alpha_s, message_s, beta, gamma});
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"),
+      py::arg("element_bytes"), py::arg("alpha_s"), py::arg("message_s"),
+      py::arg("beta_s_per_byte"), py::arg("gamma_s_per_byte"));
+  const TransportCosts defaults;
+  py::dict costs;
+  costs["alpha_s"] = defaults.alpha_s;
+  costs["message_s"] = defaults.message_s;
+  costs["beta_s_per_byte"] = defaults.beta_s_per_byte;
+  costs["gamma_s_per_byte"] = defaults.gamma_s_per_byte;
+  module.attr("DEFAULT_COSTS") = costs;
+
+  using Operation = std::tuple<int, int, size_t, int, bool, bool, std::vector<int>>;
+  module.def(
+      "check",
+      [](int num_ranks, const std::vector<Operation>& operations, uint64_t seed, int fault) {
+        std::vector<CheckedOperation> checked;
+        for (const auto& [op, algorithm, count, root, average, in_place, ranks] : operations) {
+          const auto size = static_cast<int>(ranks.size());
+          checked.push_back(
+              {requestOf(op, algorithm, size, 0, count, 1, root, average), ranks, in_place});
+        }
+        const py::gil_scoped_release release;
+        return checkOperations(num_ranks, checked, seed, static_cast<Fault>(fault));
+      },
+      py::arg("num_ranks"), py::arg("operations"), py::arg("seed") = 0, py::arg("fault") = 0);
+}
+
+}  // namespace hdpcomm

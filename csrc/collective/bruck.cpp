@@ -1,0 +1,120 @@
+// Bruck's algorithms and PAT (parallel aggregated trees, arXiv 2506.20252): ceil(log2 p) steps for
+// any p.
+#include <algorithm>
+
+#include "algorithms.hpp"
+
+namespace hdpcomm::collective {
+namespace {
+
+// A step of PAT holds at most this many messages each way; more go to further steps. Bounds what is
+// in flight.
+constexpr size_t kMaxMessages = 64;
+
+// Blocks first, first + 1, ... (mod p) of the output: one span, or two where they wrap.
+std::vector<Span> wrapped(const Builder& b, int first, int count) {
+  const size_t bytes = b.bytes(b.request.count);
+  const int until_end = std::min(count, b.p() - first);
+  std::vector<Span> spans = {{Buffer::kOut, first * bytes, until_end * bytes}};
+  if (until_end < count) spans.push_back({Buffer::kOut, 0, (count - until_end) * bytes});
+  return spans;
+}
+
+}  // namespace
+
+// Blocks lie at their final places from the start (a message that wraps is cut in two), so nothing
+// is rotated at the end.
+void bruckAllGather(Builder& b) {
+  b.move(b.whole(Buffer::kIn), b.block(Buffer::kOut, b.r()));
+  for (int have = 1; have < b.p(); have *= 2) {
+    const int count = std::min(have, b.p() - have);
+    const int source = b.mod(b.r() + have);
+    Step& step = b.step();
+    for (const Span& span : wrapped(b, b.r(), count))
+      step.sends.push_back({b.mod(b.r() - have), span});
+    for (const Span& span : wrapped(b, source, count)) step.recvs.push_back({source, span});
+  }
+}
+
+// Every block travels down a binomial tree from its owner, all trees at once, the far edges first:
+// the first messages are single blocks to far peers, the last ones many blocks to the neighbour.
+void patAllGather(Builder& b) {
+  b.move(b.whole(Buffer::kIn), b.block(Buffer::kOut, b.r()));
+  int distance = 1;
+  while (2 * distance < b.p()) distance *= 2;
+  for (; distance >= 1 && b.p() > 1; distance /= 2) {
+    Step* step = nullptr;
+    for (int offset = 0; offset + distance < b.p(); offset += 2 * distance) {
+      if (step == nullptr || step->sends.size() == kMaxMessages) step = &b.step();
+      step->sends.push_back(
+          {b.mod(b.r() + distance), b.block(Buffer::kOut, b.mod(b.r() - offset))});
+      const int from = b.mod(b.r() - distance);
+      step->recvs.push_back({from, b.block(Buffer::kOut, b.mod(from - offset))});
+    }
+  }
+}
+
+// The same trees upwards: near edges first. Sums are kept in a temporary, a block for each block of
+// the input.
+void patReduceScatter(Builder& b) {
+  const Span out = b.whole(Buffer::kOut);
+  if (b.p() == 1) {
+    b.move(b.block(Buffer::kIn, 0), out);
+    return;
+  }
+  const size_t bytes = out.bytes;
+  b.schedule.temp_bytes = b.p() * bytes;
+  std::vector<bool> summed(b.p(), false);  // by offset: whether the sum is in the temporary already
+  const auto place = [&](int offset) {
+    const int block = b.mod(b.r() - offset);
+    return Span{summed[offset] ? Buffer::kTemp : Buffer::kIn, block * bytes, bytes};
+  };
+  for (int distance = 1; distance < b.p(); distance *= 2) {
+    Step* step = nullptr;
+    std::vector<int> received;
+    for (int offset = 0; offset + distance < b.p(); offset += 2 * distance) {
+      if (step == nullptr || step->sends.size() == kMaxMessages) step = &b.step();
+      step->sends.push_back({b.mod(b.r() - distance), place(offset + distance)});
+      Span target = place(offset);
+      target.buffer = Buffer::kTemp;
+      step->recvs.push_back({b.mod(b.r() + distance), target, true, place(offset)});
+      received.push_back(offset);
+    }
+    for (const int offset : received) summed[offset] = true;
+  }
+  b.move(place(0), out);
+  b.scale(out);
+}
+
+void bruckAllToAll(Builder& b) {
+  const int p = b.p();
+  const size_t bytes = b.bytes(b.request.count);
+  if (!b.request.in_counts.empty()) {  // pieces of many sizes cannot be packed by index
+    directAllToAll(b);
+    b.schedule.algorithm = Algorithm::kDirect;
+    return;
+  }
+  // Temporary: p blocks by distance to their target, then the packed message out and the one in, of
+  // up to p / 2 blocks each.
+  const size_t half = static_cast<size_t>(p / 2 + 1) * bytes;
+  b.schedule.temp_bytes = p * bytes + 2 * half;
+  const auto slot = [&](int i) { return Span{Buffer::kTemp, i * bytes, bytes}; };
+  const auto packed = [&](bool out, size_t i, size_t count) {
+    return Span{Buffer::kTemp, p * bytes + (out ? 0 : half) + i * bytes, count * bytes};
+  };
+  for (int i = 0; i < p; ++i) b.move(b.block(Buffer::kIn, b.mod(b.r() + i)), slot(i));
+  for (int distance = 1; distance < p; distance *= 2) {
+    std::vector<int> moving;
+    for (int i = 0; i < p; ++i) {
+      if ((i & distance) != 0) moving.push_back(i);
+    }
+    for (size_t i = 0; i < moving.size(); ++i) b.move(slot(moving[i]), packed(true, i, 1));
+    Step& step = b.step();
+    step.sends.push_back({b.mod(b.r() + distance), packed(true, 0, moving.size())});
+    step.recvs.push_back({b.mod(b.r() - distance), packed(false, 0, moving.size())});
+    for (size_t i = 0; i < moving.size(); ++i) b.move(packed(false, i, 1), slot(moving[i]));
+  }
+  for (int i = 0; i < p; ++i) b.move(slot(i), b.block(Buffer::kOut, b.mod(b.r() - i)));
+}
+
+}  // namespace hdpcomm::collective

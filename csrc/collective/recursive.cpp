@@ -1,0 +1,201 @@
+// Recursive doubling and halving: ceil(log2 p) steps. Sizes that are no power of two are folded:
+// rank q + i hands its part to rank i before and gets the result after.
+#include <algorithm>
+
+#include "algorithms.hpp"
+
+namespace hdpcomm::collective {
+
+int powerOfTwoBelow(int p) {
+  int q = 1;
+  while (2 * q <= p) q *= 2;
+  return q;
+}
+
+std::vector<Span> unitSpans(const Builder& b, Buffer buffer, int low, int high) {
+  const int q = powerOfTwoBelow(b.p());
+  const size_t bytes = b.bytes(b.request.count);
+  std::vector<Span> spans = {{buffer, low * bytes, (high - low) * bytes}};
+  const int folded_high = std::min(q + high, b.p());
+  if (q + low < folded_high) {
+    spans.push_back({buffer, (q + low) * bytes, (folded_high - q - low) * bytes});
+  }
+  return spans;
+}
+
+namespace {
+
+void addSends(Step& step, int peer, const std::vector<Span>& spans) {
+  for (const Span& span : spans) step.sends.push_back({peer, span});
+}
+
+void addRecvs(Step& step, int peer, const std::vector<Span>& spans) {
+  for (const Span& span : spans) step.recvs.push_back({peer, span});
+}
+
+}  // namespace
+
+void recursiveAllGather(Builder& b) {
+  const int q = powerOfTwoBelow(b.p());
+  const int r = b.r();
+  const Span own = b.block(Buffer::kOut, r);
+  b.move(b.whole(Buffer::kIn), own);
+  if (r >= q) {
+    b.step().sends.push_back({r - q, own});
+    Step& step = b.step();
+    if (r > 0) step.recvs.push_back({r - q, {Buffer::kOut, 0, own.offset}});
+    const size_t end = own.offset + own.bytes;
+    step.recvs.push_back({r - q, {Buffer::kOut, end, b.p() * own.bytes - end}});
+    return;
+  }
+  const bool has_folded = q + r < b.p();
+  if (has_folded) b.step().recvs.push_back({q + r, b.block(Buffer::kOut, q + r)});
+  for (int distance = 1; distance < q; distance *= 2) {
+    const int low = r / distance * distance;
+    const int peer_low = (r ^ distance) / distance * distance;
+    Step& step = b.step();
+    addSends(step, r ^ distance, unitSpans(b, Buffer::kOut, low, low + distance));
+    addRecvs(step, r ^ distance, unitSpans(b, Buffer::kOut, peer_low, peer_low + distance));
+  }
+  if (has_folded) {
+    const Span theirs = b.block(Buffer::kOut, q + r);
+    const size_t end = theirs.offset + theirs.bytes;
+    Step& step = b.step();
+    step.sends.push_back({q + r, {Buffer::kOut, 0, theirs.offset}});
+    step.sends.push_back({q + r, {Buffer::kOut, end, b.p() * own.bytes - end}});
+  }
+}
+
+void recursiveReduceScatter(Builder& b) {
+  const int q = powerOfTwoBelow(b.p());
+  const int r = b.r();
+  const Span out = b.whole(Buffer::kOut);
+  const size_t total = b.p() * out.bytes;
+  if (b.p() == 1) {
+    b.move(b.block(Buffer::kIn, 0), out);
+    return;
+  }
+  if (r >= q) {
+    b.step().sends.push_back({r - q, {Buffer::kIn, 0, total}});
+    b.step().recvs.push_back({r - q, out});
+    return;
+  }
+  b.schedule.temp_bytes = total;
+  Buffer sums = Buffer::kIn;  // where the sums so far are
+  const bool has_folded = q + r < b.p();
+  if (has_folded) {
+    b.step().recvs.push_back({q + r, {Buffer::kTemp, 0, total}, true, {Buffer::kIn, 0, total}});
+    sums = Buffer::kTemp;
+  }
+  int low = 0;
+  int high = q;
+  for (int distance = q / 2; distance > 0; distance /= 2) {
+    const int middle = low + distance;
+    const bool lower = r < middle;
+    Step& step = b.step();
+    addSends(step, r ^ distance, unitSpans(b, sums, lower ? middle : low, lower ? high : middle));
+    (lower ? high : low) = middle;
+    for (Span span : unitSpans(b, Buffer::kTemp, low, high)) {
+      Span operand = span;
+      operand.buffer = sums;
+      step.recvs.push_back({r ^ distance, span, true, operand});
+    }
+    sums = Buffer::kTemp;
+  }
+  const size_t bytes = out.bytes;
+  const Span own{sums, r * bytes, bytes};
+  const Span folded{sums, static_cast<size_t>(q + r) * bytes, bytes};
+  b.move(own, out);
+  b.scale(out);
+  if (has_folded) {
+    b.scale(folded);
+    b.step().sends.push_back({q + r, folded});
+  }
+}
+
+void recursiveAllReduce(Builder& b) {
+  const int q = powerOfTwoBelow(b.p());
+  const int r = b.r();
+  const Span in = b.whole(Buffer::kIn);
+  const Span out = b.whole(Buffer::kOut);
+  if (r >= q) {
+    b.step().sends.push_back({r - q, in});
+    b.step().recvs.push_back({r - q, out});
+    return;
+  }
+  Span current = in;
+  if (q + r < b.p()) {
+    b.step().recvs.push_back({q + r, out, true, in});
+    current = out;
+  }
+  // A sum goes to the other buffer than the one that is being sent. The first target is chosen so
+  // that the last is the output, but never a buffer in use (in place, the input is the output).
+  const Span temp{Buffer::kTemp, 0, in.bytes};
+  for (int distance = 1; distance < q; distance *= 2) {
+    const Span target = current.buffer == Buffer::kTemp ? out : temp;
+    b.schedule.temp_bytes = in.bytes;
+    Step& step = b.step();
+    step.sends.push_back({r ^ distance, current});
+    step.recvs.push_back({r ^ distance, target, true, current});
+    current = target;
+  }
+  if (current.buffer != Buffer::kOut) b.move(current, out);
+  b.scale(out);
+  if (q + r < b.p()) b.step().sends.push_back({q + r, out});
+}
+
+namespace {
+
+// Parts [low, high) of the buffer, cut in q.
+Span parts(const Builder& b, Buffer buffer, int low, int high) {
+  const auto boundary = [&](int i) {
+    const size_t q = static_cast<size_t>(powerOfTwoBelow(b.p()));
+    const auto index = static_cast<size_t>(i);
+    return b.bytes(b.request.count / q * index + std::min(index, b.request.count % q));
+  };
+  return {buffer, boundary(low), boundary(high) - boundary(low)};
+}
+
+}  // namespace
+
+void rabenseifnerAllReduce(Builder& b) {
+  const int q = powerOfTwoBelow(b.p());
+  const int r = b.r();
+  const Span in = b.whole(Buffer::kIn);
+  const Span out = b.whole(Buffer::kOut);
+  if (r >= q) {
+    b.step().sends.push_back({r - q, in});
+    b.step().recvs.push_back({r - q, out});
+    return;
+  }
+  Buffer sums = Buffer::kIn;
+  if (q + r < b.p()) {
+    b.step().recvs.push_back({q + r, out, true, in});
+    sums = Buffer::kOut;
+  }
+  int low = 0;
+  int high = q;
+  for (int distance = q / 2; distance > 0; distance /= 2) {  // reduce-scatter by halving
+    const int middle = low + distance;
+    const bool lower = r < middle;
+    Step& step = b.step();
+    step.sends.push_back(
+        {r ^ distance, parts(b, sums, lower ? middle : low, lower ? high : middle)});
+    (lower ? high : low) = middle;
+    step.recvs.push_back(
+        {r ^ distance, parts(b, Buffer::kOut, low, high), true, parts(b, sums, low, high)});
+    sums = Buffer::kOut;
+  }
+  if (q == 1) b.move({sums, 0, in.bytes}, out);
+  b.scale(parts(b, Buffer::kOut, low, high));
+  for (int distance = 1; distance < q; distance *= 2) {  // all-gather by doubling
+    const int mine = r / distance * distance;
+    const int theirs = (r ^ distance) / distance * distance;
+    Step& step = b.step();
+    step.sends.push_back({r ^ distance, parts(b, Buffer::kOut, mine, mine + distance)});
+    step.recvs.push_back({r ^ distance, parts(b, Buffer::kOut, theirs, theirs + distance)});
+  }
+  if (q + r < b.p()) b.step().sends.push_back({q + r, out});
+}
+
+}  // namespace hdpcomm::collective

@@ -1,0 +1,62 @@
+"""The measured costs by which ``algorithm="auto"`` chooses; ``hdpcomm perf --calibrate`` writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+from hdpcomm import _core
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["costs_path", "load_costs", "save_costs"]
+
+_DEFAULTS = _core.collective.DEFAULT_COSTS
+
+
+def costs_path() -> Path:
+    """``HDPCOMM_COSTS``, or ``costs.json`` in the user's cache folder (``XDG_CACHE_HOME``)."""
+    if named := os.environ.get("HDPCOMM_COSTS"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hdpcomm" / "costs.json"
+
+
+def load_costs(transport: str) -> dict[str, float]:
+    """The costs of a transport: alpha_s, message_s, beta_s_per_byte, gamma_s_per_byte; the defaults if none are stored.
+
+    Raises: InvalidUsage for a file that does not hold positive numbers of these names.
+    """
+    path = costs_path()
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        if os.environ.get("HDPCOMM_COSTS"):
+            raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
+        return dict(_DEFAULTS)
+    except OSError as error:
+        raise InvalidUsage(f"cannot read the costs in {path}: {error}; remove the file or set HDPCOMM_COSTS") from error
+    try:
+        stored = json.loads(text).get(transport, {})
+        costs = {name: float(stored.get(name, default)) for name, default in _DEFAULTS.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InvalidUsage(f"{path} does not hold costs ({error}); remove it, or calibrate again") from error
+    for name, value in costs.items():
+        if not (math.isfinite(value) and value > 0):
+            raise InvalidUsage(f"{path}: {name} of {transport} is {value}; it must be above 0: calibrate again")
+    return costs
+
+
+def save_costs(transport: str, costs: dict[str, float], path: Path | None = None) -> Path:
+    """Stores the costs of a transport beside those of the others; returns the file."""
+    path = costs_path() if path is None else path
+    unknown = set(costs) - set(_DEFAULTS)
+    if unknown:
+        raise InvalidUsage(f"costs {sorted(unknown)} are unknown; known are: {', '.join(_DEFAULTS)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    everything = json.loads(path.read_text()) if path.exists() else {}
+    everything[transport] = costs
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(everything, indent=1))
+    temporary.replace(path)
+    return path

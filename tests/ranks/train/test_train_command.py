@@ -1,0 +1,153 @@
+"""``hdpcomm train`` from its options to its tables and its JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hdpcomm.cli.main import main
+from hdpcomm.cli.train_report import size_text
+from hdpcomm.errors import InvalidUsage
+
+SMALL = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
+LIMITS = ["--context", "300", "--tokens-per-step", "700"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "data"
+    path.mkdir()
+    for i in range(10):
+        (path / f"{i}.txt").write_text(f"the {i}th text; " * (i * i + 1))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_world(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_trains_and_compares(folder, tmp_path, capfd):
+    path, log = tmp_path / "out.json", tmp_path / "log.jsonl"
+    options = ["--ranks", "2", "--capacity", "150", "--json", str(path), "--log", str(log)]
+    assert main(["train", "--data", folder, *SMALL, *LIMITS, *options]) == 0
+    told = capfd.readouterr()
+    assert told.err == ""  # no progress bar where stderr is no terminal
+    for words in (
+        "10 documents",
+        "cut into pieces",
+        "policy balanced",
+        "static DP1 x CP2",
+        "the tokens/s",
+        "losses equal",
+    ):
+        assert words in told.out
+    result = json.loads(path.read_text())
+    assert (result["policy"], result["ranks"], result["transport"]) == ("balanced", 2, "shm")
+    assert len(result["steps"]) == result["totals"]["steps"] == 3
+    for step in result["steps"]:
+        assert {"loss", "tokens", "seconds", "bytes_sent", "idle_share"} <= step.keys()
+        assert f"{step['loss']:.3f}" in told.out
+    (static,) = result["comparison"]
+    assert static["policy"] == "static"
+    for mine, other in zip(result["steps"], static["steps"], strict=True):
+        assert mine["tokens"] == other["tokens"]
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert other["longest_ranks"] == 2
+    assert result["totals"]["last_loss"] < result["totals"]["first_loss"]
+    assert result["totals"]["bytes_sent"] == sum(step["bytes_sent"] for step in result["steps"])
+    assert result["config"]["capacity"] == 150
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["policy"], line["step"]) for line in lines] == [
+        (p, s) for s in range(3) for p in ("balanced", "static")
+    ]
+    assert [line["loss"] for line in lines[::2]] == [step["loss"] for step in result["steps"]]
+
+
+@pytest.mark.parametrize("options", [["--policy", "naive", "--no-compare"], ["--policy", "static"]])
+def test_without_comparison(folder, tmp_path, capfd, options):
+    path = tmp_path / "out.json"
+    assert main(["train", "--data", folder, *SMALL, *LIMITS, "--ranks", "1", *options, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["policy"] == options[1]
+    assert result["comparison"] == []
+    assert result["totals"]["bytes_sent"] == 0
+    assert "against the static mesh" not in capfd.readouterr().out
+
+
+def test_jsonl_and_the_seed(tmp_path, capfd):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": f"line {i} " * (i + 1)}) + "\n" for i in range(20)))
+    losses = []
+    for seed in ("1", "1", "2"):
+        out = tmp_path / "out.json"
+        options = ["--text-field", "body", "--ranks", "1", "--no-compare", "--seed", seed, "--json", str(out)]
+        assert main(["train", "--data", str(path), *SMALL, *LIMITS, *options]) == 0
+        losses.append([step["loss"] for step in json.loads(out.read_text())["steps"]])
+    assert losses[0] == pytest.approx(
+        losses[1], rel=1e-5
+    )  # plans follow the measured cost, so sums may round differently
+    assert losses[0] != pytest.approx(losses[2], rel=1e-5)
+    capfd.readouterr()
+
+
+def test_joins_the_world_of_torchrun(folder, tmp_path):
+    path = tmp_path / "out.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--data", folder, *SMALL, *LIMITS, "--json", str(path)]
+    arguments = [*launcher, "-m", "hdpcomm.cli.main", "train", *options]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the same batches") == 1  # rank 0 alone reports
+    assert json.loads(path.read_text())["ranks"] == 2
+
+
+BAD = {
+    "--data /no/such/path": "/no/such/path: no such file or folder",
+    "--data {folder} --capacity 100 --ranks 2": "raise --capacity to at least 150 or --ranks to 3, or lower "
+    "--context to 200",
+    "--data {folder} --tokens-per-step 200": "raise --tokens-per-step to at least 300 or lower --context to 200",
+    "--data {folder} --hidden 30 --heads 4": "choose hidden as a multiple of 2 x heads",
+    "--data {folder} --heads 4 --kv-heads 3": "kv_heads must divide heads",
+    "--data {folder} --seed -1": "seed is -1",
+    "--data {folder} --json /no/such/folder/out.json": "the folder /no/such/folder does not exist",
+    "--data {folder} --log {folder}": "this is a folder",
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_values_are_told_once_before_any_rank_starts(options, folder, capfd, monkeypatch):
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    assert main(["train", *SMALL, *LIMITS, *options.format(folder=folder).split()]) == 6
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("hdpcomm: error: ")
+    assert told.err.count("\n") == 1
+    assert BAD[options] in told.err
+
+
+def test_ranks_must_be_those_of_torchrun(folder, capfd, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--data", folder, "--ranks", "3"]) == 6
+    assert "--ranks 3 was given, and this world of torchrun has 2 ranks" in capfd.readouterr().err
+
+
+def test_an_error_inside_a_rank_is_one_message(folder, capfd, monkeypatch):
+    def fail(*_):
+        raise InvalidUsage("given here, told there")
+
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", fail)
+    assert main(["train", "--data", folder, *SMALL, *LIMITS]) == 6
+    assert capfd.readouterr().err.endswith("hdpcomm: error: given here, told there\n")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e9, "2.0 GB"), (5e15, "5000.0 TB")]
+)
+def test_size_text(count, text):
+    assert size_text(count) == text

@@ -1,0 +1,298 @@
+"""Backends: what they refuse, how tiles become kernel calls; without a GPU, that CUDA calls fit torch's operators."""
+
+import itertools
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdpcomm.attention import Problem, available_backends
+from hdpcomm.attention.backends import choose
+from hdpcomm.attention.backends import flash_attn as flash_attn_module
+from hdpcomm.attention.backends.base import Accumulator, Score
+from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
+from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
+from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
+from hdpcomm.attention.backends.reference import ReferenceBackend
+from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
+from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention.routes import build_plan
+from hdpcomm.attention.tiles import Band, Span, Tile, tiles_of
+from hdpcomm.errors import InvalidUsage
+
+SCORE = Score(0.3)
+
+
+def _visible(tile):
+    """All (query row, key row) pairs of a tile."""
+    return {
+        (tile.q_start + a, tile.k_start + b)
+        for a in range(tile.num_q) for b in range(tile.num_k)
+        if (tile.low is None or b - a >= tile.low) and (tile.high is None or b - a <= tile.high)
+    }  # fmt: skip
+
+
+@given(
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(-9, 9),
+    st.none() | st.integers(0, 12),
+    st.none() | st.integers(0, 12),
+)
+@settings(max_examples=200, deadline=None)
+def test_lowering_keeps_every_pair_once(n, m, shift, left, right):
+    band = Band(None if left is None else -left, right)
+    for tile in tiles_of([Span(0, n, 3)], [Span(0, m, 7)], shift, band):
+        parts = [_visible(part) for part in lower(tile)]
+        assert set().union(*parts) == _visible(tile)
+        assert sum(map(len, parts)) == len(_visible(tile))
+        assert all(part.full or part.low is not None or part.high == 0 for part in lower(tile))
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(-9, 9), st.none() | st.integers(0, 12), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_cutting_keeps_every_pair_once(n, m, shift, right, block):
+    for tile in tiles_of([Span(0, n, 3)], [Span(0, m, 7)], shift, Band(None, right)):
+        parts = [part for whole in lower(tile) for part in cut(whole, block)]
+        seen = [_visible(part) for part in parts]
+        assert set().union(*seen) == _visible(tile)
+        assert sum(map(len, seen)) == len(_visible(tile))
+        assert all(0 < part.num_q <= block and 0 < part.num_k <= block for part in parts)
+        assert all(part.full or part.high == 0 for part in parts)
+
+
+def test_long_bands_become_small_masks():
+    parts = list(lower(Tile(0, 5000, 0, 5063, 0, 63)))
+    assert sum(part.num_q for part in parts) == 5000
+    assert max(part.num_k for part in parts) <= 256 + 63
+
+
+class WrittenOut(VarlenBackend):
+    """A varlen kernel by the definition: aligned at the ends, windows left and right of that diagonal."""
+
+    name = "written out"
+
+    def refuses(self, problem):  # noqa: ARG002
+        return None
+
+    def _pieces(self, batch):
+        for q, k in zip(itertools.pairwise(batch.cu_q.tolist()), itertools.pairwise(batch.cu_k.tolist()), strict=True):
+            n, m = q[1] - q[0], k[1] - k[0]
+            gap = torch.arange(m)[None, :] - torch.arange(n)[:, None] - (m - n)
+            seen = torch.ones(n, m, dtype=torch.bool)
+            if batch.left >= 0:
+                seen &= gap >= -batch.left
+            if batch.right >= 0:
+                seen &= gap <= batch.right
+            yield slice(*q), slice(*k), seen
+
+    def call_forward(self, q, k, v, batch, score):
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
+        for rows, keys, seen in self._pieces(batch):
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * score.scale
+            scores = scores.masked_fill(~seen, -torch.inf)
+            lse[:, rows] = scores.logsumexp(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
+        return out, lse
+
+    def call_backward(self, dout, qkv, out, lse, batch, score):
+        q, k, v = qkv
+        grads = [torch.zeros_like(x) for x in qkv]
+        for rows, keys, seen in self._pieces(batch):
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * score.scale
+            weights = torch.exp(scores - lse[:, rows, None]) * seen
+            delta = (dout[rows] * out[rows]).sum(-1).T[..., None]
+            slope = weights * (torch.einsum("qhd,khd->hqk", dout[rows], v[keys]) - delta) * score.scale
+            grads[0][rows] = torch.einsum("hqk,khd->qhd", slope, k[keys])
+            grads[1][keys] = torch.einsum("hqk,qhd->khd", slope, q[rows])
+            grads[2][keys] = torch.einsum("hqk,qhd->khd", weights, dout[rows])
+        return tuple(grads)
+
+
+def _run(backend, tiles, tensors):
+    q, k, v, dout = tensors
+    result = Accumulator(q.shape, q)
+    backend.forward(q, k, v, tiles, SCORE, result)
+    grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+    backend.backward(dout, q, k, v, result.out, result.lse, tiles, SCORE, grads)
+    return result.out, result.lse, *grads
+
+
+@pytest.mark.parametrize("band", [Band(None, 0), Band(None, None), Band(-7, 0), Band(-3, 4), Band(None, 5)])
+@pytest.mark.parametrize("backend", [CpuBackend(), WrittenOut()])
+def test_backends_agree_on_every_step_of_a_ring(band, backend):
+    layout = layout_of([0, 41, 42, 70], size=3)
+    keys = layout_of([0, 48, 50, 66], size=3)
+    for rank, kv_layout in itertools.product(range(3), (layout, keys)):
+        for step in build_plan(layout, kv_layout, band, rank=rank).steps:
+            rows = (int(layout.local_cu(rank)[-1]), step.kv_rows, step.kv_rows, int(layout.local_cu(rank)[-1]))
+            tensors = [torch.randn(n, 2, 4, dtype=torch.float64) for n in rows]
+            want = _run(ReferenceBackend(), step.tiles, tensors)
+            for a, b in zip(_run(backend, step.tiles, tensors), want, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_tiles_of_many_sequences_share_a_call():
+    layout = layout_of([0, *range(64, 64 * 21, 64)], size=4)
+    plan = build_plan(layout, layout, Band(None, 0), rank=1)
+    calls = [len(batches_of(step.tiles, torch.device("cpu"))) for step in plan.steps]
+    assert [len(step.tiles) for step in plan.steps] == [20, 20, 20, 20, 0]
+    assert calls == [1, 1, 1, 1, 0]
+    own = batches_of(plan.steps[0].tiles, torch.device("cpu"))[0]
+    assert (own.left, own.right, own.max_q, own.max_k) == (-1, 0, 16, 16)
+    assert own.q_rows == slice(0, 320)
+
+
+def _problem(**changes):
+    fields = {"device": "cpu", "dtype": torch.float32, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    return Problem(**(fields | changes))
+
+
+def test_auto_takes_the_first_that_can():
+    assert choose("auto", _problem()).name == "cpu"
+    assert choose("auto", _problem(softcap=30.0)).name == "reference"
+    assert available_backends(_problem())["cpu"] is None
+    assert available_backends(_problem())["reference"] is None
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), [
+    ("cpu", {"device": "cuda"}, "computes on the CPU"),
+    ("cpu", {"softcap": 1.0}, "no softcap"),
+    ("flash", {}, "computes on CUDA devices"),
+    ("efficient", {}, "computes on CUDA devices"),
+    ("efficient", {"windowed": True}, "no sliding window"),
+    ("cudnn", {"windowed": True}, "no sliding window"),
+    ("flash-attn", {}, "not installed"),
+    ("flash-attn-3", {}, "not installed"),
+])  # fmt: skip
+def test_refusals_name_the_reason_and_the_alternatives(name, changes, reason):
+    problem = _problem(**changes)
+    with pytest.raises(InvalidUsage, match=r"use .*reference"):
+        choose(name, problem)
+    assert reason in available_backends(problem)[name] or "sliding window" in reason
+
+
+def test_the_right_cuda_device_is_asked(monkeypatch):
+    """Types, sizes and compute capability, as a device would report them."""
+    choose.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    assert choose("auto", _problem(**half)).name == "flash"
+    assert choose("auto", _problem(**half, windowed=True)).name == "flash"
+    assert choose("auto", _problem(device="cuda")).name == "efficient"
+    assert choose("auto", _problem(device="cuda", dtype=torch.float64)).name == "reference"
+    assert choose("auto", _problem(**half, softcap=5.0)).name == "reference"
+    reasons = available_backends(_problem(**(half | {"head_dim": 12})))
+    assert "multiple of 8" in reasons["flash"]
+    assert "at most 128" in available_backends(_problem(**(half | {"head_dim": 256})))["cudnn"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    choose.cache_clear()
+    assert "compute capability 8.0" in available_backends(_problem(**half))["flash"]
+
+
+TILES = [Tile(0, 40, 0, 40, None, 0), Tile(40, 64, 40, 70), Tile(0, 64, 70, 80)]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "tiles"), [
+    (FlashBackend(), torch.bfloat16, [*TILES, Tile(0, 32, 0, 36, -3, 4)]),
+    (EfficientBackend(), torch.float32, TILES),
+    (CudnnBackend(), torch.float16, TILES),
+])  # fmt: skip
+def test_cuda_calls_fit_torchs_operators(backend, dtype, tiles, monkeypatch):
+    """Tensors without storage run torch's own shape functions: arguments and shapes of all calls are checked."""
+    merged = []
+    monkeypatch.setattr(Accumulator, "merge", lambda _, out, lse, rows: merged.append((out.shape, lse.shape, rows)))
+    with torch.device("meta"):
+        q, dout, out = (torch.empty(64, 4, 64, dtype=dtype) for _ in range(3))
+        k, v = (torch.empty(80, 2, 64, dtype=dtype) for _ in range(2))
+        lse = torch.empty(64, 4)
+        grads = tuple(torch.empty(x.shape) for x in (q, k, v))
+    backend.forward(q, k, v, tiles, SCORE, Accumulator(q.shape, q))
+    backend.backward(dout, q, k, v, out, lse, tiles, SCORE, grads)
+    for out_shape, lse_shape, _ in merged:
+        assert out_shape[1:] == (4, 64)
+        assert lse_shape == out_shape[:2]
+    assert sum(shape[0] for shape, _, _ in merged) == sum(tile.num_q for tile in tiles)
+
+
+class StandIn:
+    """The functions of flash-attn 2.7.4 and 3, with their signatures and a kernel written out."""
+
+    def __init__(self):
+        self.kernel = WrittenOut()
+        self.calls = []
+
+    def _batch(self, cu_q, cu_k, left, right, *noted):
+        self.calls.append(noted)
+        return types.SimpleNamespace(cu_q=cu_q, cu_k=cu_k, left=left, right=right)
+
+    def _flash_attn_varlen_forward(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    ):  # fmt: skip
+        noted = (max_seqlen_q, max_seqlen_k, dropout_p, causal, softcap, alibi_slopes, return_softmax)
+        batch = self._batch(cu_seqlens_q, cu_seqlens_k, window_size_left, window_size_right, *noted)
+        return *self.kernel.call_forward(q, k, v, batch, Score(softmax_scale)), None, None
+
+    def _flash_attn_varlen_backward(
+        self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+    ):  # fmt: skip
+        noted = (max_seqlen_q, max_seqlen_k, dropout_p, causal, softcap, alibi_slopes, deterministic)
+        batch = self._batch(cu_seqlens_q, cu_seqlens_k, window_size_left, window_size_right, *noted)
+        parts = self.kernel.call_backward(dout, (q, k, v), out, softmax_lse, batch, Score(softmax_scale))
+        for grad, part in zip((dq, dk, dv), parts, strict=True):
+            grad.copy_(part)
+
+    def _flash_attn_forward(
+        self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        window_size_left, window_size_right, softcap,
+    ):  # fmt: skip
+        return self._flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+            window_size_left, window_size_right, softcap,
+        )  # fmt: skip
+
+    def _flash_attn_backward(
+        self, dout, q, k, v, out, softmax_lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
+        softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic,
+    ):  # fmt: skip
+        self._flash_attn_varlen_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0,
+            softmax_scale, is_causal, window_size_left, window_size_right, softcap, None, deterministic,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", [FlashAttn2Backend(), FlashAttn3Backend()])
+def test_flash_attn_is_called_as_it_wants(backend, monkeypatch):
+    stand_in = StandIn()
+    monkeypatch.setattr(flash_attn_module.importlib, "import_module", lambda _: stand_in)
+    monkeypatch.setattr(flash_attn_module, "_third", lambda: stand_in)
+    tensors = [torch.randn(n, 2, 4, dtype=torch.float64) for n in (64, 80, 80, 64)]
+    tiles = [*TILES, Tile(0, 32, 0, 36, -3, 4)]
+    want = _run(ReferenceBackend(), tiles, tensors)
+    for a, b in zip(_run(backend, tiles, tensors), want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    assert stand_in.calls[0] == (40, 40, 0.0, True, 0.0, None, False)
+    assert {call[3] for call in stand_in.calls} == {True, False}
+    half = _problem(device="cuda", dtype=torch.float16)
+    assert FlashAttn3Backend().refuses(half) is None
+    monkeypatch.setattr(flash_attn_module, "_third", lambda: types.SimpleNamespace(_flash_attn_backward=lambda q: q))
+    assert "another interface" in FlashAttn3Backend().refuses(half)
+
+
+@pytest.mark.parametrize(("version", "reason"), [
+    (None, "not installed"), ((2, 3), "2.3 is installed; expected 2.7"), ((3, 0), "expected 2.7"), ((2, 8), None),
+])  # fmt: skip
+def test_versions_of_flash_attn(version, reason, monkeypatch):
+    monkeypatch.setattr(flash_attn_module, "_version", lambda: version)
+    refusal = FlashAttn2Backend().refuses(_problem(device="cuda", dtype=torch.float16, softcap=5.0))
+    assert refusal is None if reason is None else reason in refusal
+    monkeypatch.setattr(flash_attn_module, "_version", lambda: (2, 8))
+    assert "has no torch.float32" in FlashAttn2Backend().refuses(_problem(device="cuda"))
+    assert "multiple of 8" in FlashAttn2Backend().refuses(_problem(device="cuda", dtype=torch.float16, head_dim=9))
