@@ -369,57 +369,11 @@ def _gate(compared: list[Any], allowed: float) -> int:
     return WRONG_DATA if slower else 0
 
 
-def calibrate_rank(transport: str, timeout: float | None) -> dict[str, Any]:
-    """A rank of --calibrate."""
-    from hdpcomm.comm import init
-    from hdpcomm.perf.calibrate import measure
-
-    with init(transport=transport, timeout=timeout) as comm:
-        costs = measure(comm)
-        comm.barrier()
-        return costs
-
-
 def _calibrate(options: argparse.Namespace) -> int:
-    """Measures the transport, and replaces its entry in the file; those of other transports stay."""
-    from hdpcomm.comm.costs import costs_path, save_costs
-    from hdpcomm.perf.calibrate import COSTS
+    from hdpcomm.cli.perf_calibrate import calibrate
 
     if options.op is not None:
         raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
-    path = Path(options.calibrate) if options.calibrate else costs_path()
-    _check_costs(path)
-    os.environ.pop("HDPCOMM_COSTS", None)  # init() is not to look for the file that is made here
     joined, ranks = _world(options)
-    arguments = (options.transport, options.timeout)
-    if joined:
-        costs = calibrate_rank(*arguments)
-        if int(os.environ["RANK"]) != 0:
-            return 0
-    else:
-        from hdpcomm.comm.launch import run_ranks
-
-        costs = run_ranks(calibrate_rank, ranks, *arguments)[0]
-    save_costs(costs["transport"], {name: costs[name] for name in COSTS}, path)
-    print(
-        f"{costs['transport']}: alpha {costs['alpha_s'] * 1e6:.2f} us, message {costs['message_s'] * 1e6:.2f} us, "
-        f"beta {costs['beta_s_per_byte'] * 1e9:.4f} ns/byte, gamma {costs['gamma_s_per_byte'] * 1e9:.4f} ns/byte"
-    )
-    print(f"written to {path}")
-    return 0
-
-
-def _check_costs(path: Path) -> None:
-    """Raises InvalidUsage for a file that is there and is none of --calibrate, or that may not be written."""
-    import json
-
-    if path.parent.is_dir():
-        check_writable(path)
-    if not path.is_file():
-        return
-    try:
-        known = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidUsage(f"{path}: is no file of --calibrate ({error}); give another file or remove it") from error
-    if not isinstance(known, dict):
-        raise InvalidUsage(f"{path}: is no file of --calibrate; give another file or remove it")
+    file = Path(options.calibrate) if options.calibrate else None
+    return calibrate(file, joined, ranks, transport=options.transport, timeout=options.timeout)
