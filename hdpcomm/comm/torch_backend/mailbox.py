@@ -216,10 +216,14 @@ class Mailbox:
         try:
             # The core compares size and type with the payload's, and fails both sides where they differ.
             self._comm.exchange(recvs=[(buffer, peer)], async_op=True).wait(_NO_LIMIT_S)
-        except Error as error:
+        except (Mismatch, PeerLost) as error:
             if receive is not None:
                 receive.end(error)
             return  # a peer that is gone shows at the next header
+        except Error:  # the sender gave it up, so it was no message; or this rank is leaving
+            if receive is not None:
+                self._repost(receive)
+            return
         if receive is not None:
             receive.end()
             return
@@ -237,6 +241,14 @@ class Mailbox:
                 receive.source = source
                 return self._posted.pop(i)
         return None
+
+    def _repost(self, receive: Receive) -> None:
+        with self._changed:
+            error = self._hopeless(receive)
+            if error is None:
+                self._posted.insert(0, receive)  # it was the first of those that want such a message
+        if error is not None:
+            receive.end(error)
 
     def _deliver(self, receive: Receive, message: _Message) -> None:
         receive.source = message.source
