@@ -53,7 +53,7 @@ class CMakeBuild(build_ext):
         if not cache.exists():
             return
         text = cache.read_text()
-        for name in ("CMAKE_MAKE_PROGRAM", "CMAKE_CUDA_COMPILER", "CMAKE_COMMAND"):
+        for name in ("CMAKE_MAKE_PROGRAM", "CMAKE_COMMAND"):
             match = re.search(rf"^{name}:\w+=(.*)$", text, re.MULTILINE)
             if match and match[1].startswith("/") and not Path(match[1]).exists():
                 shutil.rmtree(build)

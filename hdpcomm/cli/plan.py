@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from hdpcomm.cli.output import check_writable, count, write_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import DEVICES, MODELS, POLICIES, ClusterSpec, CostModel, CostSample, Planner, StepPlan
 
-__all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "read_profile", "size", "write_json"]
+if TYPE_CHECKING:
+    from hdpcomm.plan import CostModel, Planner, StepPlan
 
-_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
-
-
-def size(text: str) -> int:
-    """A number of tokens; ``32M`` is 32 x 2^20, ``8K`` is 8 x 2^10."""
-    unit = _UNITS.get(text[-1:].lower(), 1)
-    try:
-        value = int(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of tokens, expected one like 8192, 8K or 32M"
-        ) from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} given, expected at least 1")
-    return value
+__all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "read_profile"]
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
@@ -40,19 +26,23 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         help="lengths are drawn from: byted, github, lognormal[:MU:SIGMA] or file:PATH (default %(default)s)",
     )
     batch.add_argument("--lengths", metavar="FILE", help="use exactly the lengths in this text file")
-    batch.add_argument("--tokens", type=size, default="32M", help="tokens of a step (default %(default)s)")
+    batch.add_argument("--tokens", type=count, default="32M", help="tokens of a step (default %(default)s)")
     batch.add_argument(
-        "--context", type=size, default="2M", help="longer sequences are cut to it (default %(default)s)"
+        "--context", type=count, default="2M", help="longer sequences are cut to it (default %(default)s)"
     )
     batch.add_argument("--seed", type=int, default=0, help="of the lengths that are drawn (default %(default)s)")
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--ranks", type=size, default="1024", help="(default %(default)s)")
-    cluster.add_argument("--capacity", type=size, help="tokens that a rank holds (default: what its memory holds)")
-    cluster.add_argument("--model", choices=MODELS, default="llama-7b", help="(default %(default)s)")
-    cluster.add_argument("--cluster", choices=DEVICES, default="h100", help="kind of device (default %(default)s)")
-    cluster.add_argument("--ranks-per-node", type=size, default="8", help="(default %(default)s)")
-    cluster.add_argument("--tensor", type=size, default="1", help="devices of a rank, tensor parallel (default 1)")
-    cluster.add_argument("--pipeline", type=size, default="1", help="stages of a rank's pipeline (default 1)")
+    cluster.add_argument("--ranks", type=count, default="1024", help="of hybrid data parallelism (default %(default)s)")
+    cluster.add_argument("--capacity", type=count, help="tokens that a rank holds (default: what its memory holds)")
+    cluster.add_argument(
+        "--model",
+        default="llama-7b",
+        help="preset: llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b (default %(default)s)",
+    )
+    cluster.add_argument("--cluster", default="h100", help="kind of device: a100, h100 or h200 (default %(default)s)")
+    cluster.add_argument("--ranks-per-node", type=count, default="8", help="(default %(default)s)")
+    cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
+    cluster.add_argument("--pipeline", type=count, default="1", help="stages of a rank's pipeline (default 1)")
     cluster.add_argument("--offload", action="store_true", help="activations may go to host memory")
     cluster.add_argument(
         "--profile",
@@ -63,6 +53,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 def read_profile(path: str) -> CostModel:
     """A cost model from a JSON file with its coefficients, or with measurements that it is fitted to."""
+    from hdpcomm.plan import CostModel, CostSample
+
     try:
         text = Path(path).read_text()
         data = json.loads(text)
@@ -82,6 +74,10 @@ def read_profile(path: str) -> CostModel:
 
 def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
     """A planner for each policy, by the options of :func:`add_step_options`."""
+    from hdpcomm.plan import MODELS, ClusterSpec, Planner
+
+    if options.model not in MODELS:
+        raise InvalidUsage(f"unknown model {options.model!r}, expected one of {', '.join(MODELS)}")
     cluster = ClusterSpec(
         ranks=options.ranks,
         capacity=options.capacity,
@@ -107,16 +103,6 @@ def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:
     )
 
 
-def write_json(path: str | None, data: dict[str, Any]) -> None:
-    """Writes the result where ``--json`` says."""
-    if path is None:
-        return
-    try:
-        Path(path).write_text(json.dumps(data) + "\n")
-    except OSError as error:
-        raise InvalidUsage(f"cannot write {path}: {error}") from error
-
-
 def _compare(plans: Sequence[StepPlan]) -> str:
     lines = [f"{'policy':<10} {'seconds':>10} {'idle':>7} {'gap':>8} {'micro-batches':>14} {'planned in':>11}"]
     for plan in plans:
@@ -127,47 +113,47 @@ def _compare(plans: Sequence[StepPlan]) -> str:
     return "\n".join(lines)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
-    try:
-        others = [policy for policy in (options.compare or "").split(",") if policy and policy != options.policy]
-        planners = make_planners(options, [options.policy, *others])
-        lengths = draw_lengths(options)
-        plans = [planner.plan(lengths) for planner in planners]
-        for planner, plan in zip(planners, plans, strict=True):
-            planner.validate(plan, lengths)
-        print(plans[0].explain(max_rows=options.rows))
-        if len(plans) > 1:
-            print(_compare(plans))
-        if options.plot:
-            from hdpcomm.trace import plot_plans
+def _plan(options: argparse.Namespace) -> int:
+    for path in (options.plot, options.trace, options.json):
+        check_writable(path)
+    others = [policy for policy in (options.compare or "").split(",") if policy and policy != options.policy]
+    planners = make_planners(options, [options.policy, *others])
+    lengths = draw_lengths(options)
+    plans = [planner.plan(lengths) for planner in planners]
+    for planner, plan in zip(planners, plans, strict=True):
+        planner.validate(plan, lengths)
+    print(plans[0].explain(max_rows=options.rows))
+    if len(plans) > 1:
+        print(_compare(plans))
+    if options.plot:
+        from hdpcomm.trace import plot_plans
 
-            plot_plans(plans, options.plot)
-        if options.trace:
-            from hdpcomm.trace import write_plan_trace
+        plot_plans(plans, options.plot)
+    if options.trace:
+        from hdpcomm.trace import write_plan_trace
 
-            write_plan_trace(options.trace, plans[0], planners[0].cluster)
+        write_plan_trace(options.trace, plans[0], planners[0].cluster)
+    if options.json:
         compared = [{"policy": p.policy, "makespan_s": p.makespan_s, "idle_share": p.idle_share} for p in plans[1:]]
         write_json(options.json, plans[0].to_dict() | {"compared": compared})
-    except InvalidUsage as error:
-        print(f"hdpcomm plan: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the command to the parser of ``hdpcomm``."""
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
     parser = subparsers.add_parser(
         "plan",
         help="plan one step and show who runs what",
-        description="Plans one training step: how many ranks each sequence takes, which ones, and in which order. "
-        "Exit code: 0, or 2 for bad input.",
+        description="Plans one training step: how many ranks each sequence takes, which ones, and in which order.",
+        allow_abbrev=False,
     )
     add_step_options(parser)
-    parser.add_argument("--policy", choices=POLICIES, default="balanced", help="(default %(default)s)")
+    parser.add_argument(
+        "--policy", default="balanced", help="balanced, pipeline, naive, pow2 or static (default %(default)s)"
+    )
     parser.add_argument("--compare", metavar="POLICIES", help="other policies beside it, separated by commas")
-    parser.add_argument("--rows", type=size, default="12", help="micro-batches to print (default %(default)s)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the plans")
-    parser.add_argument("--trace", metavar="FILE.json", help="write a trace for Perfetto")
-    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON")
-    parser.set_defaults(func=run)
+    parser.add_argument("--rows", type=count, default="12", help="micro-batches to print (default %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the plans")
+    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.set_defaults(func=_plan)

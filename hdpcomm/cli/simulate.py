@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners, size, write_json
-from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import POLICIES
-from hdpcomm.sim import StreamReport, simulate_stream
+from hdpcomm.cli.output import check_writable, count, write_json
+from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners
+
+if TYPE_CHECKING:
+    from hdpcomm.sim import StreamReport
 
 __all__ = ["add_parser"]
 
 
 def _row(policy: str, report: StreamReport, base: StreamReport) -> str:
     steps = report.steps
-    count = len(steps)
+    number = len(steps)
 
     def mean(name: str) -> float:
-        return float(sum(getattr(step, name) for step in steps)) / count
+        return float(sum(getattr(step, name) for step in steps)) / number
 
-    mfu = 100 * sum(step.mfu or 0.0 for step in steps) / count
+    mfu = 100 * sum(step.mfu or 0.0 for step in steps) / number
     peak = max(step.peak_bytes or 0.0 for step in steps) / 1e9
     return (
         f"{policy:<10} {mean('step_s'):>9.4g} {base.total_s / report.total_s:>8.2f}x {report.tokens_per_s:>12,.0f} "
@@ -30,56 +32,56 @@ def _row(policy: str, report: StreamReport, base: StreamReport) -> str:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
-    try:
-        policies = list(POLICIES) if options.policy == "all" else options.policy.split(",")
-        planners = make_planners(options, policies)
-        batches = [draw_lengths(options, step=step) for step in range(options.steps)]
-        reports = []
-        for planner in planners:
-            print(f"simulating {planner.policy} ...", file=sys.stderr)
-            reports.append(simulate_stream(planner, batches))
-        print(
-            f"{'policy':<10} {'step (s)':>9} {'speed-up':>9} {'tokens/s':>12} {'MFU':>7} {'idle':>7} {'exposed':>9} "
-            f"{'stalled':>9} {'peak GB':>8} {'waits ms':>9}"
-        )
-        for planner, report in zip(planners, reports, strict=True):
-            print(_row(planner.policy, report, reports[-1]))
-        if options.plot:
-            from hdpcomm.trace import plot_plans
+def _simulate(options: argparse.Namespace) -> int:
+    from hdpcomm.plan import POLICIES
+    from hdpcomm.sim import simulate_stream
 
-            plot_plans([report.steps[0].plan for report in reports], options.plot)
-        if options.trace:
-            from hdpcomm.trace import write_stream_trace
+    for path in (options.plot, options.trace, options.json):
+        check_writable(path)
+    policies = list(POLICIES) if options.policy == "all" else options.policy.split(",")
+    planners = make_planners(options, policies)
+    batches = [draw_lengths(options, step=step) for step in range(options.steps)]
+    reports = []
+    for planner in planners:
+        print(f"simulating {planner.policy} ...", file=sys.stderr)
+        reports.append(simulate_stream(planner, batches))
+    print(
+        f"{'policy':<10} {'step (s)':>9} {'speed-up':>9} {'tokens/s':>12} {'MFU':>7} {'idle':>7} {'exposed':>9} "
+        f"{'stalled':>9} {'peak GB':>8} {'waits ms':>9}"
+    )
+    for planner, report in zip(planners, reports, strict=True):
+        print(_row(planner.policy, report, reports[-1]))
+    if options.plot:
+        from hdpcomm.trace import plot_plans
 
-            write_stream_trace(options.trace, reports[0].steps, reports[0].waits_s, planners[0].cluster)
-        write_json(
-            options.json,
-            {planner.policy: report.to_dict() for planner, report in zip(planners, reports, strict=True)},
-        )
-    except InvalidUsage as error:
-        print(f"hdpcomm simulate: {error}", file=sys.stderr)
-        return 2
+        plot_plans([report.steps[0].plan for report in reports], options.plot)
+    if options.trace:
+        from hdpcomm.trace import write_stream_trace
+
+        write_stream_trace(options.trace, reports[0].steps, reports[0].waits_s, planners[0].cluster)
+    if options.json:
+        found = zip(planners, reports, strict=True)
+        write_json(options.json, {planner.policy: report.to_dict() for planner, report in found})
     return 0
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the command to the parser of ``hdpcomm``."""
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
     parser = subparsers.add_parser(
         "simulate",
         help="run planned steps on a simulated cluster",
         description="Simulates training steps under one or several policies; the speed-up is over the last one. "
-        "'waits' is the time that steps after the first wait for their plan. Exit code: 0, or 2 for bad input.",
+        "'waits' is the time that steps after the first wait for their plan.",
+        allow_abbrev=False,
     )
     add_step_options(parser)
     parser.add_argument(
         "--policy",
         default="balanced,naive,static",
-        help=f"policies separated by commas, of {', '.join(POLICIES)}; or all (default %(default)s)",
+        help="separated by commas, of balanced, pipeline, naive, pow2, static; or all (default %(default)s)",
     )
-    parser.add_argument("--steps", type=size, default="1", help="steps to run (default %(default)s)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the first step under each policy")
-    parser.add_argument("--trace", metavar="FILE.json", help="write the first policy's steps for Perfetto")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    parser.set_defaults(func=run)
+    parser.add_argument("--steps", type=count, default="1", help="steps to run (default %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the first step under each policy")
+    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write the first policy's steps for Perfetto")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.set_defaults(func=_simulate)

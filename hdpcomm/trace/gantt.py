@@ -46,7 +46,7 @@ def _raster(plan: StepPlan, end: float) -> NDArray[np.float64]:
     return image
 
 
-def _mark_groups(axes: Axes, plan: StepPlan, end: float) -> None:
+def _mark_groups(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float]) -> None:
     """Borders around the micro-batches that are large enough, and in those with room their length."""
     from matplotlib.patches import Rectangle
 
@@ -64,8 +64,9 @@ def _mark_groups(axes: Axes, plan: StepPlan, end: float) -> None:
         if len(batch.sequences) > 1:
             text += f" +{len(batch.sequences) - 1}"
         if batch.seconds > 0.013 * len(text) * end and len(widest) >= plan.num_ranks / 40:
+            shade = "black" if np.log2(_longest(batch)) < limits[0] + 0.35 * (limits[1] - limits[0]) else "white"
             middle = float(widest[0] + widest[-1]) / 2
-            axes.text(start + batch.seconds / 2, middle, text, ha="center", va="center", fontsize=7, color="white")
+            axes.text(start + batch.seconds / 2, middle, text, ha="center", va="center", fontsize=7, color=shade)
 
 
 def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float], colours: Any) -> Any:
@@ -79,7 +80,7 @@ def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, floa
         vmin=limits[0],
         vmax=limits[1],
     )
-    _mark_groups(axes, plan, end)
+    _mark_groups(axes, plan, end, limits)
     if plan.num_ranks <= 16:
         axes.set_yticks(range(plan.num_ranks))
     axes.axvline(plan.lower_bound_s, color="crimson", linewidth=1.2, linestyle="--", label="lower bound")
@@ -135,8 +136,7 @@ def plot_plans(plans: Sequence[StepPlan], path: str | Path) -> None:
     longest = [_longest(batch) for plan in plans for batch in plan.micro_batches] or [1]
     top = float(np.log2(max(longest))) + 1e-6
     limits = (max(float(np.log2(min(longest))), top - _OCTAVES) - 1e-6, top)
-    colours = colormaps["viridis_r"].copy()
-    colours.set_bad(_IDLE)
+    colours = colormaps["viridis_r"].with_extremes(bad=_IDLE)
     figure = Figure(figsize=(max(9.0, 6.2 * len(plans)), 8.5), layout="constrained")
     grid = figure.add_gridspec(2, len(plans), height_ratios=(3, 1))
     panels: list[Axes] = []

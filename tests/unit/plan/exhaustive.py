@@ -14,8 +14,9 @@ def optimum(
 ) -> float:
     """Least makespan over every way to pack, to size the groups, to place and to order them (one node, no offload).
 
-    A micro-batch that starts when the k-th rank is free (by rising time) takes the ranks just before the k-th: any
-    other choice would leave ranks over that are free later. Returns ``above`` when nothing is better than that.
+    Micro-batches are placed by rising start, which any plan allows. A rank that is free before the start of the last
+    one placed cannot be used before it any more, so its time moves up to that start. Returns ``above`` when nothing is
+    better than that.
     """
     count = len(lengths)
     full = (1 << count) - 1
@@ -49,10 +50,13 @@ def optimum(
         for members, size, seconds in options:
             if members & ~left:
                 continue
-            for last in range(size - 1, ranks):
-                if ready[last] + seconds < best * (1 - 1e-12):
-                    rest = ready[: last - size + 1] + ready[last + 1 :]
-                    search(left & ~members, tuple(sorted(rest + (ready[last] + seconds,) * size)))
+            starts = sorted(set(ready[size - 1 :]))
+            for start in starts:
+                if start + seconds >= best * (1 - 1e-12):
+                    break
+                free = sum(time <= start for time in ready)
+                rest = (start,) * (free - size) + ready[free:] + (start + seconds,) * size
+                search(left & ~members, tuple(sorted(rest)))
 
     search(full, (0.0,) * ranks)
     return best

@@ -1,0 +1,419 @@
+"""``hdpcomm perf``: measures one operation as nccl-tests does, and gates on older results."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hdpcomm.cli.output import check_writable, count, positive, write_json
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.perf.config import PerfConfig
+    from hdpcomm.perf.results import Report
+
+__all__ = ["add_parser"]
+
+NOT_IMPLEMENTED = 5
+WRONG_DATA = 7
+
+_EPILOG = """sizes are bytes, with K, M, G for binary units. Exit codes: 0 all right, 1 an internal error, 2 a device,
+3 a rank died or disagreed, 4 a timeout, 5 not implemented, 6 bad usage, 7 wrong data, or slower than --baseline allows.
+
+examples:
+  hdpcomm perf all_reduce --ranks 4 -b 8 -e 64M -f 2
+  hdpcomm perf all_gather --ranks 4 -b 1K -e 1M -f 4 --subset 0,3,1 --compare gloo
+  hdpcomm perf sendrecv -b 8 -e 8 -n 1000 -I -J now.json --baseline old.json --max-slowdown 5%
+  torchrun --nproc-per-node 4 -m hdpcomm.cli.main perf alltoall -b 1M -e 1M
+  mpirun -n 4 hdpcomm perf broadcast -b 1M -e 1M -r 2
+"""
+
+OPS = (
+    ("all_gather", "every rank gets all parts"),
+    ("all_reduce", "every rank gets the sum"),
+    ("reduce_scatter", "every rank gets its part of the sum"),
+    ("broadcast", "the root's buffer goes to all"),
+    ("reduce", "the root gets the sum"),
+    ("gather", "the root gets all parts"),
+    ("scatter", "every rank gets its part of the root's"),
+    ("alltoall", "every rank sends a part to every rank"),
+    ("sendrecv", "every rank sends to the next one"),
+    ("ring", "keys and values go round the ring, as in ring attention"),
+    ("subset", "making communicators and first using them"),
+    ("mixed", "several overlapping subsets at once"),
+)
+
+
+def _size(text: str) -> int:
+    from hdpcomm.perf.config import parse_size
+
+    try:
+        return parse_size(text)
+    except InvalidUsage as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _whole(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give 0 or 1")
+    return text == "1"
+
+
+def _one(text: str) -> int:
+    if text != "1":
+        raise argparse.ArgumentTypeError(f"{text!r}: a rank is one process with one device here; give 1, and --ranks N")
+    return 1
+
+
+def _ranks_list(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give ranks separated by commas, like 0,3,1") from None
+
+
+def _roots(text: str) -> tuple[int, ...] | None:
+    if text in ("all", "-1"):
+        return None
+    return (_whole(text),)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part for part in text.split(",") if part)
+    if not names:
+        raise argparse.ArgumentTypeError("give at least one name")
+    return names
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "perf",
+        help="measure an operation: latency, bandwidth, correctness",
+        description="Measures one operation with the options, columns and files of nccl-tests:\n"
+        + "\n".join(f"  {name:<15} {meaning}" for name, meaning in OPS),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("op", metavar="OP", nargs="?", choices=[name for name, _ in OPS], help="one of the above")
+    _add_nccl_options(parser.add_argument_group("as in nccl-tests"))
+    _add_own_options(parser.add_argument_group("of hdpcomm"))
+    parser.set_defaults(func=_perf)
+
+
+def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("-t", "--nthreads", type=_one, metavar="1", help="threads of a process: only 1")
+    add("-g", "--ngpus", type=_one, metavar="1", help="devices of a thread: only 1")
+    add("-b", "--minbytes", type=_size, default="32M", metavar="SIZE", help="first size (default 32M)")
+    add("-e", "--maxbytes", type=_size, metavar="SIZE", help="last size (default 32M, or -b if that is larger)")
+    step = group.add_mutually_exclusive_group()
+    step.add_argument("-i", "--stepbytes", type=_size, metavar="SIZE", help="add to reach the next size (default 1M)")
+    step.add_argument("-f", "--stepfactor", type=_whole, metavar="N", help="multiply to reach the next size")
+    add("-n", "--iters", type=count, default=20, metavar="N", help="iterations of a size (default %(default)s)")
+    add(
+        "-w", "--warmup_iters", type=_whole, default=1, metavar="N", help="before them, not timed (default %(default)s)"
+    )
+    add(
+        "-m",
+        "--agg_iters",
+        type=count,
+        default=1,
+        metavar="N",
+        help="operations started together (default %(default)s)",
+    )
+    add("-N", "--run_cycles", type=_whole, default=1, metavar="N", help="repeat the sweep; 0: for ever (default 1)")
+    add("-c", "--check", type=_whole, default=1, metavar="N", help="checks of the data of a size (default 1; 0: none)")
+    add("-o", "--op", dest="redop", type=_names, metavar="OP", help="sum, prod, min, max, avg, a list, or all")
+    add(
+        "-d",
+        "--datatype",
+        type=_names,
+        default=("float",),
+        metavar="TYPE",
+        help="float, half, int32, ..., a list, or all",
+    )
+    add("-r", "--root", type=_roots, default=argparse.SUPPRESS, metavar="RANK", help="root, or all (default 0)")
+    add(
+        "-z", "--blocking", type=_whole, default=0, metavar="0..3", help="1: barrier after each; 2, 3: start, then wait"
+    )
+    add("-T", "--timeout", type=positive, metavar="S", help="seconds that an operation may take")
+    add("-C", "--report_cputime", type=_switch, default=False, metavar="0/1", help="time of starting an operation only")
+    add("-a", "--average", type=_whole, default=1, metavar="0..3", help="time of rank 0, mean, min or max (default 1)")
+    add("-M", "--memory", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="report memory used")
+    add("-u", "--unalign", type=_whole, default=0, metavar="N", help="index of the first element (default 0)")
+    add(
+        "-I", "--per_iter_timing", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="percentiles"
+    )
+    add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON (version 3 of nccl-tests' format)")
+
+
+def _add_own_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--ranks", type=count, metavar="N", help="start N ranks here (default 2; under a launcher: its ranks)")
+    add(
+        "--subset",
+        type=_ranks_list,
+        action="append",
+        metavar="0,3,1",
+        help="only these ranks, in this order; repeatable",
+    )
+    add("--algorithm", default="auto", metavar="NAME", help="(default %(default)s)")
+    add("--transport", default="auto", metavar="NAME", help="(default %(default)s)")
+    add("--format", choices=("table", "csv", "jsonl"), default="table", help="of standard output (default %(default)s)")
+    add(
+        "--compare",
+        type=_names,
+        default=(),
+        metavar="gloo,mpi",
+        help="the same sweep on these libraries, and the ratio",
+    )
+    add("--baseline", type=Path, metavar="FILE", help="an older -J file to compare with")
+    add("--max-slowdown", metavar="PERCENT", help="fail if a row is slower than --baseline by more (default 5%%)")
+    add(
+        "--calibrate",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure what a message costs, for algorithm=auto, into FILE (default ~/.cache/hdpcomm/costs.json); no OP",
+    )
+
+
+def _perf(options: argparse.Namespace) -> int:
+    try:
+        return _calibrate(options) if options.calibrate is not None else _measure(options)
+    except NotImplementedError as error:
+        print(f"hdpcomm: not implemented: {error}", file=sys.stderr)
+        return NOT_IMPLEMENTED
+
+
+def _config(options: argparse.Namespace) -> PerfConfig:
+    from hdpcomm.perf.config import REDOPS, PerfConfig
+    from hdpcomm.perf.dtypes import ALL
+    from hdpcomm.perf.ops import operation
+
+    if options.op is None:
+        raise InvalidUsage(f"no operation given; give one of: {', '.join(name for name, _ in OPS)}")
+    op = operation(options.op)
+    if options.redop is not None and not op.reduces:
+        raise InvalidUsage(f"-o {','.join(options.redop)}: {op.name} does not reduce; leave -o out")
+    if hasattr(options, "root") and not op.rooted:
+        raise InvalidUsage(f"-r: {op.name} has no root; leave -r out")
+    redops = REDOPS if options.redop == ("all",) else options.redop or ("sum",)
+    for redop in redops:
+        if redop == "mulsum":
+            raise NotImplementedError("-o mulsum: sums scaled by each rank; give one of: " + ", ".join(REDOPS))
+        if redop not in REDOPS:
+            raise InvalidUsage(f"-o {redop}: unknown; give one of: {', '.join(REDOPS)}, all")
+    largest = options.maxbytes
+    if largest is None:
+        largest = max(32 << 20, options.minbytes)
+    return PerfConfig(
+        op=options.op,
+        min_bytes=options.minbytes,
+        max_bytes=largest,
+        step_bytes=1 << 20 if options.stepbytes is None else options.stepbytes,
+        step_factor=1 if options.stepfactor is None else options.stepfactor,
+        iters=options.iters,
+        warmup=options.warmup_iters,
+        agg=options.agg_iters,
+        cycles=options.run_cycles,
+        check=options.check,
+        dtypes=ALL if options.datatype == ("all",) else options.datatype,
+        redops=redops,
+        roots=getattr(options, "root", (0,)),
+        blocking=options.blocking,
+        timeout=options.timeout,
+        cpu_time=options.report_cputime,
+        average=options.average,
+        memory=options.memory,
+        unalign=options.unalign,
+        per_iter=options.per_iter_timing,
+        subsets=tuple(options.subset or ()),
+        algorithm=options.algorithm,
+        transport=options.transport,
+        compare=tuple(dict.fromkeys(options.compare)),
+        args=tuple(sys.argv),
+    )
+
+
+def _world(options: argparse.Namespace) -> tuple[bool, int]:
+    """Whether this process is a rank of a launcher's job, and how many ranks there are."""
+    from hdpcomm.perf.environment import adopt_launcher
+
+    if not adopt_launcher(os.environ):
+        return False, options.ranks or 2
+    try:
+        size = int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        raise InvalidUsage(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is not an integer; torchrun sets it right"
+        ) from None
+    if options.ranks not in (None, size):
+        raise InvalidUsage(
+            f"--ranks {options.ranks} was given, but the launcher started {size} ranks; leave --ranks out or make them "
+            "equal"
+        )
+    return True, size
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """Checks all that can be checked, runs the sweep, compares, and writes the files."""
+    from hdpcomm.perf import baseline
+    from hdpcomm.perf.mpi import check_mpi
+    from hdpcomm.perf.results import Report
+    from hdpcomm.perf.runner import check, now
+
+    joined, ranks = _world(options)
+    config = _config(options)
+    check(config, ranks)
+    if "mpi" in config.compare:
+        check_mpi(config)
+    if options.output_file is not None:
+        options.output_file = options.output_file.absolute()
+        check_writable(options.output_file)
+    if options.max_slowdown is not None and options.baseline is None:
+        raise InvalidUsage("--max-slowdown needs --baseline FILE, an older result of -J")
+    allowed = baseline.parse_percent(options.max_slowdown or "5%")
+    before = None if options.baseline is None else baseline.read(options.baseline)
+    report = Report(start_time=now())
+    task = (config, report, options.format, options.output_file)
+    if joined:
+        report = run_and_print(*task)
+        if int(os.environ["RANK"]) != 0:
+            return WRONG_DATA if report.wrong else 0
+    else:
+        from hdpcomm.comm.launch import run_ranks
+
+        report = run_ranks(run_and_print, ranks, *task)[0]
+    _finish(options, config, report, ranks)
+    code = WRONG_DATA if report.wrong else 0
+    if before is not None:
+        code = _gate(baseline.compare(config, report, before), allowed) or code
+    return code
+
+
+def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | None) -> Report:
+    """A rank of the run. Rank 0 prints the rows as they come, and keeps the -J file up to date in a run of cycles."""
+    from hdpcomm.perf.records import json_document
+    from hdpcomm.perf.runner import run_rank
+
+    writer = _writer(config, form)
+
+    def emit(event: str, value: Any) -> None:
+        if event == "start":
+            writer.start(value)
+        elif event == "row":
+            writer.row(value)
+        elif event == "cycle" and output is not None and config.cycles != 1:
+            write_json(output, json_document(config, report))
+
+    try:
+        return run_rank(config, report, emit)
+    except Exception as error:
+        if output is not None and os.environ.get("RANK", "0") == "0":
+            report.errors.append(f"{type(error).__name__}: {error}")
+            write_json(output, json_document(config, report))
+        raise
+
+
+def _writer(config: PerfConfig, form: str) -> Any:
+    from hdpcomm.perf.records import RecordWriter
+    from hdpcomm.perf.table import TableWriter
+
+    return TableWriter(config, sys.stdout) if form == "table" else RecordWriter(config, sys.stdout, form)
+
+
+def _finish(options: argparse.Namespace, config: PerfConfig, report: Report, ranks: int) -> None:
+    """What comes after the ranks' own part: MPI, the footer, the file."""
+    from hdpcomm.perf.mpi import run_mpi
+    from hdpcomm.perf.records import RecordWriter, json_document
+
+    writer = _writer(config, options.format)
+    if "mpi" in config.compare:
+        for row in run_mpi(config, ranks):
+            report.peers.append(row)
+            if isinstance(writer, RecordWriter):
+                writer.resume(report)
+                writer.row(row)
+    writer.finish(report)
+    if options.output_file is not None:
+        write_json(options.output_file, json_document(config, report))
+
+
+def _gate(compared: list[Any], allowed: float) -> int:
+    """Tells on stderr which rows became slower than allowed; the exit code."""
+    slower = [one for one in compared if one.percent > allowed]
+    for one in slower:
+        print(
+            f"hdpcomm: slower than the baseline by {one.percent:.1f}% (allowed: {allowed:g}%): size {one.size} "
+            f"{one.type} {one.redop} root {one.root} {one.side}: {one.before_us:.2f} us before, "
+            f"{one.now_us:.2f} us now",
+            file=sys.stderr,
+        )
+    print(f"hdpcomm: {len(compared) - len(slower)} of {len(compared)} rows within {allowed:g}%", file=sys.stderr)
+    return WRONG_DATA if slower else 0
+
+
+def calibrate_rank(transport: str, timeout: float | None) -> dict[str, Any]:
+    """A rank of --calibrate."""
+    from hdpcomm.comm import init
+    from hdpcomm.perf.calibrate import measure
+
+    with init(transport=transport, timeout=timeout) as comm:
+        costs = measure(comm)
+        comm.barrier()
+        return costs
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """Measures the transport, and replaces its entry in the file; those of other transports stay."""
+    import json
+
+    from hdpcomm.perf.calibrate import default_path
+
+    if options.op is not None:
+        raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
+    path = Path(options.calibrate) if options.calibrate else default_path()
+    if not options.calibrate:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
+    known: dict[str, Any] = {}
+    if path.is_file() and path.stat().st_size:
+        try:
+            known = json.loads(path.read_text())["transports"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidUsage(
+                f"{path}: is no file of --calibrate ({error}); give another file or remove it"
+            ) from error
+    joined, ranks = _world(options)
+    arguments = (options.transport, options.timeout)
+    if joined:
+        costs = calibrate_rank(*arguments)
+        if int(os.environ["RANK"]) != 0:
+            return 0
+    else:
+        from hdpcomm.comm.launch import run_ranks
+
+        costs = run_ranks(calibrate_rank, ranks, *arguments)[0]
+    write_json(path, {"version": 1, "transports": known | {costs["transport"]: costs}})
+    print(
+        f"{costs['transport']}: alpha {costs['alpha_s'] * 1e6:.2f} us, "
+        f"beta {costs['beta_s_per_byte'] * 1e9:.4f} ns/byte, "
+        f"gamma {costs['gamma_s_per_byte'] * 1e9:.4f} ns/byte -> {path}"
+    )
+    return 0

@@ -1,0 +1,165 @@
+"""Measures one side of one row: warm-up, timed iterations, and a check of the data that came out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hdpcomm.perf.config import PerfConfig
+from hdpcomm.perf.operation import Bound, Case, Operation
+from hdpcomm.perf.results import IterationStats, Side, average
+
+__all__ = ["check_modes", "measure_side"]
+
+
+def measure_side(
+    world: Any, operation: Operation, case: Case | None, config: PerfConfig, members: tuple[int, ...]
+) -> Side:
+    """One side of a row. Collective over ``world``, the communicator that carries the engine's own messages.
+
+    ``case``: ``None`` on a rank that is not among ``members``; it only waits. All ranks return the same Side.
+    """
+    times: list[float] = [math.nan] * config.iters
+    wrong, details = 0, dict[str, float]()
+    if case is None:
+        world.barrier()
+    else:
+        bound = operation.bind(case)
+        bound.fill()
+        times = _timed(bound, config, world.barrier)
+        wrong = _checked(bound, config.check)
+        details = getattr(bound, "details", dict)()
+        forget = getattr(bound, "forget_kept", None)
+        if forget is not None:
+            forget()
+    rows = _everyone(world, [float(wrong), *times])
+    mine = [rows[rank] for rank in members]
+    calls = operation.operations_per_call(len(members))
+    scale = 1e6 / (calls * config.agg)
+    per_rank = [[None if math.isnan(t) else t * scale for t in row[1:]] for row in mine]
+    known = [[t for t in row if t is not None] for row in per_rank]
+    time_us = average([sum(row) / len(row) for row in known if row], config.average)
+    stats = IterationStats.of(per_rank) if config.per_iter else None
+    details = _shared_details(world, details, members)
+    return _side(operation, case, world, members, time_us, [int(row[0]) for row in mine], config, stats, details)
+
+
+def _side(
+    operation: Operation,
+    case: Case | None,
+    world: Any,
+    members: tuple[int, ...],
+    time_us: float,
+    wrong: list[int],
+    config: PerfConfig,
+    stats: IterationStats | None,
+    details: dict[str, float],
+) -> Side:
+    algbw = 0.0
+    if case is not None and time_us > 0:
+        algbw = operation.aggregate(case) * case.shape.total * case.kind.bytes / time_us / 1e3
+    algbw = _everyone(world, [algbw])[members[0]][0]
+    return Side(
+        time_us=time_us,
+        algbw=algbw,
+        busbw=algbw * operation.bus_factor(len(members)),
+        wrong=sum(wrong) if config.check else None,
+        stats=stats,
+        details=details,
+    )
+
+
+def _everyone(world: Any, row: list[float]) -> list[list[float]]:
+    """The rows of all ranks, on all ranks."""
+    out = torch.empty(world.size * len(row), dtype=torch.float64)
+    world.all_gather(out, torch.tensor(row, dtype=torch.float64))
+    gathered: list[list[float]] = out.view(world.size, len(row)).tolist()
+    return gathered
+
+
+def _shared_details(world: Any, details: dict[str, float], members: tuple[int, ...]) -> dict[str, float]:
+    """The details of the first member, by name; all members have the same names."""
+    names = ("create_us", "create_min_us")
+    row = _everyone(world, [details.get(name, math.nan) for name in names])[members[0]]
+    return {name: value for name, value in zip(names, row, strict=True) if not math.isnan(value)}
+
+
+def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list[float]:
+    """Seconds of each iteration; without -I and -C their mean, repeated."""
+    run = _iteration(bound, config)
+    own = bound.measure(config.warmup) if config.warmup else None
+    if own is None:
+        for _ in range(config.warmup):
+            run()
+    clock = time.perf_counter
+    barrier()
+    own = bound.measure(config.iters)
+    if own is not None:
+        return own
+    times = []
+    if config.cpu_time:
+        assert bound.start is not None
+        for _ in range(config.iters):
+            started = clock()
+            work = bound.start()
+            times.append(clock() - started)
+            work.wait()
+        return times
+    if config.per_iter:
+        for _ in range(config.iters):
+            started = clock()
+            run()
+            times.append(clock() - started)
+        return times
+    started = clock()
+    for _ in range(config.iters):
+        run()
+    return [(clock() - started) / config.iters] * config.iters
+
+
+def _iteration(bound: Bound, config: PerfConfig) -> Callable[[], Any]:
+    """What one iteration does, by -m and -z."""
+    start, run = bound.start, bound.run
+    if config.agg > 1 and start is not None:
+
+        def aggregated() -> None:
+            for work in [start() for _ in range(config.agg)]:
+                work.wait()
+
+        return aggregated
+    if config.blocking == 1:
+
+        def with_barrier() -> None:
+            run()
+            bound.case.comm.barrier()
+
+        return with_barrier
+    if config.blocking and start is not None:
+        return lambda: start().wait()
+    return run
+
+
+def _checked(bound: Bound, rounds: int) -> int:
+    wrong = 0
+    for _ in range(rounds):
+        bound.fill()
+        bound.case.comm.barrier()
+        bound.run()
+        # A rank may be slower: its peers' buffers must not change before it has ended.
+        bound.case.comm.barrier()
+        wrong += bound.wrong()
+    return wrong
+
+
+def check_modes(operation: Operation, config: PerfConfig) -> str | None:
+    """Why the operation cannot be measured in the way asked for; ``None``: it can."""
+    if operation.asynchronous:
+        return None
+    for flag, given in (("-m", config.agg > 1), ("-C", config.cpu_time), ("-z", config.blocking > 1)):
+        if given:
+            return f"{flag} needs an operation that is started and waited for later; {operation.name} has waits inside"
+    return None

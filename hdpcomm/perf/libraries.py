@@ -1,0 +1,149 @@
+"""torch.distributed's gloo behind the methods of a Communicator, so that an operation runs on either unchanged.
+
+Only what the operations call. Where gloo has no out-of-place form, the copy that its users must make is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hdpcomm.perf.dtypes import ElementType
+
+__all__ = ["Gloo", "unsupported"]
+
+_TYPES = ("int8", "uint8", "int32", "int64", "half", "float", "double", "bfloat16")
+# Newer names of the same functions; torch warns of the older ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class _Works:
+    __slots__ = ("_works",)
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Gloo:
+    """A process group of gloo; ``ranks`` are global. Roots and peers are positions, as in a Communicator."""
+
+    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+        self._group = group
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+
+    def subset(self, ranks: Sequence[int]) -> Gloo | None:
+        """``new_group``: all ranks of the job call it. gloo orders the ranks of a group as given only if asked."""
+        chosen = [self.ranks[rank] for rank in ranks]
+        group = dist.new_group(chosen, backend="gloo", sort_ranks=False)
+        return Gloo(group, chosen) if dist.get_rank() in chosen else None
+
+    def forget(self) -> None:
+        """Ends the group."""
+        dist.destroy_process_group(self._group)
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+        del algorithm
+        return _all_gather(out, x, group=self._group, async_op=async_op)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
+    ) -> Any:
+        del algorithm
+        return _reduce_scatter(out, x, op=_OPS[op], group=self._group, async_op=async_op)
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Any:
+        del algorithm
+        target = x if out is None else out.copy_(x)
+        return dist.all_reduce(target, op=_OPS[op], group=self._group, async_op=async_op)
+
+    def broadcast(self, x: torch.Tensor, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+        del algorithm
+        return dist.broadcast(x, self.ranks[root], group=self._group, async_op=async_op)
+
+    def reduce(
+        self,
+        x: torch.Tensor,
+        root: int,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Any:
+        del algorithm
+        target = x if out is None else out.copy_(x)
+        return dist.reduce(target, self.ranks[root], op=_OPS[op], group=self._group, async_op=async_op)
+
+    def gather(
+        self,
+        out: torch.Tensor | None,
+        x: torch.Tensor,
+        root: int,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Any:
+        del algorithm
+        parts = None if out is None else list(out.chunk(self.size)) if out.numel() else [out] * self.size
+        return dist.gather(x, parts, self.ranks[root], group=self._group, async_op=async_op)
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor | None,
+        root: int,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Any:
+        del algorithm
+        parts = None if x is None else list(x.chunk(self.size)) if x.numel() else [x] * self.size
+        return dist.scatter(out, parts, self.ranks[root], group=self._group, async_op=async_op)
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+        del algorithm
+        return dist.all_to_all_single(out, x, group=self._group, async_op=async_op)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        recvs: Sequence[tuple[torch.Tensor, int]],
+        *,
+        async_op: bool = False,
+    ) -> _Works:
+        works = [dist.isend(x, self.ranks[peer], group=self._group) for x, peer in sends]
+        works += [dist.irecv(y, self.ranks[peer], group=self._group) for y, peer in recvs]
+        both = _Works(works)
+        if not async_op:
+            both.wait()
+        return both
+
+
+def unsupported(kind: ElementType, redop: str) -> str:
+    """Why gloo cannot do a row; empty: it can."""
+    if kind.name not in _TYPES:
+        return f"gloo has no {kind.name}"
+    return "" if redop in _OPS or redop == "none" else f"gloo has no {redop}"

@@ -1,0 +1,203 @@
+"""The ranks of ``--compare mpi``: a script that mpirun starts by its path; it imports neither torch nor hdpcomm.
+
+    mpirun -n RANKS python mpi_peer.py SPEC.json
+
+SPEC: see hdpcomm.perf.mpi. Rank 0 prints one JSON object a line: first ``{"library": version}``, then for each row
+``{"index", "out_of_place", "in_place", "create", "note"}``, times in microseconds as lists by rank. Times are taken
+as hdpcomm's engine takes them: warm-up, barrier, then blocking calls back to back.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+NUMPY = {"float": "float32", "double": "float64", "half": "uint16", "bfloat16": "uint16"}  # 16 bits are only moved
+REDOPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+REDUCING = ("all_reduce", "reduce_scatter", "reduce", "subset")
+NO_IN_PLACE = ("alltoall", "sendrecv", "ring", "mixed")
+
+
+def subset(comm: Any, ranks: list[int], tag: int = 0) -> Any:
+    """A communicator of the given ranks; only they call it. ``None`` on the others."""
+    if comm.rank not in ranks:
+        return None
+    everyone = comm.Get_group()
+    group = everyone.Incl(ranks)
+    made = comm.Create_group(group, tag)
+    group.Free()
+    everyone.Free()
+    return made
+
+
+def call_of(op: str, comm: Any, row: dict[str, Any], in_place: bool) -> Callable[[], Any]:
+    """The operation as a call without arguments."""
+    kind = np.dtype(NUMPY.get(row["type"], row["type"]))
+    redop = REDOPS.get(row["redop"])
+    root, part = row["root"], row["count"]
+    x, out = np.ones(row["send"], kind), np.zeros(row["recv"], kind)
+    rooted = comm.rank == root
+    alone: Any = MPI.IN_PLACE
+    if op == "all_gather":
+        return lambda: comm.Allgather(alone if in_place else x, out)
+    if op == "all_reduce":
+        return lambda: comm.Allreduce(alone if in_place else x, out, redop)
+    if op == "reduce_scatter":
+        return lambda: comm.Reduce_scatter_block(alone if in_place else x, x if in_place else out, redop)
+    if op == "broadcast":
+        if in_place or not rooted:
+            return lambda: comm.Bcast(out, root)
+
+        def copy_and_broadcast() -> None:
+            out[:] = x
+            comm.Bcast(out, root)
+
+        return copy_and_broadcast
+    if op == "reduce":
+        given = alone if in_place and rooted else x
+        return lambda: comm.Reduce(given, out if rooted else None, redop, root)
+    if op == "gather":
+        given = alone if in_place and rooted else x
+        return lambda: comm.Gather(given, out if rooted else None, root)
+    if op == "scatter":
+        target = alone if in_place and rooted else out
+        return lambda: comm.Scatter(x if rooted else None, target, root)
+    if op == "alltoall":
+        return lambda: comm.Alltoall(x, out)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if op == "sendrecv":
+        return lambda: comm.Sendrecv(x, after, 0, out, before, 0)
+    assert op == "ring", op
+    spare, half = np.zeros(row["recv"], kind), part // 2
+
+    def rotate() -> None:
+        source = x
+        for step in range(comm.size - 1):
+            target = out if step % 2 else spare
+            requests = [comm.Isend(source[:half], after, 0), comm.Isend(source[half:], after, 1)]
+            requests += [comm.Irecv(target[:half], before, 0), comm.Irecv(target[half:], before, 1)]
+            MPI.Request.Waitall(requests)
+            source = target
+
+    return rotate
+
+
+def mixed(spec: dict[str, Any], row: dict[str, Any], made: list[Any]) -> Callable[[], Any]:
+    """An all-gather on each of the overlapping subsets at once."""
+    kind = np.dtype(NUMPY.get(row["type"], row["type"]))
+    if not made:
+        made += [subset(WORLD, ranks, tag) for tag, ranks in enumerate(spec["subsets"])]
+    buffers = []
+    for comm in made:
+        if comm is not None:
+            part = max(row["total"] // comm.size, 1 if row["total"] else 0)
+            buffers.append((comm, np.ones(part, kind), np.zeros(part * comm.size, kind)))
+    return lambda: MPI.Request.Waitall([comm.Iallgather(x, out) for comm, x, out in buffers])
+
+
+def timed(call: Callable[[], Any], spec: dict[str, Any]) -> float:
+    """Microseconds of a call."""
+    for _ in range(spec["warmup"]):
+        call()
+    WORLD.Barrier()
+    started = time.perf_counter()
+    for _ in range(spec["iters"]):
+        call()
+    return (time.perf_counter() - started) / int(spec["iters"]) * 1e6
+
+
+def subset_times(comm: Any, spec: dict[str, Any], row: dict[str, Any], keep: bool) -> tuple[float, float]:
+    """Microseconds of making a communicator and its first all-reduce (``keep``: the latter alone), and of making."""
+    x = np.ones(row["send"], np.dtype(NUMPY.get(row["type"], row["type"])))
+    kept: dict[tuple[int, ...], Any] = {}
+    total, making, number = 0.0, [], 0
+    for iteration in range(spec["iters"]):
+        ranks = spec["members"][iteration % len(spec["members"])]
+        comm.Barrier()
+        if keep and tuple(ranks) not in kept:
+            kept[tuple(ranks)] = subset(comm, ranks)
+        started = time.perf_counter()
+        made = kept[tuple(ranks)] if keep else subset(comm, ranks)
+        created = time.perf_counter()
+        if made is None:
+            continue
+        made.Allreduce(MPI.IN_PLACE, x, REDOPS[row["redop"]])
+        total += time.perf_counter() - started
+        making.append(created - started)
+        number += 1
+        if not keep:
+            made.Free()
+    for made in kept.values():
+        if made is not None:
+            made.Free()
+    return total / max(number, 1) * 1e6, float(np.median(making)) * 1e6 if making else 0.0
+
+
+def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any, made: list[Any]) -> dict[str, Any]:
+    """The times of a row on this rank; ``None``: not measured."""
+    op = spec["op"]
+    result: dict[str, Any] = {"out_of_place": None, "in_place": None, "create": None}
+    for side in ("out_of_place", "in_place"):
+        in_place = side == "in_place"
+        if in_place and op in NO_IN_PLACE:
+            continue
+        if comm is None:
+            WORLD.Barrier()
+        elif op == "subset":
+            result[side], create = subset_times(comm, spec, row, in_place)
+            result["create"] = result["create"] if in_place else create
+        elif op == "mixed":
+            result[side] = timed(mixed(spec, row, made), spec)
+        else:
+            calls = max(1, comm.size - 1) if op == "ring" else 1
+            result[side] = timed(call_of(op, comm, row, in_place), spec) / calls
+    return result
+
+
+def unsupported(op: str, row: dict[str, Any]) -> str:
+    """Why MPI cannot do the row."""
+    if op in REDUCING and row["type"] in ("half", "bfloat16"):
+        return f"MPI has no reductions of {row['type']}"
+    if op in REDUCING and row["redop"] not in REDOPS:
+        return f"MPI has no {row['redop']}"
+    return ""
+
+
+def main() -> None:
+    with open(sys.argv[1]) as file:
+        spec = json.load(file)
+
+    def tell(record: dict[str, Any]) -> None:
+        if WORLD.rank == 0:
+            print(json.dumps(record), flush=True)
+
+    tell({"library": MPI.Get_library_version().split("\n")[0].split(",")[0].strip()})
+    comms: dict[tuple[int, ...], Any] = {}
+    made: list[Any] = []
+    for index, row in enumerate(spec["rows"]):
+        ranks = tuple(row["ranks"])
+        if ranks not in comms:
+            comms[ranks] = WORLD if len(ranks) == WORLD.size else subset(WORLD, list(ranks))
+        note = unsupported(spec["op"], row)
+        mine = {} if note else measure(spec, row, comms[ranks], made)
+        everyone = WORLD.gather(mine)
+        if WORLD.rank == 0:
+            assert everyone is not None
+            sides = {key: [rank.get(key) for rank in everyone] for key in ("out_of_place", "in_place", "create")}
+            tell({"index": index, "note": note, **sides})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        WORLD.Abort(1)  # else the other ranks wait for ever

@@ -1,0 +1,198 @@
+"""What an operation is to the engine: its sizes, its buffers, how it is called and what it must give."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.perf.dtypes import ElementType
+
+__all__ = ["Bound", "Case", "Operation", "Shape", "Storage"]
+
+_GUARD = 64  # bytes before and after a buffer that nobody may write
+_POISON = 0xA5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Elements of one row: ``count`` as the column shows it, of the buffers of a rank, and that size(B) counts."""
+
+    count: int
+    send: int
+    recv: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row on one library. ``comm``: a Communicator, or an object with its methods (see libraries.py)."""
+
+    comm: Any
+    kind: ElementType
+    shape: Shape
+    redop: str = "sum"
+    root: int = 0
+    algorithm: str = "auto"
+    unalign: int = 0
+    in_place: bool = False
+    subsets: tuple[tuple[int, ...], ...] = ()
+
+
+class Storage:
+    """A buffer between guards, its first element ``unalign`` elements past a multiple of 64 bytes."""
+
+    def __init__(self, kind: ElementType, elements: int, unalign: int) -> None:
+        lead = _GUARD + unalign * kind.bytes
+        self._bytes = torch.full((elements * kind.bytes + lead + 2 * _GUARD,), _POISON, dtype=torch.uint8)
+        lead += -self._bytes.data_ptr() % _GUARD
+        self._first, self._last = lead, lead + elements * kind.bytes
+        self.data = (
+            self._bytes[self._first : self._last].view(kind.dtype) if elements else torch.empty(0, dtype=kind.dtype)
+        )
+        self._bytes_per_element = kind.bytes
+
+    def poison(self) -> None:
+        """Fills the buffer with bytes that no operation leaves there."""
+        self._bytes.fill_(_POISON)
+
+    def trespassed(self) -> int:
+        """Elements beside the buffer that were written, rounded up."""
+        touched = int((self._bytes[: self._first] != _POISON).sum()) + int((self._bytes[self._last :] != _POISON).sum())
+        return -(-touched // self._bytes_per_element)
+
+
+class Bound:
+    """An operation with its buffers, ready to be called often.
+
+    ``run`` does it once; ``start`` begins it and returns what to wait for, or is ``None`` where it has inner waits.
+    """
+
+    def __init__(self, operation: Operation, case: Case) -> None:
+        self.operation, self.case = operation, case
+        shape = case.shape
+        if case.in_place:
+            shared = Storage(case.kind, max(shape.send, shape.recv), case.unalign)
+            self.storages = [shared]
+            self.x, self.out = operation.in_place_views(shared.data, case)
+        else:
+            self.storages = [Storage(case.kind, n, case.unalign) for n in (shape.send, shape.recv)]
+            self.x, self.out = (storage.data for storage in self.storages)
+        self.run: Callable[[], Any] = operation.call(case, self.x, self.out, async_op=False)
+        self.start: Callable[[], Any] | None = None
+        if operation.asynchronous:
+            self.start = operation.call(case, self.x, self.out, async_op=True)
+
+    def fill(self) -> None:
+        """Writes this rank's input, and rubbish everywhere else."""
+        for storage in self.storages:
+            storage.poison()
+        given = self.operation.given(self.case)
+        if given is not None:
+            self.x.copy_(given)
+
+    def wrong(self) -> int:
+        """Wrong elements on this rank after one operation on fresh data, those beside the buffers included."""
+        count = sum(storage.trespassed() for storage in self.storages)
+        expected = self.operation.expected(self.case)
+        if expected is not None:
+            count += _differences(self.out, expected)
+        given = self.operation.given(self.case)
+        if given is not None and not self.case.in_place:
+            count += _differences(self.x, given)
+        return count
+
+    def measure(self, iterations: int) -> list[float] | None:
+        """Seconds of each iteration (NaN: without this rank) where the operation times itself, else ``None``."""
+        del iterations
+        return None
+
+
+def _differences(got: torch.Tensor, expected: torch.Tensor) -> int:
+    # NaN counts as different; uint16..uint64 have no comparison in torch, their bits do.
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(got.dtype)
+    if signed is not None:
+        got, expected = got.view(signed), expected.view(signed)
+    return int((got != expected).sum())
+
+
+class Operation:
+    """Base of the operations; one small module each in ``hdpcomm.perf.ops``."""
+
+    name: ClassVar[str]
+    reduces: ClassVar[bool] = False
+    rooted: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True  # whether there is an in-place form
+    asynchronous: ClassVar[bool] = True
+    core_name: ClassVar[str | None] = None  # in Communicator.algorithms(); None: there is no choice
+    note: ClassVar[str] = ""  # for the header, where a column means something particular
+
+    def shape(self, elements: int, ranks: int) -> Shape:
+        """The row for about ``elements`` elements in column size(B)."""
+        del ranks
+        return Shape(elements, elements, elements, elements)
+
+    def bus_factor(self, ranks: int) -> float:
+        """busbw / algbw, as in nccl-tests' PERFORMANCE.md."""
+        del ranks
+        return 1.0
+
+    def operations_per_call(self, ranks: int) -> int:
+        """By how much the time of a call is divided for column time."""
+        del ranks
+        return 1
+
+    def aggregate(self, case: Case) -> float:
+        """Bytes that count for algbw, over size(B)."""
+        del case
+        return 1.0
+
+    def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` and ``out`` in one buffer."""
+        return shared[: case.shape.send], shared[: case.shape.recv]
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        """A function that does the operation once (``async_op``: starts it and returns its Work)."""
+        raise NotImplementedError
+
+    def given(self, case: Case) -> torch.Tensor | None:
+        """What this rank's ``x`` holds; ``None``: it gives nothing."""
+        raise NotImplementedError
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        """What this rank's ``out`` must hold; ``None``: it gets nothing."""
+        raise NotImplementedError
+
+    def bind(self, case: Case) -> Bound:
+        """Buffers and calls for a row."""
+        return Bound(self, case)
+
+    def check_algorithm(self, algorithm: str, known: tuple[str, ...]) -> None:
+        """Raises InvalidUsage for an algorithm that the operation does not have."""
+        if algorithm == "auto":
+            return
+        if self.core_name is None:
+            raise InvalidUsage(f"--algorithm {algorithm}: {self.name} has no algorithms to choose from; leave it out")
+        if algorithm not in known:
+            raise InvalidUsage(f"--algorithm {algorithm}: {self.name} has: auto, {', '.join(known)}")
+
+
+def bind_call(
+    function: Callable[..., Any], *args: Any, algorithm: str = "auto", async_op: bool = False
+) -> Callable[[], Any]:
+    """``function(*args)`` as a call without arguments; options at their defaults are left out, as users do."""
+    options: dict[str, Any] = {}
+    if algorithm != "auto":
+        options["algorithm"] = algorithm
+    if async_op:
+        options["async_op"] = True
+    return functools.partial(function, *args, **options)
+
+
+def blocks(elements: int, ranks: int) -> int:
+    """Elements of a rank's part of ``elements``: rounded down, but at least one where there is anything."""
+    return max(elements // ranks, 1 if elements else 0)

@@ -1,0 +1,137 @@
+"""What a run yields: a row for each size, type, operator and root, and the arithmetic of its columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Device", "IterationStats", "Report", "Row", "Side", "average"]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStats:
+    """Microseconds over the iterations, the slowest rank of each (``-I``); percentiles by nearest rank."""
+
+    min_us: float
+    max_us: float
+    avg_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    stdev_us: float
+    cv_pct: float
+    times_us: tuple[float, ...]
+    per_process_max_times_us: tuple[tuple[float | None, ...], ...]  # None: an iteration without the rank
+
+    @staticmethod
+    def of(times_us: Sequence[Sequence[float | None]]) -> IterationStats:
+        """``times_us[rank][iteration]``."""
+        slowest = [max(time for time in column if time is not None) for column in zip(*times_us, strict=True)]
+        ordered, number = sorted(slowest), len(slowest)
+        mean = sum(slowest) / number
+        deviation = math.sqrt(sum((t - mean) ** 2 for t in slowest) / number)
+
+        def percentile(percent: int) -> float:
+            return float(ordered[min(number - 1, -(-number * percent // 100) - 1)])
+
+        return IterationStats(
+            min_us=ordered[0],
+            max_us=ordered[-1],
+            avg_us=mean,
+            p50_us=ordered[number // 2],
+            p95_us=percentile(95),
+            p99_us=percentile(99),
+            stdev_us=deviation,
+            cv_pct=100 * deviation / mean if mean > 0 else 0.0,
+            times_us=tuple(slowest),
+            per_process_max_times_us=tuple(tuple(row) for row in times_us),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Out of place, or in place. Bandwidths in GB/s (1e9); ``wrong`` is ``None`` where nothing was checked."""
+
+    time_us: float
+    algbw: float
+    busbw: float
+    wrong: int | None
+    stats: IterationStats | None = None
+    details: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table, of one library."""
+
+    library: str
+    op: str
+    ranks: tuple[int, ...]
+    size: int  # bytes
+    count: int
+    type: str
+    redop: str  # "none" without reduction
+    root: int  # -1 without
+    out_of_place: Side | None
+    in_place: Side | None
+    iterations: int
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two runs must have in common to be compared."""
+        return (self.op, len(self.ranks), self.size, self.type, self.redop, self.root)
+
+    def sides(self) -> list[tuple[str, Side]]:
+        """The sides that were measured, by name."""
+        named = (("out_of_place", self.out_of_place), ("in_place", self.in_place))
+        return [(name, side) for name, side in named if side is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where a rank runs, as in the header."""
+
+    rank: int
+    group: int
+    pid: int
+    hostname: str
+    device: int
+    device_hex: str
+    device_info: str
+
+
+@dataclass(slots=True)
+class Report:
+    """A whole run, filled while it goes on."""
+
+    start_time: str
+    end_time: str = ""
+    devices: list[Device] = field(default_factory=list)
+    transport: str = ""
+    rows: list[Row] = field(default_factory=list)  # of hdpcomm
+    peers: list[Row] = field(default_factory=list)  # of --compare
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements of all rows of hdpcomm."""
+        return sum(side.wrong or 0 for row in self.rows for _, side in row.sides())
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """The mean of all busbw columns, GB/s."""
+        values = [side.busbw for row in self.rows for _, side in row.sides()]
+        return sum(values) / len(values) if values else 0.0
+
+
+def average(times: Sequence[float], way: int) -> float:
+    """The time that counts, of one time for each rank (``-a``)."""
+    if way not in (0, 1, 2, 3):
+        raise InvalidUsage(f"-a {way}; give 0 to 3")
+    chosen = (times[0], sum(times) / len(times), min(times), max(times))[way]
+    return float(chosen)

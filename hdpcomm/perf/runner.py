@@ -1,0 +1,282 @@
+"""The sweep: every size, type, operator and root, on every subset, on hdpcomm and on gloo beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdpcomm.comm import Communicator, init
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.perf.config import PerfConfig
+from hdpcomm.perf.dtypes import ElementType, element_type
+from hdpcomm.perf.engine import check_modes, measure_side
+from hdpcomm.perf.operation import Case, Operation, Shape
+from hdpcomm.perf.ops import operation
+from hdpcomm.perf.results import Device, Report, Row
+
+__all__ = ["Point", "check", "now", "points", "run_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The independent variables of a row. ``ranks``: positions in the world; ``subsets``: of op ``mixed``."""
+
+    ranks: tuple[int, ...]
+    shape: Shape
+    kind: ElementType
+    redop: str
+    root: int
+    subsets: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Column size(B)."""
+        return self.shape.total * self.kind.bytes
+
+
+def check(config: PerfConfig, ranks: int) -> None:
+    """Raises InvalidUsage (NotImplementedError for an 8-bit float) for what cannot be measured on ``ranks`` ranks."""
+    op = operation(config.op)
+    reason = check_modes(op, config)
+    if reason:
+        raise InvalidUsage(reason)
+    op.check_algorithm(config.algorithm, Communicator.algorithms(op.core_name) if op.core_name else ())
+    for subset in config.subsets:
+        bad = [rank for rank in subset if not 0 <= rank < ranks]
+        if bad or len(set(subset)) != len(subset) or not subset:
+            raise InvalidUsage(
+                f"--subset {','.join(map(str, subset))}: give distinct ranks in 0..{ranks - 1}, separated by commas"
+            )
+    if op.rooted and config.roots is not None:
+        smallest = min((len(subset) for subset in config.subsets), default=ranks)
+        for root in config.roots:
+            if not 0 <= root < smallest:
+                raise InvalidUsage(f"-r {root}: there are {smallest} ranks; give 0..{smallest - 1}, or all")
+    for _ in points(config, ranks):
+        pass
+
+
+def points(config: PerfConfig, ranks: int) -> Iterator[Point]:
+    """All rows of one cycle, in order. Sizes that come to the same number of elements are measured once."""
+    op = operation(config.op)
+    together = op.name == "mixed"
+    for members in (tuple(range(ranks)),) if together or not config.subsets else config.subsets:
+        roots = (range(len(members)) if config.roots is None else config.roots) if op.rooted else (-1,)
+        for name in config.dtypes:
+            kind = element_type(name)
+            for redop in _redops(op, kind, config.redops):
+                for root in roots:
+                    last = None
+                    for size in config.sizes():
+                        shape = op.shape(size // kind.bytes or (1 if size else 0), len(members))
+                        if shape != last:
+                            yield Point(members, shape, kind, redop, root, config.subsets if together else ())
+                        last = shape
+
+
+def _redops(op: Operation, kind: ElementType, asked: tuple[str, ...]) -> tuple[str, ...]:
+    if not op.reduces:
+        return ("none",)
+    possible = tuple(redop for redop in asked if redop != "avg" or kind.floating)
+    if not possible:
+        raise InvalidUsage(f"-o avg does not exist for -d {kind.name}; give a floating type or another -o")
+    return possible
+
+
+def run_rank(
+    config: PerfConfig,
+    report: Report,
+    emit: Callable[[str, Any], None] | None = None,
+    *,
+    world: Communicator | None = None,
+) -> Report:
+    """This rank's part of a run; collective over all ranks of the job.
+
+    ``emit(event, value)`` is called on rank 0 only: ``("start", report)``, ``("row", row)`` as they come (those of
+    ``--compare`` too), ``("cycle", report)``. ``world``: measures on this communicator and leaves it open; without it
+    the run joins and leaves a world of its own.
+    """
+    torch.set_num_threads(1)
+    tell = emit or _silent
+    resident = _resident_bytes()
+    gloo = _join_gloo() if "gloo" in config.compare else None
+    try:
+        if world is not None:
+            _run_cycles(world, gloo, config, report, tell, resident)
+        else:
+            with init(transport=config.transport, timeout=config.timeout) as own:
+                _run_cycles(own, gloo, config, report, tell, resident)
+    finally:
+        if gloo is not None:
+            torch.distributed.destroy_process_group()
+    report.end_time = now()
+    return report
+
+
+def _run_cycles(
+    world: Communicator, gloo: Any, config: PerfConfig, report: Report, tell: Callable[[str, Any], None], resident: int
+) -> None:
+    """The sweep, ``config.cycles`` times. ``resident``: bytes of this process before it joined."""
+    joined = _resident_bytes()
+    report.transport = world.transport
+    report.devices = _devices(world, config)
+    if world.rank:
+        tell = _silent
+    tell("start", report)
+    subsets = _Subsets(world, gloo)
+    cycle = 0
+    while config.cycles == 0 or cycle < config.cycles:
+        for point in points(config, world.size):
+            _measure(world, subsets, config, point, report, tell)
+        cycle += 1
+        tell("cycle", report)
+    if config.memory:
+        report.memory_bytes = _memory(world, joined - resident, _resident_bytes() - joined)
+    world.barrier()
+
+
+def _silent(event: str, value: Any) -> None:
+    """Where nobody listens."""
+    del event, value
+
+
+class _Subsets:
+    """The communicators of the run's subsets, on every library; made in one order on all ranks."""
+
+    def __init__(self, world: Communicator, gloo: Any) -> None:
+        self._world, self._gloo = world, gloo
+        self._made: dict[tuple[int, ...], list[tuple[str, Any]]] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> list[tuple[str, Any]]:
+        """``(library, communicator or None)`` for each library."""
+        if ranks not in self._made:
+            whole = ranks == tuple(range(self._world.size))
+            pairs: list[tuple[str, Any]] = [("hdpcomm", self._world if whole else self._world.subset(ranks))]
+            if self._gloo is not None:
+                pairs.append(("gloo", self._gloo if whole else self._gloo.subset(ranks)))
+            self._made[ranks] = pairs
+        return self._made[ranks]
+
+
+def _measure(
+    world: Communicator,
+    subsets: _Subsets,
+    config: PerfConfig,
+    point: Point,
+    report: Report,
+    tell: Callable[[str, Any], None],
+) -> None:
+    """One row on every library; the libraries take turns, so that noise of the machine meets all of them."""
+    op = operation(config.op)
+    libraries = subsets.of(point.ranks)
+    sides: dict[str, dict[bool, Any]] = {name: {} for name, _ in libraries}
+    notes: dict[str, str] = {}
+    if "gloo" in sides:
+        from hdpcomm.perf.libraries import unsupported
+
+        reason = unsupported(point.kind, point.redop)
+        notes = {"gloo": reason} if reason else {}
+    for in_place in (False, True) if op.in_place else (False,):
+        for name, comm in libraries:
+            if name not in notes:
+                case = None if comm is None else _case(comm, point, config, in_place, ours=name == "hdpcomm")
+                sides[name][in_place] = measure_side(world, op, case, config, point.ranks)
+    for name, _ in libraries:
+        row = Row(
+            library=name,
+            op=op.name,
+            ranks=point.ranks,
+            size=point.size,
+            count=point.shape.count,
+            type=point.kind.name,
+            redop=point.redop,
+            root=point.root,
+            out_of_place=sides[name].get(False),
+            in_place=sides[name].get(True),
+            iterations=config.iters,
+            note=notes.get(name, ""),
+        )
+        (report.rows if name == "hdpcomm" else report.peers).append(row)
+        tell("row", row)
+
+
+def _case(comm: Any, point: Point, config: PerfConfig, in_place: bool, *, ours: bool) -> Case:
+    return Case(
+        comm=comm,
+        kind=point.kind,
+        shape=point.shape,
+        redop=point.redop,
+        root=point.root,
+        algorithm=config.algorithm if ours else "auto",
+        unalign=config.unalign,
+        in_place=in_place,
+        subsets=point.subsets,
+    )
+
+
+def _join_gloo() -> Any:
+    """torch.distributed on the job's own store; ``init()`` then uses the same one."""
+    import torch.distributed as dist
+
+    from hdpcomm.perf.libraries import Gloo
+
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    else:
+        store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        run = store.add(f"hdpcomm/perf/{rank}", 1)  # ranks that stay for several runs find no old addresses
+        own = dist.PrefixStore(f"perf/{run}", store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+    return Gloo(dist.group.WORLD, range(dist.get_world_size()))
+
+
+def now() -> str:
+    """The time as nccl-tests writes it."""
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _devices(world: Communicator, config: PerfConfig) -> list[Device]:
+    """Where the ranks run, told to all (fixed-size records)."""
+    local = int(os.environ.get("LOCAL_RANK", world.rank))
+    text = f"{os.getpid()}\n{socket.gethostname()}\n{local}\n{_processor()}".encode()[:256].ljust(256)
+    everyone = torch.empty(world.size * 256, dtype=torch.uint8)
+    world.all_gather(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    devices = []
+    for rank in range(world.size):
+        raw = bytes(everyone[256 * rank : 256 * (rank + 1)].tolist())
+        pid, host, device, info = raw.decode(errors="replace").rstrip().split("\n")
+        group = next((k for k, subset in enumerate(config.subsets) if rank in subset), -1) if config.subsets else 0
+        devices.append(Device(rank, group, int(pid), host, int(device), "cpu", info))
+    return devices
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _memory(world: Communicator, joining: int, running: int) -> dict[str, int]:
+    """The largest growth of a rank, in bytes."""
+    grown = torch.tensor([max(0, joining), max(0, running)], dtype=torch.int64)
+    world.all_reduce(grown, "max")
+    return {"INIT": int(grown[0]), "RUN": int(grown[1])}

@@ -1,0 +1,372 @@
+"""Measured runs: what they print and write, that wrong data is found, exit codes. Never times."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.cli.main import main
+from hdpcomm.comm import Communicator
+from hdpcomm.perf import calibrate
+from hdpcomm.perf.config import PerfConfig
+from hdpcomm.perf.ops import OPERATIONS
+from hdpcomm.perf.records import COLUMNS
+from hdpcomm.perf.results import Report
+from hdpcomm.perf.runner import check, run_rank
+
+ROOT = Path(__file__).parents[3]
+
+
+def sweep(world: Communicator, op: str, changes: dict[str, Any]) -> list[Any]:
+    """A small sweep; the rows."""
+    config = PerfConfig(op, **{"min_bytes": 1, "max_bytes": 5000, "step_factor": 70, "iters": 2} | changes)
+    check(config, world.size)
+    return run_rank(config, Report(""), world=world).rows
+
+
+def every_operation(changes: dict[str, Any]) -> dict[str, list[Any]]:
+    with hdp.init() as world:
+        return {op: sweep(world, op, changes) for op in OPERATIONS}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_operation_is_right(ranks: Any, world: int) -> None:
+    for op, rows in ranks(world, every_operation, {"per_iter": True, "unalign": 1})[0].items():
+        assert [row.size for row in rows] == sorted({row.size for row in rows})
+        for row in rows:
+            assert row.op == op
+            assert (row.in_place is not None) == OPERATIONS[op].in_place
+            for _, side in row.sides():
+                assert side.wrong == 0
+                assert side.time_us > 0
+                assert side.busbw == pytest.approx(side.algbw * OPERATIONS[op].bus_factor(world))
+                assert len(side.stats.times_us) == 2
+                assert len(side.stats.per_process_max_times_us) == world
+                if op != "mixed":
+                    assert side.algbw == pytest.approx(row.size / side.time_us / 1e3)
+
+
+MODES: list[dict[str, Any]] = [
+    {"dtypes": ("bfloat16", "half", "uint64"), "redops": ("sum", "prod", "max", "min", "avg")},
+    {"agg": 3},
+    {"blocking": 1},
+    {"blocking": 2},
+    {"cpu_time": True},
+    {"algorithm": "ring", "cycles": 2},
+    {"subsets": ((2, 0), (1,))},
+]
+
+
+def every_mode() -> list[list[Any]]:
+    with hdp.init() as world:
+        return [sweep(world, "all_reduce", changes) for changes in MODES]
+
+
+def test_modes(ranks: Any) -> None:
+    for changes, rows in zip(MODES, ranks(3, every_mode)[0], strict=True):
+        assert all(side.wrong == 0 for row in rows for _, side in row.sides())
+        assert {row.ranks for row in rows} == set(changes.get("subsets", ((0, 1, 2),)))
+        if "redops" in changes:
+            assert {(row.type, row.redop) for row in rows} == {
+                (t, o) for t in changes["dtypes"] for o in changes["redops"] if (t, o) != ("uint64", "avg")
+            }
+
+
+def test_gloo_beside_it(ranks: Any) -> None:
+    for op in ("all_reduce", "subset"):
+        peers = ranks(2, gloo_sweep, op)[0]
+        assert {row.library for row in peers} == {"gloo"}
+        assert all(side.wrong == 0 for row in peers for _, side in row.sides())
+    notes = {row.note for row in ranks(2, gloo_sweep, "all_reduce", ("uint32",))[0]}
+    assert notes == {"gloo has no uint32"}
+
+
+def gloo_sweep(op: str, dtypes: tuple[str, ...] = ("float",)) -> list[Any]:
+    config = PerfConfig(op, min_bytes=8, max_bytes=8, iters=2, compare=("gloo",), dtypes=dtypes)
+    return run_rank(config, Report("")).peers
+
+
+SPOILED = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+}
+
+
+def wrong_counts_with(place: int) -> dict[str, list[int]]:
+    """Spoils one element of one rank's output after each operation: element ``place``, or beside it if below 0."""
+    counts = {}
+    with hdp.init() as world:
+        for op, method in SPOILED.items():
+            original = getattr(Communicator, method)
+
+            def spoiling(self: Communicator, *args: Any, call: Any = original, **options: Any) -> Any:
+                work = call(self, *args, **options)
+                target = options.get("out", args[0])
+                if self.rank == self.size - 1 and target.dtype == torch.float32:
+                    target.as_strided((1,), (1,), target.storage_offset() + place).add_(1)
+                return work
+
+            setattr(Communicator, method, spoiling)
+            try:
+                rows = sweep(world, op, {"min_bytes": 4096})
+            finally:
+                setattr(Communicator, method, original)
+            counts[op] = [side.wrong for row in rows for _, side in row.sides()]
+    return counts
+
+
+@pytest.mark.parametrize("place", [0, 17, -1])
+def test_one_planted_error_is_found(ranks: Any, place: int) -> None:
+    for op, counts in ranks(3, wrong_counts_with, place)[0].items():
+        assert counts, op
+        # In place, what lies beside an output may be an input, which the operation may change.
+        assert counts == [1] * len(counts) if place >= 0 else counts[0] == 1, op
+
+
+def measure_costs() -> dict[str, Any]:
+    with hdp.init() as comm:
+        return calibrate.measure(comm)
+
+
+def test_calibration(ranks: Any) -> None:
+    everyone = ranks(2, measure_costs)
+    assert everyone[0] == everyone[1]
+    costs = everyone[0]
+    assert min(costs[name] for name in ("alpha_s", "beta_s_per_byte", "gamma_s_per_byte")) > 0
+    assert costs["transport"] == "shm"
+    with pytest.raises(hdp.InvalidUsage, match="--ranks 2"):
+        ranks(1, measure_costs)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def perf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user starts it."""
+    variables = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "hdpcomm.cli.main", "perf", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=variables,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_table_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    arguments = ("all_reduce", "--ranks", "2", "-b", "8", "-e", "1K", "-f", "128", "-n", "2", "-I", "-M", "-t", "1")
+    done = perf(*arguments, "-J", str(path), SECRET_TOKEN="s3cret", HDPCOMM_LIVENESS_S="0.3")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("# hdpcomm version ")
+    assert any(line.startswith("#  Rank  1 Group  0 Pid ") for line in lines)
+    header = next(line for line in lines if "size" in line and "#wrong" in line)
+    side = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
+    assert header.split() == ["#", "size", "count", "type", "redop", "root", *side, *side]
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    assert [row[:5] for row in rows] == [["8", "2", "float", "sum", "-1"], ["1024", "256", "float", "sum", "-1"]]
+    assert all(len(row) == 5 + 2 * len(side) and row[8] == row[16] == "0" for row in rows)
+    assert any(line.startswith("# Out of bounds values : 0 OK") for line in lines)
+    assert any(line.startswith("# Avg bus bandwidth    : ") for line in lines)
+    assert any(line.startswith("# Host memory usage    : INIT ") for line in lines)
+    document = json.loads(path.read_text())
+    assert set(document) >= {
+        "version", "start_time", "args", "env", "nccl_version", "config", "results", "out_of_bounds",
+        "average_bus_bandwidth", "errors", "end_time",
+    }  # fmt: skip
+    assert document["version"] == 3
+    assert "HDPCOMM_LIVENESS_S=0.3" in document["env"]
+    assert "s3cret" not in path.read_text()
+    assert [device["rank"] for device in document["config"]["devices"]] == [0, 1]
+    first = document["results"][0]
+    assert set(first["out_of_place"]) == {"time", "alg_bw", "bus_bw", "nwrong"}
+    assert {"min_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct", "times_us"} <= set(first["in_place_per_iter"])
+    assert (first["size"], first["count"], first["actual_iterations"]) == (8, 2, 2)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank of a launcher's job, so that a command runs here."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+SMALL = ["perf", "all_reduce", "-b", "8", "-e", "64", "-f", "8", "-n", "2", "-I", "1"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.json"
+    assert main([*SMALL, "-J", str(path)]) == 0
+    gate = ["--baseline", str(path), "--max-slowdown"]
+    assert main([*SMALL, *gate, "1000000000%"]) == 0
+    assert "4 of 4 rows within 1e+09%" in capsys.readouterr().err
+    document = json.loads(path.read_text())
+    for row in document["results"]:
+        row["out_of_place"]["time"] = row["out_of_place_per_iter"]["p50_us"] = 1e-6
+        row["in_place"] = None
+    path.write_text(json.dumps(document))
+    assert main([*SMALL, *gate, "50%"]) == 7
+    told = capsys.readouterr().err
+    assert told.count("slower than the baseline by") == 2
+    assert "size 64 float sum root -1 out_of_place" in told
+
+
+@pytest.mark.usefixtures("alone")
+def test_records(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--compare", "gloo", "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["library"] for row in rows] == ["hdpcomm", "hdpcomm", "gloo", "gloo"] * 2
+    assert float(rows[2]["ratio"]) == pytest.approx(float(rows[2]["time_us"]) / float(rows[0]["time_us"]))
+    assert main([*SMALL, "--format", "jsonl"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [tuple(record) for record in records] == [COLUMNS] * 4
+    assert (records[0]["ranks"], records[0]["wrong"], records[0]["ratio"]) == ("0", 0, None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_comparison_and_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.json"
+    assert main([*SMALL, "--compare", "gloo", "-N", "2", "-J", str(path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[5:7] for line in lines if "gloo" in line][:2] == [["gloo", "out_of_place"], ["gloo", "in_place"]]
+    document = json.loads(path.read_text())
+    assert (len(document["results"]), len(document["compare"])) == (4, 4)
+
+
+def test_calibrate_keeps_other_transports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = {"alpha_s": 1e-6, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 1e-10, "transport": "shm"}
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [costs, costs])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "hdpcomm" / "costs.json"
+    path.parent.mkdir()
+    path.write_text('{"version": 1, "transports": {"tcp": {"alpha_s": 1}}}')
+    assert main(["perf", "--calibrate"]) == 0
+    assert json.loads(path.read_text())["transports"] == {"tcp": {"alpha_s": 1}, "shm": costs}
+    assert "alpha 1.00 us, beta 0.1000 ns/byte" in capsys.readouterr().out
+    path.write_text("{}")
+    assert main(["perf", "--calibrate"]) == 6
+    assert main(["perf", "all_reduce", "--calibrate"]) == 6
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 7),
+        (RuntimeError("broken"), 1),
+        (hdp.DeviceError("no device"), 2),
+        (hdp.PeerLost("gone"), 3),
+        (hdp.Mismatch("other call"), 3),
+        (hdp.CommTimeout("slow"), 4),
+        (hdp.InvalidUsage("bad"), 6),
+    ],
+)
+def test_exit_codes_of_failures(
+    error: Exception | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    original = Communicator.all_reduce
+
+    def failing(self: Communicator, x: Any, *args: Any, **options: Any) -> Any:
+        if error is not None:
+            raise error
+        work = original(self, x, *args, **options)
+        options.get("out", x)[0] = -1
+        return work
+
+    monkeypatch.setattr(Communicator, "all_reduce", failing)
+    path = tmp_path / "r.json"
+    assert main([*SMALL, "-J", str(path)]) == code
+    told = capsys.readouterr()
+    document = json.loads(path.read_text())
+    if error is None:
+        assert "# Out of bounds values : 4 FAILED" in told.out
+        assert document["out_of_bounds"] == {"count": 4, "okay": "false"}
+        assert document["errors"] == []
+    else:
+        assert document["errors"] == [f"{type(error).__name__}: {error}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["all_reduce", "--bogus"], 6, "unrecognized arguments: --bogus"),
+        (["all_reduce", "-b", "8x"], 6, "'8x' is no size"),
+        (["all_reduce", "-b", "8", "-e", "4"], 6, "-b 8 is above -e 4"),
+        (["all_reduce", "-g", "2"], 6, "give 1, and --ranks N"),
+        (["all_reduce", "-t", "0"], 6, "give 1, and --ranks N"),
+        (["all_reduce", "-i", "1", "-f", "2"], 6, "not allowed with"),
+        (["all_reduce", "-C", "2"], 6, "give 0 or 1"),
+        (["all_reduce", "--subset", "0,x"], 6, "like 0,3,1"),
+        (["all_reduce", "--format", "xml"], 6, "invalid choice"),
+        (["all_reduce", "--compare", "nccl"], 6, "give gloo or mpi"),
+        (["all_reduce", "--max-slowdown", "5%"], 6, "needs --baseline"),
+        (["all_reduce", "--baseline", "/nowhere/x.json"], 6, "cannot be read"),
+        (["all_reduce", "-J", "/nowhere/x.json"], 6, "does not exist"),
+        (["all_reduce", "-o", "median"], 6, "unknown; give one of: sum"),
+        (["all_reduce", "-r", "0"], 6, "all_reduce has no root"),
+        (["all_gather", "-o", "sum"], 6, "does not reduce"),
+        (["nonsense"], 6, "invalid choice: 'nonsense'"),
+        ([], 6, "no operation given"),
+        (["all_reduce", "-o", "mulsum"], 5, "mulsum"),
+        (["all_reduce", "-d", "f8e4m3"], 5, "8-bit floats"),
+        (["all_reduce", "--compare", "mpi", "-m", "2"], 6, "leave out -m"),
+    ],
+)
+def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        got = main(["perf", *arguments])
+    except SystemExit as end:
+        got = int(end.code or 0)
+    assert got == code
+    assert message in capsys.readouterr().err
+
+
+def test_mpi_that_is_missing_is_told_how_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert main(["perf", "all_reduce", "--compare", "mpi"]) == 6
+    assert "apt install openmpi-bin" in capsys.readouterr().err
+
+
+def test_a_launcher_with_another_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["perf", "all_reduce", "--ranks", "2"]) == 6
+    assert "the launcher started 3 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpirun and mpi4py"
+)
+@pytest.mark.usefixtures("alone")
+def test_mpi_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["perf", "reduce", "-b", "8", "-e", "8", "-n", "2", "--compare", "mpi", "--format", "jsonl"])
+    assert code == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["library"].split(":")[0] for record in records] == ["hdpcomm", "hdpcomm", "mpi", "mpi"]

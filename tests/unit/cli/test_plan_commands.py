@@ -1,0 +1,91 @@
+"""``hdpcomm plan`` and ``hdpcomm simulate``: flags, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hdpcomm.cli.main import main
+from hdpcomm.plan import StepPlan
+
+SMALL = ["--ranks", "16", "--capacity", "8K", "--tokens", "512K", "--context", "64K"]
+
+
+def test_plan_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / f"plan.{kind}" for name, kind in (("plot", "png"), ("trace", "trace"), ("json", "json"))}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    assert main(["plan", *SMALL, "--compare", "naive,static", *options]) == 0
+    out = capsys.readouterr().out
+    assert "policy balanced on 16 ranks: 524,288 tokens" in out
+    assert "lower bound" in out
+    assert "static" in out
+    data = json.loads(files["json"].read_text())
+    for key in ("policy", "ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "micro_batches"):
+        assert key in data
+    assert set(data["micro_batches"][0]) >= {"ranks", "sequences", "offload_ratio", "seconds"}
+    assert StepPlan.from_json(files["json"].read_text()).tokens == 2**19
+    assert [entry["policy"] for entry in data["compared"]] == ["naive", "static"]
+    assert files["plot"].stat().st_size > 10_000
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+
+
+def test_plan_of_given_lengths_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths, profile = tmp_path / "lengths.txt", tmp_path / "profile.json"
+    lengths.write_text("3000 200 900")
+    profile.write_text(
+        json.dumps([{"ranks": 1, "lengths": [n], "seconds": 1e-8 * n * n + 1e-5 * n} for n in (100, 1000, 5000)])
+    )
+    command = ["plan", "--ranks", "4", "--capacity", "1024", "--lengths", str(lengths), "--profile", str(profile)]
+    assert main(command) == 0
+    assert "4,100 tokens" in capsys.readouterr().out
+    profile.write_text('{"attention": 1e-8, "linear": 1e-5}')
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "best"], "policy is 'best'"),
+        (["--model", "gpt"], "unknown model 'gpt'"),
+        (["--cluster", "tpu"], "unknown device 'tpu'"),
+        (["--distribution", "zipf"], "distribution is 'zipf'"),
+        (["--capacity", "1K"], "raise capacity to at least 1771"),
+        (["--profile", "/no/file"], "cannot read the profile"),
+        (["--json", "/no/folder/x"], "does not exist"),
+    ],
+)
+def test_bad_options_end_with_6(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, *options]) == 6
+    assert message in capsys.readouterr().err
+
+
+def test_bad_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "profile.json"
+    for text, message in (('[{"ranks": 1}]', "is no profile"), ('{"speed": 1}', "no cost model"), ("{", "cannot read")):
+        profile.write_text(text)
+        assert main(["plan", *SMALL, "--profile", str(profile)]) == 6
+        assert message in capsys.readouterr().err
+
+
+def test_simulate_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "2", "--policy", "all", "--json", str(tmp_path / "x.json")]
+    options += ["--trace", str(tmp_path / "x.trace"), "--plot", str(tmp_path / "x.png")]
+    assert main(["simulate", *SMALL, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[0] == "policy"
+    assert len(lines) == 6
+    data = json.loads((tmp_path / "x.json").read_text())
+    assert set(data) == {"balanced", "pipeline", "naive", "pow2", "static"}
+    assert len(data["balanced"]["steps"]) == 2
+    assert data["static"]["steps"][0]["mfu"] > 0
+    assert (tmp_path / "x.png").exists()
+    assert any(
+        event.get("name") == "plan step 1" for event in json.loads((tmp_path / "x.trace").read_text())["traceEvents"]
+    )
+
+
+def test_simulate_refuses_an_unknown_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, "--policy", "balanced,best"]) == 6
+    assert "policy is 'best'" in capsys.readouterr().err

@@ -1,0 +1,331 @@
+"""Sizes, checks of flags, the arithmetic of columns, the environment, the regression gate: all without ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.perf import baseline, calibrate
+from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
+from hdpcomm.perf.data import contribution, reduced, values
+from hdpcomm.perf.dtypes import ALL, element_type
+from hdpcomm.perf.environment import adopt_launcher, recorded, without_launcher
+from hdpcomm.perf.ops import OPERATIONS, operation
+from hdpcomm.perf.ops.mixed import windows
+from hdpcomm.perf.ops.subset import members
+from hdpcomm.perf.results import IterationStats, Report, Row, Side, average
+from hdpcomm.perf.runner import check, points
+from hdpcomm.perf.table import fixed
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("64K", 65536), ("1m", 1 << 20), ("1.5M", 3 << 19), ("2G", 2 << 30), ("0", 0)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "8x", "-8", "1.3", "1e3", "8KB", " 8", "½", "0x8", "1.2.3"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidUsage, match="give"):
+        parse_size(text)
+
+
+def test_sweep_multiplies_or_adds() -> None:
+    assert list(PerfConfig("all_reduce", min_bytes=8, max_bytes=100, step_factor=3).sizes()) == [8, 24, 72]
+    assert list(PerfConfig("all_reduce", min_bytes=8, max_bytes=20, step_bytes=6).sizes()) == [8, 14, 20]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"min_bytes": 9, "max_bytes": 8}, "-b 9 is above -e 8"),
+        ({"step_factor": 0}, "at least 2 for -f"),
+        ({"step_bytes": 0}, "at least 1 for -i"),
+        ({"min_bytes": 0, "step_factor": 2}, "stays 0"),
+        ({"iters": 0}, "-n 0"),
+        ({"warmup": -1}, "-w -1"),
+        ({"blocking": 4}, "-z 4"),
+        ({"average": 4}, "-a 4"),
+        ({"compare": ("nccl",)}, "gloo or mpi"),
+        ({"cpu_time": True, "agg": 2}, "-C"),
+        ({"agg": 2, "blocking": 1}, "leave one out"),
+    ],
+)
+def test_flags_that_contradict(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidUsage, match=message):
+        PerfConfig("all_reduce", **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PerfConfig("ring", agg=2), "waits inside"),
+        (PerfConfig("all_reduce", algorithm="pigeon"), "all_reduce has: auto, "),
+        (PerfConfig("sendrecv", algorithm="ring"), "no algorithms"),
+        (PerfConfig("all_reduce", subsets=((0, 4),)), r"distinct ranks in 0\.\.3"),
+        (PerfConfig("all_reduce", subsets=((1, 1),)), "distinct"),
+        (PerfConfig("broadcast", roots=(4,)), r"give 0\.\.3"),
+        (PerfConfig("broadcast", roots=(2,), subsets=((0, 1),)), "there are 2 ranks"),
+        (PerfConfig("all_reduce", dtypes=("int32",), redops=("avg",)), "floating type"),
+        (PerfConfig("all_reduce", dtypes=("quad",)), "unknown element type"),
+        (PerfConfig("nothing"), "give one of: all_gather"),
+    ],
+)
+def test_what_cannot_be_measured(config: PerfConfig, message: str) -> None:
+    with pytest.raises(InvalidUsage, match=message):
+        check(config, 4)
+
+
+def test_eight_bit_floats_are_not_implemented() -> None:
+    with pytest.raises(NotImplementedError, match="f8e4m3"):
+        check(PerfConfig("all_reduce", dtypes=("f8e4m3",)), 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"),
+    [
+        ("all_gather", 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("alltoall", 3 / 4),
+        ("all_reduce", 6 / 4),
+        ("broadcast", 1),
+        ("reduce", 1),
+        ("gather", 1),
+        ("scatter", 1),
+        ("sendrecv", 1),
+        ("ring", 1),
+        ("subset", 1),
+        ("mixed", 1),
+    ],
+)
+def test_bus_factors_of_four_ranks(op: str, factor: float) -> None:
+    assert operation(op).bus_factor(4) == factor
+    assert set(OPERATIONS) >= {op}
+
+
+@given(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 10_000), st.integers(1, 9))
+def test_shapes(op: str, elements: int, ranks: int) -> None:
+    shape = operation(op).shape(elements, ranks)
+    assert (shape.total == 0) == (elements == 0)
+    assert shape.total <= max(elements, ranks, 2)
+    if op in ("all_gather", "gather"):
+        assert (shape.count, shape.recv, shape.total) == (shape.send, shape.send * ranks, shape.recv)
+    elif op in ("reduce_scatter", "scatter"):
+        assert (shape.count, shape.send, shape.total) == (shape.recv, shape.recv * ranks, shape.send)
+    elif op == "alltoall":
+        assert shape.send == shape.recv == shape.total == shape.count * ranks
+
+
+def test_sizes_with_equal_elements_are_measured_once() -> None:
+    config = PerfConfig("all_gather", min_bytes=1, max_bytes=64, step_factor=2)
+    assert [point.size for point in points(config, 4)] == [16, 32, 64]
+
+
+def test_points_are_all_combinations() -> None:
+    config = PerfConfig(
+        "reduce", min_bytes=8, max_bytes=8, dtypes=("float", "int32"), redops=("sum", "avg"), roots=None
+    )
+    rows = [(p.kind.name, p.redop, p.root) for p in points(config, 2)]
+    assert rows == [("float", o, r) for o in ("sum", "avg") for r in (0, 1)] + [("int32", "sum", r) for r in (0, 1)]
+
+
+@given(
+    st.sampled_from(ALL),
+    st.sampled_from(REDOPS),
+    st.integers(1, 40),
+    st.integers(0, 60),
+    st.randoms(use_true_random=False),
+)
+def test_reductions_of_the_data_are_exact_in_any_order(
+    name: str, redop: str, ranks: int, count: int, random: Any
+) -> None:
+    kind = element_type(name)
+    if redop == "avg" and not kind.floating:
+        return
+    parts = [contribution(kind, redop, rank, ranks, count) for rank in range(ranks)]
+    random.shuffle(parts)
+    signed = {"uint32": torch.int64, "uint64": torch.int64}.get(name, kind.dtype)
+    total = parts[0].to(signed)
+    for part in parts[1:]:  # rounds after each step, as a 16-bit sum does
+        other = part.to(signed)
+        if redop in ("sum", "avg"):
+            total = total + other
+        else:
+            total = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[redop](total, other)
+    if redop == "avg":
+        total = total / ranks
+    assert torch.equal(total.to(torch.float64), reduced(kind, redop, ranks, count).to(torch.float64))
+
+
+def test_streams_differ_by_rank_and_place() -> None:
+    kind = element_type("int8")
+    whole = values(kind, 3, 9000)
+    assert torch.equal(values(kind, 3, 100, first=5000), whole[5000:5100])
+    assert (whole[:4000] != values(kind, 4, 4000)).float().mean() > 0.9
+    assert (whole[:4000] != whole[1:4001]).float().mean() > 0.9
+
+
+def test_statistics_take_the_slowest_rank_of_each_iteration() -> None:
+    stats = IterationStats.of([[1.0, 5.0, 3.0, 4.0], [2.0, 1.0, 1.0, 1.0]])
+    assert stats.times_us == (2.0, 5.0, 3.0, 4.0)
+    assert (stats.min_us, stats.max_us, stats.avg_us, stats.p50_us, stats.p99_us) == (2.0, 5.0, 3.5, 4.0, 5.0)
+    assert stats.stdev_us == pytest.approx(math.sqrt(1.25))
+    assert stats.cv_pct == pytest.approx(100 * math.sqrt(1.25) / 3.5)
+    hundred = IterationStats.of([[float(k) for k in range(1, 101)]])
+    assert (hundred.p95_us, hundred.p99_us) == (95.0, 99.0)
+
+
+def test_averages() -> None:
+    assert [average([2.0, 1.0, 6.0], way) for way in range(4)] == [2.0, 3.0, 1.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "   0.00"), (12.345, "  12.35"), (9999.4, "9999.40"), (99999.4, "99999.4"), (1234567.0, "1234567")],
+)
+def test_numbers_keep_their_width(value: float, text: str) -> None:
+    assert fixed(value, 7) == text
+
+
+def test_numbers_too_wide_get_an_exponent() -> None:
+    assert fixed(123456789.0, 7) == "  1e+08"
+
+
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_members_are_distinct_ranks_with_rank_0(iteration: int, ranks: int) -> None:
+    chosen = members(iteration, ranks)
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= set(range(ranks))
+    assert 0 in chosen
+    assert len(chosen) >= min(2, ranks)
+
+
+def test_windows_overlap() -> None:
+    assert windows(4) == ((0, 1, 2, 3), (1, 0), (1, 2), (3, 2))
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+def test_only_listed_variables_are_recorded() -> None:
+    given_ = {"HDPCOMM_TIMEOUT": "3", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "PATH": "/bin", "A_TOKEN": "x"}
+    assert recorded(given_) == ["CUDA_VISIBLE_DEVICES=0", "HDPCOMM_TIMEOUT=3", "NCCL_DEBUG=INFO"]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            "PMIX_NAMESPACE": "job1",
+        },
+        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"},
+        {
+            "SLURM_PROCID": "2",
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_LOCALID": "2",
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_ID": "77",
+            "SLURM_STEP_TASKS_PER_NODE": "4",
+        },
+    ],
+)
+def test_launchers_on_one_host(launcher: dict[str, str]) -> None:
+    environment = dict(launcher)
+    assert adopt_launcher(environment)
+    assert [environment[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["2", "4", "2", "4"]
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert 20000 <= int(environment["MASTER_PORT"]) < 32000
+    again = dict(launcher) | {"MASTER_ADDR": "head", "MASTER_PORT": "5"}
+    assert adopt_launcher(again)
+    assert (again["MASTER_ADDR"], again["MASTER_PORT"]) == ("head", "5")
+    assert not set(without_launcher(again)) & {"RANK", "MASTER_PORT", *launcher}
+
+
+def test_torchrun_wins_and_no_launcher_is_none() -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert adopt_launcher(environment)
+    assert environment["RANK"] == "0"
+    assert not adopt_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})  # the batch script itself
+
+
+def test_several_hosts_need_an_address() -> None:
+    environment = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }
+    with pytest.raises(InvalidUsage, match=r"several hosts.*MASTER_ADDR=HOST"):
+        adopt_launcher(environment)
+
+
+def test_path_of_the_costs() -> None:
+    assert calibrate.default_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/hdpcomm/costs.json")
+    assert calibrate.default_path({}) == Path.home() / ".cache/hdpcomm/costs.json"
+    assert calibrate.default_path({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache/hdpcomm/costs.json"
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def _report(time_us: float, size: int = 8) -> Report:
+    side = Side(time_us, 1.0, 1.0, 0)
+    return Report("", rows=[Row("hdpcomm", "all_reduce", (0, 1), size, 2, "float", "sum", -1, side, None, 20)])
+
+
+def _old(time_us: float) -> dict[str, Any]:
+    from hdpcomm.perf.records import json_document
+
+    document: dict[str, Any] = json.loads(json.dumps(json_document(PerfConfig("all_reduce"), _report(time_us))))
+    return document
+
+
+def test_the_gate_compares_common_rows() -> None:
+    config = PerfConfig("all_reduce")
+    (one,) = baseline.compare(config, _report(11.0), _old(10.0))
+    assert one.percent == pytest.approx(10)
+    assert (one.size, one.side, one.before_us, one.now_us) == (8, "out_of_place", 10.0, 11.0)
+    with pytest.raises(InvalidUsage, match="no row in common"):
+        baseline.compare(config, _report(1.0, size=16), _old(10.0))
+    with pytest.raises(InvalidUsage, match="write the file with -J"):
+        baseline.compare(config, _report(1.0), {"results": [{"size": 8, "out_of_place": {}}]})
+
+
+def test_the_gate_reads_the_best_cycle() -> None:
+    old = _old(10.0)
+    old["results"] += _old(8.0)["results"]
+    (one,) = baseline.compare(PerfConfig("all_reduce"), _report(8.0), old)
+    assert one.percent == 0
+
+
+@pytest.mark.parametrize(("text", "percent"), [("5%", 5.0), ("2.5", 2.5), ("0", 0.0)])
+def test_percentages(text: str, percent: float) -> None:
+    assert baseline.parse_percent(text) == percent
+
+
+@pytest.mark.parametrize("text", ["-1%", "x", "", "inf", "nan"])
+def test_percentages_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidUsage, match="percentage"):
+        baseline.parse_percent(text)
+
+
+def test_baselines_that_cannot_be_read(tmp_path: Path) -> None:
+    for content in (None, "{", "[]", "{}"):
+        path = tmp_path / "old.json"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(InvalidUsage, match="--baseline"):
+            baseline.read(path)
