@@ -159,7 +159,7 @@ def backward(
         mine = slice(None) if trade is None else trade.queries
         dsinks = torch.zeros_like(sinks, dtype=lse.dtype)
         weight = torch.exp(sinks[mine].to(lse.dtype) - lse)
-        dsinks[mine] = -(weight * (dout.to(lse.dtype) * out).sum(-1)).sum(0)
+        dsinks[mine] = -(weight * (dout.to(lse.dtype) * out).sum(-1)).sum(0, dtype=torch.float64).to(lse.dtype)
     if trade is None:
         return (*grads, dsinks)
     dq, dk, dv = trade.give_back(*grads, kv=2)

@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=count,
         default=None,
         metavar="TOKENS",
-        help="tokens that a rank holds at once (the context divided by the ranks: the longest sequence just fits)",
+        help="tokens that a rank holds at once (half of the context, so that the longest sequences need two ranks)",
     )
     ranks.add_argument(
         "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
@@ -127,7 +127,7 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     from hdpcomm.train import RunConfig, check_limits
 
     context = options.context
-    capacity = options.capacity or -(-context // ranks)
+    capacity = options.capacity or -(-context // min(2, ranks))
     policies = [options.policy] if options.policy == "static" or options.no_compare else [options.policy, "static"]
     config = RunConfig(
         model=LlamaConfig(

@@ -139,4 +139,5 @@ def check(case: Case, tolerance: float) -> None:
     want, got = expected(case), on_ranks(case)
     for name in (*GRADS, "dsinks") if case.sinks else GRADS:
         assert got[name].dtype == case.dtype
-        assert error(got[name], want[name]) <= tolerance, (name, error(got[name], want[name]), case)
+        limit = 4 * tolerance if name == "dsinks" else tolerance  # a sum over all tokens, of both signs
+        assert error(got[name], want[name]) <= limit, (name, error(got[name], want[name]), case)

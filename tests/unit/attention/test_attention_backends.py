@@ -12,7 +12,7 @@ from hdpcomm.attention import Problem, available_backends
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends import flash_attn as flash_attn_module
 from hdpcomm.attention.backends.base import Accumulator, Score
-from hdpcomm.attention.backends.cpu import CpuBackend, lower
+from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
 from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
@@ -49,6 +49,18 @@ def test_lowering_keeps_every_pair_once(n, m, shift, left, right):
         assert set().union(*parts) == _visible(tile)
         assert sum(map(len, parts)) == len(_visible(tile))
         assert all(part.full or part.low is not None or part.high == 0 for part in lower(tile))
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(-9, 9), st.none() | st.integers(0, 12), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_cutting_keeps_every_pair_once(n, m, shift, right, block):
+    for tile in tiles_of([Span(0, n, 3)], [Span(0, m, 7)], shift, Band(None, right)):
+        parts = [part for whole in lower(tile) for part in cut(whole, block)]
+        seen = [_visible(part) for part in parts]
+        assert set().union(*seen) == _visible(tile)
+        assert sum(map(len, seen)) == len(_visible(tile))
+        assert all(0 < part.num_q <= block and 0 < part.num_k <= block for part in parts)
+        assert all(part.full or part.high == 0 for part in parts)
 
 
 def test_long_bands_become_small_masks():

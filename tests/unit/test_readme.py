@@ -1,0 +1,60 @@
+"""The README's code runs as printed, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_are_two_examples() -> None:
+    assert len(BLOCKS) == 2
+
+
+@pytest.mark.parametrize("index", range(len(BLOCKS)))
+def test_examples_run_under_torchrun(index: int, tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(BLOCKS[index])
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"sequence number {i}; " * (3 + i * i % 97))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    if index == 0:
+        losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", result.stdout)]
+        assert len(losses) == 5
+        assert losses[-1] < losses[0]
+
+
+def test_commands_exist() -> None:
+    for command in re.findall(r"^\| `hdpcomm (\w+)", README, re.MULTILINE):
+        result = subprocess.run(
+            [sys.executable, "-m", "hdpcomm.cli.main", command, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=ROOT,
+        )
+        assert result.returncode == 0, (command, result.stderr)
+
+
+def test_documents_exist() -> None:
+    for link in re.findall(r"\]\((docs/[^)#]+)", README):
+        assert (ROOT / link).exists(), link
