@@ -34,13 +34,15 @@ def reduction(op: Any, dtype: torch.dtype, call: str) -> str | Bitwise:
     Raises: NotImplementedError naming an operation that neither has; InvalidUsage for a type that it does not take.
     """
     kind = getattr(op, "op", op)  # ReduceOp or RedOpType
+    in_core = _CORE.get(kind)
+    if in_core is not None:
+        if dtype.is_complex and in_core not in ("sum", "avg"):
+            raise InvalidUsage(f"{call}() got op={in_core} for {dtype}; complex tensors can be added and averaged")
+        return in_core
     name = getattr(kind, "name", str(kind))
-    if kind in _CORE:
-        if dtype.is_complex and name not in ("SUM", "AVG"):
-            raise InvalidUsage(f"{call}() got op={name} for {dtype}; complex tensors can be added and averaged")
-        return _CORE[kind]
-    if kind in _BITWISE:
-        if dtype.is_floating_point or dtype.is_complex:
-            raise InvalidUsage(f"{call}() got op={name} for {dtype}; bitwise operations take integers and bool")
-        return _BITWISE[kind]
-    raise NotImplementedError(f"hdpcomm backend: {call} with ReduceOp.{name}")
+    bitwise = _BITWISE.get(kind)
+    if bitwise is None:
+        raise NotImplementedError(f"hdpcomm backend: {call} with ReduceOp.{name}")
+    if dtype.is_floating_point or dtype.is_complex:
+        raise InvalidUsage(f"{call}() got op={name} for {dtype}; bitwise operations take integers and bool")
+    return bitwise

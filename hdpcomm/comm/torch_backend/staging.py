@@ -9,10 +9,10 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.torch_backend.errors import translated
+from hdpcomm.comm.torch_backend.errors import translate
 from hdpcomm.comm.torch_backend.reductions import Bitwise
 from hdpcomm.comm.torch_backend.work import BackendWork, Part
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage
 
 __all__ = ["Operation", "one"]
 
@@ -88,8 +88,10 @@ class Operation:
 
     def start(self, method: Callable[..., Part], *args: Any) -> None:
         """Starts one part: a method of the communicator."""
-        with translated():
+        try:
             part = method(*args, async_op=self._background)
+        except Error as error:
+            raise translate(error) from error.__cause__
         if self._background:
             self.parts.append(part)
 
