@@ -382,24 +382,14 @@ def calibrate_rank(transport: str, timeout: float | None) -> dict[str, Any]:
 
 def _calibrate(options: argparse.Namespace) -> int:
     """Measures the transport, and replaces its entry in the file; those of other transports stay."""
-    import json
-
-    from hdpcomm.perf.calibrate import default_path
+    from hdpcomm.comm.costs import costs_path, save_costs
+    from hdpcomm.perf.calibrate import COSTS
 
     if options.op is not None:
         raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
-    path = Path(options.calibrate) if options.calibrate else default_path()
-    if not options.calibrate:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(path)
-    known: dict[str, Any] = {}
-    if path.is_file() and path.stat().st_size:
-        try:
-            known = json.loads(path.read_text())["transports"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidUsage(
-                f"{path}: is no file of --calibrate ({error}); give another file or remove it"
-            ) from error
+    path = Path(options.calibrate) if options.calibrate else costs_path()
+    _check_costs(path)
+    os.environ.pop("HDPCOMM_COSTS", None)  # init() is not to look for the file that is made here
     joined, ranks = _world(options)
     arguments = (options.transport, options.timeout)
     if joined:
@@ -410,10 +400,26 @@ def _calibrate(options: argparse.Namespace) -> int:
         from hdpcomm.comm.launch import run_ranks
 
         costs = run_ranks(calibrate_rank, ranks, *arguments)[0]
-    write_json(path, {"version": 1, "transports": known | {costs["transport"]: costs}})
+    save_costs(costs["transport"], {name: costs[name] for name in COSTS}, path)
     print(
-        f"{costs['transport']}: alpha {costs['alpha_s'] * 1e6:.2f} us, "
-        f"beta {costs['beta_s_per_byte'] * 1e9:.4f} ns/byte, "
-        f"gamma {costs['gamma_s_per_byte'] * 1e9:.4f} ns/byte -> {path}"
+        f"{costs['transport']}: alpha {costs['alpha_s'] * 1e6:.2f} us, message {costs['message_s'] * 1e6:.2f} us, "
+        f"beta {costs['beta_s_per_byte'] * 1e9:.4f} ns/byte, gamma {costs['gamma_s_per_byte'] * 1e9:.4f} ns/byte"
     )
+    print(f"written to {path}")
     return 0
+
+
+def _check_costs(path: Path) -> None:
+    """Raises InvalidUsage for a file that is there and is none of --calibrate, or that may not be written."""
+    import json
+
+    if path.parent.is_dir():
+        check_writable(path)
+    if not path.is_file():
+        return
+    try:
+        known = json.loads(path.read_text())
+    except ValueError as error:
+        raise InvalidUsage(f"{path}: is no file of --calibrate ({error}); give another file or remove it") from error
+    if not isinstance(known, dict):
+        raise InvalidUsage(f"{path}: is no file of --calibrate; give another file or remove it")

@@ -1,15 +1,13 @@
-"""Measures what a transport costs: alpha + beta * bytes for a message, gamma * bytes for a reduction.
+"""Measures what a transport costs, in the terms of the model by which ``algorithm="auto"`` chooses.
 
-The numbers go to the file from which ``algorithm="auto"`` chooses.
+A step with k messages each way takes alpha_s + k * message_s + bytes * beta_s_per_byte; reducing adds gamma_s_per_byte.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,71 +15,74 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["default_path", "measure"]
+__all__ = ["COSTS", "fit", "measure"]
+
+COSTS = ("alpha_s", "message_s", "beta_s_per_byte", "gamma_s_per_byte")
 
 _SIZES = (8, 256, 4096, 65_536, 262_144, 1 << 20, 4 << 20)
+_MANY = 8  # messages of a step, to tell the cost of a message from that of a step
 _ROUNDS = 5
-
-
-def default_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_CACHE_HOME/hdpcomm/costs.json``, without it ``~/.cache/hdpcomm/costs.json``."""
-    cache = environment.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "hdpcomm" / "costs.json"
+_LEAST = 1e-13  # seconds; a cost of 0 would make the choice blind to it
 
 
 def measure(comm: Any) -> dict[str, Any]:
-    """The constants of the transport of ``comm``; collective over all its ranks, which get the same dict.
+    """The costs (:data:`COSTS`) of the transport of ``comm``; collective over all its ranks, which get the same dict.
 
-    Rank 0 and rank 1 play ping-pong while the others wait (alpha_s: seconds of the smallest message; beta_s_per_byte:
-    the slope of a least-squares line weighted by 1 / time); every rank adds float32 numbers in its own memory
-    (gamma_s_per_byte: seconds for each byte of one operand). Also ``measured``: the medians it comes from.
+    Rank 0 and rank 1 exchange messages while the others wait; rank 0 adds float32 numbers in its own memory. Also
+    ``transport`` and ``measured``: the median seconds of a step by bytes each way, and of one with 8 messages.
     Raises: InvalidUsage on one rank.
     """
     if comm.size < 2:
         raise InvalidUsage("--calibrate measures messages between ranks; give --ranks 2 or more")
-    times = torch.zeros(len(_SIZES) + 1, dtype=torch.float64)
+    times = torch.zeros(len(_SIZES) + 2, dtype=torch.float64)
     pair = comm.subset([0, 1])
-    for index, size in enumerate(_SIZES):
+    for index, (size, messages) in enumerate([*((size, 1) for size in _SIZES), (_SIZES[0], _MANY)]):
         comm.barrier()
         if pair is not None:
-            times[index] = statistics.median(_one_way(pair, size) for _ in range(_ROUNDS))
+            times[index] = statistics.median(_step_s(pair, size, messages) for _ in range(_ROUNDS))
     comm.barrier()
     times[-1] = _reduction_s_per_byte()
     comm.broadcast(times, 0)
-    seconds = times.tolist()
-    alpha, beta = _line(_SIZES, seconds[:-1])
+    *steps, many, gamma = times.tolist()
     return {
-        "alpha_s": alpha,
-        "beta_s_per_byte": beta,
-        "gamma_s_per_byte": seconds[-1],
+        **fit(_SIZES, steps, many, gamma),
         "transport": comm.transport,
-        "ranks": comm.size,
-        "measured": {str(size): time for size, time in zip(_SIZES, seconds[:-1], strict=True)},
+        "measured": {str(size): seconds for size, seconds in zip(_SIZES, steps, strict=True)} | {"8 x 8": many},
     }
 
 
-def _one_way(pair: Any, size: int) -> float:
-    x = torch.zeros(size, dtype=torch.uint8)
-    peer, trips = 1 - pair.rank, max(5, min(400, 20_000_000 // (size + 50_000)))
+def fit(sizes: Sequence[int], steps: Sequence[float], many: float, gamma: float) -> dict[str, float]:
+    """The costs from the seconds of steps with one message of ``sizes`` bytes, and of one with 8 of the smallest.
+
+    beta: least squares of the relative errors beyond the smallest message's time.
+    """
+    message = max((many - steps[0]) / (_MANY - 1), _LEAST)
+    x, t = np.array(sizes, np.float64) - sizes[0], np.array(steps, np.float64)
+    weight = 1.0 / np.maximum(t, _LEAST) ** 2
+    beta = float(((t - t[0]) * x * weight).sum() / (x * x * weight).sum())
+    return {
+        "alpha_s": max(steps[0] - message, _LEAST),
+        "message_s": message,
+        "beta_s_per_byte": max(beta, _LEAST),
+        "gamma_s_per_byte": max(gamma, _LEAST),
+    }
+
+
+def _step_s(pair: Any, size: int, messages: int) -> float:
+    """Seconds of a step: ``messages`` of ``size`` bytes each way at once."""
+    peer, steps = 1 - pair.rank, max(5, min(400, 20_000_000 // (size * messages + 50_000)))
+    sends = [(torch.zeros(size, dtype=torch.uint8), peer) for _ in range(messages)]
+    recvs = [(torch.zeros(size, dtype=torch.uint8), peer) for _ in range(messages)]
     for _ in range(3):
-        _round_trip(pair, x, peer)
+        pair.exchange(sends, recvs)
     started = time.perf_counter()
-    for _ in range(trips):
-        _round_trip(pair, x, peer)
-    return (time.perf_counter() - started) / trips / 2
-
-
-def _round_trip(pair: Any, x: torch.Tensor, peer: int) -> None:
-    if pair.rank == 0:
-        pair.send(x, peer)
-        pair.recv(x, peer)
-    else:
-        pair.recv(x, peer)
-        pair.send(x, peer)
+    for _ in range(steps):
+        pair.exchange(sends, recvs)
+    return (time.perf_counter() - started) / steps
 
 
 def _reduction_s_per_byte() -> float:
-    """Adding two operands of 1 MiB, from the cache as a pipelined reduction finds them."""
+    """Adding two operands of 1 MiB that are in the cache, as a pipelined reduction finds them."""
     a, b = np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32)
     times = []
     for _ in range(15):
@@ -89,12 +90,3 @@ def _reduction_s_per_byte() -> float:
         np.add(a, b, out=a)
         times.append(time.perf_counter() - started)
     return statistics.median(times) / a.nbytes
-
-
-def _line(sizes: tuple[int, ...], seconds: list[float]) -> tuple[float, float]:
-    """alpha and beta: alpha the smallest message's time, beta by least squares on relative errors of the rest."""
-    alpha = min(seconds)
-    x, t = np.array(sizes, np.float64), np.array(seconds, np.float64)
-    weight = 1.0 / np.maximum(t, 1e-12)
-    beta = float(((t - alpha) * x * weight**2).sum() / (x * x * weight**2).sum())
-    return alpha, max(beta, 1e-13)

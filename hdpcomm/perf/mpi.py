@@ -26,7 +26,7 @@ from hdpcomm.perf.ops.subset import members
 from hdpcomm.perf.results import Row, Side, average
 from hdpcomm.perf.runner import Point, points
 
-__all__ = ["check_mpi", "run_mpi"]
+__all__ = ["check_mpi", "launcher", "lines", "run_mpi", "spec_of"]
 
 _SCRIPT = Path(__file__).with_name("mpi_peer.py")
 
@@ -44,13 +44,13 @@ def check_mpi(config: PerfConfig) -> None:
         raise InvalidUsage(f"--compare mpi needs {' and '.join(missing)}")
 
 
-def command(ranks: int, spec: str, *, mpirun: str = "mpirun") -> list[str]:
-    """The command line that starts the peers; Open MPI needs to be told that more ranks than cores are meant."""
+def launcher(mpirun: str, ranks: int) -> list[str]:
+    """What comes before the program; Open MPI needs to be told that more ranks than cores are meant."""
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
     options = []
     if "Open MPI" in version or "OpenRTE" in version:
         options = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    return [mpirun, *options, "-n", str(ranks), sys.executable, str(_SCRIPT), spec]
+    return [mpirun, *options, "-n", str(ranks)]
 
 
 def lines(
@@ -64,7 +64,7 @@ def lines(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.json"
         path.write_text(json.dumps(spec))
-        arguments = command(ranks, str(path), mpirun=mpirun)
+        arguments = [*launcher(mpirun, ranks), sys.executable, str(_SCRIPT), str(path)]
         with open(Path(folder) / "stderr", "w+") as told:
             process = subprocess.Popen(
                 arguments, stdout=subprocess.PIPE, stderr=told, text=True, env=environment, start_new_session=True
@@ -108,13 +108,13 @@ def spec_of(config: PerfConfig, rows: Sequence[Point], ranks: int) -> dict[str, 
     """What the peers are to measure."""
     size = len(rows[0].ranks) if rows else ranks
     return {
-        "op": config.op,
-        "iters": config.iters,
         "warmup": config.warmup,
         "members": [list(members(k, size)) for k in range(config.iters)] if config.op == "subset" else [],
         "subsets": [list(s) for s in (config.subsets or windows(ranks))] if config.op == "mixed" else [],
         "rows": [
             {
+                "op": config.op,
+                "iters": config.iters,
                 "ranks": list(point.ranks),
                 "count": point.shape.count,
                 "send": point.shape.send,

@@ -103,15 +103,15 @@ def mixed(spec: dict[str, Any], row: dict[str, Any], made: list[Any]) -> Callabl
     return lambda: MPI.Request.Waitall([comm.Iallgather(x, out) for comm, x, out in buffers])
 
 
-def timed(call: Callable[[], Any], spec: dict[str, Any]) -> float:
+def timed(call: Callable[[], Any], spec: dict[str, Any], iters: int) -> float:
     """Microseconds of a call."""
     for _ in range(spec["warmup"]):
         call()
     WORLD.Barrier()
     started = time.perf_counter()
-    for _ in range(spec["iters"]):
+    for _ in range(iters):
         call()
-    return (time.perf_counter() - started) / int(spec["iters"]) * 1e6
+    return (time.perf_counter() - started) / iters * 1e6
 
 
 def subset_times(comm: Any, spec: dict[str, Any], row: dict[str, Any], keep: bool) -> tuple[float, float]:
@@ -119,7 +119,7 @@ def subset_times(comm: Any, spec: dict[str, Any], row: dict[str, Any], keep: boo
     x = np.ones(row["send"], np.dtype(NUMPY.get(row["type"], row["type"])))
     kept: dict[tuple[int, ...], Any] = {}
     total, making, number = 0.0, [], 0
-    for iteration in range(spec["iters"]):
+    for iteration in range(row["iters"]):
         ranks = spec["members"][iteration % len(spec["members"])]
         comm.Barrier()
         if keep and tuple(ranks) not in kept:
@@ -143,7 +143,7 @@ def subset_times(comm: Any, spec: dict[str, Any], row: dict[str, Any], keep: boo
 
 def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any, made: list[Any]) -> dict[str, Any]:
     """The times of a row on this rank; ``None``: not measured."""
-    op = spec["op"]
+    op = row["op"]
     result: dict[str, Any] = {"out_of_place": None, "in_place": None, "create": None}
     for side in ("out_of_place", "in_place"):
         in_place = side == "in_place"
@@ -155,10 +155,10 @@ def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any, made: list[Any
             result[side], create = subset_times(comm, spec, row, in_place)
             result["create"] = result["create"] if in_place else create
         elif op == "mixed":
-            result[side] = timed(mixed(spec, row, made), spec)
+            result[side] = timed(mixed(spec, row, made), spec, row["iters"])
         else:
             calls = max(1, comm.size - 1) if op == "ring" else 1
-            result[side] = timed(call_of(op, comm, row, in_place), spec) / calls
+            result[side] = timed(call_of(op, comm, row, in_place), spec, row["iters"]) / calls
     return result
 
 
@@ -186,7 +186,7 @@ def main() -> None:
         ranks = tuple(row["ranks"])
         if ranks not in comms:
             comms[ranks] = WORLD if len(ranks) == WORLD.size else subset(WORLD, list(ranks))
-        note = unsupported(spec["op"], row)
+        note = unsupported(row["op"], row)
         mine = {} if note else measure(spec, row, comms[ranks], made)
         everyone = WORLD.gather(mine)
         if WORLD.rank == 0:

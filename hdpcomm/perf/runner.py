@@ -22,7 +22,7 @@ from hdpcomm.perf.operation import Case, Operation, Shape
 from hdpcomm.perf.ops import operation
 from hdpcomm.perf.results import Device, Report, Row
 
-__all__ = ["Point", "check", "now", "points", "run_rank"]
+__all__ = ["Point", "check", "join_gloo", "now", "points", "run_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def run_rank(
     torch.set_num_threads(1)
     tell = emit or _silent
     resident = _resident_bytes()
-    gloo = _join_gloo() if "gloo" in config.compare else None
+    gloo = join_gloo() if "gloo" in config.compare else None
     try:
         if world is not None:
             _run_cycles(world, gloo, config, report, tell, resident)
@@ -222,8 +222,8 @@ def _case(comm: Any, point: Point, config: PerfConfig, in_place: bool, *, ours: 
     )
 
 
-def _join_gloo() -> Any:
-    """torch.distributed on the job's own store; ``init()`` then uses the same one."""
+def join_gloo() -> Any:
+    """torch.distributed on the job's own store, before ``init()``, which then uses the same one. Collective."""
     import torch.distributed as dist
 
     from hdpcomm.perf.libraries import Gloo

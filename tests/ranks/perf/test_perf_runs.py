@@ -19,6 +19,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.comm import Communicator
+from hdpcomm.comm.costs import load_costs
 from hdpcomm.perf import calibrate
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.ops import OPERATIONS
@@ -148,7 +149,7 @@ def test_calibration(ranks: Any) -> None:
     everyone = ranks(2, measure_costs)
     assert everyone[0] == everyone[1]
     costs = everyone[0]
-    assert min(costs[name] for name in ("alpha_s", "beta_s_per_byte", "gamma_s_per_byte")) > 0
+    assert min(costs[name] for name in calibrate.COSTS) > 0
     assert costs["transport"] == "shm"
     with pytest.raises(hdp.InvalidUsage, match="--ranks 2"):
         ranks(1, measure_costs)
@@ -257,17 +258,23 @@ def test_comparison_and_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_calibrate_keeps_other_transports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    costs = {"alpha_s": 1e-6, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 1e-10, "transport": "shm"}
-    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [costs, costs])
+    costs = {"alpha_s": 1e-6, "message_s": 2e-7, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 3e-10}
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [costs | {"transport": "shm", "measured": {}}])
+    monkeypatch.delenv("HDPCOMM_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "hdpcomm" / "costs.json"
     path.parent.mkdir()
-    path.write_text('{"version": 1, "transports": {"tcp": {"alpha_s": 1}}}')
+    path.write_text('{"tcp": {"alpha_s": 1}}')
     assert main(["perf", "--calibrate"]) == 0
-    assert json.loads(path.read_text())["transports"] == {"tcp": {"alpha_s": 1}, "shm": costs}
-    assert "alpha 1.00 us, beta 0.1000 ns/byte" in capsys.readouterr().out
-    path.write_text("{}")
-    assert main(["perf", "--calibrate"]) == 6
+    assert json.loads(path.read_text()) == {"tcp": {"alpha_s": 1}, "shm": costs}
+    assert load_costs("shm") == costs
+    assert "alpha 1.00 us, message 0.20 us, beta 0.1000 ns/byte, gamma 0.3000" in capsys.readouterr().out
+    monkeypatch.setenv("HDPCOMM_COSTS", str(tmp_path / "new.json"))
+    assert main(["perf", "--calibrate"]) == 0
+    assert json.loads((tmp_path / "new.json").read_text()) == {"shm": costs}
+    for text in ("{", "[]"):
+        path.write_text(text)
+        assert main(["perf", "--calibrate", str(path)]) == 6
     assert main(["perf", "all_reduce", "--calibrate"]) == 6
 
 

@@ -272,10 +272,12 @@ def test_several_hosts_need_an_address() -> None:
         adopt_launcher(environment)
 
 
-def test_path_of_the_costs() -> None:
-    assert calibrate.default_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/hdpcomm/costs.json")
-    assert calibrate.default_path({}) == Path.home() / ".cache/hdpcomm/costs.json"
-    assert calibrate.default_path({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache/hdpcomm/costs.json"
+def test_costs_are_recovered_from_exact_times() -> None:
+    costs = {"alpha_s": 5e-6, "message_s": 1e-6, "beta_s_per_byte": 2e-10, "gamma_s_per_byte": 1e-10}
+    sizes = (8, 4096, 1 << 20)
+    steps = [6e-6 + (size - 8) * 2e-10 for size in sizes]
+    assert calibrate.fit(sizes, steps, 13e-6, 1e-10) == pytest.approx(costs)
+    assert min(calibrate.fit(sizes, [1e-6] * 3, 0.5e-6, 0.0).values()) > 0  # noise does not make a cost 0
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
