@@ -21,8 +21,8 @@ constexpr Row kTable[] = {
     {"HDPCOMM_SHM_PAYLOAD_BYTES", "262144",
      "shared memory for eager and chunked data of an ordered pair of ranks"},
     {"HDPCOMM_SHM_CMA", "1", "0: do not use process_vm_readv, send big messages in chunks"},
-    {"HDPCOMM_SPIN_US", "auto",
-     "microseconds of busy waiting; auto: 20, or 1 with more ranks than cores"},
+    {"HDPCOMM_SPIN_US", "1",
+     "microseconds of busy waiting before sched_yield, which lets a peer on the same core run"},
     {"HDPCOMM_YIELD_US", "200",
      "microseconds of sched_yield after that, before sleeping on a futex"},
     {"HDPCOMM_LIVENESS_S", "0.2", "seconds between looks at whether the awaited peers still live"},
@@ -51,7 +51,7 @@ Env readAll() {
   env.eager_bytes = static_cast<size_t>(number(kTable[1], 0, 1 << 20));
   env.payload_bytes = static_cast<size_t>(number(kTable[2], 65536, 1 << 28));
   env.cma = number(kTable[3], 0, 1) != 0;
-  env.spin_us = read(kTable[4]) == "auto" ? -1.0 : number(kTable[4], 0, 1e6);
+  env.spin_us = number(kTable[4], 0, 1e6);
   env.yield_us = number(kTable[5], 0, 1e7);
   env.liveness_s = number(kTable[6], 0.01, 1.0);
   return env;

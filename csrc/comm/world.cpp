@@ -38,9 +38,9 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
   }
   const Env& env = Env::get();
-  spin_s_ = env.spin_us >= 0 ? env.spin_us * 1e-6 : transport_->oversubscribed() ? 1e-6 : 20e-6;
+  spin_s_ = env.spin_us * 1e-6;
   yield_s_ = env.yield_us * 1e-6;
-  spins_ = transport_->oversubscribed() ? 4 : 64;
+  spins_ = transport_->oversubscribed() ? 4 : 16;
 }
 
 World::~World() { close("the communicator was destroyed"); }

@@ -40,6 +40,7 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
                       ", expected shares in [0, 1]");
   }
   checkNotNegative(memory.copy, "copy");
+  checkNotNegative(memory.host_tokens, "host_tokens");
   if (memory.capacity < 1) {
     throwInvalidUsage("capacity is " + std::to_string(memory.capacity) +
                       " tokens, expected at least 1");
@@ -71,10 +72,11 @@ double CostModel::offloadFor(double tokens) const noexcept {
 
 int64_t CostModel::tokenLimit(double ratio) const noexcept {
   if (ratio <= 0) return memory_.capacity;
-  // The small addition makes up for the rounding of a ratio that offloadFor() gave.
+  const double capacity = static_cast<double>(memory_.capacity);
   const double limit =
-      static_cast<double>(memory_.capacity) / (1 - ratio * memory_.offloadable) + 1e-6;
-  return static_cast<int64_t>(limit);
+      std::min(capacity / (1 - ratio * memory_.offloadable), capacity + memory_.host_tokens);
+  // The small addition makes up for the rounding of a ratio that offloadFor() gave.
+  return static_cast<int64_t>(limit + 1e-6);
 }
 
 int CostModel::minRanks(int64_t length) const noexcept {

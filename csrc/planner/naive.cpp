@@ -1,11 +1,50 @@
 // Algorithm 1 of the paper: each long sequence takes as many ranks as its memory needs, the short
 // ones are packed up to the capacity, and all ranks get about the same number of micro-batches.
+// With offload, the fewest ranks that hold a sequence can make it many times longer than the whole
+// step (2M tokens fit on 16 ranks instead of 256), which the paper leaves open; here offload saves
+// ranks as long as the sequence is not longer than the mean load of a rank.
 #include <algorithm>
 #include <queue>
 
 #include "hdpcomm/planner/plan.hpp"
 
 namespace hdpcomm::planner {
+namespace {
+
+class GroupSizes {
+ public:
+  explicit GroupSizes(const Problem& problem) : problem_(problem), cost_(problem.cost()) {
+    for (int32_t i = 0; i < problem.count(); ++i) {
+      const int size = withoutOffload(i);
+      mean_load_ += size * cost_.seconds(loadOf(i), size) / problem.ranks();
+    }
+  }
+
+  int of(int32_t sequence) const {
+    const int least = problem_.minRanks(sequence);
+    const int most = withoutOffload(sequence);
+    const int size = cost_.sizeWithin(loadOf(sequence), least, most, mean_load_);
+    return size > 0 ? size : most;
+  }
+
+ private:
+  Load loadOf(int32_t sequence) const {
+    Load load;
+    load.add(problem_.lengths()[sequence]);
+    return load;
+  }
+  int withoutOffload(int32_t sequence) const {
+    const int64_t capacity = cost_.memory().capacity;
+    const int64_t size = (problem_.lengths()[sequence] + capacity - 1) / capacity;
+    return static_cast<int>(std::min<int64_t>(size, problem_.ranks()));
+  }
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  double mean_load_ = 0;
+};
+
+}  // namespace
 
 Plan planNaive(const Problem& problem) {
   struct Piece {
@@ -18,9 +57,10 @@ Plan planNaive(const Problem& problem) {
   for (const int32_t sequence : problem.byLength()) {
     if (problem.lengths()[sequence] <= capacity) short_ones.push_back(sequence);
   }
+  const GroupSizes sizes(problem);
   for (int32_t sequence = 0; sequence < problem.count(); ++sequence) {
     if (problem.lengths()[sequence] > capacity) {
-      pieces.push_back({{sequence}, problem.minRanks(sequence)});
+      pieces.push_back({{sequence}, sizes.of(sequence)});
     }
   }
   for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {

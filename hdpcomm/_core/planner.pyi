@@ -20,6 +20,7 @@ class CostModel:
         forward_transfer: float,
         capacity: int,
         offloadable: float,
+        host_tokens: float,
         copy: float,
         ranks: int,
         ranks_per_node: int,

@@ -19,7 +19,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
-__all__ = ["ThreadRank", "close_all", "init", "thread_rank"]
+__all__ = ["ThreadRank", "close_all", "init", "join", "thread_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,22 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         return Communicator(world.communicator())
     rank, size = _rank_and_size()
     if size == 1:
-        return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, seconds))
-    return _adopt(_join_processes(rank, size, seconds))
+        return join(None, 0, 1, timeout=seconds)
+    deadline = time.monotonic() + seconds
+    store = _open_store(rank, size, seconds)
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    return _adopt(_join_processes(store, rank, size, seconds, deadline))
+
+
+def join(store: Any, rank: int, size: int, *, timeout: float) -> Communicator:
+    """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
+
+    Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation.
+    Raises: as ``init()``.
+    """
+    if size == 1:
+        return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout))
+    return _adopt(_join_processes(store, rank, size, timeout, time.monotonic() + timeout))
 
 
 def _adopt(world: _core.comm.World) -> Communicator:
@@ -142,10 +156,7 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
         ) from error
 
 
-def _join_processes(rank: int, size: int, seconds: float) -> _core.comm.World:
-    deadline = time.monotonic() + seconds
-    store = _open_store(rank, size, seconds)
-    store.set_timeout(datetime.timedelta(seconds=seconds))
+def _join_processes(store: Any, rank: int, size: int, seconds: float, deadline: float) -> _core.comm.World:
     # The n-th init() of a rank joins the n-th init() of the others.
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"

@@ -166,6 +166,7 @@ class MemoryModel:
         capacity: tokens without offload.
         offloadable: share of a token's bytes that offload can move: all layers but two; not the logits.
         copy_s: seconds to copy that share of one token one way; 0: no offload.
+        host_tokens: tokens whose bytes the pinned host memory of a rank has room for.
         token_bytes: activations and logits of one token; ``None`` without a model.
         state_bytes: weights, gradients and optimizer on a rank; ``None`` without a model.
     """
@@ -173,6 +174,7 @@ class MemoryModel:
     capacity: int
     offloadable: float = 0.0
     copy_s: float = 0.0
+    host_tokens: float = 0.0
     token_bytes: float | None = None
     state_bytes: float | None = None
 
@@ -204,13 +206,17 @@ class MemoryModel:
             capacity,
             offloadable=moved / token_bytes,
             copy_s=moved / bandwidth,
+            host_tokens=device.host_bytes / (token_bytes * cluster.pipeline),
             token_bytes=token_bytes,
             state_bytes=states,
         )
 
     def token_limit(self, ratio: float) -> int:
         """Tokens that a rank can hold at an offload ratio."""
-        return self.capacity if ratio <= 0 else int(self.capacity / (1 - ratio * self.offloadable) + 1e-6)
+        if ratio <= 0:
+            return self.capacity
+        limit = min(self.capacity / (1 - ratio * self.offloadable), self.capacity + self.host_tokens)
+        return int(limit + 1e-6)
 
 
 def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
@@ -238,6 +244,7 @@ def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> cor
         **asdict(cost),
         capacity=memory.capacity,
         offloadable=memory.offloadable,
+        host_tokens=memory.host_tokens,
         copy=memory.copy_s,
         ranks=cluster.ranks,
         ranks_per_node=cluster.node_ranks,

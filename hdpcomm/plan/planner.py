@@ -102,4 +102,4 @@ class Planner:
             raise InvalidUsage(
                 f"the plan is for {plan.num_ranks} ranks, the cluster has {self.cluster.ranks}: plan again"
             )
-        plan.validate(lengths, capacity=self.memory.capacity, offloadable=self.memory.offloadable)
+        plan.validate(lengths, memory=self.memory)

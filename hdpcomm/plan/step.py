@@ -7,9 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.plan.cost import MemoryModel
 
 __all__ = ["MicroBatch", "SequenceInfo", "StepPlan"]
 
@@ -209,15 +212,12 @@ class StepPlan:
             )
         return plan
 
-    def validate(
-        self, lengths: Sequence[int] | None = None, *, capacity: int | None = None, offloadable: float = 0.0
-    ) -> None:
+    def validate(self, lengths: Sequence[int] | None = None, *, memory: MemoryModel | None = None) -> None:
         """Checks that the plan can be run.
 
         Args:
             lengths: of the step; each sequence has to appear exactly once, with its length.
-            capacity: tokens that a rank can hold without offload.
-            offloadable: share of a token's bytes that offload can move (:class:`MemoryModel`).
+            memory: what a rank can hold.
 
         Raises:
             InvalidUsage: with the micro-batch and the reason.
@@ -229,13 +229,14 @@ class StepPlan:
                 raise InvalidUsage(f"{name} follows {previous}: indices have to rise, they are the one global order")
             previous = batch.index
             self._check_batch(batch, name)
-            if capacity is None:
+            if memory is None:
                 continue
-            limit = int(capacity / (1 - batch.offload_ratio * offloadable) + 1e-6)
+            limit = memory.token_limit(batch.offload_ratio)
             if batch.tokens_held > limit:
                 raise InvalidUsage(
-                    f"{name} puts {batch.tokens_held} tokens on a rank, expected at most {limit} (capacity {capacity}, "
-                    f"offload ratio {batch.offload_ratio:.2f}): give it more ranks or fewer sequences"
+                    f"{name} puts {batch.tokens_held} tokens on a rank, expected at most {limit} (capacity "
+                    f"{memory.capacity}, offload ratio {batch.offload_ratio:.2f}, host memory for "
+                    f"{memory.host_tokens:.0f} tokens): give it more ranks or fewer sequences"
                 )
         if lengths is not None:
             self._check_sequences(lengths)

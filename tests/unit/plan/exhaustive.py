@@ -6,17 +6,30 @@ from collections.abc import Sequence
 
 from hdpcomm.plan import CostModel
 
-__all__ = ["optimum"]
+__all__ = ["TooManyNodes", "optimum"]
+
+
+class TooManyNodes(Exception):
+    """The search would take too long."""
 
 
 def optimum(
-    lengths: Sequence[int], ranks: int, capacity: int, cost: CostModel, *, above: float = float("inf")
+    lengths: Sequence[int],
+    ranks: int,
+    capacity: int,
+    cost: CostModel,
+    *,
+    above: float = float("inf"),
+    max_nodes: int = 5_000,
 ) -> float:
     """Least makespan over every way to pack, to size the groups, to place and to order them (one node, no offload).
 
     Micro-batches are placed by rising start, which any plan allows. A rank that is free before the start of the last
     one placed cannot be used before it any more, so its time moves up to that start. Returns ``above`` when nothing is
     better than that.
+
+    Raises:
+        TooManyNodes: after ``max_nodes`` placements.
     """
     count = len(lengths)
     full = (1 << count) - 1
@@ -33,10 +46,14 @@ def optimum(
             if members & ~mask == 0:
                 least[mask] = min(least[mask], least[mask & ~members] + size * seconds)
     best = above
+    nodes = 0
     seen: dict[int, list[tuple[float, ...]]] = {}
 
     def search(left: int, ready: tuple[float, ...]) -> None:
-        nonlocal best
+        nonlocal best, nodes
+        nodes += 1
+        if nodes > max_nodes:
+            raise TooManyNodes
         if left == 0:
             best = min(best, ready[-1])
             return

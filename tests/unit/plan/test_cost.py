@@ -78,7 +78,7 @@ def test_offload_ratio_of_equation_3() -> None:
     cost, layers, capacity = CostModel(1e-9, 1e-6), 32, 8192
     offloadable = (layers - 2) / layers
     copy = 1e-5
-    priced = core_cost(cost, MemoryModel(capacity, offloadable, copy), cluster)
+    priced = core_cost(cost, MemoryModel(capacity, offloadable, copy, host_tokens=1e6), cluster)
     for length in (8193, 10000, 20000, 65536, 262144, 2_000_000):
         ratio = min(1.0, (1e-9 * length**2 + 1e-6 * length) / 3 / (copy * length))
         assert priced.max_offload([length]) == pytest.approx(ratio)
@@ -86,6 +86,15 @@ def test_offload_ratio_of_equation_3() -> None:
         assert priced.min_ranks(length) == pytest.approx(expected, rel=1e-3, abs=1)
         assert priced.min_ranks(length) >= expected - 1e-3
     assert priced.token_limit(1.0) == 8192 * 16
+
+
+def test_host_memory_limits_offload() -> None:
+    cluster = ClusterSpec(ranks=4096, capacity=8192)
+    memory = MemoryModel(8192, 0.9, 1e-9, host_tokens=10_000)
+    priced = core_cost(CostModel(1e-9, 1e-6), memory, cluster)
+    assert priced.token_limit(1.0) == memory.token_limit(1.0) == 18_192
+    assert priced.min_ranks(1_000_000) == 55
+    assert memory.token_limit(0.1) == int(8192 / 0.91)
 
 
 def test_ring_order_keeps_peers_few() -> None:

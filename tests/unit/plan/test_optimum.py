@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from exhaustive import optimum
+from exhaustive import TooManyNodes, optimum
 
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 
@@ -36,11 +36,17 @@ def test_bound_optimum_plan(part: int) -> None:
     """2,000 tiny cases: the bound never exceeds the optimum, the plan is within 5% of it on average."""
     rng = random.Random(part)
     ratios = []
+    skipped = 0
     for _ in range(400):
         lengths, ranks, capacity, cost = tiny_case(rng)
         plan = Planner(None, ClusterSpec(ranks=ranks, capacity=capacity), cost_model=cost).plan(lengths)
-        best = optimum(lengths, ranks, capacity, cost, above=plan.makespan_s * (1 + 1e-9))
+        try:
+            best = optimum(lengths, ranks, capacity, cost, above=plan.makespan_s * (1 + 1e-9))
+        except TooManyNodes:
+            skipped += 1
+            continue
         assert plan.lower_bound_s <= best * (1 + 1e-9), (lengths, ranks, capacity, cost)
         assert best <= plan.makespan_s * (1 + 1e-6)
         ratios.append(plan.makespan_s / best)
+    assert skipped <= 20
     assert sum(ratios) / len(ratios) <= 1.02

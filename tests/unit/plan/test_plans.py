@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, MemoryModel, MicroBatch, Planner, SequenceInfo, StepPlan
 
 COST = CostModel(1e-9, 1e-6, 1e-4, piece=1e-7, ring_step=1e-5, kv_inter=3e-6, latency_inter=1e-5)
 
@@ -143,7 +143,7 @@ def batch_of(
 )
 def test_validation_says_what_is_wrong(plan: StepPlan, message: str) -> None:
     with pytest.raises(InvalidUsage, match=message):
-        plan.validate([5, 4], capacity=10)
+        plan.validate([5, 4], memory=MemoryModel(10))
 
 
 def test_json_of_a_changed_plan_is_refused() -> None:

@@ -26,6 +26,7 @@ struct CostParams {
 struct MemoryParams {
   int64_t capacity = 0;    // tokens a rank may hold without offload
   double offloadable = 0;  // share of a token's bytes that offload can move, in [0, 1)
+  double host_tokens = 0;  // tokens whose bytes a rank's host memory has room for
   double copy = 0;         // seconds to copy the offloadable part of a token one way; 0: no offload
 };
 

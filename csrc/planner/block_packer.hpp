@@ -1,0 +1,323 @@
+// Packs the sequences of a step into blocks of ranks, for one target time; balanced.cpp tries
+// several targets.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "hdpcomm/planner/plan.hpp"
+
+namespace hdpcomm::planner {
+
+struct Job {
+  int32_t sequence = 0;
+  int min_size = 1;
+  int fastest = 0;  // 0: not computed yet
+  Load load;
+  double alone = 0;  // seconds at min_size
+};
+
+struct Block {
+  double ready = 0;
+  int first = 0;
+  int count = 0;
+};
+
+// Ranks that wait for a group's last rank to be free: smaller jobs may run there before.
+struct Gap {
+  double start = 0;
+  double until = 0;
+  int first = 0;
+  int count = 0;
+};
+
+// Short sequences that one rank runs from `start` on.
+struct Slot {
+  double start = 0;
+  int rank = 0;
+  std::vector<int32_t> sequences;
+};
+
+struct Placement {
+  int32_t job = 0;
+  double start = 0;
+  std::vector<std::pair<int, int>> ranges;  // (first rank, count)
+};
+
+class BlockPacker {
+ public:
+  // `stages`: of the pipeline whose filling is to be charged to the first micro-batch of a rank; 1
+  // when there is none.
+  BlockPacker(const Problem& problem, std::vector<Job>& jobs, int stages)
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs), stages_(stages) {}
+
+  // Returns the makespan; the placements and the loads of the ranks can be read afterwards.
+  // With `fill`, a job that would leave a minor part of its block over takes the whole block: jobs
+  // that are too wide to run side by side then follow each other without a gap.
+  double run(double target, bool fill) {
+    target_ = target;
+    fill_ = fill;
+    placements_.clear();
+    gaps_.clear();
+    blocks_.assign(1, Block{0, 0, problem_.ranks()});
+    const double sand = kSandShare * target;
+    size_t next = 0;
+    for (; next < jobs_.size(); ++next) {
+      Job& job = jobs_[next];
+      if (job.min_size == 1 && job.alone <= sand) break;
+      if (!placeInGap(next) && !placeInBlock(next)) placeAnywhere(next);
+    }
+    return pour(next);
+  }
+
+  const std::vector<Placement>& placements() const { return placements_; }
+  const std::vector<Slot>& slots() const { return slots_; }
+
+ private:
+  static constexpr int kMaxProbes = 400;  // blocks looked at for one job
+  static constexpr double kSandShare = 0.2;
+
+  // How often a job's time counts in a block: the first, longest one fills and drains the pipeline.
+  int times(double ready) const { return ready == 0 ? stages_ : 1; }
+
+  int fastest(Job& job) {
+    if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
+    return job.fastest;
+  }
+
+  // The shortest gap that the job fits into.
+  bool placeInGap(size_t index) {
+    const Job& job = jobs_[index];
+    size_t best = gaps_.size();
+    double best_room = std::numeric_limits<double>::infinity();
+    for (size_t i = gaps_.size() - std::min<size_t>(gaps_.size(), kMaxProbes); i < gaps_.size();
+         ++i) {
+      const Gap& gap = gaps_[i];
+      const double room = gap.until - gap.start;
+      if (gap.count < job.min_size || room >= best_room || room < job.alone) continue;
+      if (room < times(gap.start) * seconds(job, gap.first, job.min_size)) continue;
+      best = i;
+      best_room = room;
+    }
+    if (best == gaps_.size()) return false;
+    const Gap gap = gaps_[best];
+    const int size = job.min_size;
+    const double end = gap.start + times(gap.start) * seconds(job, gap.first, size);
+    gaps_[best] = {end, gap.until, gap.first, size};
+    if (gap.count > size) {
+      gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size});
+    }
+    placements_.push_back({static_cast<int32_t>(index), gap.start, {{gap.first, size}}});
+    return true;
+  }
+
+  double seconds(const Job& job, int first, int size) const {
+    const int node = cost_.cluster().ranks_per_node;
+    return cost_.seconds(job.load, size, first / node == (first + size - 1) / node);
+  }
+
+  // The fullest block in which the job ends before the target with its fewest ranks; else the one
+  // in which it does with the fewest more.
+  bool placeInBlock(size_t index) {
+    Job& job = jobs_[index];
+    const double latest = target_ - job.alone;
+    auto end = std::upper_bound(blocks_.begin(), blocks_.end(), latest,
+                                [](double time, const Block& b) { return time < b.ready; });
+    int probes = kMaxProbes;
+    for (auto it = end; it != blocks_.begin() && probes > 0; --probes) {
+      --it;
+      if (it->count >= job.min_size && take(index, it - blocks_.begin(), job.min_size)) return true;
+    }
+    const int most = fastest(job);
+    const double shortest = cost_.seconds(job.load, most);
+    end = std::upper_bound(blocks_.begin(), blocks_.end(), target_ - shortest,
+                           [](double time, const Block& b) { return time < b.ready; });
+    probes = kMaxProbes;  // the first block needs the fewest ranks
+    for (auto it = blocks_.begin(); it != end && probes > 0; ++it, --probes) {
+      if (it->count < job.min_size) continue;
+      const int size =
+          cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count), target_ - it->ready);
+      if (size > 0 && take(index, it - blocks_.begin(), size)) return true;
+    }
+    return false;
+  }
+
+  // Where in a block a group should lie: inside one node if it fits into one, else at its start.
+  int position(const Block& block, int size) const {
+    const int node = cost_.cluster().ranks_per_node;
+    const auto inside = [&](int first) { return first / node == (first + size - 1) / node; };
+    if (size > node || inside(block.first)) return block.first;
+    const int last = block.first + block.count - size;
+    const int boundary = (block.first / node + 1) * node;
+    if (boundary <= last) return boundary;
+    return inside(last) ? last : block.first;
+  }
+
+  bool take(size_t index, size_t at, int size) {
+    Job& job = jobs_[index];
+    const Block block = blocks_[at];
+    if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
+      size = block.count;
+    }
+    const int first = position(block, size);
+    const int node = cost_.cluster().ranks_per_node;
+    const bool one_node = first / node == (first + size - 1) / node;
+    const double end = block.ready + times(block.ready) * cost_.seconds(job.load, size, one_node);
+    if (end > target_ * (1 + 1e-9)) return false;
+    blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
+    insert({block.ready, block.first, first - block.first});
+    insert({block.ready, first + size, block.first + block.count - first - size});
+    insert({end, first, size});
+    placements_.push_back({static_cast<int32_t>(index), block.ready, {{first, size}}});
+    return true;
+  }
+
+  // No block has room: join the blocks that are free first, so that the job costs least, in idle
+  // time, additional work and time beyond the target.
+  void placeAnywhere(size_t index) {
+    Job& job = jobs_[index];
+    double best_score = std::numeric_limits<double>::infinity();
+    size_t best_blocks = 0;
+    int best_size = 0;
+    int count = 0;
+    int next_count = job.min_size;
+    double ready_area = 0;
+    const int most = fastest(job);
+    for (size_t k = 0; k < blocks_.size(); ++k) {
+      count += blocks_[k].count;
+      ready_area += blocks_[k].ready * blocks_[k].count;
+      // Every group of blocks would be too many to look at: each a twentieth larger is enough.
+      if (count < next_count) continue;
+      next_count = count + count / 20 + 1;
+      const double start = blocks_[k].ready;
+      const int widest = std::min(most, count);
+      const int repeat = times(start);
+      const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) / repeat);
+      for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
+        const double time = cost_.seconds(job.load, candidate);
+        const double holes =
+            start * count - ready_area - (count - candidate) * (start - blocks_[k].ready);
+        const double extra = candidate * time - job.min_size * job.alone;
+        const double late = std::max(0.0, start + repeat * time - target_) * problem_.ranks();
+        const double score = holes + extra + late;
+        if (score < best_score) {
+          best_score = score;
+          best_blocks = k + 1;
+          best_size = candidate;
+        }
+      }
+      if (count >= most) break;
+    }
+    join(index, best_blocks, best_size);
+  }
+
+  void join(size_t index, size_t num_blocks, int size) {
+    std::vector<Block> used(blocks_.begin(),
+                            blocks_.begin() + static_cast<std::ptrdiff_t>(num_blocks));
+    blocks_.erase(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(num_blocks));
+    const double start = used.back().ready;
+    Placement placement{static_cast<int32_t>(index), start, {}};
+    // From the block that is free last backwards: what is left over is free early.
+    int left = size;
+    for (auto it = used.rbegin(); it != used.rend(); ++it) {
+      const int count = std::min(left, it->count);
+      if (count > 0) {
+        placement.ranges.push_back({it->first, count});
+        if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count});
+      }
+      insert({it->ready, it->first + count, it->count - count});
+      left -= count;
+    }
+    const int node = cost_.cluster().ranks_per_node;
+    bool one_node = true;
+    for (const auto& [first, count] : placement.ranges) {
+      one_node = one_node && first / node == placement.ranges[0].first / node &&
+                 (first + count - 1) / node == placement.ranges[0].first / node;
+    }
+    const double end = start + times(start) * cost_.seconds(jobs_[index].load, size, one_node);
+    for (const auto& [first, count] : placement.ranges) insert({end, first, count});
+    placements_.push_back(std::move(placement));
+  }
+
+  void insert(const Block& block) {
+    if (block.count <= 0) return;
+    const auto place =
+        std::upper_bound(blocks_.begin(), blocks_.end(), block,
+                         [](const Block& a, const Block& b) { return a.ready < b.ready; });
+    blocks_.insert(place, block);
+  }
+
+  // Puts the jobs from `next` on, which take one rank each, into the gaps and then onto the least
+  // loaded ranks.
+  double pour(size_t next) {
+    slots_.clear();
+    using Entry = std::pair<double, int32_t>;  // (key, slot)
+    std::priority_queue<Entry> rooms;
+    for (const Gap& gap : gaps_) {
+      for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
+        rooms.push({gap.until - gap.start, static_cast<int32_t>(slots_.size())});
+        slots_.push_back({gap.start, rank, {}});
+      }
+    }
+    const double filling = (stages_ - 1) * pouredBatchSeconds(next);
+    std::vector<Entry> tails;
+    for (const Block& block : blocks_) {
+      for (int rank = block.first; rank < block.first + block.count; ++rank) {
+        tails.push_back(
+            {block.ready > 0 ? block.ready : filling, static_cast<int32_t>(slots_.size())});
+        slots_.push_back({block.ready, rank, {}});
+      }
+    }
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks(std::greater<>(),
+                                                                         std::move(tails));
+    double makespan = blocks_.back().ready;
+    const CostParams& params = cost_.params();
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    for (; next < jobs_.size(); ++next) {
+      const Job& job = jobs_[next];
+      const double time = job.alone - params.fixed * (1 - job.load.tokens / capacity);
+      if (!rooms.empty() && rooms.top().first >= job.alone) {
+        const auto [room, slot] = rooms.top();
+        rooms.pop();
+        slots_[slot].sequences.push_back(job.sequence);
+        rooms.push({room - time, slot});
+        continue;
+      }
+      const auto [ready, slot] = ranks.top();
+      ranks.pop();
+      slots_[slot].sequences.push_back(job.sequence);
+      ranks.push({ready + time, slot});
+      makespan = std::max(makespan, ready + time);
+    }
+    return makespan;
+  }
+
+  // Seconds of a usual micro-batch of the jobs from `next` on, when they are packed.
+  double pouredBatchSeconds(size_t next) const {
+    double seconds = 0;
+    double tokens = 0;
+    for (; next < jobs_.size(); ++next) {
+      seconds += jobs_[next].alone;
+      tokens += jobs_[next].load.tokens;
+    }
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    const double batch = std::min(capacity, tokens / problem_.ranks());
+    return tokens > 0 ? seconds * batch / tokens : 0;
+  }
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  std::vector<Job>& jobs_;
+  const int stages_;
+  double target_ = 0;
+  bool fill_ = false;
+  std::vector<Block> blocks_;  // by rising ready time
+  std::vector<Placement> placements_;
+  std::vector<Gap> gaps_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,78 @@
+"""``dist.init_process_group("hdpcomm")``: torch.distributed on the CPU over hdpcomm's one world of ranks.
+
+Importing this module registers the backend; DDP, FSDP2, DeviceMesh and torch's own tools then run on it::
+
+    import torch.distributed as dist
+    import hdpcomm.comm.torch_backend
+
+    dist.init_process_group("hdpcomm")      # or "cpu:hdpcomm"; under torchrun or hdpcomm.testing.spawn
+    group = dist.new_group([3, 0, 1])       # a subset of the world: nothing is created
+
+docs/torch-backend.md tells what differs from gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.torch_backend.engine import Engine
+from hdpcomm.comm.torch_backend.errors import BackendError, BackendLost, BackendMismatch, BackendTimeout
+from hdpcomm.comm.torch_backend.group import HdpProcessGroup
+from hdpcomm.errors import InvalidUsage
+
+__all__ = [
+    "BACKEND",
+    "BackendError",
+    "BackendLost",
+    "BackendMismatch",
+    "BackendTimeout",
+    "HdpProcessGroup",
+    "communicator",
+    "register",
+]
+
+#: The name that ``init_process_group`` and ``new_group`` take.
+BACKEND = "hdpcomm"
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed; importing this module has done it. Local, idempotent."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The communicator under a process group (default: the default group), for what torch has no call for. Local.
+
+    Its operations take their places in the order of the group's collectives: all ranks must mix them alike.
+    Raises: InvalidUsage for a group of another backend.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, HdpProcessGroup):
+        raise InvalidUsage(
+            f"communicator() got {group!r}; give a group of init_process_group('hdpcomm') or new_group()"
+        )
+    return group.communicator
+
+
+def _create(options: Any, _backend_options: Any) -> HdpProcessGroup:
+    """What torch.distributed calls on every member of a new group."""
+    seconds = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group)
+    world = dist.group.WORLD
+    if ranks and isinstance(world, HdpProcessGroup):
+        engine = world.engine
+        comm = engine.world.subset(ranks)
+        if comm is None:
+            raise InvalidUsage(f"new_group() called rank {engine.world.rank} a member of {ranks}; it is not")
+        return HdpProcessGroup(engine, comm, options.store, name=options.group_id, timeout=seconds)
+    # The default group, or a group beside a default group of another backend: a world of its own.
+    engine = Engine.join(options.store, options.group_rank, options.group_size, timeout=seconds)
+    return HdpProcessGroup(engine, engine.world, options.store, name=options.group_id, timeout=seconds, owner=True)
+
+
+register()

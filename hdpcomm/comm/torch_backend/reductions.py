@@ -1,0 +1,48 @@
+"""torch's reduce operations in terms of the core's, and the bitwise ones that the core does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Bitwise", "reduction"]
+
+Bitwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_CORE: dict[Any, str] = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.PRODUCT: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+}
+_BITWISE: dict[Any, Bitwise] = {
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def reduction(op: Any, dtype: torch.dtype, call: str) -> str | Bitwise:
+    """The core's name of a reduce operation, or the function of two tensors that is applied after a gather.
+
+    Raises: NotImplementedError naming an operation that neither has; InvalidUsage for a type that it does not take.
+    """
+    kind = getattr(op, "op", op)  # ReduceOp or RedOpType
+    in_core = _CORE.get(kind)
+    if in_core is not None:
+        if dtype.is_complex and in_core not in ("sum", "avg"):
+            raise InvalidUsage(f"{call}() got op={in_core} for {dtype}; complex tensors can be added and averaged")
+        return in_core
+    name = getattr(kind, "name", str(kind))
+    bitwise = _BITWISE.get(kind)
+    if bitwise is None:
+        raise NotImplementedError(f"hdpcomm backend: {call} with ReduceOp.{name}")
+    if dtype.is_floating_point or dtype.is_complex:
+        raise InvalidUsage(f"{call}() got op={name} for {dtype}; bitwise operations take integers and bool")
+    return bitwise

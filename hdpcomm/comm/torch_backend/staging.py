@@ -1,0 +1,141 @@
+"""One operation from its tensors to its Work: contiguous stand-ins, the parts started, copies at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.torch_backend.errors import translate
+from hdpcomm.comm.torch_backend.reductions import Bitwise
+from hdpcomm.comm.torch_backend.work import BackendWork, Part
+from hdpcomm.errors import Error, InvalidUsage
+
+__all__ = ["Operation", "one"]
+
+_CARRIED = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(torch, name))
+
+
+def one(tensors: Any, call: str, what: str) -> Any:
+    """The only element of the lists that torch's calls take (they were made for several devices a process)."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise InvalidUsage(f"{call}() got {len(tensors)} {what}; give a list of one")
+    return tensors[0]
+
+
+class Operation:
+    """Starts the parts of one torch operation; :meth:`work` ends it.
+
+    ``background``: parts are started and go on by themselves; else each has ended when :meth:`start` returns.
+    """
+
+    __slots__ = ("_background", "_copies", "call", "comm", "parts", "timeout")
+
+    def __init__(self, call: str, comm: Communicator, *, timeout: float, background: bool) -> None:
+        self.call = call
+        self.comm = comm
+        self.timeout = timeout
+        # A deadline of its own can be given to wait() only.
+        self._background = background or timeout != comm.timeout
+        self.parts: list[Part] = []  # started and not ended
+        self._copies: list[Callable[[], Any]] = []
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for an input: contiguous, without autograd, of a type that the core carries."""
+        return self._carrier(self._plain(tensor).contiguous())
+
+    def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
+        """What stands for an output, copied there at the end unless it is its memory. ``read``: also an input."""
+        plain = self._plain(tensor)
+        if plain.is_contiguous() and plain.data_ptr() == tensor.data_ptr():
+            return self._carrier(plain)
+        buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format).detach()
+        if read:
+            buffer.copy_(plain)
+        destination = tensor.detach()
+        self.at_end(lambda: destination.copy_(buffer))
+        return self._carrier(buffer)
+
+    def reduced(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stand-in as a tensor to reduce: the core's checks name its type if it cannot."""
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(f"hdpcomm backend: {self.call} of sparse tensors ({tensor.layout})")
+        if tensor.dtype not in _CARRIED and not tensor.dtype.is_complex:
+            raise InvalidUsage(f"{self.call}() got a tensor of {tensor.dtype}, which cannot be reduced; convert it")
+        return tensor
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(f"hdpcomm backend: {self.call} of sparse tensors ({tensor.layout})")
+        if not tensor.is_cpu:
+            raise InvalidUsage(
+                f"{self.call}() got a tensor on {tensor.device}; the hdpcomm backend moves CPU tensors: pass x.cpu()"
+            )
+        return tensor.detach().resolve_conj().resolve_neg()
+
+    @staticmethod
+    def _carrier(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype in _CARRIED:
+            return tensor
+        if tensor.is_complex():
+            return torch.view_as_real(tensor)
+        return tensor.reshape(-1).view(torch.uint8)
+
+    def start(self, method: Callable[..., Part], *args: Any) -> None:
+        """Starts one part: a method of the communicator."""
+        try:
+            part = method(*args, async_op=self._background)
+        except Error as error:
+            raise translate(error) from error.__cause__
+        if self._background:
+            self.parts.append(part)
+
+    def at_end(self, action: Callable[[], Any]) -> None:
+        """Does something when all parts have ended well, after what was given before."""
+        self._copies.append(action)
+
+    def copy_parts(self, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        """At the end, part i of ``flat`` goes to output i."""
+        destinations = [output.detach() for output in outputs]
+
+        def copy() -> None:
+            for destination, part in zip(destinations, flat.chunk(len(destinations)), strict=True):
+                destination.copy_(part.view_as(destination))
+
+        if flat.numel() > 0:
+            self.at_end(copy)
+
+    def fold(self, combine: Bitwise, everyone: torch.Tensor, target: torch.Tensor) -> None:
+        """At the end, but before ``target`` is copied anywhere: target = part 0 of ``everyone`` combined with 1, ..."""
+
+        def apply() -> None:
+            parts = everyone.view(self.comm.size, -1)
+            result = parts[0]
+            for part in parts[1:]:
+                result = combine(result, part)
+            target.copy_(result.view_as(target))
+
+        if target.numel() > 0:
+            self._copies.insert(0, apply)
+
+    def finish(self) -> None:
+        """Makes the copies of the end."""
+        for copy in self._copies:
+            copy()
+
+    def work(
+        self, outputs: Sequence[torch.Tensor], in_background: Callable[[BackendWork], None] | None = None
+    ) -> BackendWork:
+        """The operation as torch sees it."""
+        return BackendWork(
+            self.parts,
+            outputs,
+            timeout=self.timeout,
+            finish=self.finish if self._copies else None,
+            in_background=in_background,
+        )

@@ -1,0 +1,167 @@
+"""What an operation of the backend returns: a torch ``Work`` over hdpcomm's works, with a future on demand."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from hdpcomm.comm.torch_backend.errors import translate
+from hdpcomm.errors import Error
+
+__all__ = ["BackendWork", "Part", "chain", "seconds_of"]
+
+
+class Part(Protocol):
+    """What a BackendWork waits for: a Work of hdpcomm, or a receive of the mailbox."""
+
+    def wait(self, timeout: float | None = None) -> None: ...
+
+    def done(self) -> bool: ...
+
+
+def seconds_of(timeout: datetime.timedelta | None, default: float) -> float:
+    """Torch's timeouts: not given, zero and below mean the default."""
+    seconds = 0.0 if timeout is None else timeout.total_seconds()
+    return seconds if seconds > 0 else default
+
+
+class BackendWork(dist.Work):
+    """An operation that was started. It ends in the background; ``wait()`` gives its error, if any.
+
+    ``finish`` runs once, when all parts have ended well, on the thread that notices it first (copies into outputs that
+    are not contiguous, for example).
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        outputs: Sequence[torch.Tensor],
+        *,
+        timeout: float,
+        finish: Callable[[], None] | None = None,
+        in_background: Callable[[BackendWork], None] | None = None,
+        source: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._outputs = list(outputs)
+        self._timeout = timeout
+        self._finish = finish
+        self._in_background = in_background
+        self._source = source
+        self._error: BaseException | None = None
+        self._over = False
+        self._settling = threading.Lock()
+        self._future: Future[list[torch.Tensor]] | None = None
+        if not parts:
+            self._settle(None)
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Blocks, without the GIL, until the operation has ended; raises its error. Default: the group's timeout."""
+        if not self._over:
+            self.join(seconds_of(timeout, self._timeout))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def join(self, seconds: float) -> None:
+        """Waits and settles, but raises only what interrupts the wait itself (Ctrl-C)."""
+        deadline = time.monotonic() + seconds
+        try:
+            for part in self._parts:
+                part.wait(max(1e-3, deadline - time.monotonic()))
+        except Error as error:
+            self._settle(translate(error))
+        else:
+            self._settle(None)
+
+    def _settle(self, error: BaseException | None) -> None:
+        with self._settling:
+            if self._over:
+                return
+            if error is None and self._finish is not None:
+                try:
+                    self._finish()
+                except Exception as failure:
+                    error = failure
+            self._error = error
+            self._finish = None
+            self._parts = ()
+            self._over = True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not; then its outputs are valid. Never blocks."""
+        if not self._over and all(part.done() for part in self._parts):
+            self.join(self._timeout)
+        return self._over
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error of an operation that has failed."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs; valid when the operation has ended."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Group rank of the sender of a receive that has ended."""
+        if self._source is None:
+            raise NotImplementedError("hdpcomm backend: source_rank of a work that is not a receive")
+        return self._source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future of the outputs, completed in the background."""
+        if self._future is None:
+            self._future = Future()
+            if self._over or self._in_background is None:
+                self.complete_future()
+            else:
+                self._in_background(self)
+        return self._future
+
+    get_future_result = get_future
+
+    def complete_future(self) -> None:
+        """Waits, then completes the future: on the thread that the engine lends."""
+        if not self._over:
+            self.join(self._timeout)
+        if self._future is None:
+            return
+        if self._error is None:
+            self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(self._error)  # type: ignore[arg-type]
+
+
+def chain(works: Sequence[BackendWork], timeout: float) -> BackendWork:
+    """One work of several that were started."""
+    outputs = [tensor for work in works for tensor in work.result()]
+    return BackendWork([_Joined(work) for work in works], outputs, timeout=timeout)
+
+
+class _Joined:
+    __slots__ = ("_work",)
+
+    def __init__(self, work: BackendWork) -> None:
+        self._work = work
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._work.wait(datetime.timedelta(seconds=timeout or 0))
+
+    def done(self) -> bool:
+        return self._work.is_completed()
