@@ -35,6 +35,8 @@ class ThreadRank:
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
 _TRANSPORTS = ("auto", "shm")
+# One client of a launcher's store a process, kept: a new connection of torch's TCPStore now and then takes 5 s.
+_agent_stores: dict[tuple[str, int], Any] = {}
 _open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
 
 
@@ -131,9 +133,12 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
         return dist.distributed_c10d._get_default_store()
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = _integer("MASTER_PORT")
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not agent
+    if agent and (address, port) in _agent_stores:
+        return _agent_stores[address, port]
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             port,
             size,
@@ -141,6 +146,9 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
             timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
         )
+        if agent:
+            _agent_stores[address, port] = store
+        return store
     except dist.DistNetworkError as error:
         text = str(error)
         if serves and ("EADDRINUSE" in text or "address already in use" in text):

@@ -185,7 +185,9 @@ class Communicator:
     def reduce_scatter(
         self, out: Any, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
-        """``out`` [n] = part ``rank`` of the reduction of all ranks' ``x`` [size * n]; ``x`` is not changed.
+        """``out`` [n] = part ``rank`` of the reduction of all ranks' ``x`` [size * n].
+
+        ``x`` is not changed, unless ``out`` is its part ``rank`` (in place).
 
         ``op``: sum, avg, min, max, prod. 16-bit floats are added in fp32 and rounded after each addition. The order of
         summation is fixed by the algorithm and the ranks, so results are the same from run to run.

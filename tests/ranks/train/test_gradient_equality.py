@@ -89,7 +89,7 @@ def check(planner, config, dtype, lengths):
 def test_policies(ranks, policy, dtype):
     capacity = 40 if ranks > 2 else 120 // ranks
     plan = check(Planner(None, ClusterSpec(ranks, capacity), policy, COST), CONFIG, dtype, LENGTHS)
-    if ranks == 4 and policy != "static":
+    if ranks == 4 and policy == "naive":  # balanced may find a shorter step without; the plans below fix such cases
         assert 3 in {len(batch.ranks) for batch in plan.micro_batches}
         assert len({len(plan.for_rank(rank)) for rank in range(ranks)}) > 1
 

@@ -138,7 +138,7 @@ def test_ranks_must_be_those_of_torchrun(folder, capfd, monkeypatch):
 
 
 def test_an_error_inside_a_rank_is_one_message(folder, capfd, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise InvalidUsage("given here, told there")
 
     monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", fail)
