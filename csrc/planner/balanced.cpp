@@ -12,8 +12,8 @@
 namespace hdpcomm::planner {
 namespace {
 
-constexpr int kRounds = 2;
-constexpr double kOptimal = 1.001;        // makespan over lower bound at which the search ends
+// Makespan over lower bound at which each round of targets is left out.
+constexpr double kGoodEnough[] = {1.002, 1.008};
 constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
 constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
 
@@ -73,7 +73,7 @@ Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
   bool best_fill = false;
   const auto attempt = [&](double target) {
     for (const bool fill : {false, true}) {
-      if (best <= lower_bound * kOptimal) return;
+      if (best <= lower_bound * kGoodEnough[0]) return;
       const double makespan = packer.run(target, fill);
       if (makespan >= best) continue;
       best = makespan;
@@ -82,7 +82,8 @@ Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
     }
   };
   attempt(lower_bound * (1 + 1e-6));
-  for (int round = 0; round < kRounds && best > lower_bound * kOptimal; ++round) {
+  for (const double good_enough : kGoodEnough) {
+    if (best <= lower_bound * good_enough) break;
     const double span = best - lower_bound;
     for (const double share : {0.1, 0.25, 0.45, 0.7}) {
       const double target = lower_bound + share * span;
