@@ -28,7 +28,6 @@ class Builder {
 
   Step& step() { return schedule.steps.emplace_back(); }
   void move(Span from, Span to) { pending_moves().push_back({MoveKind::kCopy, from, to}); }
-  void reduceMove(Span from, Span to) { pending_moves().push_back({MoveKind::kReduce, from, to}); }
   // Divides by the group size when the operation averages.
   void scale(Span to) {
     if (request.average) pending_moves().push_back({MoveKind::kScale, to, to});

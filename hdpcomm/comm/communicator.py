@@ -63,11 +63,10 @@ class Communicator:
     the names.
     """
 
-    __slots__ = ("_core", "_owner", "_ranks", "rank", "size")
+    __slots__ = ("_core", "_ranks", "rank", "size")
 
-    def __init__(self, core: _core.comm.Communicator, *, owner: bool = False) -> None:
+    def __init__(self, core: _core.comm.Communicator) -> None:
         self._core = core
-        self._owner = owner
         self._ranks: tuple[int, ...] | None = None
         #: Position of this rank in the communicator.
         self.rank: int = core.rank

@@ -265,6 +265,13 @@ void ShmTransport::idle(uint32_t ticket, Clock::time_point until) {
   own.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
+TransportStats ShmTransport::stats() const {
+  TransportStats stats = stats_;
+  stats.peers_used = static_cast<int>(
+      std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.used; }));
+  return stats;
+}
+
 void ShmTransport::close(const std::string& reason) noexcept {
   if (closed_) return;
   closed_ = true;

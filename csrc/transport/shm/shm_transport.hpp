@@ -86,7 +86,7 @@ class ShmTransport final : public Transport {
   uint32_t idleTicket() override;
   void idle(uint32_t ticket, Clock::time_point until) override;
   bool oversubscribed() const noexcept override { return oversubscribed_; }
-  TransportStats stats() const override { return stats_; }
+  TransportStats stats() const override;
   void close(const std::string& reason) noexcept override;
 
   void waitAllReady(double timeout_s);

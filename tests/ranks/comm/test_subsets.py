@@ -56,6 +56,20 @@ def test_making_a_subset_of_64_ranks_sends_nothing() -> None:
     run_threads(make_only, 64)
 
 
+def talk_to_one() -> list[int]:
+    world = hdp.init()
+    peers = [world.stats()["peers"]]
+    pair = world.subset([0, 2])
+    if pair is not None:
+        pair.all_reduce(torch.ones(3))
+    peers.append(world.stats()["peers"])
+    return peers
+
+
+def test_stats_count_the_peers_that_were_used(ranks: Any) -> None:
+    assert ranks(3, talk_to_one) == [[0, 1], [0, 0], [0, 1]]
+
+
 def churn(count: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     world = hdp.init()
     process = psutil.Process()
