@@ -1,4 +1,4 @@
-"""Memory of ``comm.empty()``: messages from it arrive as from any other, blocks are given back, it outlives the world."""
+"""Memory of ``comm.empty()``: messages from it arrive like any other, blocks are given back, it outlives the world."""
 
 from __future__ import annotations
 
