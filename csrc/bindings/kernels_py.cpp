@@ -113,6 +113,7 @@ void bindKernels(py::module_& module) {
              py::arg("num_segments"), py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"),
              py::arg("stream"));
   bindKernelBuffers(module);
+  bindKernelCrossEntropy(module);
   module.def("zigzag_bounds", &zigzagBounds, py::arg("cu_seqlens"), py::arg("size"));
 }
 
