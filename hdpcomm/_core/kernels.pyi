@@ -60,20 +60,19 @@ def merge(
 def copy_rows(
     dst: int,
     src: int,
-    dst_stride: int,
-    src_stride: int,
+    strides: Sequence[int],
     row_bytes: int,
     segments: int,
     num_segments: int,
     total_rows: int,
+    positions: int,
     cuda: bool,
     stream: int,
 ) -> None: ...
 def add_rows(
     dst: int,
     src: int,
-    dst_stride: int,
-    src_stride: int,
+    strides: Sequence[int],
     row_bytes: int,
     segments: int,
     num_segments: int,
