@@ -46,10 +46,11 @@ template <typename T>
 __device__ OnlineSum sumOfLane(const T* row, int64_t columns, int lane, int threads) {
   const Slices slices = sliceBuffer(row, columns, sizeof(T), false);
   const auto* vectors = reinterpret_cast<const uint4*>(row + slices.head);
+  constexpr int kGroup = 16 / Pack<T>::kCount;  // 16 values share a maximum and stay in registers
   OnlineSum result;
   int64_t v = lane;
-  for (; v + (kUnroll - 1) * threads < slices.vectors; v += int64_t{kUnroll} * threads) {
-    addVectors<T, kUnroll>(result, vectors, v, threads);
+  for (; v + (kGroup - 1) * threads < slices.vectors; v += int64_t{kGroup} * threads) {
+    addVectors<T, kGroup>(result, vectors, v, threads);
   }
   for (; v < slices.vectors; v += threads) addVectors<T, 1>(result, vectors, v, threads);
   for (int64_t e = lane; e < slices.edges(); e += threads) {
@@ -86,7 +87,7 @@ __device__ __forceinline__ LabelKind kindOf(const CrossEntropyShape& shape, int6
 
 // kThreadsPerRow is kWarp (several rows a block) or kRowThreads (one).
 template <typename T, int kThreadsPerRow>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 2)
     statsKernel(const __grid_constant__ CrossEntropyStatsArgs args) {
   constexpr int kRows = kRowThreads / kThreadsPerRow;
   constexpr int kWarps = kThreadsPerRow / kWarp;
@@ -131,9 +132,9 @@ struct RowGradient {
   int64_t label;
   bool ignored;
 
-  __device__ __forceinline__ T operator()(T logit, int64_t column) const {
+  __device__ __forceinline__ T operator()(T logit, bool is_label) const {
     T grad{};
-    if (!ignored) narrow(softmaxGradient(widen(logit), lse, scale, column == label), grad);
+    if (!ignored) narrow(softmaxGradient(widen(logit), lse, scale, is_label), grad);
     return grad;
   }
 };
@@ -141,7 +142,7 @@ struct RowGradient {
 // logits and grad may be the same: a thread reads an element before it writes it, and no other
 // thread touches it. They share their alignment modulo 16 (checked by the launcher).
 template <typename T, int kThreadsPerRow, bool kVector>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 2)
     gradKernel(const __grid_constant__ CrossEntropyGradArgs args) {
   constexpr int kRows = kRowThreads / kThreadsPerRow;
   constexpr int kCount = Pack<T>::kCount;
@@ -161,10 +162,10 @@ __global__ void __launch_bounds__(kRowThreads)
     const auto* from = reinterpret_cast<const uint4*>(row + slices.head);
     auto* to = reinterpret_cast<uint4*>(grad + slices.head);
     const auto one = [&](Pack<T> part, int64_t v) {
+      const int64_t ahead = gradient.label - slices.head - v * kCount;
+      const int labelled = ahead >= 0 && ahead < kCount ? static_cast<int>(ahead) : -1;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        part.values[i] = gradient(part.values[i], slices.head + v * kCount + i);
-      }
+      for (int i = 0; i < kCount; ++i) part.values[i] = gradient(part.values[i], i == labelled);
       to[v] = part.bits;
     };
     int64_t v = lane;
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
     for (int64_t e = lane; e < slices.edges(); e += kThreadsPerRow) {
       const int64_t i = slices.template edge<kCount>(e);
-      grad[i] = gradient(row[i], i);
+      grad[i] = gradient(row[i], i == gradient.label);
     }
   }
 }
