@@ -17,12 +17,14 @@ __device__ __forceinline__ void addValue(OnlineSum& row, T value) {
 
 // Adds kGroup vectors that lie `step` vectors apart: one new maximum and one rescaling for all.
 template <typename T, int kGroup>
-__device__ __forceinline__ void addVectors(OnlineSum& row, const uint4* vectors, int64_t first,
+__device__ __forceinline__ void addVectors(OnlineSum& row, const T* vectors, int64_t first,
                                            int step) {
   constexpr int kCount = Pack<T>::kCount;
   Pack<T> parts[kGroup];
 #pragma unroll
-  for (int j = 0; j < kGroup; ++j) parts[j].bits = vectors[first + j * step];
+  for (int j = 0; j < kGroup; ++j) {
+    parts[j] = Pack<T>::load(vectors + (first + j * step) * kCount);
+  }
   float max = row.max;
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void addVectors(OnlineSum& row, const uint4* vectors,
 template <typename T>
 __device__ OnlineSum sumOfLane(const T* row, int64_t columns, int lane, int threads) {
   const Slices slices = sliceBuffer(row, columns, sizeof(T), false);
-  const auto* vectors = reinterpret_cast<const uint4*>(row + slices.head);
+  const T* vectors = row + slices.head;
   constexpr int kGroup = 16 / Pack<T>::kCount;  // 16 values share a maximum and stay in registers
   OnlineSum result;
   int64_t v = lane;
@@ -159,28 +161,26 @@ __global__ void __launch_bounds__(kRowThreads, 2)
                                   args.labels[token] == args.shape.ignore_index};
     Slices slices{0, 0, args.shape.columns};
     if constexpr (kVector) slices = sliceBuffer(grad, args.shape.columns, sizeof(T), false);
-    const auto* from = reinterpret_cast<const uint4*>(row + slices.head);
-    auto* to = reinterpret_cast<uint4*>(grad + slices.head);
+    const T* from = row + slices.head;
+    T* to = grad + slices.head;
     const auto one = [&](Pack<T> part, int64_t v) {
       const int64_t ahead = gradient.label - slices.head - v * kCount;
       const int labelled = ahead >= 0 && ahead < kCount ? static_cast<int>(ahead) : -1;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) part.values[i] = gradient(part.values[i], i == labelled);
-      to[v] = part.bits;
+      part.store(to + v * kCount);
     };
     int64_t v = lane;
     for (; v + (kUnroll - 1) * kThreadsPerRow < slices.vectors; v += kUnroll * kThreadsPerRow) {
       Pack<T> parts[kUnroll];
 #pragma unroll
-      for (int j = 0; j < kUnroll; ++j) parts[j].bits = from[v + j * kThreadsPerRow];
+      for (int j = 0; j < kUnroll; ++j) {
+        parts[j] = Pack<T>::load(from + (v + j * kThreadsPerRow) * kCount);
+      }
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) one(parts[j], v + j * kThreadsPerRow);
     }
-    for (; v < slices.vectors; v += kThreadsPerRow) {
-      Pack<T> part;
-      part.bits = from[v];
-      one(part, v);
-    }
+    for (; v < slices.vectors; v += kThreadsPerRow) one(Pack<T>::load(from + v * kCount), v);
     for (int64_t e = lane; e < slices.edges(); e += kThreadsPerRow) {
       const int64_t i = slices.template edge<kCount>(e);
       grad[i] = gradient(row[i], i == gradient.label);

@@ -1,20 +1,15 @@
-#include "cuda_launch.cuh"
 #include "hdpcomm/kernels/merge.hpp"
 #include "hdpcomm/kernels/merge_elem.hpp"
 #include "hdpcomm/kernels/numeric_elem.hpp"
+#include "vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {
 
-template <typename Value, int kCount>
-struct alignas(sizeof(Value) * kCount) Vector {
-  Value values[kCount];
-};
-
 template <typename Acc, typename Block, int kWidth>
-__device__ __forceinline__ Vector<Acc, kWidth> mergeVector(Vector<Acc, kWidth> sum,
-                                                           const Vector<Block, kWidth>& part,
-                                                           Acc take) {
+__device__ __forceinline__ Pack<Acc, kWidth> mergeVector(Pack<Acc, kWidth> sum,
+                                                         const Pack<Block, kWidth>& part,
+                                                         Acc take) {
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     sum.values[j] = mergeElement(sum.values[j], static_cast<Acc>(widen(part.values[j])), take);
@@ -57,23 +52,25 @@ __global__ void __launch_bounds__(kThreads) mergeKernel(const __grid_constant__ 
     const Place place = placeOf(args, item, small);
     Acc* out = static_cast<Acc*>(args.out) + place.row * args.dim;
     const Block* block = static_cast<const Block*>(args.block_out) + item * args.dim;
-    auto* out_vectors = reinterpret_cast<Vector<Acc, kWidth>*>(out);
-    const auto* block_vectors = reinterpret_cast<const Vector<Block, kWidth>*>(block);
-    Vector<Acc, kWidth> sum{};
-    Vector<Block, kWidth> part{};
+    Pack<Acc, kWidth> sum{};
+    Pack<Block, kWidth> part{};
     if (lane < vectors) {
-      sum = out_vectors[lane];
-      part = block_vectors[lane];
+      sum = Pack<Acc, kWidth>::load(out + lane * kWidth);
+      part = Pack<Block, kWidth>::load(block + lane * kWidth);
     }
     const auto merged =
         mergeRow(lse[place.row], static_cast<const Acc*>(args.block_lse)[place.block_lse]);
     __syncwarp();
     if (lane == 0) lse[place.row] = merged.lse;
     if (merged.take == Acc(0)) continue;
-    if (lane < vectors) out_vectors[lane] = mergeVector(sum, part, merged.take);
+    if (lane < vectors) mergeVector(sum, part, merged.take).store(out + lane * kWidth);
+#pragma unroll 1  // rows longer than 32 vectors are rare; unrolled, this loop costs registers
     for (int64_t i = lane + kWarp; i < vectors; i += kWarp) {
-      out_vectors[i] = mergeVector(out_vectors[i], block_vectors[i], merged.take);
+      mergeVector(Pack<Acc, kWidth>::load(out + i * kWidth),
+                  Pack<Block, kWidth>::load(block + i * kWidth), merged.take)
+          .store(out + i * kWidth);
     }
+#pragma unroll 1
     for (int64_t i = vectors * kWidth + lane; i < args.dim; i += kWarp) {
       out[i] = mergeElement(out[i], static_cast<Acc>(widen(block[i])), merged.take);
     }

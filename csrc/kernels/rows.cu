@@ -18,23 +18,20 @@ struct Tiles {
 struct Copy {
   static constexpr bool kReadsTarget = false;
   template <typename Word>
-  __device__ static Word apply(const Word&, const Word& src) {
-    return src;
+  __device__ static Word apply(const Word&, const Word& from) {
+    return from;
   }
 };
 
 struct Add {
   static constexpr bool kReadsTarget = true;
   template <typename Word>
-  __device__ static Word apply(Word a, Word b) {
-    return addElement(a, b);
-  }
-  __device__ static float4 apply(float4 a, float4 b) {
-    return make_float4(addElement(a.x, b.x), addElement(a.y, b.y), addElement(a.z, b.z),
-                       addElement(a.w, b.w));
-  }
-  __device__ static double2 apply(double2 a, double2 b) {
-    return make_double2(addElement(a.x, b.x), addElement(a.y, b.y));
+  __device__ static Word apply(Word to, const Word& from) {
+#pragma unroll
+    for (int i = 0; i < Word::kCount; ++i) {
+      to.values[i] = addElement(to.values[i], from.values[i]);
+    }
+    return to;
   }
 };
 
@@ -62,7 +59,7 @@ template <typename Op, typename Word, int kGroup>
 __device__ __forceinline__ void moveWords(const TileRows& tile, const Tiles& tiles, int64_t first) {
   Word from[kGroup];
   Word to[kGroup];
-  Word* places[kGroup];
+  char* places[kGroup];
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {
     int64_t word = first + j * kThreads;
@@ -71,12 +68,13 @@ __device__ __forceinline__ void moveWords(const TileRows& tile, const Tiles& til
       row = static_cast<uint32_t>(word) / static_cast<uint32_t>(tiles.words);
       word -= row * tiles.words;
     }
-    places[j] = reinterpret_cast<Word*>(tile.dst[row]) + word;
-    from[j] = reinterpret_cast<const Word*>(tile.src[row])[word];
-    if constexpr (Op::kReadsTarget) to[j] = *places[j];
+    const int64_t offset = word * static_cast<int64_t>(sizeof(Word));
+    places[j] = tile.dst[row] + offset;
+    from[j] = Word::load(tile.src[row] + offset);
+    if constexpr (Op::kReadsTarget) to[j] = Word::load(places[j]);
   }
 #pragma unroll
-  for (int j = 0; j < kGroup; ++j) *places[j] = Op::apply(to[j], from[j]);
+  for (int j = 0; j < kGroup; ++j) Op::apply(to[j], from[j]).store(places[j]);
 }
 
 template <typename Op, typename Word>
@@ -127,15 +125,15 @@ void copyRowsCuda(const RowsArgs& args, void* stream) {
   checkRows(args);
   switch (widthOf(args)) {
     case 16:
-      return launch<Copy, int4>(args, stream, "copy_rows");
+      return launch<Copy, Pack<uint32_t, 4>>(args, stream, "copy_rows");
     case 8:
-      return launch<Copy, int64_t>(args, stream, "copy_rows");
+      return launch<Copy, Pack<uint32_t, 2>>(args, stream, "copy_rows");
     case 4:
-      return launch<Copy, int32_t>(args, stream, "copy_rows");
+      return launch<Copy, Pack<uint32_t, 1>>(args, stream, "copy_rows");
     case 2:
-      return launch<Copy, int16_t>(args, stream, "copy_rows");
+      return launch<Copy, Pack<uint16_t, 1>>(args, stream, "copy_rows");
     default:
-      return launch<Copy, int8_t>(args, stream, "copy_rows");
+      return launch<Copy, Pack<uint8_t, 1>>(args, stream, "copy_rows");
   }
 }
 
@@ -144,11 +142,11 @@ void addRowsCuda(const RowsArgs& args, void* stream) {
   if (args.row_bytes == 0) return;
   const bool wide = widthOf(args) == 16;
   if (args.dtype == DType::kFloat32) {
-    if (wide) return launch<Add, float4>(args, stream, "add_rows");
-    return launch<Add, float>(args, stream, "add_rows");
+    if (wide) return launch<Add, Pack<float, 4>>(args, stream, "add_rows");
+    return launch<Add, Pack<float, 1>>(args, stream, "add_rows");
   }
-  if (wide) return launch<Add, double2>(args, stream, "add_rows");
-  launch<Add, double>(args, stream, "add_rows");
+  if (wide) return launch<Add, Pack<double, 2>>(args, stream, "add_rows");
+  launch<Add, Pack<double, 1>>(args, stream, "add_rows");
 }
 
 }  // namespace hdpcomm::kernels
