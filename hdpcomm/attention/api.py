@@ -296,11 +296,11 @@ def ring_attention(
 
     ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks (best on the CPU: a CUDA tensor
     has to be waited for); no sequence is empty. ``cu_seqlens_k``: of the keys, where their lengths differ (0: nothing
-    to see); the ends of queries and keys are then aligned. ``window``: how many keys a query sees to its left, itself included (without
-    ``causal`` also to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``: default head_dim **
-    -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the backend can. ``sinks``: [heads], one
-    more score per head that takes weight and gives nothing; its gradient here is this rank's share, to be summed over
-    the ranks like that of any parameter.
+    to see); the ends of queries and keys are then aligned. ``window``: how many keys a query sees to its left, itself
+    included (without ``causal`` also to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``:
+    default head_dim ** -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the backend can.
+    ``sinks``: [heads], one more score per head that takes weight and gives nothing; its gradient here is this rank's
+    share, to be summed over the ranks like that of any parameter.
 
     ``variant``: ring, gather, ulysses, hybrid, or auto (the cheapest by ``costs``); all give the same result.
     ``backend``: see :func:`hdpcomm.attention.available_backends`. ``check``: ranks compare their arguments first, and
