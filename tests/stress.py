@@ -3,9 +3,8 @@
     python -m tests.stress                              # twice 10,000 operations on 8 ranks (processes)
     python -m tests.stress --threads --seed 3           # ranks are threads of one process
 
-Prints open descriptors, threads and resident memory of every rank after that many operations to warm up, and after as many
-again; ends
-with 1 if descriptors or threads grew, or memory by more than 8 MiB a process.
+Prints open descriptors, threads and resident memory of every rank after that many operations to warm up, and after as
+many again; ends with 1 if descriptors or threads grew, or memory by more than 8 MiB a process.
 """
 
 from __future__ import annotations
