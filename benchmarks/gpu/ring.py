@@ -52,7 +52,7 @@ def error(comm: hdp.Communicator, lengths: list[int]) -> float:
     q, k, v, dout = (shard(x, cu, rank=comm.rank, size=comm.size).requires_grad_(i < 3) for i, x in enumerate(whole))
     out = ring_attention(q, k, v, comm=comm, cu_seqlens=cu)
     out.backward(dout)
-    pairs = zip((out, q.grad, k.grad, v.grad), (want, *(x.grad for x in exact[:3])), strict=True)
+    pairs = zip((out.detach(), q.grad, k.grad, v.grad), (want.detach(), *(x.grad for x in exact[:3])), strict=True)
     parts = [(got.double(), shard(right, cu, rank=comm.rank, size=comm.size)) for got, right in pairs]
     return max(float((a - b).norm() / b.norm()) for a, b in parts)
 
