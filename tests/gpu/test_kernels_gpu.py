@@ -181,3 +181,53 @@ def test_kernels_run_on_the_current_stream():
         assert not side.query()
     side.synchronize()
     assert torch.equal(out, 2 * a)
+
+
+def _needs_memory(gigabytes):
+    if torch.cuda.mem_get_info()[0] < gigabytes * 1e9:
+        pytest.skip(f"needs {gigabytes} GB of free GPU memory")
+
+
+def test_sizes_beyond_32_bits():
+    _needs_memory(8)
+    count = 2**31 + 1001
+    a = torch.randint(-100, 100, (count,), dtype=torch.int8, device=CUDA)
+    out = torch.zeros_like(a)
+    kernels.reduce(out, a, a)
+    for part in (slice(0, 5000), slice(2**31 - 5000, 2**31 + 900), slice(count - 5000, count)):
+        assert torch.equal(out[part], a[part] + a[part])
+
+
+def test_logits_beyond_32_bits():
+    _needs_memory(8)
+    tokens, columns = 2**14 + 3, 2**17
+    logits = torch.zeros(1, device=CUDA, dtype=torch.bfloat16, requires_grad=True).expand(tokens, columns) * 1
+    logits.data[-1] = torch.randn(columns, device=CUDA)
+    labels = torch.randint(0, columns, (tokens,), device=CUDA)
+    last = logits[-1:].detach().clone().requires_grad_()
+    want = torch.nn.functional.cross_entropy(last.float(), labels[-1:], reduction="sum")
+    want.backward()
+    loss = kernels.cross_entropy(logits, labels)
+    torch.testing.assert_close(loss[-1], want.detach(), atol=1e-5, rtol=3e-6)
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    torch.testing.assert_close(grad[-1], last.grad[0], atol=1e-5, rtol=2**-7)
+
+
+def test_kernels_are_captured_and_replayed():
+    out, part = torch.randn(65, 3, 64, device=CUDA), torch.randn(65, 3, 64, device=CUDA)
+    lse, part_lse = torch.randn(65, 3, device=CUDA), torch.randn(65, 3, device=CUDA)
+    summed = torch.zeros_like(part)
+    want_out, want_lse = out.clone(), lse.clone()
+    for _ in range(2):
+        merge(want_out, want_lse, part, part_lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        merge(out, lse, part, part_lse)
+        kernels.reduce(summed, part, part)
+        kernels.scale(summed, 2.0)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want_out)
+    assert torch.equal(lse, want_lse)
+    assert torch.equal(summed, part)
