@@ -118,9 +118,11 @@ bool Replay::enabled(NodeId id) const {
       return reached(flagValue(node.flag.flag), node.flag.value);
     case NodeKind::kLoadFlag:
       return replayed(node.target);
-    case NodeKind::kRelease:
     case NodeKind::kAcquire:
-      return replayed(node.record);
+      for (NodeId each = node.record; each != kNoNode; each = at(each).record) {
+        if (!replayed(each)) return false;
+      }
+      return true;
     default:
       return true;
   }
@@ -187,7 +189,9 @@ void Replay::step(NodeId id) {
         if (node.target != kNoNode && !ignored(at(node.target))) acquire(node.entity, node.target);
         break;
       case NodeKind::kAcquire:
-        if (node.record != kNoNode) acquire(node.entity, releases_.at(node.record));
+        for (NodeId each = node.record; each != kNoNode; each = at(each).record) {
+          acquire(node.entity, each);
+        }
         break;
       default:
         break;
@@ -198,14 +202,6 @@ void Replay::step(NodeId id) {
   access(id);
   if (node.kind == NodeKind::kWriteValue || node.kind == NodeKind::kStoreFlag) {
     flags_[node.flag.flag].push_back({node.flag.value, id});
-  } else if (node.kind == NodeKind::kRelease) {
-    Clock clock = *clocks_[static_cast<size_t>(id)];
-    clock[static_cast<size_t>(node.entity)] = static_cast<uint32_t>(node.position + 1);
-    if (node.record != kNoNode) {
-      const Clock& before = releases_.at(node.record);
-      for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], before[i]);
-    }
-    releases_.emplace(id, std::move(clock));
   }
   for (const auto& [flag, value] : node.overwritten) flags_[flag].push_back({value, id});
 }

@@ -72,8 +72,7 @@ class Replay {
   std::vector<Snapshot> snapshots_;  // by entity: what it has taken over
   std::vector<Snapshot> clocks_;     // by node, once replayed
   std::unordered_map<const uint32_t*, std::vector<FlagWrite>> flags_;
-  std::unordered_map<NodeId, Clock> releases_;  // with the releases of the same key before
-  std::map<const std::byte*, NodeId> blocks_;   // allocations, live or not
+  std::map<const std::byte*, NodeId> blocks_;  // allocations, live or not
   std::vector<ReadOfFresh> fresh_reads_;
   std::set<NodeId> raced_;  // operations that some report names
   Shadow shadow_;
