@@ -105,7 +105,7 @@ NodeId Replay::awaited(const Node& node) const {
   return record == kNoNode ? node.target : record;
 }
 
-bool Replay::enabled(NodeId id) const {
+bool Replay::enabled(NodeId id) {
   const Node& node = at(id);
   if (!replayed(node.submitted)) return false;
   if (ignored(node)) return true;
@@ -119,10 +119,7 @@ bool Replay::enabled(NodeId id) const {
     case NodeKind::kLoadFlag:
       return replayed(node.target);
     case NodeKind::kAcquire:
-      for (NodeId each = node.record; each != kNoNode; each = at(each).record) {
-        if (!replayed(each)) return false;
-      }
-      return true;
+      return node.record == kNoNode || releasesBefore(node.record) != nullptr;
     default:
       return true;
   }
@@ -170,6 +167,25 @@ NodeId Replay::passedBy(NodeId wait) const {
   return found;
 }
 
+const Replay::Clock* Replay::releasesBefore(NodeId last) {
+  std::vector<NodeId> chain;  // those that are not in releases_ yet
+  for (NodeId each = last; each != kNoNode && !releases_.contains(each); each = at(each).record) {
+    if (!replayed(each)) return nullptr;
+    chain.push_back(each);
+  }
+  for (auto each = chain.rbegin(); each != chain.rend(); ++each) {
+    const Node& node = at(*each);
+    Clock clock = *clocks_[static_cast<size_t>(*each)];
+    clock[static_cast<size_t>(node.entity)] = static_cast<uint32_t>(node.position + 1);
+    if (node.record != kNoNode) {
+      const Clock& before = releases_.at(node.record);
+      for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], before[i]);
+    }
+    releases_.emplace(*each, std::move(clock));
+  }
+  return &releases_.at(last);
+}
+
 void Replay::step(NodeId id) {
   const Node& node = at(id);
   if (node.host != node.entity) acquire(node.entity, node.submitted);
@@ -189,9 +205,7 @@ void Replay::step(NodeId id) {
         if (node.target != kNoNode && !ignored(at(node.target))) acquire(node.entity, node.target);
         break;
       case NodeKind::kAcquire:
-        for (NodeId each = node.record; each != kNoNode; each = at(each).record) {
-          acquire(node.entity, each);
-        }
+        if (node.record != kNoNode) acquire(node.entity, *releasesBefore(node.record));
         break;
       default:
         break;

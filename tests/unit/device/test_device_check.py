@@ -395,6 +395,16 @@ def test_errors_of_the_program_pass_through() -> None:
         check(program, 1, seeds=[0])
     with pytest.raises(ValueError, match="mine"):
         planted_sites(program, 1)
+
+    def one_fails() -> None:
+        device, memory = new(4)
+        if current_rank() == 1:
+            raise ValueError("only I")
+        device.wait_value(0, memory, 1)
+        device.synchronize_stream(0)
+
+    with pytest.raises(ValueError, match="only I"):
+        check(one_fails, 2, seeds=[0])
     assert check(current_rank, 3, seeds=[1, 2]) == [[0, 1, 2], [0, 1, 2]]
 
 
