@@ -1,0 +1,308 @@
+#include "hdpcomm/comm/stream_engine.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+namespace hdpcomm {
+
+using device::Arena;
+using device::ArenaConfig;
+using device::CallBoard;
+using device::CallEntry;
+
+OwnedEvent EventPool::take() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      OwnedEvent event = std::move(free_.back());
+      free_.pop_back();
+      return event;
+    }
+  }
+  return OwnedEvent(device_, device_->createEvent());
+}
+
+void EventPool::give(OwnedEvent event) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(std::move(event));
+}
+
+// Waits that were enqueued keep the point that they wait for, so the events can be lent again.
+StreamWork::~StreamWork() {
+  if (begin_) events_->give(std::move(begin_));
+  for (OwnedEvent& event : ends_) events_->give(std::move(event));
+}
+
+StreamWork::Share& StreamWork::shareOf(int peer) {
+  for (Share& share : shares_) {
+    if (share.peer == peer) return share;
+  }
+  return shares_.emplace_back(Share{.peer = peer});
+}
+
+namespace {
+
+// What every rank tells every other one as it joins.
+struct Introduction {
+  MemoryHandle arena;
+  ArenaConfig config;
+  int32_t ordinal;
+  int32_t sim;
+};
+
+void hostWait(const Communicator& comm, const std::shared_ptr<Work>& work) {
+  comm.world().wait(*work, comm.world().timeout(), {});
+}
+
+std::vector<Introduction> introduce(const Communicator& comm, const Introduction& own) {
+  std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
+  const Communicator::Operands operands{&own, everyone.data(), sizeof own, DType::kUint8};
+  hostWait(comm, comm.collective(OpCode::kAllGather, operands, RedOp::kNone, -1, Algorithm::kAuto,
+                                 false));
+  return everyone;
+}
+
+std::shared_ptr<CallBoard> shareBoard(const Communicator& comm) {
+  char address[64] = {};
+  std::shared_ptr<CallBoard> board;
+  if (comm.rank() == 0) {
+    board = CallBoard::create(comm.size());
+    std::snprintf(address, sizeof address, "%s", board->address().c_str());
+  }
+  const Communicator::Operands operands{address, address, sizeof address, DType::kUint8};
+  hostWait(comm, comm.collective(OpCode::kBroadcast, operands, RedOp::kNone, 0, Algorithm::kAuto,
+                                 false));
+  return board != nullptr ? board : CallBoard::open(address, comm.size());
+}
+
+void checkIntroductions(const Communicator& comm, const DevicePtr& device,
+                        const std::vector<Introduction>& everyone) {
+  const Introduction& own = everyone[static_cast<size_t>(comm.rank())];
+  for (int peer = 0; peer < comm.size(); ++peer) {
+    const Introduction& other = everyone[static_cast<size_t>(peer)];
+    const ErrorContext context{
+        .rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1};
+    if (other.sim != own.sim || !(other.config == own.config)) {
+      throw Error(ErrorKind::kMismatch,
+                  "ranks " + std::to_string(comm.rank()) + " and " + std::to_string(peer) +
+                      " joined with different transports or HDPCOMM_DEVICE_* settings: start all "
+                      "ranks with the same ones",
+                  context);
+    }
+    if (!device->canAccessPeer(other.ordinal)) {
+      throw Error(ErrorKind::kInvalidUsage,
+                  "device " + std::to_string(own.ordinal) + " of rank " +
+                      std::to_string(comm.rank()) + " cannot read the memory of device " +
+                      std::to_string(other.ordinal) + " of rank " + std::to_string(peer) +
+                      ": this transport needs peer access between all GPUs; use another one",
+                  context);
+    }
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<StreamEngine> StreamEngine::join(const Communicator& comm, DevicePtr device,
+                                                 const ArenaConfig& config) {
+  auto arena = std::make_unique<Arena>(device, config, comm.size(), comm.rank());
+  const Introduction own{arena->exportOwn(), config, device->ordinal(), device->isSim()};
+  const std::vector<Introduction> everyone = introduce(comm, own);
+  checkIntroductions(comm, device, everyone);
+  std::vector<MemoryHandle> handles;
+  for (const Introduction& each : everyone) handles.push_back(each.arena);
+  arena->importPeers(handles);
+  const std::shared_ptr<CallBoard> board = shareBoard(comm);
+  board->enter(comm.rank());
+  // Every rank has mapped every arena and the board before anybody goes on.
+  device->annotateRelease(board->key());
+  hostWait(comm, comm.collective(OpCode::kBarrier, {}, RedOp::kNone, -1, Algorithm::kAuto, false));
+  device->annotateAcquire(board->key());
+  board->release();
+  return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), board, std::move(arena),
+                                                        comm.size(), comm.rank(),
+                                                        comm.world().timeout()));
+}
+
+StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
+                           std::unique_ptr<Arena> arena, int num_ranks, int rank, double timeout_s)
+    : device_(std::move(device)),
+      num_ranks_(num_ranks),
+      rank_(rank),
+      timeout_s_(timeout_s),
+      board_(std::move(board)),
+      events_(std::make_shared<EventPool>(device_)),
+      arena_(std::move(arena)),
+      host_stream_(device_, device_->createStream()),
+      background_stream_(device_, device_->createStream()),
+      control_stream_(device_, device_->createStream()),
+      step_event_(device_, device_->createEvent()),
+      scratch_(device_),
+      peers_(static_cast<size_t>(num_ranks)),
+      watcher_([this] { watch(); }) {}
+
+StreamEngine::~StreamEngine() { close("the communicator was destroyed"); }
+
+void StreamEngine::checkUsable() const {
+  const ErrorContext context{.rank = rank_, .peer = -1, .op = {}, .ranks = {}, .seq = -1};
+  if (closed_) {
+    throw Error(ErrorKind::kInvalidUsage,
+                "this communicator is closed: call its operations before close(), or make a new "
+                "one with init()",
+                context);
+  }
+  if (failed_) {
+    throw Error(ErrorKind::kAborted,
+                std::string("the device operations of this communicator ended with an error, and "
+                            "their streams were released: make a new one with init(). The error "
+                            "was: ") +
+                    failed_->what(),
+                context);
+  }
+}
+
+// A member that has failed or left will not take part.
+void StreamEngine::checkMembers(const StreamWork& work) const {
+  for (const StreamWork::Share& share : work.shares_) {
+    const device::BoardState state = board_->state(share.peer);
+    if (state == device::BoardState::kReady || share.peer == rank_) continue;
+    if (share.expected <= board_->sound(share.peer, rank_)) continue;  // it took part before
+    const Error words = board_->lastWords(share.peer);
+    throw placed(Error(state == device::BoardState::kClosed ? ErrorKind::kPeerLost : words.kind(),
+                       std::string(words.what()) + " (told by rank " + std::to_string(share.peer) +
+                           ")",
+                       words.context()),
+                 work);
+  }
+}
+
+device::Link& StreamEngine::link(int peer) {
+  Peer& entry = peers_[static_cast<size_t>(peer)];
+  if (entry.link == nullptr) {
+    entry.link = std::make_unique<device::Link>(device_, *arena_, rank_, peer);
+  }
+  if (!entry.used && peer != rank_) {
+    entry.used = true;
+    ++stats_.peers_used;
+  }
+  return *entry.link;
+}
+
+StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream caller) {
+  checkUsable();
+  auto work = std::make_shared<StreamWork>(call, std::move(ranks), events_);
+  work->seq_ = next_seq_++;
+  work->captured_ = device_->isCapturing(caller);
+  if (!work->captured_ && running_.size() >= 64) settleEnded();
+  return work;
+}
+
+// Entries wait here for room on the board; the watcher posts them.
+void StreamEngine::post(StreamWork& work, int peer, const CallEntry& entry) {
+  Peer& other = peers_[static_cast<size_t>(peer)];
+  StreamWork::Share& share = work.shareOf(peer);
+  if (share.posts++ == 0) share.posted = other.num_posted;
+  ++other.num_posted;
+  if (!other.unposted.empty() || !board_->post(rank_, peer, entry)) other.unposted.push_back(entry);
+}
+
+void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
+  Peer& other = peers_[static_cast<size_t>(peer)];
+  work->shareOf(peer).expected = ++other.num_expected;
+  other.expected.push_back({work, entry});
+}
+
+std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
+                                                   const std::vector<Message>& sends,
+                                                   const std::vector<Message>& recvs,
+                                                   Stream caller, bool background) {
+  const std::lock_guard lock(mutex_);
+  const WorkPtr work = begin(call, std::move(ranks), caller);
+  const auto entryOf = [&](const Message& message) {
+    CallEntry entry{call, message.landing};
+    entry.call.count = message.count;
+    entry.call.dtype = message.dtype;
+    return entry;
+  };
+  for (const Message& message : sends) post(*work, message.peer, entryOf(message));
+  for (const Message& message : recvs) expect(work, message.peer, entryOf(message));
+  compareCalls();
+  checkUsable();
+  checkMembers(*work);
+
+  work->begin_ = events_->take();
+  device_->record(work->begin_.get(), caller);
+  device::Fork fork(*device_, work->begin_.get());
+  for (const Message& message : recvs) {
+    const size_t bytes = message.count * dtypeBytes(message.dtype);
+    if (message.landing == kNoLanding) {
+      link(message.peer).receive({.data = message.data, .bytes = bytes}, fork);
+    } else {
+      link(message.peer).land(bytes, fork);
+    }
+    ++stats_.messages_received;
+    stats_.bytes_received += bytes;
+  }
+  for (const Message& message : sends) {
+    const size_t bytes = message.count * dtypeBytes(message.dtype);
+    if (message.landing == kNoLanding) {
+      link(message.peer).send(message.data, bytes, fork);
+    } else {
+      link(message.peer).put(message.data, bytes, message.landing, fork);
+    }
+    ++stats_.messages_sent;
+    stats_.bytes_sent += bytes;
+  }
+  for (const device::Lane* lane : fork.lanes()) {
+    work->ends_.push_back(events_->take());
+    device_->record(work->ends_.back().get(), lane->stream());
+    if (!background) device_->wait(caller, work->ends_.back().get());
+  }
+  finishSubmission(work);
+  return work;
+}
+
+void StreamEngine::finishSubmission(const WorkPtr& work) {
+  if (work->captured_) return;
+  running_.push_back(work);
+  wake_.notify_one();
+}
+
+std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& plan, Ranks ranks,
+                                                     const void* in, void* out, Stream caller,
+                                                     bool background) {
+  const std::lock_guard lock(mutex_);
+  const WorkPtr work = begin(plan.call, std::move(ranks), caller);
+  for (const int peer : *work->ranks_) {
+    if (peer == rank_) continue;
+    post(*work, peer, {plan.call, kNoLanding});
+    expect(work, peer, {plan.call, kNoLanding});
+  }
+  compareCalls();
+  checkUsable();
+  checkMembers(*work);
+
+  work->begin_ = events_->take();
+  device_->record(work->begin_.get(), caller);
+  const Stream stream = background ? background_stream_.get() : caller;
+  if (background) device_->wait(stream, work->begin_.get());
+  std::byte* temp = nullptr;
+  if (plan.schedule->temp_bytes > 0) {
+    temp = scratch_.take(plan.schedule->temp_bytes, stream, work->captured_);
+  }
+  const Buffers buffers{static_cast<std::byte*>(const_cast<void*>(in)),
+                        static_cast<std::byte*>(out), temp};
+  runSchedule(*plan.schedule, *work, buffers, stream);
+  if (temp != nullptr) scratch_.give(temp, stream);
+  work->ends_.push_back(events_->take());
+  device_->record(work->ends_.back().get(), stream);
+  finishSubmission(work);
+  return work;
+}
+
+TransportStats StreamEngine::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,246 @@
+// What the streams cannot know: whether both sides called the same, whether the peers live, the
+// deadline; and the end of an engine, good or bad.
+#include <algorithm>
+
+#include "hdpcomm/base/env.hpp"
+#include "hdpcomm/comm/stream_engine.hpp"
+#include "hdpcomm/transport/device/retired.hpp"
+
+namespace hdpcomm {
+namespace {
+
+using device::BoardState;
+using device::CallEntry;
+using std::chrono::milliseconds;
+
+constexpr auto kWatch = milliseconds(50);
+constexpr auto kReleaseAgain = milliseconds(2);
+// For what a lost peer has already set in motion.
+constexpr auto kGrace = milliseconds(300);
+// For streams to run dry once all that they wait for is given.
+constexpr double kDrain = 5;
+
+double secondsBetween(Clock::time_point from, Clock::time_point to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
+std::string landingOf(const CallEntry& entry) {
+  return entry.landing == StreamEngine::kNoLanding
+             ? std::string()
+             : " (landing at " + std::to_string(entry.landing) + ")";
+}
+
+std::string join(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  return ranks.size() > 32 ? text + ", ..." : text;
+}
+
+}  // namespace
+
+// The n-th entry of a pair on one side is the n-th on the other.
+void StreamEngine::compareCalls() {
+  for (int rank = 0; rank < num_ranks_ && !failed_; ++rank) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    while (!peer.unposted.empty() && board_->post(rank_, rank, peer.unposted.front())) {
+      peer.unposted.pop_front();
+    }
+    while (!peer.expected.empty()) {
+      const std::optional<CallEntry> theirs = board_->take(rank, rank_);
+      if (!theirs) break;
+      const Expected ours = std::move(peer.expected.front());
+      peer.expected.pop_front();
+      if (*theirs == ours.entry) continue;
+      fail(placed(
+          Error(ErrorKind::kMismatch,
+                "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
+                    landingOf(ours.entry) + ", but rank " + std::to_string(rank) + " called " +
+                    describe(theirs->call) + landingOf(*theirs) +
+                    ": call the same operations with the same arguments in the same order",
+                {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}),
+          *ours.work));
+      return;
+    }
+  }
+}
+
+Error StreamEngine::placed(const Error& error, const StreamWork& work) const {
+  ErrorContext context = error.context();
+  context.rank = rank_;
+  context.op = opName(work.call_.op);
+  context.ranks = *work.ranks_;
+  context.seq = work.seq_;
+  return Error(error.kind(), error.what(), context);
+}
+
+Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
+  return placed(Error(ErrorKind::kTimeout,
+                      "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) +
+                          " s in " + describe(work.call_) + " (ranks " + join(*work.ranks_) +
+                          "): look for a rank that did not call it, or raise timeout="),
+                work);
+}
+
+bool StreamEngine::ended(const StreamWork& work) const {
+  return work.submitted_ && std::all_of(work.ends_.begin(), work.ends_.end(),
+                                        [&](const OwnedEvent& e) { return device_->query(e.get()); });
+}
+
+void StreamEngine::settleEnded() {
+  std::erase_if(running_, [&](const WorkPtr& work) {
+    if (!ended(*work)) return false;
+    work->state_ = StreamWork::State::kDone;
+    return true;
+  });
+}
+
+// Of a member that left, failed or died before it had done its part.
+std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point now) {
+  for (const StreamWork::Share& share : work.shares_) {
+    if (share.peer == rank_) continue;
+    const BoardState state = board_->state(share.peer);
+    const bool alive = board_->processAlive(share.peer);
+    if (state == BoardState::kReady && alive) continue;
+    if (!work.bereft_) work.bereft_ = now;
+    const bool announced = state != BoardState::kReady;
+    const bool unsound = announced && share.expected > board_->sound(share.peer, rank_);
+    if (!unsound && now - *work.bereft_ < kGrace) continue;  // its part may still be under way
+    const std::string who = "rank " + std::to_string(share.peer);
+    const std::string waiting = " while rank " + std::to_string(rank_) + " waited for it in " +
+                                describe(work.call_);
+    const ErrorContext context{
+        .rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1};
+    if (!announced) return Error(ErrorKind::kPeerLost, who + " died" + waiting, context);
+    const Error words = board_->lastWords(share.peer);
+    if (state == BoardState::kClosed) {
+      return Error(ErrorKind::kPeerLost, std::string(words.what()) + waiting, context);
+    }
+    const std::string text = words.what();
+    const bool told = text.find("(told by") != std::string::npos;
+    return Error(words.kind(), told ? text : text + " (told by " + who + ")", context);
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> StreamEngine::lookAfter(StreamWork& work, Clock::time_point now) {
+  if (std::optional<Error> loss = lossOf(work, now)) return placed(*loss, work);
+  if (!work.started_) {
+    if (device_->query(work.begin_.get())) work.started_ = now;
+  } else if (const double seconds = secondsBetween(*work.started_, now); seconds > timeout_s_) {
+    return timeoutOf(work, seconds);
+  }
+  return std::nullopt;
+}
+
+// All that has not ended ends with the error; the watcher then gives its streams what they wait
+// for. The others hear of it first, so that they do not take what these streams then write for
+// messages.
+void StreamEngine::fail(const Error& error) {
+  if (failed_) return;
+  settleEnded();
+  failed_ = error;
+  std::vector<uint64_t> sound;
+  for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
+  for (const WorkPtr& work : running_) {
+    for (const StreamWork::Share& share : work->shares_) {
+      uint64_t& limit = sound[static_cast<size_t>(share.peer)];
+      if (share.posts > 0) limit = std::min(limit, share.posted);
+    }
+    work->state_ = StreamWork::State::kFailed;
+    work->error_ = error.context().seq == work->seq_ ? error : placed(error, *work);
+  }
+  board_->fail(rank_, error, sound);
+  released_.swap(running_);
+  for (Peer& peer : peers_) peer.expected.clear();
+  wake_.notify_all();
+}
+
+// Returns whether all released operations have ended.
+bool StreamEngine::releaseOnce() {
+  std::erase_if(released_, [&](const WorkPtr& work) { return !work->submitted_ || ended(*work); });
+  if (released_.empty()) return true;
+  for (const Peer& peer : peers_) {
+    if (peer.link != nullptr) peer.link->release(control_stream_.get());
+  }
+  device_->synchronize(control_stream_.get(), kDrain);
+  return false;
+}
+
+void StreamEngine::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    const bool draining = failed_ && !released_.empty();
+    const auto pause = draining ? kReleaseAgain : kWatch;
+    if (running_.empty() && !draining) {
+      wake_.wait(lock);
+    } else {
+      wake_.wait_for(lock, pause);
+    }
+    if (stop_) return;
+    if (failed_) {
+      releaseOnce();
+      continue;
+    }
+    compareCalls();
+    const auto now = Clock::now();
+    for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
+      if (failed_ || !work->submitted_) break;
+      if (ended(*work)) continue;
+      if (const std::optional<Error> error = lookAfter(*work, now)) fail(*error);
+    }
+  }
+}
+
+void StreamEngine::waitOn(StreamWork& work, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (work.state_ == StreamWork::State::kFailed) throw *work.error_;
+  for (const OwnedEvent& end : work.ends_) device_->wait(stream, end.get());
+}
+
+bool StreamEngine::test(StreamWork& work) {
+  const std::lock_guard lock(mutex_);
+  return work.state_ != StreamWork::State::kRunning || (!work.captured_ && ended(work));
+}
+
+void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
+                           const World::InterruptCheck& check) {
+  if (work->captured_) {
+    throwInvalidUsage("an operation that is captured into a graph cannot be waited for on the "
+                      "host: wait for the graph's replay");
+  }
+  const auto start = Clock::now();
+  const auto limit = std::min(timeout_s, 1e9);
+  try {
+    for (const OwnedEvent& end : work->ends_) {
+      const double left = limit - secondsBetween(start, Clock::now());
+      device_->synchronize(end.get(), std::max(left, 0.0), check);
+    }
+  } catch (const Error& error) {
+    const std::lock_guard lock(mutex_);
+    if (error.kind() != ErrorKind::kTimeout) {
+      fail(placed(error, *work));
+      throw;
+    }
+    fail(timeoutOf(*work, secondsBetween(start, Clock::now())));
+  } catch (...) {  // Ctrl-C
+    const std::lock_guard lock(mutex_);
+    fail(placed(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
+                                               " was interrupted in " + describe(work->call_)),
+                *work));
+    throw;
+  }
+  const std::lock_guard lock(mutex_);
+  if (!failed_) {
+    compareCalls();
+    if (!failed_) {
+      if (const std::optional<Error> loss = unsoundOf(*work)) fail(placed(*loss, *work));
+    }
+  }
+  if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
+  work->state_ = StreamWork::State::kDone;
+  std::erase(running_, work);
+}
+
+}  // namespace hdpcomm
