@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "hdpcomm/collective/reduce.hpp"
 #include "hdpcomm/collective/schedule.hpp"
+#include "hdpcomm/kernels/reduce.hpp"
 #include "hdpcomm/transport/transport.hpp"
 
 namespace hdpcomm {

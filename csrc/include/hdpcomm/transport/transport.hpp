@@ -26,9 +26,6 @@ namespace hdpcomm {
 
 using Clock = std::chrono::steady_clock;
 
-// out[i] = a[i] op b[i]; out may be a or b.
-using ReduceFn = void (*)(void* out, const void* a, const void* b, size_t count);
-
 // Shared by the requests of one operation; owned by it.
 struct Completion {
   uint32_t pending = 0;          // requests posted and not ended

@@ -1,0 +1,86 @@
+#include "cast_types.hpp"
+#include "hdpcomm/kernels/cast.hpp"
+#include "vector.cuh"
+
+namespace hdpcomm::kernels {
+namespace {
+
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Run {
+  T values[kCount];
+};
+
+// kCount elements at a time: 16 bytes of the wider type, as many elements of the narrower one; or 1
+// where the two do not reach their boundaries together.
+template <typename To, typename From, int kCount>
+__global__ void __launch_bounds__(kThreads) castKernel(To* out, const From* in, Slices slices) {
+  auto* to = reinterpret_cast<Run<To, kCount>*>(out + slices.head);
+  const auto* from = reinterpret_cast<const Run<From, kCount>*>(in + slices.head);
+  forVectors(slices.vectors, [&](auto group, int64_t first) {
+    constexpr int kGroup = decltype(group)::value;
+    Run<From, kCount> parts[kGroup];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) parts[j] = from[first + j * kThreads];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      Run<To, kCount> result;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) convertElement(parts[j].values[i], result.values[i]);
+      to[first + j * kThreads] = result;
+    }
+  });
+  if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {
+    const int64_t i = slices.edge<kCount>(threadIdx.x);
+    convertElement(in[i], out[i]);
+  }
+}
+
+template <typename To, typename From>
+void launch(const CastArgs& args, cudaStream_t stream) {
+  constexpr int kWidest = static_cast<int>(sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
+  constexpr int kCount = 16 / kWidest;
+  auto* out = static_cast<To*>(args.out);
+  const auto* in = static_cast<const From*>(args.in);
+  Slices slices = sizeof(To) == kWidest ? sliceBuffer(out, args.count, kWidest, false)
+                                        : sliceBuffer(in, args.count, kWidest, false);
+  const bool together = commonWidth(reinterpret_cast<uintptr_t>(out + slices.head)) >=
+                            kCount * static_cast<int64_t>(sizeof(To)) &&
+                        commonWidth(reinterpret_cast<uintptr_t>(in + slices.head)) >=
+                            kCount * static_cast<int64_t>(sizeof(From));
+  if (together) {
+    castKernel<To, From, kCount>
+        <<<blocksForVectors(slices.vectors), kThreads, 0, stream>>>(out, in, slices);
+  } else {
+    slices = Slices{0, args.count, 0};
+    castKernel<To, From, 1>
+        <<<blocksForVectors(slices.vectors), kThreads, 0, stream>>>(out, in, slices);
+  }
+  checkLaunch("cast");
+}
+
+}  // namespace
+
+void castCuda(const CastArgs& args, void* stream) {
+  checkCast(args);
+  if (args.count == 0 || (args.to == args.from && args.out == args.in)) return;
+  auto* queue = static_cast<cudaStream_t>(stream);
+  if (args.to == args.from) {
+    const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.to);
+    const cudaError_t status =
+        cudaMemcpyAsync(args.out, args.in, bytes, cudaMemcpyDeviceToDevice, queue);
+    if (status != cudaSuccess) {
+      throw Error(ErrorKind::kDevice,
+                  std::string("copy of a cast failed: ") + cudaGetErrorString(status));
+    }
+    return;
+  }
+  withCastType(args.to, [&](auto to) {
+    withCastType(args.from, [&](auto from) {
+      using To = decltype(to);
+      using From = decltype(from);
+      if constexpr (!std::is_same_v<To, From>) launch<To, From>(args, queue);
+    });
+  });
+}
+
+}  // namespace hdpcomm::kernels

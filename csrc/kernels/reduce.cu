@@ -1,0 +1,105 @@
+#include "hdpcomm/kernels/reduce.hpp"
+#include "reduce_types.hpp"
+#include "vector.cuh"
+
+namespace hdpcomm::kernels {
+namespace {
+
+// out may be a or b (then it has their shift, so a vector is read and written by one thread only).
+template <typename T, RedOp op>
+__global__ void __launch_bounds__(kThreads)
+    reduceKernel(T* out, const T* a, const T* b, Slices slices) {
+  constexpr int kCount = Pack<T>::kCount;
+  T* to = out + slices.head;
+  const T* from_a = a + slices.head;
+  const T* from_b = b + slices.head;
+  forVectors(slices.vectors, [&](auto group, int64_t first) {
+    constexpr int kGroup = decltype(group)::value;
+    Pack<T> left[kGroup];
+    Pack<T> right[kGroup];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      left[j].bits = loadAnywhere(from_a + (first + j * kThreads) * kCount);
+      right[j].bits = loadAnywhere(from_b + (first + j * kThreads) * kCount);
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        reduceElement<op>(left[j].values[i], right[j].values[i], left[j].values[i]);
+      }
+      reinterpret_cast<uint4*>(to)[first + j * kThreads] = left[j].bits;
+    }
+  });
+  if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {
+    const int64_t i = slices.edge<kCount>(threadIdx.x);
+    reduceElement<op>(a[i], b[i], out[i]);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) scaleKernel(T* data, Wide<T> divisor, Slices slices) {
+  constexpr int kCount = Pack<T>::kCount;
+  auto* vectors = reinterpret_cast<uint4*>(data + slices.head);
+  forVectors(slices.vectors, [&](auto group, int64_t first) {
+    constexpr int kGroup = decltype(group)::value;
+    Pack<T> parts[kGroup];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) parts[j].bits = vectors[first + j * kThreads];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        divideElement(parts[j].values[i], divisor, parts[j].values[i]);
+      }
+      vectors[first + j * kThreads] = parts[j].bits;
+    }
+  });
+  if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {
+    T& value = data[slices.edge<kCount>(threadIdx.x)];
+    divideElement(value, divisor, value);
+  }
+}
+
+template <typename T>
+void launchScale(const ScaleArgs& args, cudaStream_t stream) {
+  const Slices slices = sliceBuffer(args.data, args.count, sizeof(T), false);
+  scaleKernel<T><<<blocksForVectors(slices.vectors), kThreads, 0, stream>>>(
+      static_cast<T*>(args.data), static_cast<Wide<T>>(args.divisor), slices);
+  checkLaunch("scale");
+}
+
+}  // namespace
+
+void reduceCuda(const ReduceArgs& args, void* stream) {
+  checkReduce(args);
+  if (args.count == 0) return;
+  withReduction(args.dtype, args.op, [&](auto value, auto tag) {
+    using T = decltype(value);
+    const Slices slices = sliceBuffer(args.out, args.count, sizeof(T),
+                                      shiftedBy(args.out, args.a) || shiftedBy(args.out, args.b));
+    reduceKernel<T, decltype(tag)::kOp>
+        <<<blocksForVectors(slices.vectors), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            static_cast<T*>(args.out), static_cast<const T*>(args.a), static_cast<const T*>(args.b),
+            slices);
+  });
+  checkLaunch("reduce");
+}
+
+void scaleCuda(const ScaleArgs& args, void* stream) {
+  checkScale(args);
+  if (args.count == 0) return;
+  auto* queue = static_cast<cudaStream_t>(stream);
+  switch (args.dtype) {
+    case DType::kFloat16:
+      return launchScale<Float16>(args, queue);
+    case DType::kBFloat16:
+      return launchScale<BFloat16>(args, queue);
+    case DType::kFloat32:
+      return launchScale<float>(args, queue);
+    default:
+      return launchScale<double>(args, queue);
+  }
+}
+
+}  // namespace hdpcomm::kernels
