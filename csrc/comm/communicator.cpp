@@ -69,9 +69,8 @@ void Communicator::checkPosition(int position, const char* what) const {
                     " (positions in it, not global ranks)");
 }
 
-std::shared_ptr<Work> Communicator::collective(OpCode op, const Operands& operands, RedOp redop,
-                                               int root, Algorithm algorithm,
-                                               bool background) const {
+Communicator::Plan Communicator::planCollective(OpCode op, size_t count, DType dtype, RedOp redop,
+                                                int root, Algorithm algorithm) const {
   if (root >= 0 || op == OpCode::kBroadcast || op == OpCode::kReduce || op == OpCode::kGather ||
       op == OpCode::kScatter) {
     checkPosition(root, opName(op));
@@ -81,22 +80,53 @@ std::shared_ptr<Work> Communicator::collective(OpCode op, const Operands& operan
   request.algorithm = algorithm;
   request.group_size = size();
   request.rank = rank_;
-  request.count = operands.count;
-  request.element_bytes = dtypeBytes(operands.dtype);
+  request.count = count;
+  request.element_bytes = dtypeBytes(dtype);
   request.root = root;
   request.average = redop == RedOp::kAvg;
-  auto schedule = world_->schedule(request);
-  Call call;
-  call.subset_hash = hash_;
-  call.count = operands.count;
-  call.op = op;
-  call.dtype = operands.dtype;
-  call.redop = redop;
-  call.algorithm = schedule->algorithm;
-  call.root = static_cast<int16_t>(root);
-  call.group_size = static_cast<uint16_t>(size());
-  auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
-                                               operands.out);
+  Plan plan;
+  plan.schedule = world_->schedule(request);
+  plan.call.subset_hash = hash_;
+  plan.call.count = count;
+  plan.call.op = op;
+  plan.call.dtype = dtype;
+  plan.call.redop = redop;
+  plan.call.algorithm = plan.schedule->algorithm;
+  plan.call.root = static_cast<int16_t>(root);
+  plan.call.group_size = static_cast<uint16_t>(size());
+  return plan;
+}
+
+Communicator::Plan Communicator::planAllToAll(size_t count, DType dtype,
+                                              std::vector<size_t> out_counts,
+                                              std::vector<size_t> in_counts,
+                                              Algorithm algorithm) const {
+  ScheduleRequest request;
+  request.op = OpCode::kAllToAll;
+  request.algorithm = algorithm;
+  request.group_size = size();
+  request.rank = rank_;
+  request.count = count;
+  request.element_bytes = dtypeBytes(dtype);
+  request.in_counts = std::move(in_counts);
+  request.out_counts = std::move(out_counts);
+  Plan plan;
+  plan.schedule = world_->schedule(request);
+  plan.call.subset_hash = hash_;
+  plan.call.count = count;  // 0 when ragged: the pairs' sizes are checked message by message
+  plan.call.op = OpCode::kAllToAll;
+  plan.call.dtype = dtype;
+  plan.call.algorithm = plan.schedule->algorithm;
+  plan.call.group_size = static_cast<uint16_t>(size());
+  return plan;
+}
+
+std::shared_ptr<Work> Communicator::collective(OpCode op, const Operands& operands, RedOp redop,
+                                               int root, Algorithm algorithm,
+                                               bool background) const {
+  Plan plan = planCollective(op, operands.count, operands.dtype, redop, root, algorithm);
+  auto work = std::make_shared<CollectiveWork>(plan.call, ranks_, std::move(plan.schedule),
+                                               operands.in, operands.out);
   world_->submit(work, background);
   return work;
 }
@@ -105,27 +135,17 @@ std::shared_ptr<Work> Communicator::allToAll(const Operands& operands,
                                              std::vector<size_t> out_counts,
                                              std::vector<size_t> in_counts, Algorithm algorithm,
                                              bool background) const {
-  ScheduleRequest request;
-  request.op = OpCode::kAllToAll;
-  request.algorithm = algorithm;
-  request.group_size = size();
-  request.rank = rank_;
-  request.count = operands.count;
-  request.element_bytes = dtypeBytes(operands.dtype);
-  request.in_counts = std::move(in_counts);
-  request.out_counts = std::move(out_counts);
-  auto schedule = world_->schedule(request);
-  Call call;
-  call.subset_hash = hash_;
-  call.count = operands.count;  // 0 when ragged: the pairs' sizes are checked message by message
-  call.op = OpCode::kAllToAll;
-  call.dtype = operands.dtype;
-  call.algorithm = schedule->algorithm;
-  call.group_size = static_cast<uint16_t>(size());
-  auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
-                                               operands.out);
+  Plan plan = planAllToAll(operands.count, operands.dtype, std::move(out_counts),
+                           std::move(in_counts), algorithm);
+  auto work = std::make_shared<CollectiveWork>(plan.call, ranks_, std::move(plan.schedule),
+                                               operands.in, operands.out);
   world_->submit(work, background);
   return work;
+}
+
+int Communicator::globalRank(int position, const char* what) const {
+  checkPosition(position, what);
+  return (*ranks_)[static_cast<size_t>(position)];
 }
 
 std::vector<ExchangeWork::Message> Communicator::toWorld(std::span<const Message> messages,
@@ -133,9 +153,8 @@ std::vector<ExchangeWork::Message> Communicator::toWorld(std::span<const Message
   std::vector<ExchangeWork::Message> result;
   result.reserve(messages.size());
   for (const Message& message : messages) {
-    checkPosition(message.peer, what);
     ExchangeWork::Message translated;
-    translated.peer = (*ranks_)[static_cast<size_t>(message.peer)];
+    translated.peer = globalRank(message.peer, what);
     translated.data = static_cast<std::byte*>(message.data);
     translated.count = message.count;
     translated.dtype = message.dtype;
@@ -144,9 +163,8 @@ std::vector<ExchangeWork::Message> Communicator::toWorld(std::span<const Message
   return result;
 }
 
-std::shared_ptr<Work> Communicator::exchange(std::span<const Message> sends,
-                                             std::span<const Message> recvs,
-                                             bool background) const {
+Call Communicator::planExchange(std::span<const Message> sends,
+                                std::span<const Message> recvs) const {
   Call call;
   call.subset_hash = hash_;
   call.group_size = static_cast<uint16_t>(size());
@@ -155,8 +173,14 @@ std::shared_ptr<Work> Communicator::exchange(std::span<const Message> sends,
     call.count = only.count;
     call.dtype = only.dtype;
   }
-  auto work =
-      std::make_shared<ExchangeWork>(call, ranks_, toWorld(sends, "send"), toWorld(recvs, "recv"));
+  return call;
+}
+
+std::shared_ptr<Work> Communicator::exchange(std::span<const Message> sends,
+                                             std::span<const Message> recvs,
+                                             bool background) const {
+  auto work = std::make_shared<ExchangeWork>(planExchange(sends, recvs), ranks_,
+                                             toWorld(sends, "send"), toWorld(recvs, "recv"));
   world_->submit(work, background);
   return work;
 }

@@ -161,18 +161,13 @@ void StreamEngine::checkUsable() const {
   }
 }
 
-// A member that has failed or left will not take part.
+// Before anything of the operation is told to anybody: a member that has failed or left will not
+// take part, unless it did so before.
 void StreamEngine::checkMembers(const StreamWork& work) const {
   for (const StreamWork::Share& share : work.shares_) {
-    const device::BoardState state = board_->state(share.peer);
-    if (state == device::BoardState::kReady || share.peer == rank_) continue;
-    if (share.expected <= board_->sound(share.peer, rank_)) continue;  // it took part before
-    const Error words = board_->lastWords(share.peer);
-    throw placed(Error(state == device::BoardState::kClosed ? ErrorKind::kPeerLost : words.kind(),
-                       std::string(words.what()) + " (told by rank " + std::to_string(share.peer) +
-                           ")",
-                       words.context()),
-                 work);
+    const bool only_sent_to = share.expects == 0;
+    if (share.peer == rank_ || (sound(share) && !only_sent_to)) continue;
+    if (std::optional<Error> refusal = refusalOf(work, share)) throw *refusal;
   }
 }
 
@@ -197,19 +192,46 @@ StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream 
   return work;
 }
 
-// Entries wait here for room on the board; the watcher posts them.
-void StreamEngine::post(StreamWork& work, int peer, const CallEntry& entry) {
-  Peer& other = peers_[static_cast<size_t>(peer)];
+void StreamEngine::plan(StreamWork& work, int peer, int posts, int expects) {
+  const Peer& other = peers_[static_cast<size_t>(peer)];
   StreamWork::Share& share = work.shareOf(peer);
-  if (share.posts++ == 0) share.posted = other.num_posted;
+  share.posted = other.num_posted;
+  share.posts += static_cast<uint64_t>(posts);
+  share.expects += static_cast<uint64_t>(expects);
+  if (share.expects > 0) share.expected = other.num_expected + share.expects;
+}
+
+// Entries wait here for room on the board; the watcher posts them.
+void StreamEngine::post(int peer, const CallEntry& entry) {
+  Peer& other = peers_[static_cast<size_t>(peer)];
   ++other.num_posted;
   if (!other.unposted.empty() || !board_->post(rank_, peer, entry)) other.unposted.push_back(entry);
 }
 
 void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
   Peer& other = peers_[static_cast<size_t>(peer)];
-  work->shareOf(peer).expected = ++other.num_expected;
+  ++other.num_expected;
   other.expected.push_back({work, entry});
+}
+
+// Tells the others, then enqueues. What goes wrong after the telling ends the engine: the others
+// count on this rank.
+template <typename Tell, typename Enqueue>
+void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue) {
+  checkMembers(*work);
+  if (!work->captured_) running_.push_back(work);
+  tell();
+  compareCalls();
+  if (failed_) throw Error(*failed_);
+  try {
+    work->begin_ = events_->take();
+    device_->record(work->begin_.get(), caller);
+    enqueue();
+  } catch (const Error& error) {
+    fail(placed(error, *work));
+    throw placed(error, *work);
+  }
+  work->submitted_ = true;
 }
 
 std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
@@ -218,54 +240,51 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
                                                    Stream caller, bool background) {
   const std::lock_guard lock(mutex_);
   const WorkPtr work = begin(call, std::move(ranks), caller);
+  for (const Message& message : sends) plan(*work, message.peer, 1, 0);
+  for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
   const auto entryOf = [&](const Message& message) {
     CallEntry entry{call, message.landing};
     entry.call.count = message.count;
     entry.call.dtype = message.dtype;
     return entry;
   };
-  for (const Message& message : sends) post(*work, message.peer, entryOf(message));
-  for (const Message& message : recvs) expect(work, message.peer, entryOf(message));
-  compareCalls();
-  checkUsable();
-  checkMembers(*work);
-
-  work->begin_ = events_->take();
-  device_->record(work->begin_.get(), caller);
-  device::Fork fork(*device_, work->begin_.get());
-  for (const Message& message : recvs) {
-    const size_t bytes = message.count * dtypeBytes(message.dtype);
-    if (message.landing == kNoLanding) {
-      link(message.peer).receive({.data = message.data, .bytes = bytes}, fork);
-    } else {
-      link(message.peer).land(bytes, fork);
+  const auto tell = [&] {
+    for (const Message& message : sends) post(message.peer, entryOf(message));
+    for (const Message& message : recvs) expect(work, message.peer, entryOf(message));
+  };
+  submit(work, caller, tell, [&] {
+    device::Fork fork(*device_, work->begin_.get());
+    for (const Message& message : recvs) receive(message, fork);
+    for (const Message& message : sends) send(message, fork);
+    for (const device::Lane* lane : fork.lanes()) {
+      work->ends_.push_back(events_->take());
+      device_->record(work->ends_.back().get(), lane->stream());
+      if (!background) device_->wait(caller, work->ends_.back().get());
     }
-    ++stats_.messages_received;
-    stats_.bytes_received += bytes;
-  }
-  for (const Message& message : sends) {
-    const size_t bytes = message.count * dtypeBytes(message.dtype);
-    if (message.landing == kNoLanding) {
-      link(message.peer).send(message.data, bytes, fork);
-    } else {
-      link(message.peer).put(message.data, bytes, message.landing, fork);
-    }
-    ++stats_.messages_sent;
-    stats_.bytes_sent += bytes;
-  }
-  for (const device::Lane* lane : fork.lanes()) {
-    work->ends_.push_back(events_->take());
-    device_->record(work->ends_.back().get(), lane->stream());
-    if (!background) device_->wait(caller, work->ends_.back().get());
-  }
-  finishSubmission(work);
+  });
   return work;
 }
 
-void StreamEngine::finishSubmission(const WorkPtr& work) {
-  if (work->captured_) return;
-  running_.push_back(work);
-  wake_.notify_one();
+void StreamEngine::receive(const Message& message, device::Fork& fork) {
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing == kNoLanding) {
+    link(message.peer).receive({.data = message.data, .bytes = bytes}, fork);
+  } else {
+    link(message.peer).land(bytes, fork);
+  }
+  ++stats_.messages_received;
+  stats_.bytes_received += bytes;
+}
+
+void StreamEngine::send(const Message& message, device::Fork& fork) {
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing == kNoLanding) {
+    link(message.peer).send(message.data, bytes, fork);
+  } else {
+    link(message.peer).put(message.data, bytes, message.landing, fork);
+  }
+  ++stats_.messages_sent;
+  stats_.bytes_sent += bytes;
 }
 
 std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& plan, Ranks ranks,
@@ -273,31 +292,35 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
                                                      bool background) {
   const std::lock_guard lock(mutex_);
   const WorkPtr work = begin(plan.call, std::move(ranks), caller);
-  for (const int peer : *work->ranks_) {
-    if (peer == rank_) continue;
-    post(*work, peer, {plan.call, kNoLanding});
-    expect(work, peer, {plan.call, kNoLanding});
-  }
-  compareCalls();
-  checkUsable();
-  checkMembers(*work);
-
-  work->begin_ = events_->take();
-  device_->record(work->begin_.get(), caller);
   const Stream stream = background ? background_stream_.get() : caller;
-  if (background) device_->wait(stream, work->begin_.get());
-  std::byte* temp = nullptr;
-  if (plan.schedule->temp_bytes > 0) {
-    temp = scratch_.take(plan.schedule->temp_bytes, stream, work->captured_);
+  const size_t temp_bytes = plan.schedule->temp_bytes;
+  std::byte* temp = temp_bytes > 0 ? scratch_.take(temp_bytes, stream, work->captured_) : nullptr;
+  const CallEntry entry{plan.call, kNoLanding};
+  for (const int peer : *work->ranks_) {
+    if (peer != rank_) this->plan(*work, peer, 1, 1);
   }
-  const Buffers buffers{static_cast<std::byte*>(const_cast<void*>(in)),
-                        static_cast<std::byte*>(out), temp};
-  runSchedule(*plan.schedule, *work, buffers, stream);
-  if (temp != nullptr) scratch_.give(temp, stream);
-  work->ends_.push_back(events_->take());
-  device_->record(work->ends_.back().get(), stream);
-  finishSubmission(work);
+  const auto tell = [&] {
+    for (const int peer : *work->ranks_) {
+      if (peer == rank_) continue;
+      post(peer, entry);
+      expect(work, peer, entry);
+    }
+  };
+  submit(work, caller, tell, [&] {
+    if (background) device_->wait(stream, work->begin_.get());
+    const Buffers buffers{static_cast<std::byte*>(const_cast<void*>(in)),
+                          static_cast<std::byte*>(out), temp};
+    runSchedule(*plan.schedule, *work, buffers, stream);
+    if (temp != nullptr) scratch_.give(temp, stream);
+    work->ends_.push_back(events_->take());
+    device_->record(work->ends_.back().get(), stream);
+  });
   return work;
+}
+
+size_t StreamEngine::scratchBytes() const {
+  const std::lock_guard lock(mutex_);
+  return scratch_.bytes();
 }
 
 TransportStats StreamEngine::stats() const {

@@ -30,7 +30,7 @@ std::string landingOf(const CallEntry& entry) {
              : " (landing at " + std::to_string(entry.landing) + ")";
 }
 
-std::string join(const std::vector<int>& ranks) {
+std::string listOf(const std::vector<int>& ranks) {
   std::string text;
   for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
     text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
@@ -78,7 +78,7 @@ Error StreamEngine::placed(const Error& error, const StreamWork& work) const {
 Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
   return placed(Error(ErrorKind::kTimeout,
                       "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) +
-                          " s in " + describe(work.call_) + " (ranks " + join(*work.ranks_) +
+                          " s in " + describe(work.call_) + " (ranks " + listOf(*work.ranks_) +
                           "): look for a rank that did not call it, or raise timeout="),
                 work);
 }
@@ -96,36 +96,49 @@ void StreamEngine::settleEnded() {
   });
 }
 
+// What a member that has failed or left says to an operation for which it did not do its part.
+std::optional<Error> StreamEngine::refusalOf(const StreamWork& work,
+                                             const StreamWork::Share& share) const {
+  const BoardState state = board_->state(share.peer);
+  if (share.peer == rank_ || state == BoardState::kReady) return std::nullopt;
+  const Error words = board_->lastWords(share.peer);
+  std::string text = words.what();
+  ErrorContext context = words.context();
+  context.peer = share.peer;
+  if (state == BoardState::kClosed) {
+    text += " while rank " + std::to_string(rank_) + " waited for it in " + describe(work.call_);
+  } else if (text.find("(told by") == std::string::npos) {
+    text += " (told by rank " + std::to_string(share.peer) + ")";
+  }
+  return placed(Error(words.kind(), text, context), work);
+}
+
+bool StreamEngine::sound(const StreamWork::Share& share) const {
+  return board_->state(share.peer) == BoardState::kReady ||
+         share.expected <= board_->sound(share.peer, rank_);
+}
+
 // Of a member that left, failed or died before it had done its part.
 std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point now) {
   for (const StreamWork::Share& share : work.shares_) {
     if (share.peer == rank_) continue;
-    const BoardState state = board_->state(share.peer);
-    const bool alive = board_->processAlive(share.peer);
-    if (state == BoardState::kReady && alive) continue;
+    const bool announced = board_->state(share.peer) != BoardState::kReady;
+    if (!announced && board_->processAlive(share.peer)) continue;
     if (!work.bereft_) work.bereft_ = now;
-    const bool announced = state != BoardState::kReady;
-    const bool unsound = announced && share.expected > board_->sound(share.peer, rank_);
-    if (!unsound && now - *work.bereft_ < kGrace) continue;  // its part may still be under way
-    const std::string who = "rank " + std::to_string(share.peer);
-    const std::string waiting = " while rank " + std::to_string(rank_) + " waited for it in " +
-                                describe(work.call_);
-    const ErrorContext context{
-        .rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1};
-    if (!announced) return Error(ErrorKind::kPeerLost, who + " died" + waiting, context);
-    const Error words = board_->lastWords(share.peer);
-    if (state == BoardState::kClosed) {
-      return Error(ErrorKind::kPeerLost, std::string(words.what()) + waiting, context);
-    }
-    const std::string text = words.what();
-    const bool told = text.find("(told by") != std::string::npos;
-    return Error(words.kind(), told ? text : text + " (told by " + who + ")", context);
+    // Its part may still be under way.
+    if (sound(share) && now - *work.bereft_ < kGrace) continue;
+    if (announced) return refusalOf(work, share);
+    return placed(Error(ErrorKind::kPeerLost,
+                        "rank " + std::to_string(share.peer) + " died while rank " +
+                            std::to_string(rank_) + " waited for it in " + describe(work.call_),
+                        {.rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1}),
+                  work);
   }
   return std::nullopt;
 }
 
 std::optional<Error> StreamEngine::lookAfter(StreamWork& work, Clock::time_point now) {
-  if (std::optional<Error> loss = lossOf(work, now)) return placed(*loss, work);
+  if (std::optional<Error> loss = lossOf(work, now)) return loss;
   if (!work.started_) {
     if (device_->query(work.begin_.get())) work.started_ = now;
   } else if (const double seconds = secondsBetween(*work.started_, now); seconds > timeout_s_) {
@@ -173,11 +186,7 @@ void StreamEngine::watch() {
   while (!stop_) {
     const bool draining = failed_ && !released_.empty();
     const auto pause = draining ? kReleaseAgain : kWatch;
-    if (running_.empty() && !draining) {
-      wake_.wait(lock);
-    } else {
-      wake_.wait_for(lock, pause);
-    }
+    wake_.wait_for(lock, pause);
     if (stop_) return;
     if (failed_) {
       releaseOnce();
@@ -204,6 +213,17 @@ bool StreamEngine::test(StreamWork& work) {
   return work.state_ != StreamWork::State::kRunning || (!work.captured_ && ended(work));
 }
 
+// Only after this may the buffers of an operation that failed be used again.
+void StreamEngine::awaitRelease(const StreamWork& work) {
+  for (const OwnedEvent& end : work.ends_) {
+    try {
+      device_->synchronize(end.get(), kDrain);
+    } catch (const Error&) {  // the error that led here says more
+      return;
+    }
+  }
+}
+
 void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
                            const World::InterruptCheck& check) {
   if (work->captured_) {
@@ -211,36 +231,101 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
                       "host: wait for the graph's replay");
   }
   const auto start = Clock::now();
-  const auto limit = std::min(timeout_s, 1e9);
+  const double limit = std::min(timeout_s, 1e9);
   try {
     for (const OwnedEvent& end : work->ends_) {
       const double left = limit - secondsBetween(start, Clock::now());
       device_->synchronize(end.get(), std::max(left, 0.0), check);
     }
   } catch (const Error& error) {
-    const std::lock_guard lock(mutex_);
-    if (error.kind() != ErrorKind::kTimeout) {
-      fail(placed(error, *work));
-      throw;
-    }
-    fail(timeoutOf(*work, secondsBetween(start, Clock::now())));
+    std::unique_lock lock(mutex_);
+    const bool late = error.kind() == ErrorKind::kTimeout;
+    fail(late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : placed(error, *work));
+    lock.unlock();
+    awaitRelease(*work);
   } catch (...) {  // Ctrl-C
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     fail(placed(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
                                                " was interrupted in " + describe(work->call_)),
                 *work));
+    lock.unlock();
+    awaitRelease(*work);
     throw;
   }
+  conclude(work);
+}
+
+// The streams are through; was it the operation that went through them?
+void StreamEngine::conclude(const WorkPtr& work) {
   const std::lock_guard lock(mutex_);
-  if (!failed_) {
-    compareCalls();
-    if (!failed_) {
-      if (const std::optional<Error> loss = unsoundOf(*work)) fail(placed(*loss, *work));
-    }
+  compareCalls();
+  for (const StreamWork::Share& share : work->shares_) {
+    if (work->state_ != StreamWork::State::kRunning || failed_) break;
+    if (!sound(share)) fail(*refusalOf(*work, share));
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
   work->state_ = StreamWork::State::kDone;
   std::erase(running_, work);
+}
+
+void StreamEngine::waitForAll(double timeout_s, const World::InterruptCheck& check) {
+  std::vector<WorkPtr> works;
+  {
+    const std::lock_guard lock(mutex_);
+    checkUsable();
+    works = running_;
+  }
+  const auto start = Clock::now();
+  for (const WorkPtr& work : works) {
+    waitFor(work, std::max(0.0, timeout_s - secondsBetween(start, Clock::now())), check);
+  }
+}
+
+void StreamEngine::abort(const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) + " aborted: " +
+                                        (reason.empty() ? "no reason given" : reason)));
+  }
+  close("aborted: " + reason);
+}
+
+void StreamEngine::close(const std::string& reason) {
+  std::unique_lock lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  // On a GPU the host is ahead of its streams, and what they still hold is meant to run.
+  const auto limit = Clock::now() + (reason.empty() && !device_->isSim()
+                                         ? std::chrono::seconds(5)
+                                         : std::chrono::seconds(0));
+  settleEnded();
+  while (!running_.empty() && Clock::now() < limit) {
+    wake_.wait_for(lock, kReleaseAgain);
+    settleEnded();
+  }
+  if (!running_.empty()) {
+    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
+                                        " closed its communicator during " +
+                                        describe(running_.front()->call_)));
+  }
+  std::vector<uint64_t> sound;
+  for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
+  board_->leave(rank_, reason, sound);
+  const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrain);
+  while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseAgain);
+  stop_ = true;
+  lock.unlock();
+  wake_.notify_all();
+  watcher_.join();
+  if (released_.empty()) retire();
+}
+
+// Peers may still write into this rank's arena: a slot's credit, say. It goes when nobody does.
+void StreamEngine::retire() {
+  device_->annotateRelease(board_->key());
+  peers_.clear();
+  board_->depart(rank_);
+  device::retireArena(std::move(arena_), board_);
 }
 
 }  // namespace hdpcomm

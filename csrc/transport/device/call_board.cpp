@@ -28,6 +28,7 @@ struct alignas(64) CallBoard::Control {
   // Release by the rank after the fields below that belong to the state; the others' acquire load
   // that sees the state sees them.
   std::atomic<BoardState> state;
+  std::atomic<uint32_t> departed;  // release: the rank's streams are done before
   int32_t pid;
   uint64_t start_time;
   uint32_t error_kind;
@@ -135,6 +136,17 @@ void CallBoard::end(int rank, BoardState state, const std::vector<uint64_t>& sou
 }
 
 uint64_t CallBoard::sound(int src, int dst) const { return ring(src, dst).sound; }
+
+void CallBoard::depart(int rank) { control(rank).departed.store(1, std::memory_order_release); }
+
+bool CallBoard::allDeparted() const {
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    if (control(rank).departed.load(std::memory_order_acquire) == 0 && processAlive(rank)) {
+      return false;
+    }
+  }
+  return true;
+}
 
 BoardState CallBoard::state(int rank) const {
   return control(rank).state.load(std::memory_order_acquire);

@@ -36,6 +36,17 @@ class Communicator {
     DType dtype = DType::kUint8;
   };
 
+  // What the ranks agree on, and what this one does: made here, run by the host's queue (below) or
+  // by a StreamEngine.
+  struct Plan {
+    Call call;
+    std::shared_ptr<const Schedule> schedule;
+  };
+  Plan planCollective(OpCode op, size_t count, DType dtype, RedOp redop, int root,
+                      Algorithm algorithm) const;
+  Plan planAllToAll(size_t count, DType dtype, std::vector<size_t> out_counts,
+                    std::vector<size_t> in_counts, Algorithm algorithm) const;
+
   std::shared_ptr<Work> collective(OpCode op, const Operands& operands, RedOp redop, int root,
                                    Algorithm algorithm, bool background) const;
   std::shared_ptr<Work> allToAll(const Operands& operands, std::vector<size_t> out_counts,
@@ -48,6 +59,11 @@ class Communicator {
     DType dtype = DType::kUint8;
     int peer = -1;  // position in this communicator
   };
+  Call planExchange(std::span<const Message> sends = {}, std::span<const Message> recvs = {}) const;
+  // Positions to global ranks. Throws InvalidUsage for one that does not exist.
+  int globalRank(int position, const char* what) const;
+  const Ranks& sharedRanks() const { return ranks_; }
+
   std::shared_ptr<Work> exchange(std::span<const Message> sends, std::span<const Message> recvs,
                                  bool background) const;
 

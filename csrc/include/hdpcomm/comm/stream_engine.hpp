@@ -39,6 +39,8 @@ class StreamEngine final : public WorldPart {
   // ranks.
   std::byte* landing() const { return arena_->landing(rank_); }
   size_t landingBytes() const { return arena_->config().landing_bytes; }
+  double timeout() const { return timeout_s_; }
+  size_t scratchBytes() const;
 
   static constexpr uint64_t kNoLanding = ~0ULL;
   struct Message {
@@ -99,9 +101,13 @@ class StreamEngine final : public WorldPart {
   void checkUsable() const;
   void checkMembers(const StreamWork& work) const;
   device::Link& link(int peer);
-  void post(StreamWork& work, int peer, const device::CallEntry& entry);
+  void plan(StreamWork& work, int peer, int posts, int expects);
+  void post(int peer, const device::CallEntry& entry);
   void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
-  void finishSubmission(const WorkPtr& work);
+  template <typename Tell, typename Enqueue>
+  void submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue);
+  void send(const Message& message, device::Fork& fork);
+  void receive(const Message& message, device::Fork& fork);
 
   // stream_executor.cpp
   void runSchedule(const Schedule& schedule, const StreamWork& work, const Buffers& buffers,
@@ -112,14 +118,17 @@ class StreamEngine final : public WorldPart {
   void compareCalls();
   std::optional<Error> lookAfter(StreamWork& work, Clock::time_point now);
   std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
+  std::optional<Error> refusalOf(const StreamWork& work, const StreamWork::Share& share) const;
+  bool sound(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
-  void settle(StreamWork& work);
   void settleEnded();
+  void conclude(const WorkPtr& work);
+  void awaitRelease(const StreamWork& work);
   void fail(const Error& error);
   Error placed(const Error& error, const StreamWork& work) const;
   Error timeoutOf(const StreamWork& work, double seconds) const;
   bool releaseOnce();
-  void drain(double timeout_s);
+  void retire();
   void watch();
 
   const DevicePtr device_;

@@ -44,8 +44,9 @@ class StreamWork {
   struct Share {
     int peer = -1;           // global rank
     uint64_t posted = 0;    // entries posted to the peer before this operation
-    uint64_t posts = 0;     // entries that this operation posted to it
-    uint64_t expected = 0;  // entries expected from it up to and with this operation's
+    uint64_t posts = 0;     // entries that this operation posts to it
+    uint64_t expects = 0;   // entries that it expects from it
+    uint64_t expected = 0;  // all entries expected from it up to and with these; 0: none of these
   };
   Share& shareOf(int peer);
 
@@ -57,6 +58,7 @@ class StreamWork {
   OwnedEvent begin_;              // where the caller's stream was
   std::vector<OwnedEvent> ends_;  // all of them done: the operation is
   bool captured_ = false;         // into a graph: nobody looks after its end
+  bool submitted_ = false;        // all of it is enqueued
 
   // Under the engine's lock.
   State state_ = State::kRunning;

@@ -51,6 +51,7 @@ class Arena {
   // Maps the other ranks' blocks; handles by rank.
   void importPeers(const std::vector<MemoryHandle>& handles);
 
+  DeviceApi& device() const { return *device_; }
   const ArenaConfig& config() const { return config_; }
   // The flags in the block of `owner` that concern it and `peer`.
   PairFlags& flags(int owner, int peer) const;

@@ -46,6 +46,9 @@ class CallBoard {
   void fail(int rank, const Error& error, const std::vector<uint64_t>& sound);
   void leave(int rank, const std::string& reason, const std::vector<uint64_t>& sound);
   uint64_t sound(int src, int dst) const;
+  // The rank touches nobody's memory any more.
+  void depart(int rank);
+  bool allDeparted() const;  // or dead
   BoardState state(int rank) const;
   // Of a rank that has failed or left: what it said.
   Error lastWords(int rank) const;
