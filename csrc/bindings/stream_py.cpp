@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include "hdpcomm/comm/stream_engine.hpp"
-#include "hdpcomm/device/devices.hpp"
 #include "rooms.hpp"
 
 namespace py = pybind11;
@@ -90,12 +89,11 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
   return {engine, work};
 }
 
-std::shared_ptr<StreamEngine> join(const Communicator& comm, const std::string& kind, int ordinal,
+std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& device,
                                    size_t slot_bytes, int num_slots, int num_lanes,
                                    size_t landing_bytes) {
   const py::gil_scoped_release release;
-  DevicePtr device = kind == "sim" ? openSimDevice(ordinal) : openCudaDevice(ordinal);
-  auto engine = StreamEngine::join(comm, std::move(device),
+  auto engine = StreamEngine::join(comm, device,
                                    {.slot_bytes = slot_bytes,
                                     .num_slots = num_slots,
                                     .num_lanes = num_lanes,
@@ -115,15 +113,9 @@ void bindStream(py::module_& module) {
         return "<Work " + describe(handle.work->call()) + ">";
       });
   py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine")
-      .def_static("join", &join, py::arg("comm"), py::arg("kind"), py::arg("ordinal"),
-                  py::arg("slot_bytes"), py::arg("num_slots"), py::arg("num_lanes"),
+      .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"), py::arg("num_slots"), py::arg("num_lanes"),
                   py::arg("landing_bytes"))
-      .def_property_readonly("kind",
-                             [](const StreamEngine& engine) {
-                               return engine.device()->isSim() ? "sim" : "cuda";
-                             })
-      .def_property_readonly(
-          "ordinal", [](const StreamEngine& engine) { return engine.device()->ordinal(); })
+      .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly(
           "host_stream", [](const StreamEngine& engine) { return engine.hostStream().handle; })
       .def_property_readonly("landing",

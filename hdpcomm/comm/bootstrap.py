@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
 __all__ = ["ThreadRank", "close_all", "init", "join", "thread_rank"]
@@ -34,7 +35,7 @@ class ThreadRank:
 
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
-_TRANSPORTS = ("auto", "shm")
+_TRANSPORTS = ("auto", "shm", *DEVICE_TRANSPORTS)
 # One client of a launcher's store a process, kept: a new connection of torch's TCPStore now and then takes 5 s.
 _agent_stores: dict[tuple[str, int], Any] = {}
 _open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
@@ -48,7 +49,9 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
     after ``close()``, or for a second, independent world.
 
-    transport: ``auto`` or ``shm`` (ranks on one host).
+    transport: ``shm`` (ranks on one host, host tensors); ``cuda`` (the same, and CUDA tensors by streams; several ranks
+    may share a GPU); ``sim`` (host tensors by the streams of a simulated device); ``auto``: ``cuda`` where torch sees a
+    GPU, else ``shm``.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
@@ -63,30 +66,36 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
-        return Communicator(world.communicator())
+        return _communicator(world, transport)
     rank, size = _rank_and_size()
     if size == 1:
-        return join(None, 0, 1, timeout=seconds)
+        return join(None, 0, 1, timeout=seconds, transport=transport)
     deadline = time.monotonic() + seconds
     store = _open_store(rank, size, seconds)
     store.set_timeout(datetime.timedelta(seconds=seconds))
-    return _adopt(_join_processes(store, rank, size, seconds, deadline))
+    return _adopt(_join_processes(store, rank, size, seconds, deadline), transport)
 
 
-def join(store: Any, rank: int, size: int, *, timeout: float) -> Communicator:
+def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "shm") -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
     Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation.
     Raises: as ``init()``.
     """
     if size == 1:
-        return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout))
-    return _adopt(_join_processes(store, rank, size, timeout, time.monotonic() + timeout))
+        return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout), transport)
+    return _adopt(_join_processes(store, rank, size, timeout, time.monotonic() + timeout), transport)
 
 
-def _adopt(world: _core.comm.World) -> Communicator:
+def _adopt(world: _core.comm.World, transport: str) -> Communicator:
     _open_worlds.add(world)
-    return Communicator(world.communicator())
+    return _communicator(world, transport)
+
+
+def _communicator(world: _core.comm.World, transport: str) -> Communicator:
+    device = automatic() if transport == "auto" else transport
+    devices = join_devices(device, world) if device in DEVICE_TRANSPORTS else None
+    return Communicator(world.communicator(), devices)
 
 
 def close_all(reason: str) -> None:

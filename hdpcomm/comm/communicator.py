@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.tensors import describe, dtype_name
+from hdpcomm.comm.paths import Devices, Handle, HostPath, Path
+from hdpcomm.comm.tensors import dtype_name
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["Communicator", "Work"]
@@ -18,25 +19,33 @@ _OPS = _core.comm.OPS
 _REDOPS = _core.comm.REDOPS
 _ALGORITHMS = _core.comm.ALGORITHMS
 _NO_REDOP = 255
+_HOST = HostPath()
 
 
 class Work:
-    """An operation that was started; it keeps its tensors alive until it has ended."""
+    """An operation that was started; it keeps its tensors alive until it was waited for.
 
-    __slots__ = ("_buffers", "_handle")
+    On CUDA tensors an operation is work of streams: ``wait()`` makes the current stream wait, and the host goes on.
+    What the operation reads and writes may be freed or changed by that stream afterwards (no ``record_stream`` needed).
+    """
 
-    def __init__(self, handle: _core.comm.Work | None, buffers: tuple[Any, ...]) -> None:
+    __slots__ = ("_buffers", "_handle", "_path")
+
+    def __init__(self, handle: Handle | None, buffers: tuple[Any, ...], path: Path = _HOST) -> None:
         self._handle = handle  # None: it had ended when it was made
         self._buffers = buffers
+        self._path = path
 
     def wait(self, timeout: float | None = None) -> None:
-        """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.
+        """Afterwards the outputs are valid and the inputs may be changed; for CUDA tensors, on the current stream.
 
-        ``timeout``: seconds; the communicator's by default. Past it the operation is given up on all ranks concerned.
+        Host tensors (and all tensors of the ``sim`` transport): blocks until the operation has ended. CUDA tensors:
+        the current stream waits, the host only if a ``timeout`` is given. ``timeout``: seconds; the communicator's by
+        default. Past it the operation is given up on all ranks concerned.
         Raises: CommTimeout, PeerLost, Mismatch, Aborted.
         """
         if self._handle is not None:
-            self._handle.wait(-1.0 if timeout is None else timeout)
+            self._path.wait(self._handle, timeout)
         self._buffers = ()
 
     def done(self) -> bool:
@@ -56,17 +65,20 @@ class Communicator:
     Every collective is called by all its ranks, with equal arguments. A rank issues the operations of all its
     communicators in one order, and all ranks must agree on that order where their communicators overlap; then no mix of
     overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors, numpy arrays or
-    DLPack objects; contiguous.
+    DLPack objects; with the ``cuda`` transport also torch, CuPy and other CUDA tensors; contiguous, and in one operation
+    all on the same device. Operations on CUDA tensors are ordered on the current stream of the tensors' library and do
+    not block the host.
 
     Every operation takes ``async_op``: then it returns at once and proceeds in the background, and ``Work.wait()`` ends
     it; without it the returned Work has ended. With ``algorithm="auto"`` the library chooses; :meth:`algorithms` lists
     the names.
     """
 
-    __slots__ = ("_core", "_ranks", "rank", "size")
+    __slots__ = ("_core", "_devices", "_ranks", "rank", "size")
 
-    def __init__(self, core: _core.comm.Communicator) -> None:
+    def __init__(self, core: _core.comm.Communicator, devices: Devices | None = None) -> None:
         self._core = core
+        self._devices = devices
         self._ranks: tuple[int, ...] | None = None
         #: Position of this rank in the communicator.
         self.rank: int = core.rank
@@ -89,8 +101,8 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """The name of the transport that moves the bytes."""
-        return self._core.world.transport
+        """The name of the transport that moves the bytes (of device tensors, where it moves these)."""
+        return self._core.world.transport if self._devices is None else self._devices.name
 
     @property
     def timeout(self) -> float:
@@ -99,7 +111,10 @@ class Communicator:
 
     def stats(self) -> dict[str, int]:
         """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
-        return self._core.world.stats()
+        counts = self._core.world.stats()
+        if self._devices is None:
+            return counts
+        return {name: count + counts[name] for name, count in self._devices.engine.stats().items()}
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, ranks {self.ranks}, transport {self.transport}>"
@@ -118,7 +133,7 @@ class Communicator:
             core = self._core.subset(ranks)
         except TypeError as error:
             raise InvalidUsage(f"subset() got {ranks!r}; give a sequence of integers") from error
-        return None if core is None else Communicator(core)
+        return None if core is None else Communicator(core, self._devices)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The familiar form: ranks with equal ``color`` form a communicator, ordered by ``key``, then by rank.
@@ -141,21 +156,25 @@ class Communicator:
 
         It ends when the receiver has accepted the message, whatever its size. Messages of a pair arrive in order.
         """
-        address, count, dtype = describe(x, "x")
-        if async_op:
-            return Work(self._core.exchange([(address, count, dtype, dst)], [], True), (x,))
-        if dst == self.rank:
+        path = self._path(x)
+        address, count, dtype = path.describe(x, "x")
+        if dst == self.rank and not async_op:
             raise self._self_message("send")
+        if async_op or path is not _HOST:
+            handle = path.exchange(self._core, [(address, count, dtype, dst, None)], [], async_op)
+            return self._finish(handle, (x,), path, async_op)
         self._core.send(address, count, dtype, dst, -1.0)
         return _ENDED
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
-        address, count, dtype = describe(x, "x", writable=True)
-        if async_op:
-            return Work(self._core.exchange([], [(address, count, dtype, src)], True), (x,))
-        if src == self.rank:
+        path = self._path(x)
+        address, count, dtype = path.describe(x, "x", writable=True)
+        if src == self.rank and not async_op:
             raise self._self_message("recv")
+        if async_op or path is not _HOST:
+            handle = path.exchange(self._core, [], [(address, count, dtype, src, None)], async_op)
+            return self._finish(handle, (x,), path, async_op)
         self._core.recv(address, count, dtype, src, -1.0)
         return _ENDED
 
@@ -170,10 +189,12 @@ class Communicator:
 
         The building block of neighbour exchanges: all are in flight together, so no order of ranks can deadlock.
         """
-        outgoing = [(*describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
-        incoming = [(*describe(y, f"recvs[{i}]", writable=True), src) for i, (y, src) in enumerate(recvs)]
-        handle = self._core.exchange(outgoing, incoming, async_op)
-        return self._finish(handle, (tuple(sends), tuple(recvs)), async_op)
+        first = sends[0][0] if sends else recvs[0][0] if recvs else None
+        path = self._path(first)
+        outgoing = [(*path.describe(x, f"sends[{i}]"), dst, None) for i, (x, dst) in enumerate(sends)]
+        incoming = [(*path.describe(y, f"recvs[{i}]", writable=True), src, None) for i, (y, src) in enumerate(recvs)]
+        handle = path.exchange(self._core, outgoing, incoming, async_op)
+        return self._finish(handle, (tuple(sends), tuple(recvs)), path, async_op)
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
@@ -197,41 +218,46 @@ class Communicator:
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
         """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
-        source = describe(x, "x", writable=out is None)
-        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
-        handle = self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op)
-        return self._finish(handle, (x, out), async_op)
+        path = self._path(x)
+        source = path.describe(x, "x", writable=out is None)
+        target = source if out is None else self._like(source, path.describe(out, "out", writable=True), "out")
+        handle = self._collective(path, "all_reduce", source, target, source[1], op, -1, algorithm, async_op)
+        return self._finish(handle, (x, out), path, async_op)
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``x`` of position ``root`` goes to all ranks' ``x``."""
-        buffer = describe(x, "x", writable=self.rank != root)
-        handle = self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op)
-        return self._finish(handle, (x,), async_op)
+        path = self._path(x)
+        buffer = path.describe(x, "x", writable=self.rank != root)
+        handle = self._collective(path, "broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op)
+        return self._finish(handle, (x,), path, async_op)
 
     def reduce(
         self, x: Any, root: int, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
         """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` stays."""
-        source = describe(x, "x", writable=out is None and self.rank == root)
-        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
-        handle = self._collective("reduce", source, target, source[1], op, root, algorithm, async_op)
-        return self._finish(handle, (x, out), async_op)
+        path = self._path(x)
+        source = path.describe(x, "x", writable=out is None and self.rank == root)
+        target = source if out is None else self._like(source, path.describe(out, "out", writable=True), "out")
+        handle = self._collective(path, "reduce", source, target, source[1], op, root, algorithm, async_op)
+        return self._finish(handle, (x, out), path, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [size * n] of position ``root`` = the ``x`` [n] of all ranks; elsewhere ``out`` may be ``None``."""
         if self.rank == root:
             return self._blocks("gather", x, out, "out", self.size, None, algorithm, async_op, root)
-        source = describe(x, "x")
-        handle = self._collective("gather", source, source, source[1], None, root, algorithm, async_op)
-        return self._finish(handle, (x,), async_op)
+        path = self._path(x)
+        source = path.describe(x, "x")
+        handle = self._collective(path, "gather", source, source, source[1], None, root, algorithm, async_op)
+        return self._finish(handle, (x,), path, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [n] = part ``rank`` of the ``x`` [size * n] of position ``root``; elsewhere ``x`` may be ``None``."""
         if self.rank == root:
             return self._blocks("scatter", out, x, "x", self.size, None, algorithm, async_op, root)
-        target = describe(out, "out", writable=True)
-        handle = self._collective("scatter", target, target, target[1], None, root, algorithm, async_op)
-        return self._finish(handle, (out,), async_op)
+        path = self._path(out)
+        target = path.describe(out, "out", writable=True)
+        handle = self._collective(path, "scatter", target, target, target[1], None, root, algorithm, async_op)
+        return self._finish(handle, (out,), path, async_op)
 
     def all_to_all(
         self,
@@ -247,8 +273,9 @@ class Communicator:
 
         Equal parts, or ``in_splits`` / ``out_splits``: elements for and from each rank (their sums are the sizes).
         """
-        source = describe(x, "x")
-        target = self._same_type(source, describe(out, "out", writable=True), "out")
+        path = self._path(x)
+        source = path.describe(x, "x")
+        target = self._same_type(source, path.describe(out, "out", writable=True), "out")
         code = self._algorithm(algorithm)
         if (out_splits is None) != (in_splits is None):
             raise InvalidUsage("all_to_all() got one of out_splits and in_splits; give both or neither")
@@ -258,25 +285,33 @@ class Communicator:
                     f"all_to_all() got x with {source[1]} and out with {target[1]} elements; without splits they must "
                     f"be equal and divisible by the {self.size} ranks"
                 )
-            handle = self._core.all_to_all(
-                source[0], target[0], source[1] // self.size, source[2], [], [], code, async_op
-            )
-            return self._finish(handle, (x, out), async_op)
-        for name, splits, total in (("in_splits", in_splits, source[1]), ("out_splits", out_splits, target[1])):
-            if len(splits) != self.size or min(splits) < 0 or sum(splits) != total:
+            count = source[1] // self.size
+            handle = path.all_to_all(self._core, source[0], target[0], count, source[2], [], [], code, async_op)
+            return self._finish(handle, (x, out), path, async_op)
+        for name, parts, total in (("in_splits", in_splits, source[1]), ("out_splits", out_splits, target[1])):
+            if len(parts) != self.size or min(parts) < 0 or sum(parts) != total:
                 raise InvalidUsage(
-                    f"all_to_all() got {name}={list(splits)}; it must hold {self.size} counts, none below 0, that sum "
+                    f"all_to_all() got {name}={list(parts)}; it must hold {self.size} counts, none below 0, that sum "
                     f"up to the tensor's {total} elements"
                 )
-        handle = self._core.all_to_all(
-            source[0], target[0], 0, source[2], list(out_splits), list(in_splits), code, async_op
-        )
-        return self._finish(handle, (x, out), async_op)
+        splits = list(out_splits), list(in_splits)
+        handle = path.all_to_all(self._core, source[0], target[0], 0, source[2], *splits, code, async_op)
+        return self._finish(handle, (x, out), path, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work:
-        """Ends when all ranks have called it."""
-        handle = self._core.collective(_OPS["barrier"], 0, 0, 0, 0, _NO_REDOP, -1, 0, async_op)
-        return self._finish(handle, (), async_op)
+        """Ends when all ranks have called it. The host waits; it says nothing about what streams have yet to do."""
+        path = self._path(None)
+        handle = path.collective(self._core, _OPS["barrier"], 0, 0, 0, 0, _NO_REDOP, -1, 0, async_op)
+        return self._finish(handle, (), path, async_op)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """The host waits until all device operations of this rank so far have ended, in whatever communicator. Local.
+
+        Before a CUDA graph that holds operations is captured; or to hear of an error now.
+        Raises: what the first of them raises that failed.
+        """
+        if self._devices is not None:
+            self._devices.engine.synchronize(-1.0 if timeout is None else timeout)
 
     @staticmethod
     def algorithms(op: str) -> tuple[str, ...]:
@@ -305,8 +340,15 @@ class Communicator:
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
+    def _path(self, x: Any) -> Path:
+        """Over the device's streams, or over host memory, by where the first tensor of an operation lies."""
+        if self._devices is None:
+            return _HOST
+        return self._devices.path(x) or _HOST
+
     def _collective(
         self,
+        path: Path,
         name: str,
         source: tuple[int, int, int],
         target: tuple[int, int, int],
@@ -315,12 +357,13 @@ class Communicator:
         root: int,
         algorithm: str,
         async_op: bool,
-    ) -> _core.comm.Work:
+    ) -> Handle:
         redop = _NO_REDOP if op is None else _REDOPS.get(op)
         if redop is None:
             raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
         code = self._algorithm(algorithm)
-        return self._core.collective(_OPS[name], source[0], target[0], count, source[2], redop, root, code, async_op)
+        place = source[0], target[0], count, source[2]
+        return path.collective(self._core, _OPS[name], *place, redop, root, code, async_op)
 
     def _blocks(
         self,
@@ -337,16 +380,17 @@ class Communicator:
         """The operations between a tensor of n and one of size * n elements."""
         small_is_input = large_name == "out"
         small_name = "x" if small_is_input else "out"
-        one = describe(small, small_name, writable=not small_is_input)
-        many = self._same_type(one, describe(large, large_name, writable=small_is_input), large_name)
+        path = self._path(small)
+        one = path.describe(small, small_name, writable=not small_is_input)
+        many = self._same_type(one, path.describe(large, large_name, writable=small_is_input), large_name)
         if many[1] != one[1] * parts:
             raise InvalidUsage(
                 f"{name}() got {small_name} with {one[1]} and {large_name} with {many[1]} elements; on {parts} ranks "
                 f"{large_name} must have {one[1] * parts}"
             )
         source, target = (one, many) if small_is_input else (many, one)
-        handle = self._collective(name, source, target, one[1], op, root, algorithm, async_op)
-        return self._finish(handle, (small, large), async_op)
+        handle = self._collective(path, name, source, target, one[1], op, root, algorithm, async_op)
+        return self._finish(handle, (small, large), path, async_op)
 
     @staticmethod
     def _same_type(expected: tuple[int, int, int], given: tuple[int, int, int], name: str) -> tuple[int, int, int]:
@@ -374,8 +418,9 @@ class Communicator:
         )
 
     @staticmethod
-    def _finish(handle: _core.comm.Work, buffers: tuple[Any, ...], async_op: bool) -> Work:
+    def _finish(handle: Handle, buffers: tuple[Any, ...], path: Path, async_op: bool) -> Work:
         if async_op:
-            return Work(handle, buffers)
-        handle.wait(-1.0)
+            return Work(handle, buffers, path)
+        if path.blocking:
+            path.wait(handle, None)
         return _ENDED

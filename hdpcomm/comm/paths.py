@@ -1,0 +1,121 @@
+"""How an operation reaches the core: over host memory, or over the streams of a device.
+
+A communicator has a path for host tensors and, in a world with device streams, others for device tensors. They take
+what :mod:`hdpcomm.comm.communicator` has checked and return the core's handle of the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hdpcomm import _core
+from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
+from hdpcomm.comm.tensors import Buffer, describe
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Devices", "Handle", "HostPath", "Path"]
+
+Core = _core.comm.Communicator
+Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
+
+
+class Handle(Protocol):
+    """An operation of the core."""
+
+    def wait(self, timeout: float = -1.0) -> None: ...
+    def done(self) -> bool: ...
+
+
+class Path(Protocol):
+    """What a communicator needs of a path; the last argument of an operation is whether it runs in the background."""
+
+    @property
+    def blocking(self) -> bool:
+        """Whether the host waits for an operation in the foreground, as it must where tensors have no stream."""
+        ...
+
+    @property
+    def describe(self) -> Callable[..., Buffer]: ...
+    def exchange(self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool) -> Handle: ...
+    def collective(self, core: Core, *args: Any) -> Handle: ...
+    def all_to_all(self, core: Core, *args: Any) -> Handle: ...
+    def wait(self, handle: Any, timeout: float | None) -> None: ...
+
+
+class HostPath:
+    """Host memory, by the world's transport."""
+
+    blocking = True
+    describe = staticmethod(describe)
+
+    def exchange(self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool) -> Handle:
+        if any(message[4] is not None for message in (*sends, *recvs)):
+            raise InvalidUsage("exchange() got a landing place for host memory; only device messages have one")
+        return core.exchange([m[:4] for m in sends], [m[:4] for m in recvs], background)
+
+    def collective(self, core: Core, *args: Any) -> Handle:
+        return core.collective(*args)
+
+    def all_to_all(self, core: Core, *args: Any) -> Handle:
+        return core.all_to_all(*args)
+
+    def wait(self, handle: Handle, timeout: float | None) -> None:
+        handle.wait(-1.0 if timeout is None else timeout)
+
+
+class DevicePath:
+    """Device memory, by a stream engine: operations are enqueued behind the current stream of the tensors' library."""
+
+    __slots__ = ("_engine", "_tensors", "blocking", "describe")
+
+    def __init__(self, engine: _core.comm.StreamEngine, tensors: Tensors) -> None:
+        self._engine, self._tensors = engine, tensors
+        self.blocking = tensors.blocking
+        self.describe = tensors.describe
+
+    def exchange(self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool) -> Handle:
+        return self._engine.exchange(core, sends, recvs, self._tensors.stream(), background)
+
+    def collective(self, core: Core, *args: Any) -> Handle:
+        return self._engine.collective(core, *args[:-1], self._tensors.stream(), args[-1])
+
+    def all_to_all(self, core: Core, *args: Any) -> Handle:
+        return self._engine.all_to_all(core, *args[:-1], self._tensors.stream(), args[-1])
+
+    def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
+        """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""
+        if self.blocking or timeout is not None:
+            handle.wait(-1.0 if timeout is None else timeout)
+        else:
+            handle.wait_on(self._tensors.stream())
+
+
+class Devices:
+    """The device side of a world: which tensors go over its streams, and how."""
+
+    __slots__ = ("_path", "engine", "name")
+
+    def __init__(self, engine: _core.comm.StreamEngine) -> None:
+        self.engine = engine
+        #: The name of the transport.
+        self.name = "sim" if engine.device.is_sim else "cuda"
+        tensors: Tensors = (
+            SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
+        )
+        self._path = DevicePath(engine, tensors)
+
+    @property
+    def is_sim(self) -> bool:
+        """Whether host tensors stand for device memory."""
+        return self._path.blocking
+
+    def path(self, x: Any) -> DevicePath | None:
+        """The path of a tensor; None for one in host memory."""
+        if self.is_sim:
+            return self._path
+        if not on_cuda(x):
+            return None
+        if not hasattr(x, "__cuda_array_interface__") or type(x).__module__.split(".")[0] == "torch":
+            return self._path
+        return DevicePath(self.engine, arrays_of(x, self.engine.device.ordinal))
