@@ -234,10 +234,27 @@ void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue
   work->submitted_ = true;
 }
 
+void StreamEngine::checkLanding(const Message& message, bool received) const {
+  if (message.landing == kNoLanding) return;
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing > landingBytes() || bytes > landingBytes() - message.landing) {
+    throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
+                      std::to_string(message.landing) + "; the zone has " +
+                      std::to_string(landingBytes()) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
+  }
+  if (received && message.data != landing() + message.landing) {
+    throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
+                      std::to_string(message.landing) +
+                      " of the landing zone; pass a view of landing_zone().memory there");
+  }
+}
+
 std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
                                                    const std::vector<Message>& sends,
                                                    const std::vector<Message>& recvs,
                                                    Stream caller, bool background) {
+  for (const Message& message : sends) checkLanding(message, false);
+  for (const Message& message : recvs) checkLanding(message, true);
   const std::lock_guard lock(mutex_);
   const WorkPtr work = begin(call, std::move(ranks), caller);
   for (const Message& message : sends) plan(*work, message.peer, 1, 0);

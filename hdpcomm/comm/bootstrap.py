@@ -20,7 +20,7 @@ from hdpcomm.comm.costs import load_costs
 from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
-__all__ = ["ThreadRank", "close_all", "init", "join", "thread_rank"]
+__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "init", "join", "thread_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,13 @@ class ThreadRank:
     segment: _core.comm.ShmSegment
     rank: int
     timeout: float
+    transport: str = "shm"
     worlds: list[_core.comm.World] = field(default_factory=list)
 
 
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
-_TRANSPORTS = ("auto", "shm", *DEVICE_TRANSPORTS)
+TRANSPORTS = ("auto", "shm", *DEVICE_TRANSPORTS)
 # One client of a launcher's store a process, kept: a new connection of torch's TCPStore now and then takes 5 s.
 _agent_stores: dict[tuple[str, int], Any] = {}
 _open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
@@ -51,16 +52,18 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
 
     transport: ``shm`` (ranks on one host, host tensors); ``cuda`` (the same, and CUDA tensors by streams; several ranks
     may share a GPU); ``sim`` (host tensors by the streams of a simulated device); ``auto``: ``cuda`` where torch sees a
-    GPU, else ``shm``.
+    GPU, else ``shm``; ``HDPCOMM_TRANSPORT`` overrides it.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
-    if transport not in _TRANSPORTS:
-        raise InvalidUsage(f"transport {transport!r} is unknown; give one of: {', '.join(_TRANSPORTS)}")
+    joining: ThreadRank | None = getattr(thread_rank, "value", None)
+    if transport == "auto":
+        transport = _environment("HDPCOMM_TRANSPORT") if joining is None else joining.transport
+    if transport not in TRANSPORTS:
+        raise InvalidUsage(f"transport {transport!r} is unknown; give one of: {', '.join(TRANSPORTS)}")
     seconds = _default_timeout() if timeout is None else float(timeout)
     if not seconds > 0:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
-    joining: ThreadRank | None = getattr(thread_rank, "value", None)
     if joining is not None:
         seconds = joining.timeout if timeout is None else seconds
         world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
@@ -108,8 +111,12 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
+def _environment(name: str) -> str:
+    return {row: value for row, value, _, _ in _core.environment()}[name]
+
+
 def _default_timeout() -> float:
-    return float({name: value for name, value, _, _ in _core.environment()}["HDPCOMM_TIMEOUT"])
+    return float(_environment("HDPCOMM_TIMEOUT"))
 
 
 def _integer(name: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.paths import Devices, Handle, HostPath, Path
 from hdpcomm.comm.tensors import dtype_name
 from hdpcomm.errors import InvalidUsage
@@ -57,6 +58,11 @@ class Work:
 
 
 _ENDED = Work(None, ())
+
+
+def _to(place: Sequence[int]) -> tuple[int, int | None]:
+    """(peer, landing offset) of a message."""
+    return place[0], place[1] if len(place) > 1 else None
 
 
 class Communicator:
@@ -114,7 +120,8 @@ class Communicator:
         counts = self._core.world.stats()
         if self._devices is None:
             return counts
-        return {name: count + counts[name] for name, count in self._devices.engine.stats().items()}
+        devices = self._devices.engine.stats()
+        return {name: max(n, devices[name]) if name == "peers" else n + devices[name] for name, n in counts.items()}
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, ranks {self.ranks}, transport {self.transport}>"
@@ -180,21 +187,36 @@ class Communicator:
 
     def exchange(
         self,
-        sends: Sequence[tuple[Any, int]] = (),
-        recvs: Sequence[tuple[Any, int]] = (),
+        sends: Sequence[tuple[Any, ...]] = (),
+        recvs: Sequence[tuple[Any, ...]] = (),
         *,
         async_op: bool = False,
     ) -> Work:
         """Any sends ``(x, dst)`` and receives ``(y, src)`` at once; messages of a pair match in the order of the lists.
 
         The building block of neighbour exchanges: all are in flight together, so no order of ranks can deadlock.
+
+        A message between devices may name its place in the receiver's landing zone, in bytes, on both sides:
+        ``(x, dst, offset)`` and ``(y, src, offset)`` with ``y`` a view of :meth:`landing_zone` there. It is then put
+        right there, without the copy out of a slot, once all that the receiver's stream held has run.
         """
         first = sends[0][0] if sends else recvs[0][0] if recvs else None
         path = self._path(first)
-        outgoing = [(*path.describe(x, f"sends[{i}]"), dst, None) for i, (x, dst) in enumerate(sends)]
-        incoming = [(*path.describe(y, f"recvs[{i}]", writable=True), src, None) for i, (y, src) in enumerate(recvs)]
+        outgoing = [(*path.describe(x, f"sends[{i}]"), *_to(place)) for i, (x, *place) in enumerate(sends)]
+        incoming = [
+            (*path.describe(y, f"recvs[{i}]", writable=True), *_to(place)) for i, (y, *place) in enumerate(recvs)
+        ]
         handle = path.exchange(self._core, outgoing, incoming, async_op)
         return self._finish(handle, (tuple(sends), tuple(recvs)), path, async_op)
+
+    def landing_zone(self, x: Any) -> LandingZone | None:
+        """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
+
+        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Local.
+        """
+        if self._devices is None or self._path(x) is _HOST:
+            return None
+        return self._devices.landing_zone()
 
     # --- collectives -----------------------------------------------------------------------------------------------
 

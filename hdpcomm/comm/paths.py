@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from hdpcomm import _core
 from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
+from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.errors import InvalidUsage
 
@@ -94,7 +97,7 @@ class DevicePath:
 class Devices:
     """The device side of a world: which tensors go over its streams, and how."""
 
-    __slots__ = ("_path", "engine", "name")
+    __slots__ = ("_path", "_zone", "engine", "name")
 
     def __init__(self, engine: _core.comm.StreamEngine) -> None:
         self.engine = engine
@@ -104,6 +107,15 @@ class Devices:
             SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
         )
         self._path = DevicePath(engine, tensors)
+        self._zone: LandingZone | None = None
+
+    def landing_zone(self) -> LandingZone | None:
+        """This rank's landing zone, if it has any bytes."""
+        address, size = self.engine.landing
+        if self._zone is None and size > 0:
+            device = torch.device("cpu") if self.is_sim else torch.device("cuda", self.engine.device.ordinal)
+            self._zone = LandingZone(address, size, device)
+        return self._zone
 
     @property
     def is_sim(self) -> bool:

@@ -106,6 +106,7 @@ class StreamEngine final : public WorldPart {
   void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
   template <typename Tell, typename Enqueue>
   void submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue);
+  void checkLanding(const Message& message, bool received) const;
   void send(const Message& message, device::Fork& fork);
   void receive(const Message& message, device::Fork& fork);
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "hdpcomm/transport/device/arena.hpp"
+#include "hdpcomm/kernels/peers.hpp"
 #include "hdpcomm/kernels/reduce.hpp"
 
 namespace hdpcomm::device {
@@ -56,6 +57,7 @@ struct Incoming {
 // The kernels that collectives need, on a stream.
 void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream stream);
 void launchScale(DeviceApi& device, const kernels::ScaleArgs& args, Stream stream);
+void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream);
 
 class Link {
  public:
