@@ -307,6 +307,7 @@ void StreamEngine::send(const Message& message, device::Fork& fork) {
 std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& plan, Ranks ranks,
                                                      const void* in, void* out, Stream caller,
                                                      bool background) {
+  if (plan.call.redop != RedOp::kNone) reduceFunction(plan.call.dtype, plan.call.redop);  // throws
   const std::lock_guard lock(mutex_);
   const WorkPtr work = begin(plan.call, std::move(ranks), caller);
   const Stream stream = background ? background_stream_.get() : caller;

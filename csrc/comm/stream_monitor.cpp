@@ -83,9 +83,16 @@ Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
                 work);
 }
 
+// A device that has failed says so on every call; what it held never ends.
 bool StreamEngine::ended(const StreamWork& work) const {
-  return work.submitted_ && std::all_of(work.ends_.begin(), work.ends_.end(),
-                                        [&](const OwnedEvent& e) { return device_->query(e.get()); });
+  if (!work.submitted_ || device_lost_) return false;
+  try {
+    return std::all_of(work.ends_.begin(), work.ends_.end(),
+                       [&](const OwnedEvent& e) { return device_->query(e.get()); });
+  } catch (const Error&) {
+    device_lost_ = true;
+    return false;
+  }
 }
 
 void StreamEngine::settleEnded() {
@@ -173,6 +180,7 @@ void StreamEngine::fail(const Error& error) {
 // Returns whether all released operations have ended.
 bool StreamEngine::releaseOnce() {
   std::erase_if(released_, [&](const WorkPtr& work) { return !work->submitted_ || ended(*work); });
+  if (device_lost_) released_.clear();
   if (released_.empty()) return true;
   for (const Peer& peer : peers_) {
     if (peer.link != nullptr) peer.link->release(control_stream_.get());
@@ -181,23 +189,30 @@ bool StreamEngine::releaseOnce() {
   return false;
 }
 
+void StreamEngine::lookAround() {
+  if (failed_) {
+    releaseOnce();
+    return;
+  }
+  compareCalls();
+  const auto now = Clock::now();
+  for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
+    if (failed_ || !work->submitted_) return;
+    if (ended(*work)) continue;
+    if (const std::optional<Error> error = lookAfter(*work, now)) fail(*error);
+  }
+}
+
 void StreamEngine::watch() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    const bool draining = failed_ && !released_.empty();
-    const auto pause = draining ? kReleaseAgain : kWatch;
-    wake_.wait_for(lock, pause);
+    wake_.wait_for(lock, failed_ && !released_.empty() ? kReleaseAgain : kWatch);
     if (stop_) return;
-    if (failed_) {
-      releaseOnce();
-      continue;
-    }
-    compareCalls();
-    const auto now = Clock::now();
-    for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
-      if (failed_ || !work->submitted_) break;
-      if (ended(*work)) continue;
-      if (const std::optional<Error> error = lookAfter(*work, now)) fail(*error);
+    try {
+      lookAround();
+    } catch (const Error& error) {
+      device_lost_ = device_lost_ || error.kind() == ErrorKind::kDevice;
+      fail(error);
     }
   }
 }
@@ -312,12 +327,16 @@ void StreamEngine::close(const std::string& reason) {
   for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
   board_->leave(rank_, reason, sound);
   const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrain);
-  while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseAgain);
+  try {
+    while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseAgain);
+  } catch (const Error&) {  // of the device; it was told to whoever waited
+    device_lost_ = true;
+  }
   stop_ = true;
   lock.unlock();
   wake_.notify_all();
   watcher_.join();
-  if (released_.empty()) retire();
+  if (released_.empty() && !device_lost_) retire();
 }
 
 // Peers may still write into this rank's arena: a slot's credit, say. It goes when nobody does.

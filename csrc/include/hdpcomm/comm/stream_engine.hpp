@@ -130,6 +130,7 @@ class StreamEngine final : public WorldPart {
   Error timeoutOf(const StreamWork& work, double seconds) const;
   bool releaseOnce();
   void retire();
+  void lookAround();
   void watch();
 
   const DevicePtr device_;
@@ -151,6 +152,7 @@ class StreamEngine final : public WorldPart {
   std::vector<WorkPtr> released_;  // failed, until their streams have run dry
   int64_t next_seq_ = 0;
   std::optional<Error> failed_;
+  mutable bool device_lost_ = false;
   bool closed_ = false;
   TransportStats stats_;
 
