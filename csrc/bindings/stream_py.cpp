@@ -57,7 +57,7 @@ StreamHandle exchange(const std::shared_ptr<StreamEngine>& engine, const Communi
   const py::gil_scoped_release release;
   const auto outgoing = messagesOf(comm, sends, "send");
   const auto incoming = messagesOf(comm, recvs, "recv");
-  const auto work = engine->exchange(comm.planExchange(), comm.sharedRanks(), outgoing, incoming,
+  const auto work = engine->exchange(comm.planExchange({}, {}), comm.sharedRanks(), outgoing, incoming,
                                      Stream{stream}, background);
   return {engine, work};
 }

@@ -211,6 +211,7 @@ void StreamEngine::post(int peer, const CallEntry& entry) {
 void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
   Peer& other = peers_[static_cast<size_t>(peer)];
   ++other.num_expected;
+  ++work->uncompared_;
   other.expected.push_back({work, entry});
 }
 
@@ -222,13 +223,13 @@ void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue
   if (!work->captured_) running_.push_back(work);
   tell();
   compareCalls();
-  if (failed_) throw Error(*failed_);
+  if (failed_) throw work->error_ ? *work->error_ : *failed_;
   try {
     work->begin_ = events_->take();
     device_->record(work->begin_.get(), caller);
     enqueue();
   } catch (const Error& error) {
-    fail(placed(error, *work));
+    failWork(*work, error);
     throw placed(error, *work);
   }
   work->submitted_ = true;
@@ -256,7 +257,13 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   for (const Message& message : sends) checkLanding(message, false);
   for (const Message& message : recvs) checkLanding(message, true);
   const std::lock_guard lock(mutex_);
-  const WorkPtr work = begin(call, std::move(ranks), caller);
+  Call described = call;
+  if (sends.size() + recvs.size() == 1) {  // for messages about it
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    described.count = only.count;
+    described.dtype = only.dtype;
+  }
+  const WorkPtr work = begin(described, std::move(ranks), caller);
   for (const Message& message : sends) plan(*work, message.peer, 1, 0);
   for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
   const auto entryOf = [&](const Message& message) {

@@ -17,6 +17,8 @@ constexpr auto kWatch = milliseconds(50);
 constexpr auto kReleaseAgain = milliseconds(2);
 // For what a lost peer has already set in motion.
 constexpr auto kGrace = milliseconds(300);
+// At the board, before a waiting host sleeps between them.
+constexpr int kLooks = 1000;
 // For streams to run dry once all that they wait for is given.
 constexpr double kDrain = 5;
 
@@ -52,15 +54,19 @@ void StreamEngine::compareCalls() {
       if (!theirs) break;
       const Expected ours = std::move(peer.expected.front());
       peer.expected.pop_front();
-      if (*theirs == ours.entry) continue;
-      fail(placed(
+      if (*theirs == ours.entry) {
+        board_->accept(rank, rank_);
+        --ours.work->uncompared_;
+        continue;
+      }
+      failWork(
+          *ours.work,
           Error(ErrorKind::kMismatch,
                 "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
                     landingOf(ours.entry) + ", but rank " + std::to_string(rank) + " called " +
                     describe(theirs->call) + landingOf(*theirs) +
                     ": call the same operations with the same arguments in the same order",
-                {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}),
-          *ours.work));
+                {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));
       return;
     }
   }
@@ -97,7 +103,9 @@ bool StreamEngine::ended(const StreamWork& work) const {
 
 void StreamEngine::settleEnded() {
   std::erase_if(running_, [&](const WorkPtr& work) {
-    if (!ended(*work)) return false;
+    if (work->state_ != StreamWork::State::kRunning || work->uncompared_ > 0 || !ended(*work)) {
+      return false;
+    }
     work->state_ = StreamWork::State::kDone;
     return true;
   });
@@ -154,6 +162,14 @@ std::optional<Error> StreamEngine::lookAfter(StreamWork& work, Clock::time_point
   return std::nullopt;
 }
 
+// This operation has failed, whatever its streams did.
+void StreamEngine::failWork(StreamWork& work, const Error& error) {
+  if (failed_) return;
+  work.error_ = placed(error, work);
+  work.state_ = StreamWork::State::kFailed;
+  fail(*work.error_);
+}
+
 // All that has not ended ends with the error; the watcher then gives its streams what they wait
 // for. The others hear of it first, so that they do not take what these streams then write for
 // messages.
@@ -169,7 +185,7 @@ void StreamEngine::fail(const Error& error) {
       if (share.posts > 0) limit = std::min(limit, share.posted);
     }
     work->state_ = StreamWork::State::kFailed;
-    work->error_ = error.context().seq == work->seq_ ? error : placed(error, *work);
+    if (!work->error_) work->error_ = placed(error, *work);
   }
   board_->fail(rank_, error, sound);
   released_.swap(running_);
@@ -199,7 +215,7 @@ void StreamEngine::lookAround() {
   for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
     if (failed_ || !work->submitted_) return;
     if (ended(*work)) continue;
-    if (const std::optional<Error> error = lookAfter(*work, now)) fail(*error);
+    if (const std::optional<Error> error = lookAfter(*work, now)) failWork(*work, *error);
   }
 }
 
@@ -247,40 +263,60 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
   }
   const auto start = Clock::now();
   const double limit = std::min(timeout_s, 1e9);
+  const auto left = [&] { return std::max(0.0, limit - secondsBetween(start, Clock::now())); };
   try {
-    for (const OwnedEvent& end : work->ends_) {
-      const double left = limit - secondsBetween(start, Clock::now());
-      device_->synchronize(end.get(), std::max(left, 0.0), check);
+    for (const OwnedEvent& end : work->ends_) device_->synchronize(end.get(), left(), check);
+    for (int looks = 0; !conclude(work); ++looks) {
+      if (left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
+      if (looks % kLooks == kLooks - 1 && check) check();
+      looks < kLooks ? std::this_thread::yield()
+                     : std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
+    return;
   } catch (const Error& error) {
     std::unique_lock lock(mutex_);
+    if (work->state_ == StreamWork::State::kFailed) {
+      const Error told = *work->error_;
+      lock.unlock();
+      awaitRelease(*work);
+      throw told;
+    }
     const bool late = error.kind() == ErrorKind::kTimeout;
-    fail(late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : placed(error, *work));
+    failWork(*work, late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : error);
     lock.unlock();
     awaitRelease(*work);
   } catch (...) {  // Ctrl-C
     std::unique_lock lock(mutex_);
-    fail(placed(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
-                                               " was interrupted in " + describe(work->call_)),
-                *work));
+    failWork(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
+                                                   " was interrupted in " + describe(work->call_)));
     lock.unlock();
     awaitRelease(*work);
     throw;
   }
-  conclude(work);
+  const std::lock_guard lock(mutex_);
+  throw work->error_ ? *work->error_ : placed(*failed_, *work);
 }
 
-// The streams are through; was it the operation that went through them?
-void StreamEngine::conclude(const WorkPtr& work) {
+// The streams are through; was it the operation that went through them? A host that waits also
+// hears whether its peers agreed: a send ends when the receiver has called the same.
+bool StreamEngine::conclude(const WorkPtr& work) {
   const std::lock_guard lock(mutex_);
   compareCalls();
+  bool agreed = true;
   for (const StreamWork::Share& share : work->shares_) {
     if (work->state_ != StreamWork::State::kRunning || failed_) break;
-    if (!sound(share)) fail(*refusalOf(*work, share));
+    const bool heard =
+        share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
+    if (!sound(share) || (!heard && board_->state(share.peer) != BoardState::kReady)) {
+      if (share.peer != rank_) failWork(*work, *refusalOf(*work, share));
+    }
+    agreed = agreed && heard;
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
+  if (!agreed) return false;
   work->state_ = StreamWork::State::kDone;
   std::erase(running_, work);
+  return true;
 }
 
 void StreamEngine::waitForAll(double timeout_s, const World::InterruptCheck& check) {

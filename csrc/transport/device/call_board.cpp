@@ -42,6 +42,7 @@ struct alignas(64) CallBoard::Ring {
   std::atomic<uint64_t> written;
   uint64_t sound;  // published by the sender's state
   alignas(64) std::atomic<uint64_t> taken;
+  std::atomic<uint64_t> accepted;  // release by the receiver, which has not failed then
   alignas(64) CallEntry entries[kEntries];
 };
 
@@ -180,6 +181,14 @@ std::optional<CallEntry> CallBoard::take(int src, int dst) {
   const CallEntry entry = pair.entries[index % kEntries];
   pair.taken.store(index + 1, std::memory_order_release);
   return entry;
+}
+
+void CallBoard::accept(int src, int dst) {
+  ring(src, dst).accepted.fetch_add(1, std::memory_order_release);
+}
+
+uint64_t CallBoard::accepted(int src, int dst) const {
+  return ring(src, dst).accepted.load(std::memory_order_acquire);
 }
 
 }  // namespace hdpcomm::device

@@ -59,7 +59,7 @@ class Communicator {
     DType dtype = DType::kUint8;
     int peer = -1;  // position in this communicator
   };
-  Call planExchange(std::span<const Message> sends = {}, std::span<const Message> recvs = {}) const;
+  Call planExchange(std::span<const Message> sends, std::span<const Message> recvs) const;
   // Positions to global ranks. Throws InvalidUsage for one that does not exist.
   int globalRank(int position, const char* what) const;
   const Ranks& sharedRanks() const { return ranks_; }

@@ -123,9 +123,10 @@ class StreamEngine final : public WorldPart {
   bool sound(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
   void settleEnded();
-  void conclude(const WorkPtr& work);
+  bool conclude(const WorkPtr& work);
   void awaitRelease(const StreamWork& work);
   void fail(const Error& error);
+  void failWork(StreamWork& work, const Error& error);
   Error placed(const Error& error, const StreamWork& work) const;
   Error timeoutOf(const StreamWork& work, double seconds) const;
   bool releaseOnce();

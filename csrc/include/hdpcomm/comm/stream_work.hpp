@@ -63,6 +63,7 @@ class StreamWork {
   // Under the engine's lock.
   State state_ = State::kRunning;
   std::optional<Error> error_;
+  int uncompared_ = 0;  // entries that the peers have yet to show
   std::optional<Clock::time_point> started_;  // when `begin_` was first seen done
   std::optional<Clock::time_point> bereft_;   // when a member was first seen to be gone
 };

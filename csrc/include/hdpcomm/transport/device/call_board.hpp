@@ -58,6 +58,9 @@ class CallBoard {
   // each side at a time.
   bool post(int src, int dst, const CallEntry& entry);
   std::optional<CallEntry> take(int src, int dst);
+  // The receiver has compared what it took last and agrees; how many entries it has agreed to.
+  void accept(int src, int dst);
+  uint64_t accepted(int src, int dst) const;
 
  private:
   struct Header;
