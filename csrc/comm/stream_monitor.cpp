@@ -103,9 +103,9 @@ bool StreamEngine::ended(const StreamWork& work) const {
 
 void StreamEngine::settleEnded() {
   std::erase_if(running_, [&](const WorkPtr& work) {
-    if (work->state_ != StreamWork::State::kRunning || work->uncompared_ > 0 || !ended(*work)) {
-      return false;
-    }
+    // At the end nobody compares any more: the messages came, and that has to do.
+    const bool compared = work->uncompared_ == 0 || closed_;
+    if (work->state_ != StreamWork::State::kRunning || !compared || !ended(*work)) return false;
     work->state_ = StreamWork::State::kDone;
     return true;
   });
@@ -349,6 +349,7 @@ void StreamEngine::close(const std::string& reason) {
   const auto limit = Clock::now() + (reason.empty() && !device_->isSim()
                                          ? std::chrono::seconds(5)
                                          : std::chrono::seconds(0));
+  compareCalls();
   settleEnded();
   while (!running_.empty() && Clock::now() < limit) {
     wake_.wait_for(lock, kReleaseAgain);

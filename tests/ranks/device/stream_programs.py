@@ -64,6 +64,11 @@ class Caller:
             self.comm._core, [message(x) for x in sends], [message(x) for x in recvs], self.stream, background
         )
 
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, algorithm: str) -> _core.comm.StreamWork:
+        count, code = x.numel() // self.comm.size, _core.comm.ALGORITHMS[algorithm]
+        place = x.data_ptr(), out.data_ptr(), count, _FLOAT
+        return self.engine.all_to_all(self.comm._core, *place, [], [], code, self.stream, False)
+
     def all_reduce(self, x: torch.Tensor, algorithm: str, *, background: bool = False) -> _core.comm.StreamWork:
         place = x.data_ptr(), x.data_ptr(), x.numel(), _FLOAT
         code = _core.comm.ALGORITHMS[algorithm]
@@ -132,17 +137,18 @@ def collectives() -> None:
 
 
 def streams_share_scratch() -> None:
-    """The same scratch memory for collectives of two streams: the host sees that the first is done, but orders nothing."""
+    """The same scratch memory for collectives of two streams: the host sees the first one's end, but orders nothing."""
     with joined() as rank:
         other = Caller(rank.comm, rank.device.create_stream())
         kept = []
         for caller in (rank, other, rank, other):
-            kept.append(x := caller.made(torch.empty(2500)))
-            work = caller.all_reduce(x, "recursive")
+            x, out = caller.made(torch.empty(2400)), torch.empty(2400)
+            kept += [x, out]
+            work = caller.all_to_all(out, x, "bruck")
             while not work.done():
                 time.sleep(0.0005)
-        rank.used(kept[2])
-        other.used(kept[3])
+        rank.used(kept[-3])
+        other.used(kept[-1])
         rank.device.destroy_stream(other.stream)
 
 

@@ -157,9 +157,9 @@ class StreamEngine final : public WorldPart {
   bool closed_ = false;
   TransportStats stats_;
 
-  std::thread watcher_;
   std::condition_variable wake_;
   bool stop_ = false;
+  std::thread watcher_;  // last: it uses all of the above from its start
 };
 
 }  // namespace hdpcomm
