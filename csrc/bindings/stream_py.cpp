@@ -125,9 +125,14 @@ void bindStream(py::module_& module) {
                                    engine.landingBytes());
                              })
       .def_property_readonly("scratch_bytes", &StreamEngine::scratchBytes)
-      .def("exchange", &exchange)
-      .def("collective", &collective)
-      .def("all_to_all", &allToAll)
+      .def("exchange", &exchange, py::arg("comm"), py::arg("sends"), py::arg("recvs"),
+           py::arg("stream"), py::arg("background"))
+      .def("collective", &collective, py::arg("comm"), py::arg("op"), py::arg("source"),
+           py::arg("target"), py::arg("count"), py::arg("dtype"), py::arg("redop"), py::arg("root"),
+           py::arg("algorithm"), py::arg("stream"), py::arg("background"))
+      .def("all_to_all", &allToAll, py::arg("comm"), py::arg("source"), py::arg("target"),
+           py::arg("count"), py::arg("dtype"), py::arg("out_counts"), py::arg("in_counts"),
+           py::arg("algorithm"), py::arg("stream"), py::arg("background"))
       .def("synchronize",
            [](StreamEngine& engine, double timeout_s) {
              const py::gil_scoped_release release;

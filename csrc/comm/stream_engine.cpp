@@ -336,7 +336,6 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
     const Buffers buffers{static_cast<std::byte*>(const_cast<void*>(in)),
                           static_cast<std::byte*>(out), temp};
     runSchedule(*plan.schedule, *work, buffers, stream);
-    if (temp != nullptr) scratch_.give(temp, stream);
     work->ends_.push_back(events_->take());
     device_->record(work->ends_.back().get(), stream);
   });

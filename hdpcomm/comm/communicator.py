@@ -71,9 +71,9 @@ class Communicator:
     Every collective is called by all its ranks, with equal arguments. A rank issues the operations of all its
     communicators in one order, and all ranks must agree on that order where their communicators overlap; then no mix of
     overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors, numpy arrays or
-    DLPack objects; with the ``cuda`` transport also torch, CuPy and other CUDA tensors; contiguous, and in one operation
-    all on the same device. Operations on CUDA tensors are ordered on the current stream of the tensors' library and do
-    not block the host.
+    DLPack objects; with the ``cuda`` transport also torch, CuPy and other CUDA tensors; contiguous, and in one
+    operation all on the same device. Operations on CUDA tensors are ordered on the current stream of the tensors'
+    library and do not block the host.
 
     Every operation takes ``async_op``: then it returns at once and proceeds in the background, and ``Work.wait()`` ends
     it; without it the returned Work has ended. With ``algorithm="auto"`` the library chooses; :meth:`algorithms` lists
@@ -109,6 +109,11 @@ class Communicator:
     def transport(self) -> str:
         """The name of the transport that moves the bytes (of device tensors, where it moves these)."""
         return self._core.world.transport if self._devices is None else self._devices.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors should be: its GPU with the ``cuda`` transport, else the CPU."""
+        return torch.device("cpu") if self._devices is None else self._devices.torch_device
 
     @property
     def timeout(self) -> float:

@@ -28,7 +28,7 @@ def _cuda(rank: int) -> Any:
             "CUDA_VISIBLE_DEVICES, or take transport='sim' to try the same on the CPU",
             rank=rank,
         )
-    if not torch.cuda.is_initialized() or torch.cuda.current_device() == 0:
+    if torch.cuda.current_device() == 0:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % count)
     return _core.device.open_cuda(torch.cuda.current_device())
 

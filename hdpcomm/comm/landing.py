@@ -33,7 +33,7 @@ class LandingZone:
             self.memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
         else:
             self.memory = torch.as_tensor(_CudaMemory(address, size), device=device)
-        self._left: Any = None if device.type == "cpu" else torch.cuda.Event()
+        self._left: Any = None if device.type == "cpu" else torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def enter(self) -> None:
         """Later work of the current stream comes after what the last user has enqueued."""

@@ -81,10 +81,12 @@ class DevicePath:
         return self._engine.exchange(core, sends, recvs, self._tensors.stream(), background)
 
     def collective(self, core: Core, *args: Any) -> Handle:
-        return self._engine.collective(core, *args[:-1], self._tensors.stream(), args[-1])
+        *operands, background = args
+        return self._engine.collective(core, *operands, stream=self._tensors.stream(), background=background)
 
     def all_to_all(self, core: Core, *args: Any) -> Handle:
-        return self._engine.all_to_all(core, *args[:-1], self._tensors.stream(), args[-1])
+        *operands, background = args
+        return self._engine.all_to_all(core, *operands, stream=self._tensors.stream(), background=background)
 
     def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
         """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""
@@ -113,9 +115,13 @@ class Devices:
         """This rank's landing zone, if it has any bytes."""
         address, size = self.engine.landing
         if self._zone is None and size > 0:
-            device = torch.device("cpu") if self.is_sim else torch.device("cuda", self.engine.device.ordinal)
-            self._zone = LandingZone(address, size, device)
+            self._zone = LandingZone(address, size, self.torch_device)
         return self._zone
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where torch's tensors for these streams are."""
+        return torch.device("cpu") if self.is_sim else torch.device("cuda", self.engine.device.ordinal)
 
     @property
     def is_sim(self) -> bool:

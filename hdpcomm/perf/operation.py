@@ -42,18 +42,23 @@ class Case:
     in_place: bool = False
     subsets: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are: the device of the communicator; other libraries are measured on the CPU."""
+        return getattr(self.comm, "device", torch.device("cpu"))
+
 
 class Storage:
     """A buffer between guards, its first element ``unalign`` elements past a multiple of 64 bytes."""
 
-    def __init__(self, kind: ElementType, elements: int, unalign: int) -> None:
+    def __init__(self, kind: ElementType, elements: int, unalign: int, device: torch.device) -> None:
         lead = _GUARD + unalign * kind.bytes
-        self._bytes = torch.full((elements * kind.bytes + lead + 2 * _GUARD,), _POISON, dtype=torch.uint8)
+        size = elements * kind.bytes + lead + 2 * _GUARD
+        self._bytes = torch.full((size,), _POISON, dtype=torch.uint8, device=device)
         lead += -self._bytes.data_ptr() % _GUARD
         self._first, self._last = lead, lead + elements * kind.bytes
-        self.data = (
-            self._bytes[self._first : self._last].view(kind.dtype) if elements else torch.empty(0, dtype=kind.dtype)
-        )
+        empty = torch.empty(0, dtype=kind.dtype, device=device)
+        self.data = self._bytes[self._first : self._last].view(kind.dtype) if elements else empty
         self._bytes_per_element = kind.bytes
 
     def poison(self) -> None:
@@ -76,16 +81,21 @@ class Bound:
         self.operation, self.case = operation, case
         shape = case.shape
         if case.in_place:
-            shared = Storage(case.kind, max(shape.send, shape.recv), case.unalign)
+            shared = Storage(case.kind, max(shape.send, shape.recv), case.unalign, case.device)
             self.storages = [shared]
             self.x, self.out = operation.in_place_views(shared.data, case)
         else:
-            self.storages = [Storage(case.kind, n, case.unalign) for n in (shape.send, shape.recv)]
+            self.storages = [Storage(case.kind, n, case.unalign, case.device) for n in (shape.send, shape.recv)]
             self.x, self.out = (storage.data for storage in self.storages)
         self.run: Callable[[], Any] = operation.call(case, self.x, self.out, async_op=False)
         self.start: Callable[[], Any] | None = None
         if operation.asynchronous:
             self.start = operation.call(case, self.x, self.out, async_op=True)
+
+    def settle(self) -> None:
+        """The host waits for the device; what was started has ended then."""
+        if self.case.device.type == "cuda":
+            torch.cuda.synchronize(self.case.device)
 
     def fill(self) -> None:
         """Writes this rank's input, and rubbish everywhere else."""
@@ -100,10 +110,10 @@ class Bound:
         count = sum(storage.trespassed() for storage in self.storages)
         expected = self.operation.expected(self.case)
         if expected is not None:
-            count += _differences(self.out, expected)
+            count += _differences(self.out.cpu(), expected)
         given = self.operation.given(self.case)
         if given is not None and not self.case.in_place:
-            count += _differences(self.x, given)
+            count += _differences(self.x.cpu(), given)
         return count
 
     def measure(self, iterations: int) -> list[float] | None:

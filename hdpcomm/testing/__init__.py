@@ -23,8 +23,8 @@ def spawn(
     """Runs ``fn(*args)`` on ``world_size`` ranks; returns the results by rank.
 
     ``fn`` is a function of an importable module; inside, ``hdpcomm.init()`` joins the world. ``transport``: that of
-    ``init()``, between processes; ``"threads"``: threads of this process (see :func:`run_threads`). ``timeout``: seconds
-    for the whole run; past it the stacks of all ranks are printed.
+    ``init()``, between processes; ``"threads"``: threads of this process (see :func:`run_threads`). ``timeout``:
+    seconds for the whole run; past it the stacks of all ranks are printed.
 
     Raises: what a rank raised; PeerLost when a rank died; CommTimeout past the timeout.
     """

@@ -156,7 +156,9 @@ def leave_early() -> None:
     comm.recv(x, 1)
     assert x.tolist() == [0, 1, 2, 3]
     time.sleep(0.2)  # so that it is known when the next operation begins
-    with pytest.raises(hdp.PeerLost, match=r"rank 1 closed its communicator while rank 0 .*send/recv\(4 x float") as info:
+    with pytest.raises(
+        hdp.PeerLost, match=r"rank 1 closed its communicator while rank 0 .*send/recv\(4 x float"
+    ) as info:
         comm.recv(x, 1)
     assert info.value.peer == 1
     with pytest.raises(hdp.PeerLost, match="rank 1 closed its communicator"):

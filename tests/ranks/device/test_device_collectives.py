@@ -19,10 +19,6 @@ def test_threads(world_size: int) -> None:
     run_threads(everything, world_size, (tuple(range(world_size)),), transport="sim")
 
 
-def test_subsets_of_processes() -> None:
-    spawn(everything, 3, ((2, 0),), transport="sim")
-
-
 def noise(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
@@ -79,6 +75,10 @@ def test_the_same_bits_as_shared_memory(world_size: int, count: int) -> None:
         streams = run_threads(bits, world_size, count, transport="sim")
     assert streams == run_threads(bits, world_size, count, transport="shm")
     assert len(streams[0]) >= 25
+
+
+def test_processes() -> None:
+    assert spawn(bits, 3, 70_001, transport="sim") == run_threads(bits, 3, 70_001, transport="shm")
 
 
 def in_the_background(world: hdp.Communicator) -> None:

@@ -1,4 +1,6 @@
-// Device memory that collectives use between their steps, recycled in the order of streams.
+// Device memory that collectives use between their steps. A block belongs to the stream that used it
+// first and is used again by that one only: the stream's own order is all that it takes. So there is
+// a block for each size (rounded up to a power of two) and stream, however many operations there are.
 #pragma once
 
 #include <memory>
@@ -12,22 +14,18 @@ class ScratchPool {
  public:
   explicit ScratchPool(DevicePtr device) : device_(std::move(device)) {}
 
-  // At least `bytes` bytes for work of `stream` from now on. A block whose last work is not known
-  // to be done is not waited for: that work may depend on what this rank does next. `captured`: for
-  // a graph, which keeps it; then no memory can be allocated, so one of that size must be free.
+  // At least `bytes` bytes for the next operation of `stream`. `captured`: for a graph, which keeps
+  // the block for itself; no memory can be allocated then, so a block of that size must be there,
+  // and the caller has seen to it that its work is done (Communicator.synchronize()).
   std::byte* take(size_t bytes, Stream stream, bool captured);
-  // Gives it back: free behind the work that `stream` holds now. A graph's block never is.
-  void give(std::byte* memory, Stream stream);
   size_t bytes() const;
 
  private:
   struct Block {
     DeviceMemory memory;
     size_t bytes;
-    OwnedEvent last;     // its last work
-    Stream stream;       // of that work
-    bool taken = false;
-    bool of_graph = false;
+    Stream stream;
+    bool of_graph;
   };
 
   DevicePtr device_;
