@@ -39,13 +39,15 @@ void merge(uint64_t out, uint64_t lse, uint64_t block_out, uint64_t block_lse, u
   HDP_RUN_KERNEL(merge, args, num_threads);
 }
 
-RowsArgs rowsArgs(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_stride,
-                  int64_t row_bytes, uint64_t segments, int64_t num_segments, int64_t total_rows) {
+using Strides = std::array<int64_t, 2>;  // of dst and of src, in bytes
+
+RowsArgs rowsArgs(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
+                  uint64_t segments, int64_t num_segments, int64_t total_rows) {
   RowsArgs args;
   args.dst = pointer(dst);
   args.src = pointer(src);
-  args.dst_stride = dst_stride;
-  args.src_stride = src_stride;
+  args.dst_stride = strides[0];
+  args.src_stride = strides[1];
   args.row_bytes = row_bytes;
   args.segments = static_cast<const RowSegment*>(pointer(segments));
   args.num_segments = num_segments;
@@ -53,27 +55,20 @@ RowsArgs rowsArgs(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_st
   return args;
 }
 
-void copyRows(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_stride, int64_t row_bytes,
-              uint64_t segments, int64_t num_segments, int64_t total_rows, bool cuda,
-              uint64_t stream) {
-  const RowsArgs args =
-      rowsArgs(dst, src, dst_stride, src_stride, row_bytes, segments, num_segments, total_rows);
+void copyRows(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
+              uint64_t segments, int64_t num_segments, int64_t total_rows, uint64_t positions,
+              bool cuda, uint64_t stream) {
+  RowsArgs args = rowsArgs(dst, src, strides, row_bytes, segments, num_segments, total_rows);
+  args.positions = static_cast<int64_t*>(pointer(positions));
   HDP_RUN_KERNEL(copyRows, args);
 }
 
-void addRows(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_stride, int64_t row_bytes,
+void addRows(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
              uint64_t segments, int64_t num_segments, int64_t total_rows, int dtype, bool cuda,
              uint64_t stream) {
-  const RowsArgs args =
-      rowsArgs(dst, src, dst_stride, src_stride, row_bytes, segments, num_segments, total_rows);
-  py::gil_scoped_release release;
-  if (!cuda) return kernels::addRowsCpu(args, static_cast<DType>(dtype));
-#ifdef HDPCOMM_WITH_CUDA
-  kernels::addRowsCuda(args, static_cast<DType>(dtype), pointer(stream));
-#else
-  (void)stream;
-  throwNoCuda();
-#endif
+  RowsArgs args = rowsArgs(dst, src, strides, row_bytes, segments, num_segments, total_rows);
+  args.dtype = static_cast<DType>(dtype);
+  HDP_RUN_KERNEL(addRows, args);
 }
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
@@ -105,14 +100,14 @@ void bindKernels(py::module_& module) {
              py::arg("block_lse"), py::arg("rows"), py::arg("shape"), py::arg("block_lse_strides"),
              py::arg("acc"), py::arg("block"), py::arg("num_threads"), py::arg("cuda"),
              py::arg("stream"));
-  module.def("copy_rows", &copyRows, py::arg("dst"), py::arg("src"), py::arg("dst_stride"),
-             py::arg("src_stride"), py::arg("row_bytes"), py::arg("segments"),
-             py::arg("num_segments"), py::arg("total_rows"), py::arg("cuda"), py::arg("stream"));
-  module.def("add_rows", &addRows, py::arg("dst"), py::arg("src"), py::arg("dst_stride"),
-             py::arg("src_stride"), py::arg("row_bytes"), py::arg("segments"),
-             py::arg("num_segments"), py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"),
-             py::arg("stream"));
+  module.def("copy_rows", &copyRows, py::arg("dst"), py::arg("src"), py::arg("strides"),
+             py::arg("row_bytes"), py::arg("segments"), py::arg("num_segments"),
+             py::arg("total_rows"), py::arg("positions"), py::arg("cuda"), py::arg("stream"));
+  module.def("add_rows", &addRows, py::arg("dst"), py::arg("src"), py::arg("strides"),
+             py::arg("row_bytes"), py::arg("segments"), py::arg("num_segments"),
+             py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"), py::arg("stream"));
   bindKernelBuffers(module);
+  bindKernelCrossEntropy(module);
   module.def("zigzag_bounds", &zigzagBounds, py::arg("cu_seqlens"), py::arg("size"));
 }
 

@@ -13,8 +13,9 @@ inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address)
 // Throws DeviceError: this build has no CUDA kernels.
 [[noreturn]] void throwNoCuda();
 
-// Reductions, casts, folds (kernel_buffers_py.cpp).
+// Called by bindKernels(); each is in the file of its name.
 void bindKernelBuffers(pybind11::module_& module);
+void bindKernelCrossEntropy(pybind11::module_& module);
 
 }  // namespace hdpcomm
 

@@ -57,7 +57,7 @@ StreamHandle exchange(const std::shared_ptr<StreamEngine>& engine, const Communi
   const py::gil_scoped_release release;
   const auto outgoing = messagesOf(comm, sends, "send");
   const auto incoming = messagesOf(comm, recvs, "recv");
-  const auto work = engine->exchange(comm.planExchange({}, {}), comm.sharedRanks(), outgoing, incoming,
+  const auto work = engine->exchange(comm.callOfMessages(), comm.sharedRanks(), outgoing, incoming,
                                      Stream{stream}, background);
   return {engine, work};
 }
@@ -66,26 +66,27 @@ StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Commu
                         int op, uintptr_t in, uintptr_t out, size_t count, int dtype, int redop,
                         int root, int algorithm, uintptr_t stream, bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan =
-      comm.planCollective(static_cast<OpCode>(op), count, static_cast<DType>(dtype),
-                          static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm));
-  const auto work =
-      engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
-                         reinterpret_cast<void*>(out), Stream{stream}, background);
+  const Communicator::Plan plan = comm.plan({.count = count, .dtype = static_cast<DType>(dtype)},
+                                            {static_cast<OpCode>(op), static_cast<RedOp>(redop),
+                                             root, static_cast<Algorithm>(algorithm)});
+  const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
+                                       reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
 }
 
 StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
-                      uintptr_t in, uintptr_t out, size_t count, int dtype,
-                      std::vector<size_t> out_counts, std::vector<size_t> in_counts, int algorithm,
-                      uintptr_t stream, bool background) {
+                      uintptr_t in, uintptr_t out, int dtype, std::vector<size_t> out_counts,
+                      std::vector<size_t> in_counts, int algorithm, uintptr_t stream,
+                      bool background) {
   const py::gil_scoped_release release;
   const Communicator::Plan plan =
-      comm.planAllToAll(count, static_cast<DType>(dtype), std::move(out_counts),
-                        std::move(in_counts), static_cast<Algorithm>(algorithm));
-  const auto work =
-      engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
-                         reinterpret_cast<void*>(out), Stream{stream}, background);
+      comm.plan({.count = 0,
+                 .dtype = static_cast<DType>(dtype),
+                 .in_counts = std::move(in_counts),
+                 .out_counts = std::move(out_counts)},
+                {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)});
+  const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
+                                       reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
 }
 
@@ -113,16 +114,15 @@ void bindStream(py::module_& module) {
         return "<Work " + describe(handle.work->call()) + ">";
       });
   py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine")
-      .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"), py::arg("num_slots"), py::arg("num_lanes"),
-                  py::arg("landing_bytes"))
+      .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
+                  py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"))
       .def_property_readonly("device", &StreamEngine::device)
-      .def_property_readonly(
-          "host_stream", [](const StreamEngine& engine) { return engine.hostStream().handle; })
+      .def_property_readonly("host_stream",
+                             [](const StreamEngine& engine) { return engine.hostStream().handle; })
       .def_property_readonly("landing",
                              [](const StreamEngine& engine) {
-                               return py::make_tuple(
-                                   reinterpret_cast<uintptr_t>(engine.landing()),
-                                   engine.landingBytes());
+                               return py::make_tuple(reinterpret_cast<uintptr_t>(engine.landing()),
+                                                     engine.landingBytes());
                              })
       .def_property_readonly("scratch_bytes", &StreamEngine::scratchBytes)
       .def("exchange", &exchange, py::arg("comm"), py::arg("sends"), py::arg("recvs"),
@@ -131,8 +131,8 @@ void bindStream(py::module_& module) {
            py::arg("target"), py::arg("count"), py::arg("dtype"), py::arg("redop"), py::arg("root"),
            py::arg("algorithm"), py::arg("stream"), py::arg("background"))
       .def("all_to_all", &allToAll, py::arg("comm"), py::arg("source"), py::arg("target"),
-           py::arg("count"), py::arg("dtype"), py::arg("out_counts"), py::arg("in_counts"),
-           py::arg("algorithm"), py::arg("stream"), py::arg("background"))
+           py::arg("dtype"), py::arg("out_counts"), py::arg("in_counts"), py::arg("algorithm"),
+           py::arg("stream"), py::arg("background"))
       .def("synchronize",
            [](StreamEngine& engine, double timeout_s) {
              const py::gil_scoped_release release;

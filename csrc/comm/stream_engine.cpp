@@ -51,15 +51,10 @@ struct Introduction {
   int32_t sim;
 };
 
-void hostWait(const Communicator& comm, const std::shared_ptr<Work>& work) {
-  comm.world().wait(*work, comm.world().timeout(), {});
-}
-
 std::vector<Introduction> introduce(const Communicator& comm, const Introduction& own) {
   std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
-  const Communicator::Operands operands{&own, everyone.data(), sizeof own, DType::kUint8};
-  hostWait(comm, comm.collective(OpCode::kAllGather, operands, RedOp::kNone, -1, Algorithm::kAuto,
-                                 false));
+  const Communicator::Operands operands{.in = &own, .out = everyone.data(), .count = sizeof own};
+  comm.collective(operands, {.op = OpCode::kAllGather}, 0, {});
   return everyone;
 }
 
@@ -70,9 +65,8 @@ std::shared_ptr<CallBoard> shareBoard(const Communicator& comm) {
     board = CallBoard::create(comm.size());
     std::snprintf(address, sizeof address, "%s", board->address().c_str());
   }
-  const Communicator::Operands operands{address, address, sizeof address, DType::kUint8};
-  hostWait(comm, comm.collective(OpCode::kBroadcast, operands, RedOp::kNone, 0, Algorithm::kAuto,
-                                 false));
+  const Communicator::Operands operands{.in = address, .out = address, .count = sizeof address};
+  comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
   return board != nullptr ? board : CallBoard::open(address, comm.size());
 }
 
@@ -116,7 +110,7 @@ std::shared_ptr<StreamEngine> StreamEngine::join(const Communicator& comm, Devic
   board->enter(comm.rank());
   // Every rank has mapped every arena and the board before anybody goes on.
   device->annotateRelease(board->key());
-  hostWait(comm, comm.collective(OpCode::kBarrier, {}, RedOp::kNone, -1, Algorithm::kAuto, false));
+  comm.collective({}, {.op = OpCode::kBarrier}, 0, {});
   device->annotateAcquire(board->key());
   board->release();
   return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), board, std::move(arena),
@@ -252,8 +246,8 @@ void StreamEngine::checkLanding(const Message& message, bool received) const {
 
 std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
                                                    const std::vector<Message>& sends,
-                                                   const std::vector<Message>& recvs,
-                                                   Stream caller, bool background) {
+                                                   const std::vector<Message>& recvs, Stream caller,
+                                                   bool background) {
   for (const Message& message : sends) checkLanding(message, false);
   for (const Message& message : recvs) checkLanding(message, true);
   const std::lock_guard lock(mutex_);

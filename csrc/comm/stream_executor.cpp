@@ -27,8 +27,8 @@ void StreamEngine::runMoves(const Step& step, const Call& call, const Buffers& b
         device::launchReduce(*device_, {to, to, from, count, call.dtype, call.redop}, stream);
         break;
       case MoveKind::kScale:
-        device::launchScale(
-            *device_, {to, count, static_cast<double>(call.group_size), call.dtype}, stream);
+        device::launchScale(*device_, {to, count, static_cast<double>(call.group_size), call.dtype},
+                            stream);
         break;
     }
   }

@@ -59,14 +59,13 @@ void StreamEngine::compareCalls() {
         --ours.work->uncompared_;
         continue;
       }
-      failWork(
-          *ours.work,
-          Error(ErrorKind::kMismatch,
-                "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
-                    landingOf(ours.entry) + ", but rank " + std::to_string(rank) + " called " +
-                    describe(theirs->call) + landingOf(*theirs) +
-                    ": call the same operations with the same arguments in the same order",
-                {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));
+      failWork(*ours.work,
+               Error(ErrorKind::kMismatch,
+                     "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
+                         landingOf(ours.entry) + ", but rank " + std::to_string(rank) + " called " +
+                         describe(theirs->call) + landingOf(*theirs) +
+                         ": call the same operations with the same arguments in the same order",
+                     {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));
       return;
     }
   }
@@ -258,8 +257,9 @@ void StreamEngine::awaitRelease(const StreamWork& work) {
 void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
                            const World::InterruptCheck& check) {
   if (work->captured_) {
-    throwInvalidUsage("an operation that is captured into a graph cannot be waited for on the "
-                      "host: wait for the graph's replay");
+    throwInvalidUsage(
+        "an operation that is captured into a graph cannot be waited for on the "
+        "host: wait for the graph's replay");
   }
   const auto start = Clock::now();
   const double limit = std::min(timeout_s, 1e9);
@@ -346,9 +346,8 @@ void StreamEngine::close(const std::string& reason) {
   std::unique_lock lock(mutex_);
   if (std::exchange(closed_, true)) return;
   // On a GPU the host is ahead of its streams, and what they still hold is meant to run.
-  const auto limit = Clock::now() + (reason.empty() && !device_->isSim()
-                                         ? std::chrono::seconds(5)
-                                         : std::chrono::seconds(0));
+  const auto limit = Clock::now() + (reason.empty() && !device_->isSim() ? std::chrono::seconds(5)
+                                                                         : std::chrono::seconds(0));
   compareCalls();
   settleEnded();
   while (!running_.empty() && Clock::now() < limit) {

@@ -5,28 +5,25 @@
 namespace hdpcomm::kernels {
 namespace {
 
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Run {
-  T values[kCount];
-};
-
 // kCount elements at a time: 16 bytes of the wider type, as many elements of the narrower one; or 1
 // where the two do not reach their boundaries together.
 template <typename To, typename From, int kCount>
 __global__ void __launch_bounds__(kThreads) castKernel(To* out, const From* in, Slices slices) {
-  auto* to = reinterpret_cast<Run<To, kCount>*>(out + slices.head);
-  const auto* from = reinterpret_cast<const Run<From, kCount>*>(in + slices.head);
+  To* to = out + slices.head;
+  const From* from = in + slices.head;
   forVectors(slices.vectors, [&](auto group, int64_t first) {
     constexpr int kGroup = decltype(group)::value;
-    Run<From, kCount> parts[kGroup];
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) parts[j] = from[first + j * kThreads];
+    Pack<From, kCount> parts[kGroup];
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
-      Run<To, kCount> result;
+      parts[j] = Pack<From, kCount>::load(from + (first + j * kThreads) * kCount);
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      Pack<To, kCount> result;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) convertElement(parts[j].values[i], result.values[i]);
-      to[first + j * kThreads] = result;
+      result.store(to + (first + j * kThreads) * kCount);
     }
   });
   if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {

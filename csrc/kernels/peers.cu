@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
       narrow(acc[i], result.values[i]);
     }
     for (int p = 0; p < args.num_outputs; ++p) {
-      *reinterpret_cast<uint4*>(static_cast<T*>(args.outputs[p]) + at) = result.bits;
+      result.store(static_cast<T*>(args.outputs[p]) + at);
     }
   }
   for (int64_t e = thread; e < slices.edges(); e += stride) {
@@ -95,14 +95,16 @@ __global__ void __launch_bounds__(kThreads)
   if (from == to) return;
   const Slices slices = sliceBuffer(to, args.bytes, 1, shiftedBy(to, from));
   const uint8_t* body = from + slices.head;
-  auto* vectors = reinterpret_cast<uint4*>(to + slices.head);
+  uint8_t* out = to + slices.head;
   forVectors(slices.vectors, [&](auto group, int64_t first) {
     constexpr int kGroup = decltype(group)::value;
     uint4 parts[kGroup];
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) parts[j] = loadAnywhere(body + (first + j * kThreads) * 16);
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) vectors[first + j * kThreads] = parts[j];
+    for (int j = 0; j < kGroup; ++j) {
+      __stwb(reinterpret_cast<uint4*>(out + (first + j * kThreads) * 16), parts[j]);
+    }
   });
   if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {
     const int64_t i = slices.edge<16>(threadIdx.x);
@@ -115,7 +117,8 @@ __global__ void __launch_bounds__(kThreads) putKernel(PutArgs args) {
   auto* to = static_cast<uint8_t*>(args.dst);
   const Slices slices = sliceBuffer(to, args.bytes, 1, shiftedBy(to, from));
   for (int64_t v = threadIdx.x; v < slices.vectors; v += kThreads) {
-    reinterpret_cast<uint4*>(to + slices.head)[v] = loadAnywhere(from + slices.head + v * 16);
+    __stwb(reinterpret_cast<uint4*>(to + slices.head) + v,
+           loadAnywhere(from + slices.head + v * 16));
   }
   if (threadIdx.x < slices.edges()) {
     const int64_t i = slices.edge<16>(threadIdx.x);

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kCount; ++i) {
         reduceElement<op>(left[j].values[i], right[j].values[i], left[j].values[i]);
       }
-      reinterpret_cast<uint4*>(to)[first + j * kThreads] = left[j].bits;
+      left[j].store(to + (first + j * kThreads) * kCount);
     }
   });
   if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {
@@ -40,19 +40,21 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads) scaleKernel(T* data, Wide<T> divisor, Slices slices) {
   constexpr int kCount = Pack<T>::kCount;
-  auto* vectors = reinterpret_cast<uint4*>(data + slices.head);
+  T* body = data + slices.head;
   forVectors(slices.vectors, [&](auto group, int64_t first) {
     constexpr int kGroup = decltype(group)::value;
     Pack<T> parts[kGroup];
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) parts[j].bits = vectors[first + j * kThreads];
+    for (int j = 0; j < kGroup; ++j) {
+      parts[j] = Pack<T>::load(body + (first + j * kThreads) * kCount);
+    }
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         divideElement(parts[j].values[i], divisor, parts[j].values[i]);
       }
-      vectors[first + j * kThreads] = parts[j].bits;
+      parts[j].store(body + (first + j * kThreads) * kCount);
     }
   });
   if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {

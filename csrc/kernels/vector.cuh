@@ -7,12 +7,48 @@
 
 namespace hdpcomm::kernels {
 
-// 16 bytes as elements.
-template <typename T>
+// The type that is loaded and stored for kBytes at once.
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using Type = unsigned char;
+};
+template <>
+struct WordOf<2> {
+  using Type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+  using Type = unsigned int;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using Type = uint4;
+};
+
+// kCount elements that are loaded and stored as one word; 16 bytes by default.
+template <typename T, int kElements = 16 / static_cast<int>(sizeof(T))>
 union Pack {
-  static constexpr int kCount = 16 / static_cast<int>(sizeof(T));
-  uint4 bits;
+  static constexpr int kCount = kElements;
+  using Word = typename WordOf<static_cast<int>(sizeof(T)) * kCount>::Type;
+  Word bits;
   T values[kCount];
+
+  // From and to global memory in one instruction: left to itself, the compiler splits accesses of
+  // 16-bit elements.
+  __device__ __forceinline__ static Pack load(const void* address) {
+    Pack pack;
+    pack.bits = __ldca(static_cast<const Word*>(address));
+    return pack;
+  }
+  __device__ __forceinline__ void store(void* address) const {
+    __stwb(static_cast<Word*>(address), bits);
+  }
 };
 
 // 16 bytes from an address that need not be a multiple of 16. Reads the one or two aligned words
@@ -23,9 +59,9 @@ __device__ __forceinline__ uint4 loadAnywhere(const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   const unsigned shift = static_cast<unsigned>(at) & 15u;
   const auto* words = reinterpret_cast<const uint4*>(at - shift);
-  const uint4 low = words[0];
+  const uint4 low = __ldca(words);
   if (shift == 0) return low;
-  const uint4 high = words[1];
+  const uint4 high = __ldca(words + 1);
   uint32_t w0 = low.x, w1 = low.y, w2 = low.z, w3 = low.w;
   uint32_t w4 = high.x, w5 = high.y, w6 = high.z;
   const uint32_t w7 = high.w;

@@ -54,7 +54,7 @@ def _buffer_bytes(plan: RingPlan, k: torch.Tensor) -> int:
 
 
 def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> Landing | None:
-    """The landing buffers of a pass, if the transport of ``k`` has a zone and both fit into it: on all ranks or none."""
+    """The landing buffers of a pass, if the transport of ``k`` has a zone and both fit into it; so on all ranks."""
     if comm is None or not plan.neighbours_only:
         return None
     zone = comm.landing_zone(k)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.device_communicator import DeviceCommunicator
 from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
@@ -96,9 +97,11 @@ def _adopt(world: _core.comm.World, transport: str) -> Communicator:
 
 
 def _communicator(world: _core.comm.World, transport: str) -> Communicator:
+    place = world.communicator(), world.rank, world.size
     device = automatic() if transport == "auto" else transport
-    devices = join_devices(device, world) if device in DEVICE_TRANSPORTS else None
-    return Communicator(world.communicator(), devices)
+    return (
+        DeviceCommunicator(*place, join_devices(device, world)) if device in DEVICE_TRANSPORTS else Communicator(*place)
+    )
 
 
 def close_all(reason: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.paths import Devices
+from hdpcomm.comm.device_paths import Devices
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["DEVICE_TRANSPORTS", "automatic", "join_devices"]

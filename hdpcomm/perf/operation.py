@@ -39,6 +39,7 @@ class Case:
     root: int = 0
     algorithm: str = "auto"
     unalign: int = 0
+    registered: bool = False  # buffers of comm.empty()
     in_place: bool = False
     subsets: tuple[tuple[int, ...], ...] = ()
 
@@ -49,15 +50,17 @@ class Case:
 
 
 class Storage:
-    """A buffer between guards, its first element ``unalign`` elements past a multiple of 64 bytes."""
+    """A buffer between guards, its first element ``case.unalign`` elements past a multiple of 64 bytes."""
 
-    def __init__(self, kind: ElementType, elements: int, unalign: int, device: torch.device) -> None:
-        lead = _GUARD + unalign * kind.bytes
+    def __init__(self, case: Case, elements: int) -> None:
+        kind = case.kind
+        lead = _GUARD + case.unalign * kind.bytes
         size = elements * kind.bytes + lead + 2 * _GUARD
-        self._bytes = torch.full((size,), _POISON, dtype=torch.uint8, device=device)
+        make = case.comm.empty if case.registered else functools.partial(torch.empty, device=case.device)
+        self._bytes = make(size, dtype=torch.uint8).fill_(_POISON)
         lead += -self._bytes.data_ptr() % _GUARD
         self._first, self._last = lead, lead + elements * kind.bytes
-        empty = torch.empty(0, dtype=kind.dtype, device=device)
+        empty = torch.empty(0, dtype=kind.dtype, device=case.device)
         self.data = self._bytes[self._first : self._last].view(kind.dtype) if elements else empty
         self._bytes_per_element = kind.bytes
 
@@ -81,11 +84,11 @@ class Bound:
         self.operation, self.case = operation, case
         shape = case.shape
         if case.in_place:
-            shared = Storage(case.kind, max(shape.send, shape.recv), case.unalign, case.device)
+            shared = Storage(case, max(shape.send, shape.recv))
             self.storages = [shared]
             self.x, self.out = operation.in_place_views(shared.data, case)
         else:
-            self.storages = [Storage(case.kind, n, case.unalign, case.device) for n in (shape.send, shape.recv)]
+            self.storages = [Storage(case, n) for n in (shape.send, shape.recv)]
             self.x, self.out = (storage.data for storage in self.storages)
         self.run: Callable[[], Any] = operation.call(case, self.x, self.out, async_op=False)
         self.start: Callable[[], Any] | None = None

@@ -155,11 +155,10 @@ bool Session::everybodyWaits() const {
   return !ranks_.empty() && waiters_.size() >= ranks_.size() &&
          std::all_of(ranks_.begin(), ranks_.end(), [&](int rank) {
            const auto& key = trace_.entities[static_cast<size_t>(rank)].key;
-           return std::any_of(waiters_.begin(), waiters_.end(),
-                              [&](const Waiter* waiter) {
-                                // One whose work is done has only not woken up yet.
-                                return waiter->key == key && !executed(waiter->target);
-                              });
+           return std::any_of(waiters_.begin(), waiters_.end(), [&](const Waiter* waiter) {
+             // One whose work is done has only not woken up yet.
+             return waiter->key == key && !executed(waiter->target);
+           });
          });
 }
 
@@ -195,8 +194,7 @@ void Session::await(NodeId target, NodeId waiting, double timeout_s,
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(timeout_s, 1e9));
   const Site site = at(waiting).site;
-  Waiter self{timeout_s, trace_.entities[static_cast<size_t>(host())].key, target,
-              false};
+  Waiter self{timeout_s, trace_.entities[static_cast<size_t>(host())].key, target, false};
   waiters_.push_back(&self);
   struct Leave {
     std::vector<Waiter*>& waiters;

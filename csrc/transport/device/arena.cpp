@@ -17,9 +17,9 @@ void checkArenaConfig(const ArenaConfig& config) {
   }
   if (config.num_slots < config.num_lanes || config.num_slots > kMaxSlots ||
       config.num_slots % config.num_lanes != 0) {
-    throwInvalidUsage(std::to_string(config.num_slots) + " slots were asked for; give a multiple of the " +
-                      std::to_string(config.num_lanes) + " lanes up to " +
-                      std::to_string(kMaxSlots));
+    throwInvalidUsage(
+        std::to_string(config.num_slots) + " slots were asked for; give a multiple of the " +
+        std::to_string(config.num_lanes) + " lanes up to " + std::to_string(kMaxSlots));
   }
   if (config.landing_bytes % 4096 != 0) {
     throwInvalidUsage("a landing zone of " + std::to_string(config.landing_bytes) +

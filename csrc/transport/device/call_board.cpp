@@ -117,8 +117,7 @@ void CallBoard::fail(int rank, const Error& error, const std::vector<uint64_t>& 
   end(rank, BoardState::kFailed, sound);
 }
 
-void CallBoard::leave(int rank, const std::string& reason,
-                      const std::vector<uint64_t>& sound) {
+void CallBoard::leave(int rank, const std::string& reason, const std::vector<uint64_t>& sound) {
   Control& own = control(rank);
   // A failure stays readable: it is what the others must hear of.
   if (own.state.load(std::memory_order_relaxed) != BoardState::kReady) return;

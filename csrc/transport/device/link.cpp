@@ -143,8 +143,8 @@ void Link::receivePiece(const Incoming& message, const Piece& piece, int slot, S
   const std::byte* from = arena_.slot(rank_, peer_, slot);
   std::byte* to = message.data + piece.offset;
   if (message.operand == nullptr && piece.bytes > 0 && piece.bytes <= kFusedBytes) {
-    launchPut(*device_,
-              {to, from, static_cast<int64_t>(piece.bytes), &theirs_.credit[slot], 1}, stream);
+    launchPut(*device_, {to, from, static_cast<int64_t>(piece.bytes), &theirs_.credit[slot], 1},
+              stream);
     return;
   }
   if (message.operand == nullptr) {
@@ -152,8 +152,7 @@ void Link::receivePiece(const Incoming& message, const Piece& piece, int slot, S
   } else if (piece.bytes > 0) {
     const auto count = static_cast<int64_t>(piece.bytes / dtypeBytes(message.dtype));
     launchReduce(*device_,
-                 {to, message.operand + piece.offset, from, count,
-                  message.dtype, message.redop},
+                 {to, message.operand + piece.offset, from, count, message.dtype, message.redop},
                  stream);
   }
   device_->writeValue(stream, &theirs_.credit[slot], 1);

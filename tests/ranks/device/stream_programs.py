@@ -13,6 +13,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import _core
+from hdpcomm.comm.device_communicator import DeviceCommunicator
 
 __all__ = ["PROGRAMS", "Caller", "joined"]
 
@@ -29,8 +30,8 @@ class Caller:
 
     @property
     def engine(self) -> _core.comm.StreamEngine:
-        assert self.comm._devices is not None
-        return self.comm._devices.engine
+        assert isinstance(self.comm, DeviceCommunicator)
+        return self.comm.streams
 
     @property
     def device(self) -> _core.device.Device:
@@ -67,8 +68,8 @@ class Caller:
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, algorithm: str) -> _core.comm.StreamWork:
         count, code = x.numel() // self.comm.size, _core.comm.ALGORITHMS[algorithm]
-        place = x.data_ptr(), out.data_ptr(), count, _FLOAT
-        return self.engine.all_to_all(self.comm._core, *place, [], [], code, self.stream, False)
+        op, place = _core.comm.OPS["all_to_all"], (x.data_ptr(), out.data_ptr(), count, _FLOAT)
+        return self.engine.collective(self.comm._core, op, *place, _NONE, -1, code, self.stream, False)
 
     def all_reduce(self, x: torch.Tensor, algorithm: str, *, background: bool = False) -> _core.comm.StreamWork:
         place = x.data_ptr(), x.data_ptr(), x.numel(), _FLOAT
@@ -81,8 +82,8 @@ class Caller:
 def joined() -> Iterator[Caller]:
     """A rank of the run's world. Its own stream is destroyed when all is done."""
     with hdp.init(transport="sim") as comm:
-        assert comm._devices is not None
-        device = comm._devices.engine.device
+        assert isinstance(comm, DeviceCommunicator)
+        device = comm.streams.device
         caller = Caller(comm, device.create_stream())
         yield caller
         device.synchronize_stream(caller.stream)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm.device_communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.comm.test_collectives import everything
 from tests.ranks.device.worlds import small_slots
@@ -140,8 +141,8 @@ def sizes_grow_nothing() -> tuple[Any, ...]:
                 x = torch.ones(1 + i * 13 % 2000)
                 comm.all_reduce(x, algorithm=("ring", "rabenseifner", "recursive")[i % 3])
                 comm.exchange([(x, (comm.rank + 1) % comm.size)], [(x.clone(), (comm.rank - 1) % comm.size)])
-            assert comm._devices is not None
-            return comm._devices.engine.scratch_bytes
+            assert isinstance(comm, DeviceCommunicator)
+            return comm.streams.scratch_bytes
 
         use()
         return use(), use()

@@ -32,7 +32,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_forward_and_backward(variant: str, mask: str) -> None:
     options = {"variant": variant}
-    case = Case(4, [150, 7, 0, 61], heads=4, kv_heads=4, dtype=torch.float32, **MASKS[mask], options=options)
+    case = Case(4, [150, 7, 1, 61], heads=4, kv_heads=4, dtype=torch.float32, **MASKS[mask], options=options)
     with small_slots():
         streams = run_threads(attention, 4, case, transport="sim")
     for (got, messages), (want, _) in zip(streams, run_threads(attention, 4, case), strict=True):

@@ -1,6 +1,7 @@
-// Device memory that collectives use between their steps. A block belongs to the stream that used it
-// first and is used again by that one only: the stream's own order is all that it takes. So there is
-// a block for each size (rounded up to a power of two) and stream, however many operations there are.
+// Device memory that collectives use between their steps. A block belongs to the stream that used
+// it first and is used again by that one only: the stream's own order is all that it takes. So
+// there is a block for each size (rounded up to a power of two) and stream, however many operations
+// there are.
 #pragma once
 
 #include <memory>

@@ -2,8 +2,9 @@
 //
 // The host only enqueues; it never waits between the steps of an operation. A thread of the engine
 // looks after what the streams cannot know: whether both sides called the same, whether the peers
-// live, and the deadline. When one of these fails, the engine writes the flags that its streams wait
-// for until they have run dry, and from then on refuses device operations (docs/architecture.md).
+// live, and the deadline. When one of these fails, the engine writes the flags that its streams
+// wait for until they have run dry, and from then on refuses device operations
+// (docs/architecture.md).
 #pragma once
 
 #include <array>
@@ -48,7 +49,8 @@ class StreamEngine final : public WorldPart {
     std::byte* data = nullptr;
     size_t count = 0;
     DType dtype = DType::kUint8;
-    uint64_t landing = kNoLanding;  // offset in the receiver's landing zone (`data` of the receiver)
+    uint64_t landing =
+        kNoLanding;  // offset in the receiver's landing zone (`data` of the receiver)
   };
 
   // Enqueue an operation behind what `caller` holds now. In the foreground later work of `caller`
@@ -58,8 +60,7 @@ class StreamEngine final : public WorldPart {
                                        const std::vector<Message>& recvs, Stream caller,
                                        bool background);
   std::shared_ptr<StreamWork> collective(const Communicator::Plan& plan, Ranks ranks,
-                                         const void* in, void* out, Stream caller,
-                                         bool background);
+                                         const void* in, void* out, Stream caller, bool background);
 
   // Later work of `stream` comes after the operation. Throws its error if it has failed already.
   void waitOn(StreamWork& work, Stream stream);
@@ -84,10 +85,10 @@ class StreamEngine final : public WorldPart {
     device::CallEntry entry;
   };
   struct Peer {
-    std::unique_ptr<device::Link> link;       // made on first use
-    std::deque<device::CallEntry> unposted;   // the ring on the board was full
-    std::deque<Expected> expected;            // not yet compared
-    uint64_t num_posted = 0;                  // with the unposted
+    std::unique_ptr<device::Link> link;      // made on first use
+    std::deque<device::CallEntry> unposted;  // the ring on the board was full
+    std::deque<Expected> expected;           // not yet compared
+    uint64_t num_posted = 0;                 // with the unposted
     uint64_t num_expected = 0;
     bool used = false;
   };

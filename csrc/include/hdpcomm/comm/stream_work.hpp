@@ -42,7 +42,7 @@ class StreamWork {
 
   // What the call board holds of this operation and one peer.
   struct Share {
-    int peer = -1;           // global rank
+    int peer = -1;          // global rank
     uint64_t posted = 0;    // entries posted to the peer before this operation
     uint64_t posts = 0;     // entries that this operation posts to it
     uint64_t expects = 0;   // entries that it expects from it
@@ -63,7 +63,7 @@ class StreamWork {
   // Under the engine's lock.
   State state_ = State::kRunning;
   std::optional<Error> error_;
-  int uncompared_ = 0;  // entries that the peers have yet to show
+  int uncompared_ = 0;                        // entries that the peers have yet to show
   std::optional<Clock::time_point> started_;  // when `begin_` was first seen done
   std::optional<Clock::time_point> bereft_;   // when a member was first seen to be gone
 };

@@ -3,8 +3,8 @@
 // that both sides' streams wait for; and one landing zone for messages that are put at their final
 // place.
 //
-// A flag is 0 or 1: one side writes 1, the stream that waited for it writes 0 again. So whatever was
-// enqueued once may run many times (a CUDA graph), and no counter has to live on the device.
+// A flag is 0 or 1: one side writes 1, the stream that waited for it writes 0 again. So whatever
+// was enqueued once may run many times (a CUDA graph), and no counter has to live on the device.
 //
 //   flag          lies on    1 means
 //   credit[slot]  sender     the receiver has emptied the slot (at the start: all)

@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "hdpcomm/transport/device/arena.hpp"
 #include "hdpcomm/kernels/peers.hpp"
 #include "hdpcomm/kernels/reduce.hpp"
+#include "hdpcomm/transport/device/arena.hpp"
 
 namespace hdpcomm::device {
 

@@ -1,70 +1,22 @@
-"""How an operation reaches the core: over host memory, or over the streams of a device.
-
-A communicator has a path for host tensors and, in a world with device streams, others for device tensors. They take
-what :mod:`hdpcomm.comm.communicator` has checked and return the core's handle of the operation.
-"""
+"""How an operation on device tensors reaches the core: which engine runs it, behind which stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 from hdpcomm.comm.landing import LandingZone
-from hdpcomm.comm.tensors import Buffer, describe
-from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Devices", "Handle", "HostPath", "Path"]
+__all__ = ["DevicePath", "Devices"]
 
 Core = _core.comm.Communicator
+Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
+Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
 Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
-
-
-class Handle(Protocol):
-    """An operation of the core."""
-
-    def wait(self, timeout: float = -1.0) -> None: ...
-    def done(self) -> bool: ...
-
-
-class Path(Protocol):
-    """What a communicator needs of a path; the last argument of an operation is whether it runs in the background."""
-
-    @property
-    def blocking(self) -> bool:
-        """Whether the host waits for an operation in the foreground, as it must where tensors have no stream."""
-        ...
-
-    @property
-    def describe(self) -> Callable[..., Buffer]: ...
-    def exchange(self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool) -> Handle: ...
-    def collective(self, core: Core, *args: Any) -> Handle: ...
-    def all_to_all(self, core: Core, *args: Any) -> Handle: ...
-    def wait(self, handle: Any, timeout: float | None) -> None: ...
-
-
-class HostPath:
-    """Host memory, by the world's transport."""
-
-    blocking = True
-    describe = staticmethod(describe)
-
-    def exchange(self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool) -> Handle:
-        if any(message[4] is not None for message in (*sends, *recvs)):
-            raise InvalidUsage("exchange() got a landing place for host memory; only device messages have one")
-        return core.exchange([m[:4] for m in sends], [m[:4] for m in recvs], background)
-
-    def collective(self, core: Core, *args: Any) -> Handle:
-        return core.collective(*args)
-
-    def all_to_all(self, core: Core, *args: Any) -> Handle:
-        return core.all_to_all(*args)
-
-    def wait(self, handle: Handle, timeout: float | None) -> None:
-        handle.wait(-1.0 if timeout is None else timeout)
 
 
 class DevicePath:
@@ -77,16 +29,16 @@ class DevicePath:
         self.blocking = tensors.blocking
         self.describe = tensors.describe
 
-    def exchange(self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool) -> Handle:
+    def exchange(
+        self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool
+    ) -> _core.comm.StreamWork:
         return self._engine.exchange(core, sends, recvs, self._tensors.stream(), background)
 
-    def collective(self, core: Core, *args: Any) -> Handle:
-        *operands, background = args
-        return self._engine.collective(core, *operands, stream=self._tensors.stream(), background=background)
+    def collective(self, core: Core, operands: Collective, *, background: bool) -> _core.comm.StreamWork:
+        return self._engine.collective(core, *operands, self._tensors.stream(), background)
 
-    def all_to_all(self, core: Core, *args: Any) -> Handle:
-        *operands, background = args
-        return self._engine.all_to_all(core, *operands, stream=self._tensors.stream(), background=background)
+    def all_to_all(self, core: Core, operands: Ragged, *, background: bool) -> _core.comm.StreamWork:
+        return self._engine.all_to_all(core, *operands, self._tensors.stream(), background)
 
     def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
         """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""
