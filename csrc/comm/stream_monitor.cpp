@@ -323,6 +323,7 @@ void StreamEngine::waitForAll(double timeout_s, const World::InterruptCheck& che
   std::vector<WorkPtr> works;
   {
     const std::lock_guard lock(mutex_);
+    if (failed_ && !closed_) throw *failed_;
     checkUsable();
     works = running_;
   }

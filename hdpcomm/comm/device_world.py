@@ -21,6 +21,9 @@ def _sim(rank: int) -> Any:
 
 def _cuda(rank: int) -> Any:
     """The current CUDA device if the program has chosen one, else the local rank's, modulo their number."""
+    # A pair of ranks has streams that wait for each other's. Streams that share one of the device's queues wait for
+    # whatever is ahead of them; the default of 8 queues is soon used up. Read when CUDA is initialised.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     count = torch.cuda.device_count()
     if count == 0:
         raise InvalidUsage(

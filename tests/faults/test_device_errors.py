@@ -94,6 +94,8 @@ def nobody_waits() -> None:
         while not work.done() and time.monotonic() < limit:
             time.sleep(0.01)
         with pytest.raises(hdp.CommTimeout, match="rank 0 waited"):
+            comm.synchronize()
+        with pytest.raises(hdp.CommTimeout, match="rank 0 waited"):
             work.wait()
     else:
         time.sleep(1)

@@ -5,6 +5,13 @@
 
 #include "hdpcomm/base/error.hpp"
 
+// What a CUDA device runs; a build without CUDA has none.
+#ifdef HDPCOMM_WITH_CUDA
+#define HDP_LAUNCHER(launch) [args](void* stream_handle) { launch(args, stream_handle); }
+#else
+#define HDP_LAUNCHER(launch) nullptr
+#endif
+
 namespace hdpcomm::device {
 namespace {
 
@@ -39,7 +46,7 @@ void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream str
                  .reads = {{args.a, bytes}, {args.b, bytes}},
                  .writes = {{args.out, bytes}},
                  .cpu = [args] { kernels::reduceCpu(args); },
-                 .cuda = [args](void* handle) { kernels::reduceCuda(args, handle); }},
+                 .cuda = HDP_LAUNCHER(kernels::reduceCuda)},
                 stream);
 }
 
@@ -49,7 +56,7 @@ void launchScale(DeviceApi& device, const kernels::ScaleArgs& args, Stream strea
                  .reads = {{args.data, bytes}},
                  .writes = {{args.data, bytes}},
                  .cpu = [args] { kernels::scaleCpu(args); },
-                 .cuda = [args](void* handle) { kernels::scaleCuda(args, handle); }},
+                 .cuda = HDP_LAUNCHER(kernels::scaleCuda)},
                 stream);
 }
 
@@ -59,7 +66,7 @@ void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream) {
                  .reads = {{args.src, bytes}},
                  .writes = {{args.dst, bytes}},
                  .cpu = [args, bytes] { std::memcpy(args.dst, args.src, bytes); },
-                 .cuda = [args](void* handle) { kernels::putCuda(args, handle); },
+                 .cuda = HDP_LAUNCHER(kernels::putCuda),
                  .signals = {{args.flag, args.value}}},
                 stream);
 }

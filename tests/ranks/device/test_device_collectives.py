@@ -27,14 +27,14 @@ def noise(count: int, seed: int) -> torch.Tensor:
 def cases(comm: hdp.Communicator, count: int) -> dict[tuple[str, str], Callable[[str], torch.Tensor]]:
     """Every operation, by name and algorithm: a call that returns what this rank has got."""
     n, rank = comm.size, comm.rank
-    mine, whole = noise(count, rank), noise(n * count, 100 + rank)
+    mine, whole = (noise(k * count, seed).to(comm.device) for k, seed in ((1, rank), (n, 100 + rank)))
 
     def all_gather(algorithm: str) -> torch.Tensor:
-        comm.all_gather(out := torch.zeros(n * count), mine, algorithm=algorithm)
+        comm.all_gather(out := mine.new_zeros(n * count), mine, algorithm=algorithm)
         return out
 
     def reduce_scatter(algorithm: str) -> torch.Tensor:
-        comm.reduce_scatter(out := torch.zeros(count), whole, "avg", algorithm=algorithm)
+        comm.reduce_scatter(out := mine.new_zeros(count), whole, "avg", algorithm=algorithm)
         return out
 
     def all_reduce(algorithm: str) -> torch.Tensor:
@@ -50,15 +50,15 @@ def cases(comm: hdp.Communicator, count: int) -> dict[tuple[str, str], Callable[
         return x
 
     def gather(algorithm: str) -> torch.Tensor:
-        comm.gather(out := torch.zeros(n * count), mine, 0, algorithm=algorithm)
+        comm.gather(out := mine.new_zeros(n * count), mine, 0, algorithm=algorithm)
         return out
 
     def scatter(algorithm: str) -> torch.Tensor:
-        comm.scatter(out := torch.zeros(count), whole, 0, algorithm=algorithm)
+        comm.scatter(out := mine.new_zeros(count), whole, 0, algorithm=algorithm)
         return out
 
     def all_to_all(algorithm: str) -> torch.Tensor:
-        comm.all_to_all(out := torch.zeros(n * count), whole, algorithm=algorithm)
+        comm.all_to_all(out := mine.new_zeros(n * count), whole, algorithm=algorithm)
         return out
 
     calls = (all_gather, reduce_scatter, all_reduce, reduce, broadcast, gather, scatter, all_to_all)
@@ -67,7 +67,7 @@ def cases(comm: hdp.Communicator, count: int) -> dict[tuple[str, str], Callable[
 
 def bits(count: int) -> dict[tuple[str, str], bytes]:
     with hdp.init() as comm:
-        return {key: call(key[1]).numpy().tobytes() for key, call in cases(comm, count).items()}
+        return {key: call(key[1]).cpu().numpy().tobytes() for key, call in cases(comm, count).items()}
 
 
 @pytest.mark.parametrize(("world_size", "count"), [(2, 5000), (3, 777), (4, 3001)])
@@ -110,19 +110,19 @@ def messages() -> None:
     with hdp.init() as comm:
         n, rank = comm.size, comm.rank
         for count in (0, 1, 3, 5000, 40_000):
-            sent = [noise(count, 10 * rank + peer) for peer in range(n)]
-            got = [torch.zeros(count) for _ in range(n)]
+            sent = [noise(count, 10 * rank + peer).to(comm.device) for peer in range(n)]
+            got = [torch.zeros(count, device=comm.device) for _ in range(n)]
             order = [(rank + k) % n for k in range(n)]  # itself included
             comm.exchange([(sent[peer], peer) for peer in order], [(got[peer], peer) for peer in reversed(order)])
             for peer in range(n):
-                assert torch.equal(got[peer], noise(count, 10 * peer + rank))
+                assert torch.equal(got[peer].cpu(), noise(count, 10 * peer + rank))
+        x = torch.zeros(9, device=comm.device)
         if n > 1 and rank == 0:  # more than a pair has slots for, before anybody receives
-            works = [comm.send(torch.full((9,), float(i)), 1, async_op=True) for i in range(50)]
+            works = [comm.send(torch.full_like(x, i), 1, async_op=True) for i in range(50)]
             for work in works:
                 work.wait()
         elif rank == 1:
             for i in range(50):
-                x = torch.zeros(9)
                 comm.recv(x, 0)
                 assert (x == i).all()
 

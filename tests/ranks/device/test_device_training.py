@@ -66,7 +66,7 @@ def training() -> tuple[list[float], torch.Tensor]:
     with hdp.init() as comm:
         trainer = trainer_of(comm)
         losses = [trainer.step(LENGTHS, fetch).loss for _ in range(4)]
-        return losses, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        return losses, torch.cat([p.detach().cpu().flatten() for p in trainer.model.parameters()])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
