@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) castKernel(To* out, const From* in, 
 }
 
 template <typename To, typename From>
-void launch(const CastArgs& args, cudaStream_t stream) {
+void launch(const CastArgs& args, void* stream) {
   constexpr int kWidest = static_cast<int>(sizeof(To) > sizeof(From) ? sizeof(To) : sizeof(From));
   constexpr int kCount = 16 / kWidest;
   auto* out = static_cast<To*>(args.out);
@@ -45,14 +45,13 @@ void launch(const CastArgs& args, cudaStream_t stream) {
                         commonWidth(reinterpret_cast<uintptr_t>(in + slices.head)) >=
                             kCount * static_cast<int64_t>(sizeof(From));
   if (together) {
-    castKernel<To, From, kCount>
-        <<<blocksForVectors(slices.vectors), kThreads, 0, stream>>>(out, in, slices);
+    launchKernel("cast", castKernel<To, From, kCount>, blocksForVectors(slices.vectors), kThreads,
+                 stream, out, in, slices);
   } else {
     slices = Slices{0, args.count, 0};
-    castKernel<To, From, 1>
-        <<<blocksForVectors(slices.vectors), kThreads, 0, stream>>>(out, in, slices);
+    launchKernel("cast", castKernel<To, From, 1>, blocksForVectors(slices.vectors), kThreads,
+                 stream, out, in, slices);
   }
-  checkLaunch("cast");
 }
 
 }  // namespace
@@ -60,11 +59,10 @@ void launch(const CastArgs& args, cudaStream_t stream) {
 void castCuda(const CastArgs& args, void* stream) {
   checkCast(args);
   if (args.count == 0 || (args.to == args.from && args.out == args.in)) return;
-  auto* queue = static_cast<cudaStream_t>(stream);
   if (args.to == args.from) {
     const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.to);
-    const cudaError_t status =
-        cudaMemcpyAsync(args.out, args.in, bytes, cudaMemcpyDeviceToDevice, queue);
+    const cudaError_t status = cudaMemcpyAsync(args.out, args.in, bytes, cudaMemcpyDeviceToDevice,
+                                               static_cast<cudaStream_t>(stream));
     if (status != cudaSuccess) {
       throw Error(ErrorKind::kDevice,
                   std::string("copy of a cast failed: ") + cudaGetErrorString(status));
@@ -75,7 +73,7 @@ void castCuda(const CastArgs& args, void* stream) {
     withCastType(args.from, [&](auto from) {
       using To = decltype(to);
       using From = decltype(from);
-      if constexpr (!std::is_same_v<To, From>) launch<To, From>(args, queue);
+      if constexpr (!std::is_same_v<To, From>) launch<To, From>(args, stream);
     });
   });
 }

@@ -188,12 +188,6 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   }
 }
 
-unsigned blocksForRows(int64_t tokens, int threads_per_row) {
-  const int64_t rows = kRowThreads / threads_per_row;
-  return static_cast<unsigned>(
-      std::clamp<int64_t>((tokens + rows - 1) / rows, 1, int64_t{1} << 20));
-}
-
 // Calls `function(T{}, std::integral_constant<int, threads per row>)`.
 template <typename Function>
 void withShape(const CrossEntropyShape& shape, Function&& function) {
@@ -220,17 +214,15 @@ void crossEntropyStatsCuda(const CrossEntropyStatsArgs& args, void* stream) {
   if (args.shape.tokens == 0) return;
   withShape(args.shape, [&](auto value, auto threads) {
     constexpr int kPerRow = decltype(threads)::value;
-    statsKernel<decltype(value), kPerRow><<<blocksForRows(args.shape.tokens, kPerRow), kRowThreads,
-                                            0, static_cast<cudaStream_t>(stream)>>>(args);
+    launchKernel("cross_entropy_stats", statsKernel<decltype(value), kPerRow>,
+                 blocksFor(args.shape.tokens * kPerRow, kRowThreads), kRowThreads, stream, args);
   });
-  checkLaunch("cross_entropy_stats");
 }
 
 void crossEntropyLossCuda(const CrossEntropyLossArgs& args, void* stream) {
   checkCrossEntropyLoss(args);
   if (args.tokens == 0) return;
-  lossKernel<<<blocksFor(args.tokens), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  checkLaunch("cross_entropy_loss");
+  launchKernel("cross_entropy_loss", lossKernel, blocksFor(args.tokens), kThreads, stream, args);
 }
 
 void crossEntropyGradCuda(const CrossEntropyGradArgs& args, void* stream) {
@@ -240,15 +232,12 @@ void crossEntropyGradCuda(const CrossEntropyGradArgs& args, void* stream) {
   withShape(args.shape, [&](auto value, auto threads) {
     using T = decltype(value);
     constexpr int kPerRow = decltype(threads)::value;
-    const unsigned blocks = blocksForRows(args.shape.tokens, kPerRow);
-    auto* queue = static_cast<cudaStream_t>(stream);
-    if (shiftedBy(args.logits, args.grad)) {
-      gradKernel<T, kPerRow, false><<<blocks, kRowThreads, 0, queue>>>(args);
-    } else {
-      gradKernel<T, kPerRow, true><<<blocks, kRowThreads, 0, queue>>>(args);
-    }
+    const unsigned blocks = blocksFor(args.shape.tokens * kPerRow, kRowThreads);
+    launchKernel("cross_entropy_grad",
+                 shiftedBy(args.logits, args.grad) ? gradKernel<T, kPerRow, false>
+                                                   : gradKernel<T, kPerRow, true>,
+                 blocks, kRowThreads, stream, args);
   });
-  checkLaunch("cross_entropy_grad");
 }
 
 }  // namespace hdpcomm::kernels

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) mergeKernel(const __grid_constant__ 
 }
 
 template <typename Acc, typename Block>
-void launch(const MergeArgs& args, cudaStream_t stream) {
+void launch(const MergeArgs& args, void* stream) {
   constexpr int kWidth = 16 / static_cast<int>(sizeof(Acc));  // 16-byte accesses to the sums
   const unsigned blocks = blocksFor(args.tokens * args.heads * 32);
   const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
@@ -87,12 +87,8 @@ void launch(const MergeArgs& args, cudaStream_t stream) {
   const bool wide =
       commonWidth(address(args.out), row_out) == 16 &&
       commonWidth(address(args.block_out), row_block) >= kWidth * int64_t{sizeof(Block)};
-  if (wide) {
-    mergeKernel<Acc, Block, kWidth><<<blocks, kThreads, 0, stream>>>(args);
-  } else {
-    mergeKernel<Acc, Block, 1><<<blocks, kThreads, 0, stream>>>(args);
-  }
-  checkLaunch("merge");
+  launchKernel("merge", wide ? mergeKernel<Acc, Block, kWidth> : mergeKernel<Acc, Block, 1>, blocks,
+               kThreads, stream, args);
 }
 
 }  // namespace
@@ -100,15 +96,14 @@ void launch(const MergeArgs& args, cudaStream_t stream) {
 void mergeCuda(const MergeArgs& args, void* stream) {
   checkMerge(args);
   if (args.tokens == 0 || args.heads == 0) return;
-  auto* queue = static_cast<cudaStream_t>(stream);
-  if (args.acc == DType::kFloat64) return launch<double, double>(args, queue);
+  if (args.acc == DType::kFloat64) return launch<double, double>(args, stream);
   switch (args.block) {
     case DType::kBFloat16:
-      return launch<float, BFloat16>(args, queue);
+      return launch<float, BFloat16>(args, stream);
     case DType::kFloat16:
-      return launch<float, Float16>(args, queue);
+      return launch<float, Float16>(args, stream);
     default:
-      return launch<float, float>(args, queue);
+      return launch<float, float>(args, stream);
   }
 }
 

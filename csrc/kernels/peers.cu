@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, RedOp op>
-void launchFold(const FoldArgs& args, cudaStream_t stream) {
+void launchFold(const FoldArgs& args, void* stream) {
   bool shifted = false;
   for (int p = 0; p < args.num_inputs; ++p) {
     shifted = shifted || shiftedBy(args.outputs[0], args.inputs[p]);
@@ -83,7 +83,7 @@ void launchFold(const FoldArgs& args, cudaStream_t stream) {
     if (shiftedBy(args.outputs[0], args.outputs[p])) slices = Slices{0, 0, args.count};
   }
   const int64_t threads = slices.vectors > 0 ? slices.vectors : slices.edges();
-  foldKernel<T, op><<<blocksFor(threads), kThreads, 0, stream>>>(args, slices);
+  launchKernel("fold", foldKernel<T, op>, blocksFor(threads), kThreads, stream, args, slices);
 }
 
 // blockIdx.y is the input, counted from `first`.
@@ -140,23 +140,20 @@ void foldCuda(const FoldArgs& args, void* stream) {
   checkFold(args);
   if (args.count == 0) return;
   withReduction(args.dtype, args.op, [&](auto value, auto tag) {
-    launchFold<decltype(value), decltype(tag)::kOp>(args, static_cast<cudaStream_t>(stream));
+    launchFold<decltype(value), decltype(tag)::kOp>(args, stream);
   });
-  checkLaunch("fold");
 }
 
 void collectCuda(const CollectArgs& args, void* stream) {
   checkCollect(args);
   if (args.bytes == 0) return;
   const dim3 grid(blocksForVectors(args.bytes / 16), static_cast<unsigned>(args.num_inputs));
-  collectKernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  checkLaunch("collect");
+  launchKernel("collect", collectKernel, grid, kThreads, stream, args);
 }
 
 void putCuda(const PutArgs& args, void* stream) {
   checkPut(args);
-  putKernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  checkLaunch("put");
+  launchKernel("put", putKernel, 1, kThreads, stream, args);
 }
 
 }  // namespace hdpcomm::kernels

@@ -64,11 +64,10 @@ __global__ void __launch_bounds__(kThreads) scaleKernel(T* data, Wide<T> divisor
 }
 
 template <typename T>
-void launchScale(const ScaleArgs& args, cudaStream_t stream) {
+void launchScale(const ScaleArgs& args, void* stream) {
   const Slices slices = sliceBuffer(args.data, args.count, sizeof(T), false);
-  scaleKernel<T><<<blocksForVectors(slices.vectors), kThreads, 0, stream>>>(
-      static_cast<T*>(args.data), static_cast<Wide<T>>(args.divisor), slices);
-  checkLaunch("scale");
+  launchKernel("scale", scaleKernel<T>, blocksForVectors(slices.vectors), kThreads, stream,
+               static_cast<T*>(args.data), static_cast<Wide<T>>(args.divisor), slices);
 }
 
 }  // namespace
@@ -80,27 +79,24 @@ void reduceCuda(const ReduceArgs& args, void* stream) {
     using T = decltype(value);
     const Slices slices = sliceBuffer(args.out, args.count, sizeof(T),
                                       shiftedBy(args.out, args.a) || shiftedBy(args.out, args.b));
-    reduceKernel<T, decltype(tag)::kOp>
-        <<<blocksForVectors(slices.vectors), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            static_cast<T*>(args.out), static_cast<const T*>(args.a), static_cast<const T*>(args.b),
-            slices);
+    launchKernel("reduce", reduceKernel<T, decltype(tag)::kOp>, blocksForVectors(slices.vectors),
+                 kThreads, stream, static_cast<T*>(args.out), static_cast<const T*>(args.a),
+                 static_cast<const T*>(args.b), slices);
   });
-  checkLaunch("reduce");
 }
 
 void scaleCuda(const ScaleArgs& args, void* stream) {
   checkScale(args);
   if (args.count == 0) return;
-  auto* queue = static_cast<cudaStream_t>(stream);
   switch (args.dtype) {
     case DType::kFloat16:
-      return launchScale<Float16>(args, queue);
+      return launchScale<Float16>(args, stream);
     case DType::kBFloat16:
-      return launchScale<BFloat16>(args, queue);
+      return launchScale<BFloat16>(args, stream);
     case DType::kFloat32:
-      return launchScale<float>(args, queue);
+      return launchScale<float>(args, stream);
     default:
-      return launchScale<double>(args, queue);
+      return launchScale<double>(args, stream);
   }
 }
 
