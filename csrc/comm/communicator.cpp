@@ -69,8 +69,7 @@ void Communicator::checkPosition(int position, const char* what) const {
                     " (positions in it, not global ranks)");
 }
 
-CollectiveWork Communicator::makeCollective(const Operands& operands,
-                                            const Options& options) const {
+Communicator::Plan Communicator::plan(const Operands& operands, const Options& options) const {
   const OpCode op = options.op;
   if (options.root >= 0 || op == OpCode::kBroadcast || op == OpCode::kReduce ||
       op == OpCode::kGather || op == OpCode::kScatter) {
@@ -97,7 +96,13 @@ CollectiveWork Communicator::makeCollective(const Operands& operands,
   call.algorithm = schedule->algorithm;
   call.root = static_cast<int16_t>(options.root);
   call.group_size = static_cast<uint16_t>(size());
-  return CollectiveWork(call, ranks_, std::move(schedule), operands.in, operands.out);
+  return {call, std::move(schedule)};
+}
+
+CollectiveWork Communicator::makeCollective(const Operands& operands,
+                                            const Options& options) const {
+  Plan made = plan(operands, options);
+  return CollectiveWork(made.call, ranks_, std::move(made.schedule), operands.in, operands.out);
 }
 
 std::shared_ptr<Work> Communicator::startCollective(const Operands& operands,
@@ -113,13 +118,23 @@ void Communicator::collective(const Operands& operands, const Options& options, 
   world_->run(work, timeout_s, check_interrupt);
 }
 
+int Communicator::globalRank(int position, const char* what) const {
+  checkPosition(position, what);
+  return (*ranks_)[static_cast<size_t>(position)];
+}
+
+Call Communicator::callOfMessages() const {
+  Call call;
+  call.subset_hash = hash_;
+  call.group_size = static_cast<uint16_t>(size());
+  return call;
+}
+
 ExchangeWork Communicator::makeExchange(std::span<const Message> sends,
                                         std::span<const Message> recvs) const {
   for (const Message& message : sends) checkPosition(message.peer, "send");
   for (const Message& message : recvs) checkPosition(message.peer, "recv");
-  Call call;
-  call.subset_hash = hash_;
-  call.group_size = static_cast<uint16_t>(size());
+  Call call = callOfMessages();
   if (sends.size() + recvs.size() == 1) {  // for messages about it
     const Message& only = sends.empty() ? recvs[0] : sends[0];
     call.count = only.count;

@@ -343,7 +343,14 @@ std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) 
   return made;
 }
 
+void World::attach(std::shared_ptr<WorldPart> part) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  part_ = std::move(part);
+}
+
 void World::abort(const std::string& reason) {
+  if (const auto part = part_) part->abort(reason);
   std::lock_guard lock(mutex_);
   if (!abort_reason_.empty() || closed_.load(std::memory_order_relaxed)) return;
   abort_reason_ = reason.empty() ? "no reason given" : reason;
@@ -357,6 +364,7 @@ void World::abort(const std::string& reason) {
 }
 
 void World::close(const std::string& reason) {
+  if (const auto part = part_) part->close(reason);
   {
     std::lock_guard lock(mutex_);
     if (closed_.exchange(true)) return;

@@ -117,12 +117,14 @@ def run(
     longest = int(corpus.lengths.max())
     sampler = _sampler(corpus, config)
     cost_model = profile_cost_model(
-        Llama(config.model, seed=config.seed), comm, longest=min(longest, config.capacity, PROFILE_TOKENS)
+        Llama(config.model, seed=config.seed).to(comm.device),
+        comm,
+        longest=min(longest, config.capacity, PROFILE_TOKENS),
     )
     cluster = ClusterSpec(ranks=comm.size, capacity=config.capacity)
     trainers: dict[str, Trainer] = {}
     for policy in config.policies:
-        model = Llama(config.model, seed=config.seed)
+        model = Llama(config.model, seed=config.seed).to(comm.device)
         planner = Planner(None, cluster, policy, cost_model, context=longest)
         trainers[policy] = Trainer(model, _optimizer(model, config), planner, comm, max_grad_norm=config.max_grad_norm)
     steps: dict[str, list[StepMetrics]] = {policy: [] for policy in trainers}

@@ -10,11 +10,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 #include <thread>
 
 #include "hdpcomm/base/env.hpp"
+#include "hdpcomm/base/process.hpp"
 
 namespace hdpcomm {
 namespace shm {
@@ -22,28 +21,6 @@ namespace {
 
 // The others read it to learn whether the kernel lets them read this process's memory.
 const uint64_t kProbeWord = kMagic;
-
-// Field 22 of /proc/<pid>/stat (start time) and its state letter; 0 and 'X' when there is no such
-// process.
-struct ProcessInfo {
-  char state = 'X';
-  uint64_t start_time = 0;
-};
-
-ProcessInfo processInfo(int pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return {};
-  const size_t name_end = line.rfind(')');  // the name may hold spaces and brackets
-  if (name_end == std::string::npos) return {};
-  std::istringstream fields(line.substr(name_end + 1));
-  ProcessInfo info;
-  fields >> info.state;
-  std::string skipped;
-  for (int field = 4; field <= 21; ++field) fields >> skipped;
-  fields >> info.start_time;
-  return info;
-}
 
 void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
   timespec time{timeout.count() / 1'000'000'000, timeout.count() % 1'000'000'000};
@@ -216,8 +193,7 @@ bool ShmTransport::isDead(const Peer& peer, std::optional<uint32_t> limit, uint3
 
 bool ShmTransport::processAlive(const Control& control) const {
   if (control.pid == segment_->control(rank_).pid) return true;
-  const ProcessInfo info = processInfo(control.pid);
-  return info.state != 'X' && info.state != 'Z' && info.start_time == control.start_time;
+  return hdpcomm::processAlive(control.pid, control.start_time);
 }
 
 std::string ShmTransport::lastWords(const Control& control) const {

@@ -20,6 +20,14 @@
 
 namespace hdpcomm {
 
+// What joined the world beside its transport, and leaves with it.
+class WorldPart {
+ public:
+  virtual ~WorldPart() = default;
+  virtual void abort(const std::string& reason) = 0;
+  virtual void close(const std::string& reason) = 0;
+};
+
 class World {
  public:
   // Called a few times a second on a thread that waits; may throw to give up (Ctrl-C).
@@ -53,6 +61,9 @@ class World {
   void setCosts(const TransportCosts& costs);
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
+
+  // At most one, for the rest of the world's life.
+  void attach(std::shared_ptr<WorldPart> part);
 
   // Ends all pending operations here with Aborted, tells their members, and refuses new ones.
   void abort(const std::string& reason);
@@ -89,6 +100,8 @@ class World {
   int64_t next_seq_ = 0;
   std::atomic<bool> closed_{false};
   std::string abort_reason_;  // not empty after abort()
+
+  std::shared_ptr<WorldPart> part_;
 
   TransportCosts costs_;
   struct HashRequest {
