@@ -26,6 +26,9 @@ constexpr Row kTable[] = {
     {"HDPCOMM_YIELD_US", "200",
      "microseconds of sched_yield after that, before sleeping on a futex"},
     {"HDPCOMM_LIVENESS_S", "0.2", "seconds between looks at whether the awaited peers still live"},
+    {"HDPCOMM_TRANSPORT", "auto", "the transport of init() where the program names none"},
+    {"HDPCOMM_SILENCE_S", "20",
+     "seconds without a sign of life after which an awaited peer on another host is lost"},
 };
 
 std::string read(const Row& row) {
@@ -54,6 +57,7 @@ Env readAll() {
   env.spin_us = number(kTable[4], 0, 1e6);
   env.yield_us = number(kTable[5], 0, 1e7);
   env.liveness_s = number(kTable[6], 0.01, 1.0);
+  env.silence_s = number(kTable[8], 0.1, 1e7);
   return env;
 }
 

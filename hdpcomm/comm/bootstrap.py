@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
 __all__ = ["ThreadRank", "close_all", "init", "join", "thread_rank"]
@@ -34,7 +36,6 @@ class ThreadRank:
 
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
-_TRANSPORTS = ("auto", "shm")
 # One client of a launcher's store a process, kept: a new connection of torch's TCPStore now and then takes 5 s.
 _agent_stores: dict[tuple[str, int], Any] = {}
 _open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
@@ -48,12 +49,12 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
     after ``close()``, or for a second, independent world.
 
-    transport: ``auto`` or ``shm`` (ranks on one host).
+    transport: ``shm`` (ranks on one host), ``torch`` (CPU ranks on any hosts, over a process group of torch), or
+        ``auto``: shm if all ranks share a host, else torch. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
-    if transport not in _TRANSPORTS:
-        raise InvalidUsage(f"transport {transport!r} is unknown; give one of: {', '.join(_TRANSPORTS)}")
+    transport = _chosen(transport)
     seconds = _default_timeout() if timeout is None else float(timeout)
     if not seconds > 0:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
@@ -66,22 +67,25 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         return Communicator(world.communicator())
     rank, size = _rank_and_size()
     if size == 1:
-        return join(None, 0, 1, timeout=seconds)
+        return join(None, 0, 1, timeout=seconds, transport=transport)
     deadline = time.monotonic() + seconds
     store = _open_store(rank, size, seconds)
     store.set_timeout(datetime.timedelta(seconds=seconds))
-    return _adopt(_join_processes(store, rank, size, seconds, deadline))
+    return _adopt(_join_processes(transport, store, rank, size, seconds, deadline))
 
 
-def join(store: Any, rank: int, size: int, *, timeout: float) -> Communicator:
+def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto") -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
     Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation.
     Raises: as ``init()``.
     """
+    transport = _chosen(transport)
+    if size == 1 and transport == "torch":
+        return _adopt(_core.scale.join_framed_world(_core.scale.FrameLink(0, 1), "torch", timeout))
     if size == 1:
         return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout))
-    return _adopt(_join_processes(store, rank, size, timeout, time.monotonic() + timeout))
+    return _adopt(_join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout))
 
 
 def _adopt(world: _core.comm.World) -> Communicator:
@@ -99,8 +103,22 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
+def _setting(name: str) -> str:
+    return {row[0]: row[1] for row in _core.environment()}[name]
+
+
 def _default_timeout() -> float:
-    return float({name: value for name, value, _, _ in _core.environment()}["HDPCOMM_TIMEOUT"])
+    return float(_setting("HDPCOMM_TIMEOUT"))
+
+
+def _chosen(transport: str) -> str:
+    """The transport that the program or, for ``auto``, the environment names."""
+    known = ("auto", *_JOINS)
+    given = transport if transport != "auto" else _setting("HDPCOMM_TRANSPORT")
+    if given not in known:
+        source = "" if given == transport else " of HDPCOMM_TRANSPORT"
+        raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(known)}")
+    return given
 
 
 def _integer(name: str) -> int:
@@ -164,35 +182,84 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
         ) from error
 
 
-def _join_processes(store: Any, rank: int, size: int, seconds: float, deadline: float) -> _core.comm.World:
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """What a transport has to join a world with. ``hosts``: by rank, equal where shared memory can connect them."""
+
+    store: Any
+    prefix: str
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    seconds: float
+    deadline: float
+
+    @property
+    def left(self) -> float:
+        return max(0.1, self.deadline - time.monotonic())
+
+    def wait(self, *keys: str) -> None:
+        """Waits for keys of this world; CommTimeout past the deadline."""
+        _wait_for_all(self.store, [f"{self.prefix}/{key}" for key in keys], self.deadline, self.seconds, self.rank)
+
+    def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on all ranks; a JSON value."""
+        if self.rank == 0:
+            value = make()
+            self.store.set(f"{self.prefix}/{key}", json.dumps(value))
+            return value
+        self.wait(key)
+        return json.loads(self.store.get(f"{self.prefix}/{key}"))
+
+
+def _join_processes(
+    transport: str, store: Any, rank: int, size: int, seconds: float, deadline: float
+) -> _core.comm.World:
     # The n-th init() of a rank joins the n-th init() of the others.
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
     store.set(f"{prefix}/host/{rank}", _core.comm.host_identity())
-    _wait_for_all(store, [f"{prefix}/host/{peer}" for peer in range(size)], deadline, seconds, rank)
-    hosts = store.multi_get([f"{prefix}/host/{peer}" for peer in range(size)])
-    elsewhere = [peer for peer in range(size) if hosts[peer] != hosts[0]]
+    keys = [f"{prefix}/host/{peer}" for peer in range(size)]
+    _wait_for_all(store, keys, deadline, seconds, rank)
+    hosts = tuple(host.decode() for host in store.multi_get(keys))
+    joining = _Joining(store, prefix, rank, size, hosts, seconds, deadline)
+    if transport == "auto":
+        transport = "shm" if len(set(hosts)) == 1 else "torch"
+    world = _JOINS[transport](joining)
+    # Rank 0's costs are everybody's, so that all choose the same algorithms.
+    world.set_costs(**joining.from_rank_0("costs", lambda: load_costs(transport)))
+    return world
+
+
+def _join_shm(joining: _Joining) -> _core.comm.World:
+    rank, hosts = joining.rank, joining.hosts
+    elsewhere = [peer for peer in range(joining.size) if hosts[peer] != hosts[0]]
     if elsewhere:
         raise InvalidUsage(
             f"ranks {elsewhere} run on another host (or as another user, or in another container) than rank 0; the shm "
-            "transport connects ranks of one host: start them all there",
+            "transport connects ranks of one host: start them all there, or use transport='auto'",
             rank=rank,
-            ranks=range(size),
+            ranks=range(joining.size),
         )
     # Rank 0 makes the segment; its descriptor stays open until all have mapped it.
-    if rank == 0:
-        segment = _core.comm.create_segment(size)
-        costs = load_costs("shm")  # rank 0's are everybody's, so that all choose the same algorithms
-        store.set(f"{prefix}/segment", json.dumps({"address": segment.address(), "costs": costs}))
-    else:
-        _wait_for_all(store, [f"{prefix}/segment"], deadline, seconds, rank)
-        published = json.loads(store.get(f"{prefix}/segment"))
-        segment = _core.comm.open_segment(published["address"], size)
-        costs = published["costs"]
-    world = _core.comm.join_shm_world(segment, rank, max(0.1, deadline - time.monotonic()))
+    made = _core.comm.create_segment(joining.size) if rank == 0 else None
+    address = joining.from_rank_0("segment", lambda: made.address() if made else "")
+    segment = made or _core.comm.open_segment(address, joining.size)
+    world = _core.comm.join_shm_world(segment, rank, joining.left)
     segment.release()
-    world.set_costs(**costs)
     return world
+
+
+def _join_torch(joining: _Joining) -> _core.comm.World:
+    store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
+    group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
+    link = _core.scale.FrameLink(joining.rank, joining.size)
+    world = _core.scale.join_framed_world(link, "torch", joining.seconds)
+    GroupCarrier(group, link, owned=owned)
+    return world
+
+
+_JOINS: dict[str, Callable[[_Joining], _core.comm.World]] = {"shm": _join_shm, "torch": _join_torch}
 
 
 def _wait_for_all(store: Any, keys: list[str], deadline: float, seconds: float, rank: int) -> None:
