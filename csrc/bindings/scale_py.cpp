@@ -32,6 +32,7 @@ void bindScale(py::module_& module) {
       .def_property_readonly("size", &FrameLink::size)
       .def("next", &FrameLink::next, py::arg("peer"), Unlocked())
       .def("deliver", &FrameLink::deliver, py::arg("peer"), py::arg("frame"), Unlocked())
+      .def("wait_closed", &FrameLink::waitClosed, Unlocked())
       .def("lost", &FrameLink::lost, py::arg("peer"), py::arg("why"), Unlocked());
   module.def(
       "join_framed_world",

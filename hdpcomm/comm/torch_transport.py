@@ -34,7 +34,7 @@ _HEAD_TAG = 0x4844_0000  # tags are below 2^31, as MPI wants them; a frame's are
 _BULK_TAG = _HEAD_TAG + _DEPTH
 _END_TAG = _BULK_TAG + _DEPTH
 _FOREVER = datetime.timedelta(days=20)  # deadlines are the core's
-_GRACE_S = 3.0  # for the peers' goodbyes after our own, before the connections are cut
+_GRACE_S = 2.0  # for the last frames and the peers' goodbyes, before the connections are cut
 
 _carriers: weakref.WeakSet[GroupCarrier] = weakref.WeakSet()
 
@@ -78,7 +78,8 @@ class GroupCarrier:
             under_way.append((frame, works))
             count += 1
             if len(under_way) == _DEPTH:
-                _wait(under_way.popleft()[1])
+                oldest = under_way.popleft()  # its frame is read until the waits are over
+                _wait(oldest[1])
         for _, works in under_way:
             _wait(works)
 
@@ -103,15 +104,15 @@ class GroupCarrier:
                 return
 
     def _close(self) -> None:
-        """Once the last frames are out, gives the peers a moment; then ends the receives that nobody will answer."""
-        for thread in self._senders:
-            thread.join()
+        """After our goodbyes, gives the peers a moment for theirs; then ends what nobody will answer."""
+        self._link.wait_closed()
         deadline = time.monotonic() + _GRACE_S
-        for thread in self._receivers:
+        threads = [*self._senders, *self._receivers]
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._owned and any(thread.is_alive() for thread in self._receivers):
+        if self._owned and any(thread.is_alive() for thread in threads):
             self.cut()
-            for thread in self._receivers:
+            for thread in threads:
                 thread.join(_GRACE_S)
 
     def cut(self) -> None:
@@ -131,12 +132,10 @@ class GroupCarrier:
 
 
 def _join_all() -> None:
-    # Worlds were closed before (handlers run in reverse order of registration). A sender that is stuck on a dead link
-    # ends when its connection is cut.
+    # Worlds were closed before: handlers run in reverse order of registration.
+    limit = time.monotonic() + 2 * _GRACE_S
     for carrier in list(_carriers):
-        if not carrier.join(_GRACE_S + 1):
-            carrier.cut()
-            carrier.join(1)
+        carrier.join(max(0.0, limit - time.monotonic()))
 
 
 atexit.register(_join_all)

@@ -82,6 +82,11 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   return !ended;
 }
 
+void FrameLink::waitClosed() {
+  std::unique_lock lock(mutex_);
+  for_transport_.wait(lock, [&] { return closed_; });
+}
+
 void FrameLink::lost(int peer_rank, const std::string& why) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));

@@ -65,6 +65,8 @@ class FrameLink {
   FramePtr next(int peer);
   // Hands in what came from `peer`, in order. False: it was the peer's last frame.
   bool deliver(int peer, FramePtr frame);
+  // Returns when no more frames will be posted.
+  void waitClosed();
   // The connection to `peer` broke.
   void lost(int peer, const std::string& why);
 
