@@ -3,7 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include "hdpcomm/base/error.hpp"
+
 namespace hdpcomm {
+
+// Sets the Python exception (hdpcomm.errors) of an error of the core.
+void setPythonError(const Error& error);
 
 void bindBase(pybind11::module_& module);
 void bindPlanner(pybind11::module_& module);

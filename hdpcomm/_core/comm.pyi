@@ -50,30 +50,36 @@ class Communicator:
     def hash(self) -> int: ...
     @property
     def world(self) -> World: ...
-    def subset(self, ranks: Sequence[int]) -> Communicator | None: ...
-    def send(self, data: int, count: int, dtype: int, peer: int, timeout: float) -> None: ...
-    def recv(self, data: int, count: int, dtype: int, peer: int, timeout: float) -> None: ...
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], background: bool) -> Work: ...
-    def collective(
-        self,
-        op: int,
-        source: int,
-        target: int,
-        count: int,
-        dtype: int,
-        redop: int,
-        root: int,
-        algorithm: int,
-        background: bool,
+    def start_exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Work: ...
+    def start_collective(
+        self, op: int, source: int, target: int, count: int, dtype: int, redop: int, root: int, algorithm: int
     ) -> Work: ...
-    def all_to_all(
+    def start_all_to_all(
         self,
         source: int,
         target: int,
-        count: int,
         dtype: int,
         out_counts: Sequence[int],
         in_counts: Sequence[int],
         algorithm: int,
-        background: bool,
     ) -> Work: ...
+
+# Plain C functions: positional arguments only; the run_* block.
+def subset(comm: Communicator, positions: Sequence[int], /) -> tuple[Communicator, int, int] | None: ...
+def describe_torch(x: object, /) -> tuple[int, int, int] | None: ...
+def use_exchange_api(capsule: object, tensor: type, parameter: type) -> bool: ...
+def run_send(comm: Communicator, address: int, count: int, dtype: int, peer: int, /) -> None: ...
+def run_recv(comm: Communicator, address: int, count: int, dtype: int, peer: int, /) -> None: ...
+def run_exchange(comm: Communicator, sends: list[Message], recvs: list[Message], /) -> None: ...
+def run_collective(
+    comm: Communicator,
+    op: int,
+    source: int,
+    target: int,
+    count: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    algorithm: int,
+    /,
+) -> None: ...

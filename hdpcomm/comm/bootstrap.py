@@ -64,7 +64,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
-        return Communicator(world.communicator())
+        return Communicator(world.communicator(), world.rank, world.size)
     rank, size = _rank_and_size()
     if size == 1:
         return join(None, 0, 1, timeout=seconds, transport=transport)
@@ -90,7 +90,7 @@ def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "
 
 def _adopt(world: _core.comm.World) -> Communicator:
     _open_worlds.add(world)
-    return Communicator(world.communicator())
+    return Communicator(world.communicator(), world.rank, world.size)
 
 
 def close_all(reason: str) -> None:

@@ -18,6 +18,11 @@ _OPS = _core.comm.OPS
 _REDOPS = _core.comm.REDOPS
 _ALGORITHMS = _core.comm.ALGORITHMS
 _NO_REDOP = 255
+_subset = _core.comm.subset
+_run_send = _core.comm.run_send
+_run_recv = _core.comm.run_recv
+_run_exchange = _core.comm.run_exchange
+_run_collective = _core.comm.run_collective
 
 
 class Work:
@@ -48,6 +53,7 @@ class Work:
 
 
 _ENDED = Work(None, ())
+_NOTHING = (0, 0, 0)
 
 
 class Communicator:
@@ -65,13 +71,13 @@ class Communicator:
 
     __slots__ = ("_core", "_ranks", "rank", "size")
 
-    def __init__(self, core: _core.comm.Communicator) -> None:
+    def __init__(self, core: _core.comm.Communicator, rank: int, size: int) -> None:
         self._core = core
         self._ranks: tuple[int, ...] | None = None
         #: Position of this rank in the communicator.
-        self.rank: int = core.rank
+        self.rank = rank
         #: Number of ranks.
-        self.size: int = core.size
+        self.size = size
 
     # --- what it is ------------------------------------------------------------------------------------------------
 
@@ -115,10 +121,10 @@ class Communicator:
         Raises: InvalidUsage for an empty list, a duplicate, or a position that does not exist.
         """
         try:
-            core = self._core.subset(ranks)
+            made = _subset(self._core, ranks)
         except TypeError as error:
             raise InvalidUsage(f"subset() got {ranks!r}; give a sequence of integers") from error
-        return None if core is None else Communicator(core)
+        return None if made is None else Communicator(*made)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The familiar form: ranks with equal ``color`` form a communicator, ordered by ``key``, then by rank.
@@ -143,20 +149,20 @@ class Communicator:
         """
         address, count, dtype = describe(x, "x")
         if async_op:
-            return Work(self._core.exchange([(address, count, dtype, dst)], [], True), (x,))
+            return Work(self._core.start_exchange([(address, count, dtype, dst)], []), (x,))
         if dst == self.rank:
             raise self._self_message("send")
-        self._core.send(address, count, dtype, dst, -1.0)
+        _run_send(self._core, address, count, dtype, dst)
         return _ENDED
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
         address, count, dtype = describe(x, "x", writable=True)
         if async_op:
-            return Work(self._core.exchange([], [(address, count, dtype, src)], True), (x,))
+            return Work(self._core.start_exchange([], [(address, count, dtype, src)]), (x,))
         if src == self.rank:
             raise self._self_message("recv")
-        self._core.recv(address, count, dtype, src, -1.0)
+        _run_recv(self._core, address, count, dtype, src)
         return _ENDED
 
     def exchange(
@@ -172,8 +178,10 @@ class Communicator:
         """
         outgoing = [(*describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
         incoming = [(*describe(y, f"recvs[{i}]", writable=True), src) for i, (y, src) in enumerate(recvs)]
-        handle = self._core.exchange(outgoing, incoming, async_op)
-        return self._finish(handle, (tuple(sends), tuple(recvs)), async_op)
+        if async_op:
+            return Work(self._core.start_exchange(outgoing, incoming), (tuple(sends), tuple(recvs)))
+        _run_exchange(self._core, outgoing, incoming)
+        return _ENDED
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
@@ -199,14 +207,12 @@ class Communicator:
         """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
         source = describe(x, "x", writable=out is None)
         target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
-        handle = self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op)
-        return self._finish(handle, (x, out), async_op)
+        return self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op, (x, out))
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``x`` of position ``root`` goes to all ranks' ``x``."""
         buffer = describe(x, "x", writable=self.rank != root)
-        handle = self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op)
-        return self._finish(handle, (x,), async_op)
+        return self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op, (x,))
 
     def reduce(
         self, x: Any, root: int, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
@@ -214,24 +220,21 @@ class Communicator:
         """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` stays."""
         source = describe(x, "x", writable=out is None and self.rank == root)
         target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
-        handle = self._collective("reduce", source, target, source[1], op, root, algorithm, async_op)
-        return self._finish(handle, (x, out), async_op)
+        return self._collective("reduce", source, target, source[1], op, root, algorithm, async_op, (x, out))
 
     def gather(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [size * n] of position ``root`` = the ``x`` [n] of all ranks; elsewhere ``out`` may be ``None``."""
         if self.rank == root:
             return self._blocks("gather", x, out, "out", self.size, None, algorithm, async_op, root)
         source = describe(x, "x")
-        handle = self._collective("gather", source, source, source[1], None, root, algorithm, async_op)
-        return self._finish(handle, (x,), async_op)
+        return self._collective("gather", source, source, source[1], None, root, algorithm, async_op, (x,))
 
     def scatter(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [n] = part ``rank`` of the ``x`` [size * n] of position ``root``; elsewhere ``x`` may be ``None``."""
         if self.rank == root:
             return self._blocks("scatter", out, x, "x", self.size, None, algorithm, async_op, root)
         target = describe(out, "out", writable=True)
-        handle = self._collective("scatter", target, target, target[1], None, root, algorithm, async_op)
-        return self._finish(handle, (out,), async_op)
+        return self._collective("scatter", target, target, target[1], None, root, algorithm, async_op, (out,))
 
     def all_to_all(
         self,
@@ -249,7 +252,6 @@ class Communicator:
         """
         source = describe(x, "x")
         target = self._same_type(source, describe(out, "out", writable=True), "out")
-        code = self._algorithm(algorithm)
         if (out_splits is None) != (in_splits is None):
             raise InvalidUsage("all_to_all() got one of out_splits and in_splits; give both or neither")
         if out_splits is None or in_splits is None:
@@ -258,25 +260,27 @@ class Communicator:
                     f"all_to_all() got x with {source[1]} and out with {target[1]} elements; without splits they must "
                     f"be equal and divisible by the {self.size} ranks"
                 )
-            handle = self._core.all_to_all(
-                source[0], target[0], source[1] // self.size, source[2], [], [], code, async_op
-            )
-            return self._finish(handle, (x, out), async_op)
+            count = source[1] // self.size
+            return self._collective("all_to_all", source, target, count, None, -1, algorithm, async_op, (x, out))
         for name, splits, total in (("in_splits", in_splits, source[1]), ("out_splits", out_splits, target[1])):
             if len(splits) != self.size or min(splits) < 0 or sum(splits) != total:
                 raise InvalidUsage(
                     f"all_to_all() got {name}={list(splits)}; it must hold {self.size} counts, none below 0, that sum "
                     f"up to the tensor's {total} elements"
                 )
-        handle = self._core.all_to_all(
-            source[0], target[0], 0, source[2], list(out_splits), list(in_splits), code, async_op
+        work = Work(
+            self._core.start_all_to_all(
+                source[0], target[0], source[2], list(out_splits), list(in_splits), self._algorithm(algorithm)
+            ),
+            (x, out),
         )
-        return self._finish(handle, (x, out), async_op)
+        if not async_op:
+            work.wait()
+        return work
 
     def barrier(self, *, async_op: bool = False) -> Work:
         """Ends when all ranks have called it."""
-        handle = self._core.collective(_OPS["barrier"], 0, 0, 0, 0, _NO_REDOP, -1, 0, async_op)
-        return self._finish(handle, (), async_op)
+        return self._collective("barrier", _NOTHING, _NOTHING, 0, None, -1, "auto", async_op, ())
 
     @staticmethod
     def algorithms(op: str) -> tuple[str, ...]:
@@ -315,12 +319,17 @@ class Communicator:
         root: int,
         algorithm: str,
         async_op: bool,
-    ) -> _core.comm.Work:
+        buffers: tuple[Any, ...],
+    ) -> Work:
         redop = _NO_REDOP if op is None else _REDOPS.get(op)
         if redop is None:
             raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
         code = self._algorithm(algorithm)
-        return self._core.collective(_OPS[name], source[0], target[0], count, source[2], redop, root, code, async_op)
+        if async_op:
+            start = self._core.start_collective
+            return Work(start(_OPS[name], source[0], target[0], count, source[2], redop, root, code), buffers)
+        _run_collective(self._core, _OPS[name], source[0], target[0], count, source[2], redop, root, code)
+        return _ENDED
 
     def _blocks(
         self,
@@ -345,8 +354,7 @@ class Communicator:
                 f"{large_name} must have {one[1] * parts}"
             )
         source, target = (one, many) if small_is_input else (many, one)
-        handle = self._collective(name, source, target, one[1], op, root, algorithm, async_op)
-        return self._finish(handle, (small, large), async_op)
+        return self._collective(name, source, target, one[1], op, root, algorithm, async_op, (small, large))
 
     @staticmethod
     def _same_type(expected: tuple[int, int, int], given: tuple[int, int, int], name: str) -> tuple[int, int, int]:
@@ -372,10 +380,3 @@ class Communicator:
         return InvalidUsage(
             f"{name}() from rank {self.rank} to itself would wait for ever; use exchange() with both, or async_op=True"
         )
-
-    @staticmethod
-    def _finish(handle: _core.comm.Work, buffers: tuple[Any, ...], async_op: bool) -> Work:
-        if async_op:
-            return Work(handle, buffers)
-        handle.wait(-1.0)
-        return _ENDED

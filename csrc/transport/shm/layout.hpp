@@ -82,6 +82,9 @@ struct alignas(64) Control {
   std::atomic<uint32_t>
       doorbell;  // futex word; changes when something may interest a sleeping rank
   std::atomic<uint32_t> sleepers;
+  // 1: before this rank sleeps, it makes the other processes' cores pass a memory barrier, so that
+  // they need none when they publish. Written before `state`.
+  std::atomic<uint32_t> barrier_by_sleeper;
   alignas(64) std::atomic<RankState> state;
   int32_t pid;
   uint64_t start_time;  // of the process, so that a reused pid is not taken for it

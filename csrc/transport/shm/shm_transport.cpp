@@ -1,6 +1,7 @@
 #include "shm_transport.hpp"
 
 #include <linux/futex.h>
+#include <linux/membarrier.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -61,6 +62,8 @@ int usableCores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
+long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command, 0, 0); }
+
 }  // namespace
 
 ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank)
@@ -91,6 +94,8 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank)
   own.pid = ::getpid();
   own.start_time = processInfo(own.pid).start_time;
   own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
+  barriers_ = membarrier(MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED) == 0;
+  own.barrier_by_sleeper.store(barriers_ ? 1 : 0, std::memory_order_relaxed);
   own.state.store(RankState::kReady, std::memory_order_release);
 }
 
@@ -241,10 +246,15 @@ void ShmTransport::checkPeers() {
 }
 
 void ShmTransport::ring(Control& control) {
-  // The fence orders our publication before the look at `sleepers`; the sleeper's counterpart
-  // (idleTicket) orders its registration before its last look at the channels. One of the two sees
-  // the other.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // Our publication comes before the look at `sleepers`, and a sleeper's registration before its
+  // last look at the channels (idleTicket), so that one of the two sees the other. A fence here
+  // would stall every message until its cache line has come; where the kernel allows it, the
+  // sleeper makes this core pass one instead (membarrier), and only the compiler is held back.
+  if (barriers_ && control.barrier_by_sleeper.load(std::memory_order_relaxed) != 0) {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  } else {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
   if (control.sleepers.load(std::memory_order_relaxed) == 0) return;
   control.doorbell.fetch_add(1, std::memory_order_release);
   futexWakeAll(control.doorbell);
@@ -254,6 +264,7 @@ uint32_t ShmTransport::idleTicket() {
   Control& own = segment_->control(rank_);
   own.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t ticket = own.doorbell.load(std::memory_order_acquire);
+  if (barriers_) membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return ticket;
 }

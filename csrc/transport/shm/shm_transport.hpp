@@ -128,6 +128,7 @@ class ShmTransport final : public Transport {
   TransportStats stats_;
   size_t eager_bytes_;
   bool oversubscribed_ = false;
+  bool barriers_ = false;  // membarrier() works here, and other ranks' reach this process
   bool closed_ = false;
 };
 

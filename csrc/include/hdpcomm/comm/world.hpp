@@ -8,11 +8,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "hdpcomm/collective/cost.hpp"
@@ -36,12 +36,14 @@ class World {
   const char* transportName() const noexcept { return transport_->name(); }
   TransportStats stats();
 
-  // Queues and starts an operation. `background`: it also proceeds while nobody waits for it, on a
-  // thread of this world.
-  void submit(const std::shared_ptr<Work>& work, bool background);
-  // Waits until the work has ended; throws its error. Past the deadline the operation is given up
-  // on all ranks concerned.
+  // Queues and starts an operation. It also proceeds while nobody waits for it, on a thread of this
+  // world.
+  void submit(const std::shared_ptr<Work>& work);
+  // Waits until the work has ended; throws its error. A timeout of 0 or less: the world's. Past the
+  // deadline the operation is given up on all ranks concerned.
   void wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
+  // Submits an operation and waits for it, on this thread alone; `work` may lie on the stack.
+  void run(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
   // True when the work has ended (an error is thrown by wait()). Never blocks.
   bool test(Work& work);
 
@@ -57,6 +59,9 @@ class World {
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
  private:
+  void submitLocked(const std::shared_ptr<Work>& work);
+  bool spinLocked(Work& work);
+  void forgetLocked(Work& work);
   void progressLocked();
   bool advanceLocked();
   void rejectUnexpectedLocked();
@@ -65,6 +70,7 @@ class World {
   void checkUsable() const;
   void ensureProgressThread();
   void progressLoop();
+  void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
   void waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
                   const InterruptCheck& check);
   bool ended(const Work& work) const {
@@ -83,7 +89,10 @@ class World {
   std::string abort_reason_;  // not empty after abort()
 
   TransportCosts costs_;
-  std::map<std::vector<uint64_t>, std::shared_ptr<const Schedule>> schedules_;
+  struct HashRequest {
+    size_t operator()(const ScheduleRequest& request) const noexcept;
+  };
+  std::unordered_map<ScheduleRequest, std::shared_ptr<const Schedule>, HashRequest> schedules_;
 
   std::thread progress_thread_;
   std::condition_variable progress_wanted_;
