@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import json
 import os
@@ -36,8 +37,9 @@ class ThreadRank:
 
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
-# One client of a launcher's store a process, kept: a new connection of torch's TCPStore now and then takes 5 s.
-_agent_stores: dict[tuple[str, int], Any] = {}
+# One store a process and address, kept: a new connection of torch's TCPStore now and then takes 5 s, and rank 0 cannot
+# serve a second one on the same port while an earlier world still holds the first.
+_stores: dict[tuple[str, int], Any] = {}
 _open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
 
 
@@ -50,7 +52,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     after ``close()``, or for a second, independent world.
 
     transport: ``shm`` (ranks on one host), ``torch`` (CPU ranks on any hosts, over a process group of torch), or
-        ``auto``: shm if all ranks share a host, else torch. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
+        ``auto``: shm inside each host and torch between hosts. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
@@ -113,11 +115,10 @@ def _default_timeout() -> float:
 
 def _chosen(transport: str) -> str:
     """The transport that the program or, for ``auto``, the environment names."""
-    known = ("auto", *_JOINS)
     given = transport if transport != "auto" else _setting("HDPCOMM_TRANSPORT")
-    if given not in known:
+    if given not in _JOINS:
         source = "" if given == transport else " of HDPCOMM_TRANSPORT"
-        raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(known)}")
+        raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(_JOINS)}")
     return given
 
 
@@ -153,8 +154,8 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
     port = _integer("MASTER_PORT")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
-    if agent and (address, port) in _agent_stores:
-        return _agent_stores[address, port]
+    if (address, port) in _stores:
+        return _stores[address, port]
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
@@ -164,8 +165,7 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
             timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
         )
-        if agent:
-            _agent_stores[address, port] = store
+        _stores[address, port] = store
         return store
     except dist.DistNetworkError as error:
         text = str(error)
@@ -184,13 +184,12 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Joining:
-    """What a transport has to join a world with. ``hosts``: by rank, equal where shared memory can connect them."""
+    """What a transport has to join a world with."""
 
     store: Any
     prefix: str
     rank: int
     size: int
-    hosts: tuple[str, ...]
     seconds: float
     deadline: float
 
@@ -205,11 +204,16 @@ class _Joining:
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on all ranks; a JSON value."""
         if self.rank == 0:
-            value = make()
-            self.store.set(f"{self.prefix}/{key}", json.dumps(value))
-            return value
+            self.store.set(f"{self.prefix}/{key}", json.dumps(make()))
         self.wait(key)
         return json.loads(self.store.get(f"{self.prefix}/{key}"))
+
+    def from_all(self, key: str, value: str) -> list[str]:
+        """What every rank gives, by rank."""
+        self.store.set(f"{self.prefix}/{key}/{self.rank}", value)
+        self.wait(*(f"{key}/{peer}" for peer in range(self.size)))
+        texts = self.store.multi_get([f"{self.prefix}/{key}/{peer}" for peer in range(self.size)])
+        return [text.decode() for text in texts]
 
 
 def _join_processes(
@@ -218,21 +222,27 @@ def _join_processes(
     # The n-th init() of a rank joins the n-th init() of the others.
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
-    store.set(f"{prefix}/host/{rank}", _core.comm.host_identity())
-    keys = [f"{prefix}/host/{peer}" for peer in range(size)]
-    _wait_for_all(store, keys, deadline, seconds, rank)
-    hosts = tuple(host.decode() for host in store.multi_get(keys))
-    joining = _Joining(store, prefix, rank, size, hosts, seconds, deadline)
-    if transport == "auto":
-        transport = "shm" if len(set(hosts)) == 1 else "torch"
-    world = _JOINS[transport](joining)
-    # Rank 0's costs are everybody's, so that all choose the same algorithms.
-    world.set_costs(**joining.from_rank_0("costs", lambda: load_costs(transport)))
+    joining = _Joining(store, prefix, rank, size, seconds, deadline)
+    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{_setting('HDPCOMM_HOSTID')}")
+    world, hosts = _JOINS[transport](joining, [identities.index(identity) for identity in identities])
+    # Rank 0's costs are everybody's, so that all choose the same algorithms. "shm+torch": inside and between hosts.
+    kinds = world.transport.split("+")
+    costs = joining.from_rank_0("costs", lambda: [load_costs(kind) for kind in kinds])
+    world.set_costs(**costs[0])
+    if len(set(hosts)) > 1:
+        remote = costs[-1]
+        order = ("alpha_s", "message_s", "beta_s_per_byte", "gamma_s_per_byte")
+        _core.scale.set_nodes(world, hosts, tuple(remote[name] for name in order))
     return world
 
 
-def _join_shm(joining: _Joining) -> _core.comm.World:
-    rank, hosts = joining.rank, joining.hosts
+# How to join: the world, and the host of each rank as a number. The second argument has equal numbers for ranks with
+# equal identities.
+_Join = Callable[[_Joining, list[int]], tuple[_core.comm.World, list[int]]]
+
+
+def _join_shm(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+    rank = joining.rank
     elsewhere = [peer for peer in range(joining.size) if hosts[peer] != hosts[0]]
     if elsewhere:
         raise InvalidUsage(
@@ -247,19 +257,48 @@ def _join_shm(joining: _Joining) -> _core.comm.World:
     segment = made or _core.comm.open_segment(address, joining.size)
     world = _core.comm.join_shm_world(segment, rank, joining.left)
     segment.release()
-    return world
+    return world, hosts
 
 
-def _join_torch(joining: _Joining) -> _core.comm.World:
-    store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
-    group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
+def _join_torch(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
     link = _core.scale.FrameLink(joining.rank, joining.size)
     world = _core.scale.join_framed_world(link, "torch", joining.seconds)
+    _carry(joining, link)
+    return world, hosts
+
+
+def _carry(joining: _Joining, link: _core.scale.FrameLink) -> None:
+    store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
+    group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
     GroupCarrier(group, link, owned=owned)
-    return world
 
 
-_JOINS: dict[str, Callable[[_Joining], _core.comm.World]] = {"shm": _join_shm, "torch": _join_torch}
+def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+    """Shared memory inside the hosts, the torch transport between them.
+
+    Equal identities are not enough for a common host: a rank that cannot open the segment of its host's first rank (a
+    hardened /proc, say) is taken as a host of its own.
+    """
+    rank, first = joining.rank, hosts[joining.rank]
+    segment = _core.comm.create_segment(joining.size) if rank == first else None
+    addresses = joining.from_all("segment", segment.address() if segment else "")
+    if segment is None:
+        with contextlib.suppress(Error):
+            segment = _core.comm.open_segment(addresses[first], joining.size)
+    reached = joining.from_all("reached", "yes" if segment else "no")
+    hosts = [host if reached[peer] == "yes" else peer for peer, host in enumerate(hosts)]
+    segment = segment or _core.comm.create_segment(joining.size)
+    if len(set(hosts)) == 1:
+        world = _core.comm.join_shm_world(segment, rank, joining.left)
+    else:
+        link = _core.scale.FrameLink(rank, joining.size)
+        world = _core.scale.join_hosts(segment, link, hosts, "torch", joining.seconds)
+        _carry(joining, link)
+    segment.release()
+    return world, hosts
+
+
+_JOINS: dict[str, _Join] = {"auto": _join_auto, "shm": _join_shm, "torch": _join_torch}
 
 
 def _wait_for_all(store: Any, keys: list[str], deadline: float, seconds: float, rank: int) -> None:

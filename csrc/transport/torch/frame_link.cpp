@@ -159,6 +159,11 @@ void FrameLink::wait(uint32_t ticket, Clock::time_point until) {
   for_transport_.wait_until(lock, until, [&] { return events_ != ticket; });
 }
 
+void FrameLink::wake() {
+  std::unique_lock lock(mutex_);
+  signal(lock);
+}
+
 void FrameLink::setWake(std::function<void()> wake) {
   std::lock_guard lock(mutex_);
   wake_ = std::move(wake);

@@ -208,8 +208,14 @@ void FramedTransport::checkPeers() {
   }
 }
 
+std::function<void()> FramedTransport::waker() {
+  return [link = link_] { link->wake(); };
+}
+
 TransportStats FramedTransport::stats() const {
   TransportStats stats = stats_;
+  stats.remote_bytes_sent = stats.bytes_sent;
+  stats.remote_bytes_received = stats.bytes_received;
   stats.peers_used = static_cast<int>(
       std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.used; }));
   return stats;

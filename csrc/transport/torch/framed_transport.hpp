@@ -80,6 +80,7 @@ class FramedTransport final : public Transport {
   void checkPeers() override;
   uint32_t idleTicket() override { return link_->ticket(); }
   void idle(uint32_t ticket, Clock::time_point until) override { link_->wait(ticket, until); }
+  std::function<void()> waker() override;
   // The carrier's threads need the cores that a busy wait would take.
   bool oversubscribed() const noexcept override { return true; }
   TransportStats stats() const override;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import json
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -46,6 +46,7 @@ def everything(folder: Path) -> None:
         ring = world.subset([2, 0, 3, 1])
         if ring is not None:
             write(folder, f"ring{ring.rank}", on_rank(RING, ring))
+        traffic(world, folder)
         write(folder, f"transport{world.rank}", world.transport)
 
 
@@ -72,21 +73,32 @@ def cut(folder: Path) -> None:
     write(folder, f"found{world.rank}", found)
 
 
-def traffic(folder: Path) -> None:
-    """Bytes that each rank hands to the network for collectives of the sizes that the test names."""
-    sizes = json.loads((folder / "sizes").read_text())
-    with hdp.init(timeout=60) as world:
-        found: dict[str, int] = {}
-        for ranks in sizes["subsets"]:
+def sent_over_the_link() -> int:
+    """Bytes that this host's interface has sent, with all headers."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    fields = next(line for line in lines if "eth0" in line).split(":")[1].split()
+    return int(fields[8])
+
+
+TRAFFIC_BYTES = 12 << 20  # of the whole buffer
+TRAFFIC_SUBSETS = ((0, 1, 2, 3), (3, 0, 2), (0, 2), (2, 3))
+
+
+def traffic(world: hdp.Communicator, folder: Path) -> None:
+    """What collectives send to the other host: by the transport's count, and by the interface's."""
+    found: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+    for ranks in TRAFFIC_SUBSETS:
+        for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+            world.barrier()
+            before = world.stats()["remote_bytes_sent"], sent_over_the_link()
+            world.barrier()
             comm = world.subset(ranks)
-            if comm is None:
-                continue
-            for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
-                before = comm.stats().get("remote_bytes_sent", comm.stats()["bytes_sent"])
-                run(comm, op, sizes["bytes"] // 4)
-                after = comm.stats().get("remote_bytes_sent", comm.stats()["bytes_sent"])
-                found[f"{op} {ranks}"] = after - before
-        write(folder, f"traffic{world.rank}", found)
+            if comm is not None:
+                run(comm, op, TRAFFIC_BYTES // 4)
+            world.barrier()
+            after = world.stats()["remote_bytes_sent"], sent_over_the_link()
+            found[op, ranks] = (after[0] - before[0], after[1] - before[1])
+    write(folder, f"traffic{world.rank}", found)
 
 
 def run(comm: hdp.Communicator, op: str, count: int) -> None:
@@ -121,6 +133,7 @@ def _rank(program: Callable[[Path], None], folder: Path) -> None:
 def main() -> int:
     """The one rank of torchrun's environment, or all of HOST_RANKS as forks: torch is imported once."""
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(50, exit=True)
     program = globals()[sys.argv[1]]
     folder = Path(sys.argv[2])
     if "HOST_RANKS" not in os.environ:

@@ -15,7 +15,7 @@ import torch
 from hdpcomm.attention import unshard
 from hdpcomm.cli.main import main
 from tests.ranks.attention.attention_oracle import GRADS, error, expected
-from tests.ranks.scale.host_program import RING
+from tests.ranks.scale.host_program import RING, TRAFFIC_BYTES, TRAFFIC_SUBSETS
 from tests.ranks.scale.hosts import Hosts, why_not
 
 PROGRAM = "tests.ranks.scale.host_program"
@@ -42,11 +42,23 @@ def load(folder: Path, name: str) -> Any:
 def test_collectives_and_ring_attention_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
     two.torchrun([PROGRAM, "everything", str(tmp_path)], per_host=2)
     two.finish(90)
-    assert {load(tmp_path, f"transport{rank}") for rank in range(4)} == {"torch"}
+    assert {load(tmp_path, f"transport{rank}") for rank in range(4)} == {"shm+torch"}
     parts = [load(tmp_path, f"ring{rank}") for rank in range(4)]
     want = expected(RING)
     for name, cuts in zip(GRADS, (RING.cu, RING.cu, RING.cu_k, RING.cu_k), strict=True):
         assert error(unshard([part[name] for part in parts], cuts), want[name]) <= 1e-12
+    check_traffic([load(tmp_path, f"traffic{rank}") for rank in range(4)])
+
+
+def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]]) -> None:
+    """Of two hosts with ranks 0, 1 and 2, 3: every byte that must cross crosses once, by both counts."""
+    for ranks in TRAFFIC_SUBSETS:
+        for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+            minimum = TRAFFIC_BYTES * (2 if op == "all_reduce" else 1) if {*ranks} - {2, 3} else 0
+            counted = sum(rank[op, ranks][0] for rank in found)
+            wire = found[0][op, ranks][1] + found[2][op, ranks][1]  # of the two interfaces
+            assert minimum <= counted <= 1.01 * minimum + 1000, (op, ranks, counted)
+            assert wire <= 1.1 * minimum + 100_000, (op, ranks, wire)  # and the barriers
 
 
 def test_training_on_two_hosts_has_the_losses_of_one(two: Hosts, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ class FrameLink {
 
   uint32_t ticket() const;
   void wait(uint32_t ticket, Clock::time_point until);
+  void wake();  // ends a wait()
   // Called after every event, on the thread that caused it; for whoever sleeps elsewhere.
   void setWake(std::function<void()> wake);
 
