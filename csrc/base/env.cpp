@@ -27,6 +27,9 @@ constexpr Row kTable[] = {
      "microseconds of sched_yield after that, before sleeping on a futex"},
     {"HDPCOMM_LIVENESS_S", "0.2", "seconds between looks at whether the awaited peers still live"},
     {"HDPCOMM_TRANSPORT", "auto", "the transport of init() where the program names none"},
+    {"HDPCOMM_HOSTID", "",
+     "part of this rank's host identity: ranks with different values do not share memory"},
+    {"HDPCOMM_NCCL", "", "the libnccl.so.2 to use; unset: a wheel's, torch's, or the system's"},
     {"HDPCOMM_SILENCE_S", "20",
      "seconds without a sign of life after which an awaited peer on another host is lost"},
 };
@@ -57,7 +60,7 @@ Env readAll() {
   env.spin_us = number(kTable[4], 0, 1e6);
   env.yield_us = number(kTable[5], 0, 1e7);
   env.liveness_s = number(kTable[6], 0.01, 1.0);
-  env.silence_s = number(kTable[8], 0.1, 1e7);
+  env.silence_s = number(kTable[10], 0.1, 1e7);
   return env;
 }
 
