@@ -13,4 +13,6 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindCollective(collective);
   auto scale = module.def_submodule("scale", "Worlds of several hosts.");
   hdpcomm::bindScale(scale);
+  auto device = module.def_submodule("device");
+  hdpcomm::bindDevice(device);
 }

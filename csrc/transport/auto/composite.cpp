@@ -56,6 +56,9 @@ class CompositeTransport final : public Transport {
     }
     return false;
   }
+  std::shared_ptr<std::byte> allocate(size_t bytes) override {
+    return members_[0]->allocate(bytes);
+  }
   TransportStats stats() const override {
     TransportStats sum;
     for (const auto& member : members_) {

@@ -19,23 +19,9 @@ def compiled(tmp_path: Path, source: str) -> str:
     return str(library)
 
 
-FUNCTIONS = [
-    "GetUniqueId",
-    "CommInitRankConfig",
-    "CommDestroy",
-    "CommAbort",
-    "CommGetAsyncError",
-    "GetErrorString",
-    "GetLastError",
-    "GroupStart",
-    "GroupEnd",
-    "Send",
-    "Recv",
-    "AllReduce",
-    "AllGather",
-    "ReduceScatter",
-    "Broadcast",
-]
+FUNCTIONS = """GetUniqueId CommInitRankConfig CommDestroy CommAbort CommGetAsyncError GetErrorString GetLastError
+GroupStart
+GroupEnd Send Recv AllReduce AllGather ReduceScatter Broadcast"""
 
 
 def source(version: int, functions: list[str]) -> str:
@@ -49,18 +35,18 @@ def test_nothing_found() -> None:
 
 
 def test_a_function_is_missing(tmp_path: Path) -> None:
-    library = compiled(tmp_path, source(22809, [name for name in FUNCTIONS if name != "CommAbort"]))
+    library = compiled(tmp_path, source(22809, [name for name in FUNCTIONS.split() if name != "CommAbort"]))
     with pytest.raises(hdp.DeviceError, match="has no function ncclCommAbort"):
         scale.load_nccl([library])
 
 
 def test_too_old_and_new_enough(tmp_path: Path) -> None:
-    library = compiled(tmp_path, source(21000, FUNCTIONS))
+    library = compiled(tmp_path, source(21000, FUNCTIONS.split()))
     with pytest.raises(hdp.DeviceError, match=r"is NCCL 2\.10\.0; at least 2\.18\.4 is needed"):
         scale.load_nccl([library])
     folder = tmp_path / "new"
     folder.mkdir()
-    found = scale.load_nccl(["/no/such/library.so", compiled(folder, source(22809, FUNCTIONS))])
+    found = scale.load_nccl(["/no/such/library.so", compiled(folder, source(22809, FUNCTIONS.split()))])
     assert (found.version, scale.nccl_version_text(found.version)) == (22809, "2.28.9")
     assert found.path.endswith("new/libnccl.so.2")
 

@@ -111,6 +111,13 @@ class Transport {
   // True when ranks share cores, so that busy waiting steals time from the peer that is awaited.
   virtual bool oversubscribed() const noexcept = 0;
 
+  // Memory from which messages go faster than from other memory, or null when this transport has
+  // none. It outlives the transport.
+  virtual std::shared_ptr<std::byte> allocate(size_t bytes) {
+    (void)bytes;
+    return nullptr;
+  }
+
   virtual TransportStats stats() const = 0;
   // Says goodbye; peers that still wait for this rank fail. Idempotent.
   virtual void close(const std::string& reason) noexcept = 0;
