@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm._core import scale
+from hdpcomm.comm.launchers import master
 from hdpcomm.errors import CommTimeout, Error
 
 __all__ = ["GroupCarrier", "make_group", "own_address"]
@@ -116,14 +117,16 @@ class GroupCarrier:
                 thread.join(_GRACE_S)
 
     def cut(self) -> None:
-        """Ends all connections of the group at once. Gloo has no call for it, but a wait that times out does it."""
-        peer = next((peer for peer in range(self._link.size) if peer != self._link.rank), None)
-        if peer is None:
-            return
-        with contextlib.suppress(Exception):
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _END_TAG).wait(
-                datetime.timedelta(milliseconds=1)
-            )
+        """Ends all connections of the group at once. Gloo has no call for it, but a wait that times out does it.
+
+        Every peer is tried: on a connection that has failed already the call fails at once, and ends no other.
+        """
+        for peer in range(self._link.size):
+            if peer != self._link.rank:
+                with contextlib.suppress(Exception):
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _END_TAG).wait(
+                        datetime.timedelta(milliseconds=1)
+                    )
 
     def join(self, timeout: float) -> bool:
         """Waits until the threads have ended, after the world was closed; returns whether they have."""
@@ -174,8 +177,8 @@ def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any
 
 
 def own_address() -> str:
-    """The address of this host on the way to ``MASTER_ADDR``; no packet is sent."""
-    target = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    """The address of this host on the way to the job's store; no packet is sent."""
+    target = master()[0]
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
