@@ -12,6 +12,8 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindStream(comm);
   auto collective = module.def_submodule("collective");
   hdpcomm::bindCollective(collective);
+  auto scale = module.def_submodule("scale", "Worlds of several hosts.");
+  hdpcomm::bindScale(scale);
   auto device = module.def_submodule("device");
   hdpcomm::bindDevice(device);
 }

@@ -16,6 +16,7 @@ void bindKernels(pybind11::module_& module);
 void bindComm(pybind11::module_& module);
 void bindStream(pybind11::module_& module);
 void bindCollective(pybind11::module_& module);
+void bindScale(pybind11::module_& module);
 void bindDevice(pybind11::module_& module);
 
 }  // namespace hdpcomm

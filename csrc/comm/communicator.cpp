@@ -30,10 +30,15 @@ Communicator::Communicator(std::shared_ptr<World> world)
     : world_(std::move(world)),
       ranks_(allRanks(world_->size())),
       rank_(world_->rank()),
-      hash_(hashRanks(*ranks_)) {}
+      hash_(hashRanks(*ranks_)),
+      nodes_(world_->nodesOf(*ranks_)) {}
 
 Communicator::Communicator(std::shared_ptr<World> world, Ranks ranks, int rank)
-    : world_(std::move(world)), ranks_(std::move(ranks)), rank_(rank), hash_(hashRanks(*ranks_)) {}
+    : world_(std::move(world)),
+      ranks_(std::move(ranks)),
+      rank_(rank),
+      hash_(hashRanks(*ranks_)),
+      nodes_(world_->nodesOf(*ranks_)) {}
 
 std::shared_ptr<Communicator> Communicator::subset(std::span<const int> positions) const {
   if (positions.empty()) {
@@ -86,6 +91,7 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
   request.average = options.redop == RedOp::kAvg;
   request.in_counts = operands.in_counts;
   request.out_counts = operands.out_counts;
+  request.nodes = nodes_;
   auto schedule = world_->schedule(request);
   Call call;
   call.subset_hash = hash_;

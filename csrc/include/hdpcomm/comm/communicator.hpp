@@ -78,6 +78,7 @@ class Communicator {
   Ranks ranks_;
   int rank_;
   uint64_t hash_;
+  std::vector<int> nodes_;  // of the ranks; empty when they share one
 };
 
 }  // namespace hdpcomm

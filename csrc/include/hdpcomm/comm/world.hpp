@@ -59,6 +59,10 @@ class World {
 
   // What kAuto goes by; must be equal on all ranks.
   void setCosts(const TransportCosts& costs);
+  // The node of each rank, and what kAuto goes by between nodes; equal on all ranks.
+  void setNodes(std::vector<int> node_of_rank, const TransportCosts& remote);
+  // Of the given ranks, numbered by first appearance; empty when all share a node.
+  std::vector<int> nodesOf(const std::vector<int>& ranks) const;
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
 
@@ -104,6 +108,8 @@ class World {
   std::shared_ptr<WorldPart> part_;
 
   TransportCosts costs_;
+  TransportCosts remote_costs_;
+  std::vector<int> node_of_rank_;  // empty: one node. Set before the first operation
   struct HashRequest {
     size_t operator()(const ScheduleRequest& request) const noexcept;
   };
