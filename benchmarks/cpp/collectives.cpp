@@ -32,9 +32,7 @@ double median(std::vector<double> values) {
 
 void collective(const Communicator& comm, OpCode op, const void* in, void* out, size_t count,
                 RedOp redop) {
-  const auto work =
-      comm.collective(op, {in, out, count, DType::kFloat64}, redop, -1, Algorithm::kAuto, false);
-  comm.world().wait(*work, comm.world().timeout(), nullptr);
+  comm.collective({in, out, count, DType::kFloat64}, {op, redop}, 0, nullptr);
 }
 
 void barrier(const Communicator& comm) {

@@ -28,8 +28,7 @@ std::shared_ptr<World> join(const std::shared_ptr<ShmSegment>& segment, int rank
 void message(Communicator& comm, bool send, int64_t& value) {
   const Communicator::Message message{&value, 1, DType::kInt64, 1 - comm.rank()};
   const std::span<const Communicator::Message> one(&message, 1);
-  const auto work = send ? comm.exchange(one, {}, false) : comm.exchange({}, one, false);
-  comm.world().wait(*work, 10, nullptr);
+  send ? comm.exchange(one, {}, 10, nullptr) : comm.exchange({}, one, 10, nullptr);
 }
 
 // Seconds of one way: the median over rounds of half a round trip.

@@ -26,6 +26,14 @@ constexpr Row kTable[] = {
     {"HDPCOMM_YIELD_US", "200",
      "microseconds of sched_yield after that, before sleeping on a futex"},
     {"HDPCOMM_LIVENESS_S", "0.2", "seconds between looks at whether the awaited peers still live"},
+    {"HDPCOMM_TRANSPORT", "auto", "what init() takes for transport=\"auto\""},
+    {"HDPCOMM_DEVICE_SLOT_BYTES", "2097152",
+     "device memory of a slot, in which a piece of a message arrives; the same on all ranks"},
+    {"HDPCOMM_DEVICE_SLOTS", "4", "slots of an ordered pair of ranks on a device"},
+    {"HDPCOMM_DEVICE_LANES", "2",
+     "streams of an ordered pair of ranks, that is, copy engines that share a message"},
+    {"HDPCOMM_DEVICE_LANDING_BYTES", "67108864",
+     "device memory of a rank in which ring attention's keys and values arrive"},
 };
 
 std::string read(const Row& row) {

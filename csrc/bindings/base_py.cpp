@@ -30,6 +30,8 @@ const char* pythonClass(ErrorKind kind) {
   return "Error";
 }
 
+}  // namespace
+
 // The classes live in Python (hdpcomm.errors): they have several bases, which CPython exceptions
 // made in C++ cannot have.
 void setPythonError(const Error& error) {
@@ -46,8 +48,6 @@ void setPythonError(const Error& error) {
       py::arg("seq") = known(context.seq));
   PyErr_SetObject(cls.ptr(), instance.ptr());
 }
-
-}  // namespace
 
 void bindBase(py::module_& module) {
   py::register_exception_translator([](std::exception_ptr pointer) {

@@ -1,10 +1,11 @@
 // World, Communicator and Work. Buffers come as addresses; hdpcomm/comm/tensors.py checks them and
 // keeps them alive.
+#include "comm_py.hpp"
+
 #include <pybind11/stl.h>
 
 #include <limits>
 
-#include "hdpcomm/comm/communicator.hpp"
 #include "hdpcomm/transport/shm.hpp"
 #include "rooms.hpp"
 
@@ -13,11 +14,6 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-void checkSignals() {
-  const py::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 // What Python holds: the work with its world, so that either may be dropped first.
 struct Handle {
   std::shared_ptr<World> world;
@@ -25,7 +21,7 @@ struct Handle {
 
   void wait(double timeout_s) const {
     const py::gil_scoped_release release;
-    world->wait(*work, timeout_s > 0 ? timeout_s : world->timeout(), checkSignals);
+    world->wait(*work, timeout_s, checkSignals);
   }
   bool done() const {
     const py::gil_scoped_release release;
@@ -42,10 +38,6 @@ T pointer(uintptr_t address) {
   return reinterpret_cast<T>(address);
 }
 
-Communicator::Operands operands(uintptr_t in, uintptr_t out, size_t count, int dtype) {
-  return {pointer(in), pointer(out), count, static_cast<DType>(dtype)};
-}
-
 using MessageTuple = std::tuple<uintptr_t, size_t, int, int>;  // address, count, dtype, peer
 
 std::vector<Communicator::Message> messagesOf(const std::vector<MessageTuple>& tuples) {
@@ -57,15 +49,6 @@ std::vector<Communicator::Message> messagesOf(const std::vector<MessageTuple>& t
   return messages;
 }
 
-void pointToPoint(const Communicator& comm, uintptr_t data, size_t count, int dtype, int peer,
-                  double timeout_s, bool send) {
-  const py::gil_scoped_release release;
-  const Communicator::Message message{pointer(data), count, static_cast<DType>(dtype), peer};
-  const std::span<const Communicator::Message> one(&message, 1);
-  const auto work = send ? comm.exchange(one, {}, false) : comm.exchange({}, one, false);
-  comm.world().wait(*work, timeout_s > 0 ? timeout_s : comm.world().timeout(), checkSignals);
-}
-
 void bindCommunicator(py::module_& module) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
@@ -74,42 +57,48 @@ void bindCommunicator(py::module_& module) {
                              [](const Communicator& c) { return py::tuple(py::cast(c.ranks())); })
       .def_property_readonly("hash", &Communicator::hash)
       .def_property_readonly("world", &Communicator::sharedWorld)
-      .def("subset",
-           [](const Communicator& c, const std::vector<int>& ranks) { return c.subset(ranks); })
-      .def("send",
-           [](const Communicator& c, uintptr_t data, size_t count, int dtype, int peer,
-              double timeout_s) { pointToPoint(c, data, count, dtype, peer, timeout_s, true); })
-      .def("recv",
-           [](const Communicator& c, uintptr_t data, size_t count, int dtype, int peer,
-              double timeout_s) { pointToPoint(c, data, count, dtype, peer, timeout_s, false); })
-      .def("exchange",
+      .def("start_exchange",
            [](const Communicator& c, const std::vector<MessageTuple>& sends,
-              const std::vector<MessageTuple>& recvs, bool background) {
+              const std::vector<MessageTuple>& recvs) {
              const auto from = messagesOf(sends);
              const auto to = messagesOf(recvs);
              const py::gil_scoped_release release;
-             return handleOf(c, c.exchange(from, to, background));
+             return handleOf(c, c.startExchange(from, to));
            })
-      .def("collective",
+      .def("start_collective",
            [](const Communicator& c, int op, uintptr_t in, uintptr_t out, size_t count, int dtype,
-              int redop, int root, int algorithm, bool background) {
+              int redop, int root, int algorithm) {
              const py::gil_scoped_release release;
              return handleOf(
-                 c, c.collective(static_cast<OpCode>(op), operands(in, out, count, dtype),
-                                 static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm),
-                                 background));
+                 c, c.startCollective({pointer(in), pointer(out), count, static_cast<DType>(dtype)},
+                                      {static_cast<OpCode>(op), static_cast<RedOp>(redop), root,
+                                       static_cast<Algorithm>(algorithm)}));
            })
-      .def("all_to_all", [](const Communicator& c, uintptr_t in, uintptr_t out, size_t count,
-                            int dtype, std::vector<size_t> out_counts,
-                            std::vector<size_t> in_counts, int algorithm, bool background) {
-        const py::gil_scoped_release release;
-        return handleOf(
-            c, c.allToAll(operands(in, out, count, dtype), std::move(out_counts),
-                          std::move(in_counts), static_cast<Algorithm>(algorithm), background));
-      });
+      .def("start_all_to_all",
+           [](const Communicator& c, uintptr_t in, uintptr_t out, int dtype,
+              std::vector<size_t> out_counts, std::vector<size_t> in_counts, int algorithm) {
+             const py::gil_scoped_release release;
+             Communicator::Options options;
+             options.op = OpCode::kAllToAll;
+             options.algorithm = static_cast<Algorithm>(algorithm);
+             return handleOf(
+                 c, c.startCollective({pointer(in), pointer(out), 0, static_cast<DType>(dtype),
+                                       std::move(in_counts), std::move(out_counts)},
+                                      options));
+           });
 }
 
+// Memory of World::allocate(), as Python's buffer protocol gives it out.
+struct Block {
+  std::shared_ptr<std::byte> data;
+  size_t bytes;
+};
+
 void bindWorld(py::module_& module) {
+  py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer([](Block& block) {
+    return py::buffer_info(reinterpret_cast<uint8_t*>(block.data.get()),
+                           static_cast<py::ssize_t>(block.bytes));
+  });
   py::class_<World, std::shared_ptr<World>>(module, "World")
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
@@ -129,6 +118,12 @@ void bindWorld(py::module_& module) {
              result["messages_received"] = stats.messages_received;
              result["peers"] = stats.peers_used;
              return result;
+           })
+      .def("allocate",
+           [](World& world, size_t bytes) -> std::optional<Block> {
+             auto data = world.allocate(bytes);
+             if (!data) return std::nullopt;
+             return Block{std::move(data), bytes};
            })
       .def(
           "set_costs",
@@ -168,6 +163,7 @@ void bindComm(py::module_& module) {
       .def("done", &Handle::done)
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
+  bindCalls(module);
   bindWorld(module);
   bindCommunicator(module);
 

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindKernels(kernels);
   auto comm = module.def_submodule("comm");
   hdpcomm::bindComm(comm);
+  hdpcomm::bindStream(comm);
   auto collective = module.def_submodule("collective");
   hdpcomm::bindCollective(collective);
   auto device = module.def_submodule("device");

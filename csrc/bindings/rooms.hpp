@@ -3,12 +3,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include "hdpcomm/base/error.hpp"
+
 namespace hdpcomm {
+
+// Sets the Python exception (hdpcomm.errors) of an error of the core.
+void setPythonError(const Error& error);
 
 void bindBase(pybind11::module_& module);
 void bindPlanner(pybind11::module_& module);
 void bindKernels(pybind11::module_& module);
 void bindComm(pybind11::module_& module);
+void bindStream(pybind11::module_& module);
 void bindCollective(pybind11::module_& module);
 void bindDevice(pybind11::module_& module);
 

@@ -69,96 +69,91 @@ void Communicator::checkPosition(int position, const char* what) const {
                     " (positions in it, not global ranks)");
 }
 
-std::shared_ptr<Work> Communicator::collective(OpCode op, const Operands& operands, RedOp redop,
-                                               int root, Algorithm algorithm,
-                                               bool background) const {
-  if (root >= 0 || op == OpCode::kBroadcast || op == OpCode::kReduce || op == OpCode::kGather ||
-      op == OpCode::kScatter) {
-    checkPosition(root, opName(op));
+Communicator::Plan Communicator::plan(const Operands& operands, const Options& options) const {
+  const OpCode op = options.op;
+  if (options.root >= 0 || op == OpCode::kBroadcast || op == OpCode::kReduce ||
+      op == OpCode::kGather || op == OpCode::kScatter) {
+    checkPosition(options.root, opName(op));
   }
   ScheduleRequest request;
   request.op = op;
-  request.algorithm = algorithm;
+  request.algorithm = options.algorithm;
   request.group_size = size();
   request.rank = rank_;
   request.count = operands.count;
   request.element_bytes = dtypeBytes(operands.dtype);
-  request.root = root;
-  request.average = redop == RedOp::kAvg;
-  auto schedule = world_->schedule(request);
-  Call call;
-  call.subset_hash = hash_;
-  call.count = operands.count;
-  call.op = op;
-  call.dtype = operands.dtype;
-  call.redop = redop;
-  call.algorithm = schedule->algorithm;
-  call.root = static_cast<int16_t>(root);
-  call.group_size = static_cast<uint16_t>(size());
-  auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
-                                               operands.out);
-  world_->submit(work, background);
-  return work;
-}
-
-std::shared_ptr<Work> Communicator::allToAll(const Operands& operands,
-                                             std::vector<size_t> out_counts,
-                                             std::vector<size_t> in_counts, Algorithm algorithm,
-                                             bool background) const {
-  ScheduleRequest request;
-  request.op = OpCode::kAllToAll;
-  request.algorithm = algorithm;
-  request.group_size = size();
-  request.rank = rank_;
-  request.count = operands.count;
-  request.element_bytes = dtypeBytes(operands.dtype);
-  request.in_counts = std::move(in_counts);
-  request.out_counts = std::move(out_counts);
+  request.root = options.root;
+  request.average = options.redop == RedOp::kAvg;
+  request.in_counts = operands.in_counts;
+  request.out_counts = operands.out_counts;
   auto schedule = world_->schedule(request);
   Call call;
   call.subset_hash = hash_;
   call.count = operands.count;  // 0 when ragged: the pairs' sizes are checked message by message
-  call.op = OpCode::kAllToAll;
+  call.op = op;
   call.dtype = operands.dtype;
+  call.redop = options.redop;
   call.algorithm = schedule->algorithm;
+  call.root = static_cast<int16_t>(options.root);
   call.group_size = static_cast<uint16_t>(size());
-  auto work = std::make_shared<CollectiveWork>(call, ranks_, std::move(schedule), operands.in,
-                                               operands.out);
-  world_->submit(work, background);
+  return {call, std::move(schedule)};
+}
+
+CollectiveWork Communicator::makeCollective(const Operands& operands,
+                                            const Options& options) const {
+  Plan made = plan(operands, options);
+  return CollectiveWork(made.call, ranks_, std::move(made.schedule), operands.in, operands.out);
+}
+
+std::shared_ptr<Work> Communicator::startCollective(const Operands& operands,
+                                                    const Options& options) const {
+  std::shared_ptr<Work> work(new CollectiveWork(makeCollective(operands, options)));
+  world_->submit(work);
   return work;
 }
 
-std::vector<ExchangeWork::Message> Communicator::toWorld(std::span<const Message> messages,
-                                                         const char* what) const {
-  std::vector<ExchangeWork::Message> result;
-  result.reserve(messages.size());
-  for (const Message& message : messages) {
-    checkPosition(message.peer, what);
-    ExchangeWork::Message translated;
-    translated.peer = (*ranks_)[static_cast<size_t>(message.peer)];
-    translated.data = static_cast<std::byte*>(message.data);
-    translated.count = message.count;
-    translated.dtype = message.dtype;
-    result.push_back(translated);
-  }
-  return result;
+void Communicator::collective(const Operands& operands, const Options& options, double timeout_s,
+                              const InterruptCheck& check_interrupt) const {
+  CollectiveWork work = makeCollective(operands, options);
+  world_->run(work, timeout_s, check_interrupt);
 }
 
-std::shared_ptr<Work> Communicator::exchange(std::span<const Message> sends,
-                                             std::span<const Message> recvs,
-                                             bool background) const {
+int Communicator::globalRank(int position, const char* what) const {
+  checkPosition(position, what);
+  return (*ranks_)[static_cast<size_t>(position)];
+}
+
+Call Communicator::callOfMessages() const {
   Call call;
   call.subset_hash = hash_;
   call.group_size = static_cast<uint16_t>(size());
+  return call;
+}
+
+ExchangeWork Communicator::makeExchange(std::span<const Message> sends,
+                                        std::span<const Message> recvs) const {
+  for (const Message& message : sends) checkPosition(message.peer, "send");
+  for (const Message& message : recvs) checkPosition(message.peer, "recv");
+  Call call = callOfMessages();
   if (sends.size() + recvs.size() == 1) {  // for messages about it
     const Message& only = sends.empty() ? recvs[0] : sends[0];
     call.count = only.count;
     call.dtype = only.dtype;
   }
-  auto work =
-      std::make_shared<ExchangeWork>(call, ranks_, toWorld(sends, "send"), toWorld(recvs, "recv"));
-  world_->submit(work, background);
+  return ExchangeWork(call, ranks_, sends, recvs);
+}
+
+std::shared_ptr<Work> Communicator::startExchange(std::span<const Message> sends,
+                                                  std::span<const Message> recvs) const {
+  std::shared_ptr<Work> work(new ExchangeWork(makeExchange(sends, recvs)));
+  world_->submit(work);
   return work;
+}
+
+void Communicator::exchange(std::span<const Message> sends, std::span<const Message> recvs,
+                            double timeout_s, const InterruptCheck& check_interrupt) const {
+  ExchangeWork work = makeExchange(sends, recvs);
+  world_->run(work, timeout_s, check_interrupt);
 }
 
 }  // namespace hdpcomm

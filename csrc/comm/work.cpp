@@ -86,52 +86,64 @@ void CollectiveWork::move(const Move& move) const {
   }
 }
 
+ExchangeWork::ExchangeWork(Call call, Ranks ranks, std::span<const Message> sends,
+                           std::span<const Message> recvs)
+    : Work(call, std::move(ranks)) {
+  sends_.reserve(sends.size());
+  recvs_.reserve(recvs.size());
+  for (const Message& message : sends) add(sends_, message);
+  for (const Message& message : recvs) add(recvs_, message);
+}
+
+void ExchangeWork::add(InlineVector<Transfer, 2>& transfers, const Message& message) {
+  Transfer& transfer = transfers.push_back({});
+  transfer.data = static_cast<std::byte*>(message.data);
+  transfer.bytes = message.count * dtypeBytes(message.dtype);
+  transfer.call = call_;
+  transfer.call.count = message.count;
+  transfer.call.dtype = message.dtype;
+  transfer.peer = (*ranks_)[static_cast<size_t>(message.peer)];
+}
+
 ExchangeWork::Numbers& ExchangeWork::numbersOf(int peer) {
   for (Numbers& numbers : numbers_) {
     if (numbers.peer == peer) return numbers;
   }
-  return numbers_.emplace_back(Numbers{peer, {}, {}});
+  return numbers_.push_back({peer, {}, {}});
 }
 
 void ExchangeWork::takeNumbers(Transport& transport) {
-  for (Message& message : sends_) {
-    message.number = transport.nextSendNumber(message.peer);
-    numbersOf(message.peer).send = message.number;
+  for (Transfer& send : sends_) {
+    send.number = transport.nextSendNumber(send.peer);
+    numbersOf(send.peer).send = send.number;
   }
-  for (Message& message : recvs_) {
-    message.number = transport.nextRecvNumber(message.peer);
-    numbersOf(message.peer).recv = message.number;
+  for (Transfer& recv : recvs_) {
+    recv.number = transport.nextRecvNumber(recv.peer);
+    numbersOf(recv.peer).recv = recv.number;
   }
-}
-
-Call ExchangeWork::callOf(const Message& message) const {
-  Call call = call_;
-  call.count = message.count;
-  call.dtype = message.dtype;
-  return call;
 }
 
 bool ExchangeWork::advance(Transport& transport) {
   if (posted_) return false;
   posted_ = true;
-  for (const Message& message : recvs_) {
+  for (const Transfer& recv : recvs_) {
     RecvRequest request;
-    request.peer = message.peer;
-    request.data = message.data;
-    request.bytes = message.count * dtypeBytes(message.dtype);
-    request.number = message.number;
-    request.call = callOf(message);
+    request.peer = recv.peer;
+    request.data = recv.data;
+    request.bytes = recv.bytes;
+    request.number = recv.number;
+    request.call = recv.call;
     request.completion = &completion_;
     transport.postRecv(request);
   }
-  for (const Message& message : sends_) {
+  for (const Transfer& send : sends_) {
     SendRequest request;
-    request.peer = message.peer;
-    request.data = message.data;
-    request.bytes = message.count * dtypeBytes(message.dtype);
-    request.number = message.number;
+    request.peer = send.peer;
+    request.data = send.data;
+    request.bytes = send.bytes;
+    request.number = send.number;
     request.confirm = true;
-    request.call = callOf(message);
+    request.call = send.call;
     request.completion = &completion_;
     transport.postSend(request);
   }

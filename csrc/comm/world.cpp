@@ -50,6 +50,12 @@ TransportStats World::stats() {
   return transport_->stats();
 }
 
+std::shared_ptr<std::byte> World::allocate(size_t bytes) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  return transport_->allocate(bytes);
+}
+
 void World::checkUsable() const {
   if (!abort_reason_.empty()) {
     throw Error(ErrorKind::kAborted,
@@ -64,21 +70,23 @@ void World::checkUsable() const {
   }
 }
 
-void World::submit(const std::shared_ptr<Work>& work, bool background) {
+void World::submit(const std::shared_ptr<Work>& work) {
   std::lock_guard lock(mutex_);
+  work->background_ = true;
+  submitLocked(work);
+  if (!ended(*work)) {
+    ensureProgressThread();
+    progress_wanted_.notify_one();
+  }
+}
+
+void World::submitLocked(const std::shared_ptr<Work>& work) {
   checkUsable();
   work->seq_ = next_seq_++;
   work->takeNumbers(*transport_);
   queue_.push_back(work);
-  if (background) {
-    work->background_ = true;
-    ++background_works_;
-  }
+  if (work->background_) ++background_works_;
   progressLocked();
-  if (background && !ended(*work)) {
-    ensureProgressThread();
-    progress_wanted_.notify_one();
-  }
 }
 
 void World::progressLocked() {
@@ -94,16 +102,17 @@ void World::progressLocked() {
 bool World::advanceLocked() {
   bool posted = false;
   for (size_t i = 0; i < queue_.size();) {
-    const std::shared_ptr<Work> work = queue_[i];
-    if (!work->failure()) {
-      work->state_ = Work::State::kRunning;
-      posted |= work->advance(*transport_);
+    Work& work = *queue_[i];
+    if (!work.failure()) {
+      work.state_ = Work::State::kRunning;
+      posted |= work.advance(*transport_);
     }
-    if (const std::optional<Error> error = work->failure()) {
-      fail(*work, *error);
-    } else if (work->allPosted() && work->completion_.pending + work->deferred_.pending == 0) {
-      finish(*work, Work::State::kDone);
-    } else if (!work->allPosted()) {
+    if (work.failure()) {
+      const Error error = *work.failure();
+      fail(work, error);
+    } else if (work.allPosted() && work.completion_.pending + work.deferred_.pending == 0) {
+      finish(work, Work::State::kDone);
+    } else if (!work.allPosted()) {
       break;  // later operations must not overtake its messages
     } else {
       ++i;
@@ -115,6 +124,7 @@ bool World::advanceLocked() {
 void World::finish(Work& work, Work::State state) {
   work.state_ = state;
   if (work.background_) --background_works_;
+  // This may be the last owner: the work is not touched any more.
   std::erase_if(queue_, [&](const std::shared_ptr<Work>& each) { return each.get() == &work; });
 }
 
@@ -154,16 +164,54 @@ bool World::test(Work& work) {
 
 void World::wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
   {
-    // The common case, without a look at the clock.
-    std::unique_lock lock(mutex_);
-    for (int i = 0; i < spins_ && !ended(work); ++i) {
-      progressLocked();
-      if (ended(work)) break;
-      HDP_PAUSE();
-    }
-    if (work.state_ == Work::State::kDone) return;
-    if (work.state_ == Work::State::kFailed) throw *work.error_;
+    std::lock_guard lock(mutex_);
+    if (spinLocked(work)) return;
   }
+  waitSlowly(work, timeout_s, check_interrupt);
+}
+
+void World::run(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  {
+    std::lock_guard lock(mutex_);
+    // Owned by the caller: the queue lets go of it before this function returns or throws.
+    try {
+      submitLocked(std::shared_ptr<Work>(std::shared_ptr<void>(), &work));
+      if (spinLocked(work)) return;
+    } catch (...) {
+      forgetLocked(work);
+      throw;
+    }
+  }
+  try {
+    waitSlowly(work, timeout_s, check_interrupt);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    forgetLocked(work);
+    throw;
+  }
+}
+
+// Nothing of this rank or of another touches the work afterwards.
+void World::forgetLocked(Work& work) {
+  const auto same = [&](const std::shared_ptr<Work>& each) { return each.get() == &work; };
+  if (std::none_of(queue_.begin(), queue_.end(), same)) return;
+  fail(work, Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " gave up " +
+                                             work.describeCall() + " after an internal error"));
+}
+
+// The common case, without a look at the clock. Throws the work's error.
+bool World::spinLocked(Work& work) {
+  for (int i = 0; i < spins_ && !ended(work); ++i) {
+    progressLocked();
+    if (ended(work)) break;
+    HDP_PAUSE();
+  }
+  if (work.state_ == Work::State::kFailed) throw *work.error_;
+  return work.state_ == Work::State::kDone;
+}
+
+void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  if (!(timeout_s > 0)) timeout_s = timeout_s_;
   const auto start = Clock::now();
   waiters_.fetch_add(1, std::memory_order_relaxed);
   try {
@@ -268,28 +316,41 @@ void World::setCosts(const TransportCosts& costs) {
   schedules_.clear();
 }
 
+size_t World::HashRequest::operator()(const ScheduleRequest& request) const noexcept {
+  uint64_t hash = static_cast<uint64_t>(request.op) |
+                  static_cast<uint64_t>(request.algorithm) << 8 |
+                  static_cast<uint64_t>(request.average) << 16 | request.element_bytes << 24 |
+                  static_cast<uint64_t>(request.group_size) << 32;
+  const auto mix = [&hash](uint64_t value) {
+    hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
+    hash ^= hash >> 32;
+  };
+  mix(static_cast<uint64_t>(request.rank) | static_cast<uint64_t>(request.root) << 32);
+  mix(request.count);
+  for (const size_t count : request.in_counts) mix(count);
+  for (const size_t count : request.out_counts) mix(count);
+  return hash;
+}
+
 std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) {
-  std::vector<uint64_t> key = {static_cast<uint64_t>(request.op),
-                               static_cast<uint64_t>(request.algorithm),
-                               static_cast<uint64_t>(request.group_size),
-                               static_cast<uint64_t>(request.rank),
-                               request.count,
-                               request.element_bytes,
-                               static_cast<uint64_t>(request.root),
-                               request.average};
-  key.insert(key.end(), request.in_counts.begin(), request.in_counts.end());
-  key.insert(key.end(), request.out_counts.begin(), request.out_counts.end());
   std::lock_guard lock(mutex_);
-  if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
+  if (const auto found = schedules_.find(request); found != schedules_.end()) return found->second;
   ScheduleRequest chosen = request;
   if (chosen.algorithm == Algorithm::kAuto) chosen.algorithm = chooseAlgorithm(request, costs_);
   auto made = std::make_shared<const Schedule>(makeSchedule(chosen));
   if (schedules_.size() >= kMaxSchedules) schedules_.clear();
-  schedules_.emplace(std::move(key), made);
+  schedules_.emplace(request, made);
   return made;
 }
 
+void World::attach(std::shared_ptr<WorldPart> part) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  part_ = std::move(part);
+}
+
 void World::abort(const std::string& reason) {
+  if (const auto part = part_) part->abort(reason);
   std::lock_guard lock(mutex_);
   if (!abort_reason_.empty() || closed_.load(std::memory_order_relaxed)) return;
   abort_reason_ = reason.empty() ? "no reason given" : reason;
@@ -303,6 +364,7 @@ void World::abort(const std::string& reason) {
 }
 
 void World::close(const std::string& reason) {
+  if (const auto part = part_) part->close(reason);
   {
     std::lock_guard lock(mutex_);
     if (closed_.exchange(true)) return;

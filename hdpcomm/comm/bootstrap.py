@@ -17,9 +17,11 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
-__all__ = ["ThreadRank", "close_all", "init", "join", "thread_rank"]
+__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "init", "join", "thread_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,13 @@ class ThreadRank:
     segment: _core.comm.ShmSegment
     rank: int
     timeout: float
+    transport: str = "shm"
     worlds: list[_core.comm.World] = field(default_factory=list)
 
 
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
-_TRANSPORTS = ("auto", "shm")
+TRANSPORTS = ("auto", "shm", *DEVICE_TRANSPORTS)
 # One client of a launcher's store a process, kept: a new connection of torch's TCPStore now and then takes 5 s.
 _agent_stores: dict[tuple[str, int], Any] = {}
 _open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
@@ -48,45 +51,57 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
     after ``close()``, or for a second, independent world.
 
-    transport: ``auto`` or ``shm`` (ranks on one host).
+    transport: ``shm`` (ranks on one host, host tensors); ``cuda`` (the same, and CUDA tensors by streams; several ranks
+    may share a GPU); ``sim`` (host tensors by the streams of a simulated device); ``auto``: ``cuda`` where torch sees a
+    GPU, else ``shm``; ``HDPCOMM_TRANSPORT`` overrides it.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
-    if transport not in _TRANSPORTS:
-        raise InvalidUsage(f"transport {transport!r} is unknown; give one of: {', '.join(_TRANSPORTS)}")
+    joining: ThreadRank | None = getattr(thread_rank, "value", None)
+    if transport == "auto":
+        transport = _environment("HDPCOMM_TRANSPORT") if joining is None else joining.transport
+    if transport not in TRANSPORTS:
+        raise InvalidUsage(f"transport {transport!r} is unknown; give one of: {', '.join(TRANSPORTS)}")
     seconds = _default_timeout() if timeout is None else float(timeout)
     if not seconds > 0:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
-    joining: ThreadRank | None = getattr(thread_rank, "value", None)
     if joining is not None:
         seconds = joining.timeout if timeout is None else seconds
         world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
-        return Communicator(world.communicator())
+        return _communicator(world, transport)
     rank, size = _rank_and_size()
     if size == 1:
-        return join(None, 0, 1, timeout=seconds)
+        return join(None, 0, 1, timeout=seconds, transport=transport)
     deadline = time.monotonic() + seconds
     store = _open_store(rank, size, seconds)
     store.set_timeout(datetime.timedelta(seconds=seconds))
-    return _adopt(_join_processes(store, rank, size, seconds, deadline))
+    return _adopt(_join_processes(store, rank, size, seconds, deadline), transport)
 
 
-def join(store: Any, rank: int, size: int, *, timeout: float) -> Communicator:
+def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "shm") -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
     Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation.
     Raises: as ``init()``.
     """
     if size == 1:
-        return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout))
-    return _adopt(_join_processes(store, rank, size, timeout, time.monotonic() + timeout))
+        return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout), transport)
+    return _adopt(_join_processes(store, rank, size, timeout, time.monotonic() + timeout), transport)
 
 
-def _adopt(world: _core.comm.World) -> Communicator:
+def _adopt(world: _core.comm.World, transport: str) -> Communicator:
     _open_worlds.add(world)
-    return Communicator(world.communicator())
+    return _communicator(world, transport)
+
+
+def _communicator(world: _core.comm.World, transport: str) -> Communicator:
+    place = world.communicator(), world.rank, world.size
+    device = automatic() if transport == "auto" else transport
+    return (
+        DeviceCommunicator(*place, join_devices(device, world)) if device in DEVICE_TRANSPORTS else Communicator(*place)
+    )
 
 
 def close_all(reason: str) -> None:
@@ -99,8 +114,12 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
+def _environment(name: str) -> str:
+    return {row: value for row, value, _, _ in _core.environment()}[name]
+
+
 def _default_timeout() -> float:
-    return float({name: value for name, value, _, _ in _core.environment()}["HDPCOMM_TIMEOUT"])
+    return float(_environment("HDPCOMM_TIMEOUT"))
 
 
 def _integer(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.tensors import describe, dtype_name
 from hdpcomm.errors import InvalidUsage
 
@@ -18,6 +20,11 @@ _OPS = _core.comm.OPS
 _REDOPS = _core.comm.REDOPS
 _ALGORITHMS = _core.comm.ALGORITHMS
 _NO_REDOP = 255
+_subset = _core.comm.subset
+_run_send = _core.comm.run_send
+_run_recv = _core.comm.run_recv
+_run_exchange = _core.comm.run_exchange
+_run_collective = _core.comm.run_collective
 
 
 class Work:
@@ -25,7 +32,7 @@ class Work:
 
     __slots__ = ("_buffers", "_handle")
 
-    def __init__(self, handle: _core.comm.Work | None, buffers: tuple[Any, ...]) -> None:
+    def __init__(self, handle: _core.comm.Work | _core.comm.StreamWork | None, buffers: tuple[Any, ...]) -> None:
         self._handle = handle  # None: it had ended when it was made
         self._buffers = buffers
 
@@ -48,6 +55,7 @@ class Work:
 
 
 _ENDED = Work(None, ())
+_NOTHING = (0, 0, 0)
 
 
 class Communicator:
@@ -56,7 +64,9 @@ class Communicator:
     Every collective is called by all its ranks, with equal arguments. A rank issues the operations of all its
     communicators in one order, and all ranks must agree on that order where their communicators overlap; then no mix of
     overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors, numpy arrays or
-    DLPack objects; contiguous.
+    DLPack objects; with the ``cuda`` transport also torch, CuPy and other CUDA tensors; contiguous, and in one
+    operation all on the same device. Operations on CUDA tensors are ordered on the current stream of the tensors'
+    library and do not block the host.
 
     Every operation takes ``async_op``: then it returns at once and proceeds in the background, and ``Work.wait()`` ends
     it; without it the returned Work has ended. With ``algorithm="auto"`` the library chooses; :meth:`algorithms` lists
@@ -65,13 +75,15 @@ class Communicator:
 
     __slots__ = ("_core", "_ranks", "rank", "size")
 
-    def __init__(self, core: _core.comm.Communicator) -> None:
+    _describe = staticmethod(describe)
+
+    def __init__(self, core: _core.comm.Communicator, rank: int, size: int) -> None:
         self._core = core
         self._ranks: tuple[int, ...] | None = None
         #: Position of this rank in the communicator.
-        self.rank: int = core.rank
+        self.rank = rank
         #: Number of ranks.
-        self.size: int = core.size
+        self.size = size
 
     # --- what it is ------------------------------------------------------------------------------------------------
 
@@ -97,9 +109,37 @@ class Communicator:
         """Seconds that an operation may take by default."""
         return self._core.world.timeout
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors should be: its GPU with the ``cuda`` transport, else the CPU."""
+        return torch.device("cpu")
+
     def stats(self) -> dict[str, int]:
         """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
         return self._core.world.stats()
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor from which messages go out fastest: with the shm transport, other processes map it.
+
+        A large message (above ``HDPCOMM_SHM_EAGER_BYTES``) from ordinary memory costs a system call that pins each of
+        its pages; from here it is one plain copy. Worth it for buffers that are sent again and again; what is received
+        may lie anywhere. The tensor stays valid after ``close()``. Other transports give ordinary memory. Local.
+
+        Raises: InvalidUsage for a negative size or a closed communicator.
+
+        Example:
+            >>> import torch, hdpcomm as hdp
+            >>> with hdp.init() as comm:
+            ...     comm.empty(2, 3, dtype=torch.float64).shape
+            torch.Size([2, 3])
+        """
+        count = math.prod(shape)
+        if any(n < 0 for n in shape):
+            raise InvalidUsage(f"empty() got the shape {shape}; sizes must not be negative")
+        block = self._core.world.allocate(count * dtype.itemsize)
+        if block is None or not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(block, dtype=dtype, count=count).view(shape)
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, ranks {self.ranks}, transport {self.transport}>"
@@ -115,10 +155,10 @@ class Communicator:
         Raises: InvalidUsage for an empty list, a duplicate, or a position that does not exist.
         """
         try:
-            core = self._core.subset(ranks)
+            made = _subset(self._core, ranks)
         except TypeError as error:
             raise InvalidUsage(f"subset() got {ranks!r}; give a sequence of integers") from error
-        return None if core is None else Communicator(core)
+        return None if made is None else Communicator(*made)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The familiar form: ranks with equal ``color`` form a communicator, ordered by ``key``, then by rank.
@@ -141,39 +181,55 @@ class Communicator:
 
         It ends when the receiver has accepted the message, whatever its size. Messages of a pair arrive in order.
         """
-        address, count, dtype = describe(x, "x")
+        address, count, dtype = self._describe(x, "x")
         if async_op:
-            return Work(self._core.exchange([(address, count, dtype, dst)], [], True), (x,))
+            return Work(self._core.start_exchange([(address, count, dtype, dst)], []), (x,))
         if dst == self.rank:
             raise self._self_message("send")
-        self._core.send(address, count, dtype, dst, -1.0)
+        _run_send(self._core, address, count, dtype, dst)
         return _ENDED
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
-        address, count, dtype = describe(x, "x", writable=True)
+        address, count, dtype = self._describe(x, "x", writable=True)
         if async_op:
-            return Work(self._core.exchange([], [(address, count, dtype, src)], True), (x,))
+            return Work(self._core.start_exchange([], [(address, count, dtype, src)]), (x,))
         if src == self.rank:
             raise self._self_message("recv")
-        self._core.recv(address, count, dtype, src, -1.0)
+        _run_recv(self._core, address, count, dtype, src)
         return _ENDED
 
     def exchange(
         self,
-        sends: Sequence[tuple[Any, int]] = (),
-        recvs: Sequence[tuple[Any, int]] = (),
+        sends: Sequence[tuple[Any, ...]] = (),
+        recvs: Sequence[tuple[Any, ...]] = (),
         *,
         async_op: bool = False,
     ) -> Work:
         """Any sends ``(x, dst)`` and receives ``(y, src)`` at once; messages of a pair match in the order of the lists.
 
         The building block of neighbour exchanges: all are in flight together, so no order of ranks can deadlock.
+
+        A message between devices may name its place in the receiver's landing zone, in bytes, on both sides:
+        ``(x, dst, offset)`` and ``(y, src, offset)`` with ``y`` a view of :meth:`landing_zone` there. It is then put
+        right there, without the copy out of a slot, once all that the receiver's stream held has run.
         """
-        outgoing = [(*describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
-        incoming = [(*describe(y, f"recvs[{i}]", writable=True), src) for i, (y, src) in enumerate(recvs)]
-        handle = self._core.exchange(outgoing, incoming, async_op)
-        return self._finish(handle, (tuple(sends), tuple(recvs)), async_op)
+        if any(len(message) != 2 for message in (*sends, *recvs)):
+            raise InvalidUsage("exchange() got a landing place for host memory; only device messages have one")
+        outgoing = [(*self._describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
+        incoming = [(*self._describe(y, f"recvs[{i}]", writable=True), src) for i, (y, src) in enumerate(recvs)]
+        if async_op:
+            return Work(self._core.start_exchange(outgoing, incoming), (tuple(sends), tuple(recvs)))
+        _run_exchange(self._core, outgoing, incoming)
+        return _ENDED
+
+    def landing_zone(self, x: Any) -> LandingZone | None:
+        """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
+
+        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Local.
+        """
+        del x
+        return None
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
@@ -197,41 +253,36 @@ class Communicator:
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
         """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
-        source = describe(x, "x", writable=out is None)
-        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
-        handle = self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op)
-        return self._finish(handle, (x, out), async_op)
+        source = self._describe(x, "x", writable=out is None)
+        target = source if out is None else self._like(source, self._describe(out, "out", writable=True), "out")
+        return self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op, (x, out))
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``x`` of position ``root`` goes to all ranks' ``x``."""
-        buffer = describe(x, "x", writable=self.rank != root)
-        handle = self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op)
-        return self._finish(handle, (x,), async_op)
+        buffer = self._describe(x, "x", writable=self.rank != root)
+        return self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op, (x,))
 
     def reduce(
         self, x: Any, root: int, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
         """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` stays."""
-        source = describe(x, "x", writable=out is None and self.rank == root)
-        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
-        handle = self._collective("reduce", source, target, source[1], op, root, algorithm, async_op)
-        return self._finish(handle, (x, out), async_op)
+        source = self._describe(x, "x", writable=out is None and self.rank == root)
+        target = source if out is None else self._like(source, self._describe(out, "out", writable=True), "out")
+        return self._collective("reduce", source, target, source[1], op, root, algorithm, async_op, (x, out))
 
     def gather(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [size * n] of position ``root`` = the ``x`` [n] of all ranks; elsewhere ``out`` may be ``None``."""
         if self.rank == root:
             return self._blocks("gather", x, out, "out", self.size, None, algorithm, async_op, root)
-        source = describe(x, "x")
-        handle = self._collective("gather", source, source, source[1], None, root, algorithm, async_op)
-        return self._finish(handle, (x,), async_op)
+        source = self._describe(x, "x")
+        return self._collective("gather", source, source, source[1], None, root, algorithm, async_op, (x,))
 
     def scatter(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [n] = part ``rank`` of the ``x`` [size * n] of position ``root``; elsewhere ``x`` may be ``None``."""
         if self.rank == root:
             return self._blocks("scatter", out, x, "x", self.size, None, algorithm, async_op, root)
-        target = describe(out, "out", writable=True)
-        handle = self._collective("scatter", target, target, target[1], None, root, algorithm, async_op)
-        return self._finish(handle, (out,), async_op)
+        target = self._describe(out, "out", writable=True)
+        return self._collective("scatter", target, target, target[1], None, root, algorithm, async_op, (out,))
 
     def all_to_all(
         self,
@@ -247,9 +298,8 @@ class Communicator:
 
         Equal parts, or ``in_splits`` / ``out_splits``: elements for and from each rank (their sums are the sizes).
         """
-        source = describe(x, "x")
-        target = self._same_type(source, describe(out, "out", writable=True), "out")
-        code = self._algorithm(algorithm)
+        source = self._describe(x, "x")
+        target = self._same_type(source, self._describe(out, "out", writable=True), "out")
         if (out_splits is None) != (in_splits is None):
             raise InvalidUsage("all_to_all() got one of out_splits and in_splits; give both or neither")
         if out_splits is None or in_splits is None:
@@ -258,25 +308,28 @@ class Communicator:
                     f"all_to_all() got x with {source[1]} and out with {target[1]} elements; without splits they must "
                     f"be equal and divisible by the {self.size} ranks"
                 )
-            handle = self._core.all_to_all(
-                source[0], target[0], source[1] // self.size, source[2], [], [], code, async_op
-            )
-            return self._finish(handle, (x, out), async_op)
+            count = source[1] // self.size
+            return self._collective("all_to_all", source, target, count, None, -1, algorithm, async_op, (x, out))
         for name, splits, total in (("in_splits", in_splits, source[1]), ("out_splits", out_splits, target[1])):
             if len(splits) != self.size or min(splits) < 0 or sum(splits) != total:
                 raise InvalidUsage(
                     f"all_to_all() got {name}={list(splits)}; it must hold {self.size} counts, none below 0, that sum "
                     f"up to the tensor's {total} elements"
                 )
-        handle = self._core.all_to_all(
-            source[0], target[0], 0, source[2], list(out_splits), list(in_splits), code, async_op
-        )
-        return self._finish(handle, (x, out), async_op)
+        code = self._algorithm(algorithm)
+        return self._ragged(source, target, list(out_splits), list(in_splits), code, async_op, (x, out))
 
     def barrier(self, *, async_op: bool = False) -> Work:
-        """Ends when all ranks have called it."""
-        handle = self._core.collective(_OPS["barrier"], 0, 0, 0, 0, _NO_REDOP, -1, 0, async_op)
-        return self._finish(handle, (), async_op)
+        """Ends when all ranks have called it. It says nothing about what streams have yet to do."""
+        return self._collective("barrier", _NOTHING, _NOTHING, 0, None, -1, "auto", async_op, ())
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """The host waits until all device operations of this rank so far have ended, in whatever communicator. Local.
+
+        Before a CUDA graph that holds operations is captured; or to hear of an error now.
+        Raises: what the first of them raises that failed.
+        """
+        del timeout  # host operations have been waited for already, or have a Work
 
     @staticmethod
     def algorithms(op: str) -> tuple[str, ...]:
@@ -315,12 +368,33 @@ class Communicator:
         root: int,
         algorithm: str,
         async_op: bool,
-    ) -> _core.comm.Work:
+        buffers: tuple[Any, ...],
+    ) -> Work:
         redop = _NO_REDOP if op is None else _REDOPS.get(op)
         if redop is None:
             raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
         code = self._algorithm(algorithm)
-        return self._core.collective(_OPS[name], source[0], target[0], count, source[2], redop, root, code, async_op)
+        if async_op:
+            start = self._core.start_collective
+            return Work(start(_OPS[name], source[0], target[0], count, source[2], redop, root, code), buffers)
+        _run_collective(self._core, _OPS[name], source[0], target[0], count, source[2], redop, root, code)
+        return _ENDED
+
+    def _ragged(
+        self,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        out_splits: list[int],
+        in_splits: list[int],
+        algorithm: int,
+        async_op: bool,
+        buffers: tuple[Any, ...],
+    ) -> Work:
+        start = self._core.start_all_to_all
+        work = Work(start(source[0], target[0], source[2], out_splits, in_splits, algorithm), buffers)
+        if not async_op:
+            work.wait()
+        return work
 
     def _blocks(
         self,
@@ -337,16 +411,15 @@ class Communicator:
         """The operations between a tensor of n and one of size * n elements."""
         small_is_input = large_name == "out"
         small_name = "x" if small_is_input else "out"
-        one = describe(small, small_name, writable=not small_is_input)
-        many = self._same_type(one, describe(large, large_name, writable=small_is_input), large_name)
+        one = self._describe(small, small_name, writable=not small_is_input)
+        many = self._same_type(one, self._describe(large, large_name, writable=small_is_input), large_name)
         if many[1] != one[1] * parts:
             raise InvalidUsage(
                 f"{name}() got {small_name} with {one[1]} and {large_name} with {many[1]} elements; on {parts} ranks "
                 f"{large_name} must have {one[1] * parts}"
             )
         source, target = (one, many) if small_is_input else (many, one)
-        handle = self._collective(name, source, target, one[1], op, root, algorithm, async_op)
-        return self._finish(handle, (small, large), async_op)
+        return self._collective(name, source, target, one[1], op, root, algorithm, async_op, (small, large))
 
     @staticmethod
     def _same_type(expected: tuple[int, int, int], given: tuple[int, int, int], name: str) -> tuple[int, int, int]:
@@ -372,10 +445,3 @@ class Communicator:
         return InvalidUsage(
             f"{name}() from rank {self.rank} to itself would wait for ever; use exchange() with both, or async_op=True"
         )
-
-    @staticmethod
-    def _finish(handle: _core.comm.Work, buffers: tuple[Any, ...], async_op: bool) -> Work:
-        if async_op:
-            return Work(handle, buffers)
-        handle.wait(-1.0)
-        return _ENDED

@@ -11,14 +11,23 @@ from torch.utils.dlpack import from_dlpack
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "describe"]
+__all__ = ["Buffer", "code_of", "describe", "dtype_name"]
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
 _NUMPY = {np.dtype(name): code for name, code in _CODES.items() if name != "bfloat16"}
 _NAMES = {code: name for name, code in _CODES.items()}
 
+_describe_torch = _core.comm.describe_torch
+if (_api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:  # torch 2.10 and later
+    _core.comm.use_exchange_api(_api, torch.Tensor, torch.nn.Parameter)
+
 Buffer = tuple[int, int, int]  # address, elements, dtype code
+
+
+def code_of(dtype: Any) -> int | None:
+    """The core's code of a torch type or of what numpy takes for one; None if it has none."""
+    return _TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _NUMPY.get(np.dtype(dtype))
 
 
 def dtype_name(code: int) -> str:
@@ -34,6 +43,9 @@ def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
 
     Raises: InvalidUsage for another object, device, layout or type.
     """
+    plain = _describe_torch(x)
+    if plain is not None:
+        return plain
     if isinstance(x, torch.Tensor):
         code = _TORCH.get(x.dtype)
         if x.is_cpu and code is not None and x.is_contiguous():

@@ -39,21 +39,29 @@ class Case:
     root: int = 0
     algorithm: str = "auto"
     unalign: int = 0
+    registered: bool = False  # buffers of comm.empty()
     in_place: bool = False
     subsets: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are: the device of the communicator; other libraries are measured on the CPU."""
+        return getattr(self.comm, "device", torch.device("cpu"))
+
 
 class Storage:
-    """A buffer between guards, its first element ``unalign`` elements past a multiple of 64 bytes."""
+    """A buffer between guards, its first element ``case.unalign`` elements past a multiple of 64 bytes."""
 
-    def __init__(self, kind: ElementType, elements: int, unalign: int) -> None:
-        lead = _GUARD + unalign * kind.bytes
-        self._bytes = torch.full((elements * kind.bytes + lead + 2 * _GUARD,), _POISON, dtype=torch.uint8)
+    def __init__(self, case: Case, elements: int) -> None:
+        kind = case.kind
+        lead = _GUARD + case.unalign * kind.bytes
+        size = elements * kind.bytes + lead + 2 * _GUARD
+        make = case.comm.empty if case.registered else functools.partial(torch.empty, device=case.device)
+        self._bytes = make(size, dtype=torch.uint8).fill_(_POISON)
         lead += -self._bytes.data_ptr() % _GUARD
         self._first, self._last = lead, lead + elements * kind.bytes
-        self.data = (
-            self._bytes[self._first : self._last].view(kind.dtype) if elements else torch.empty(0, dtype=kind.dtype)
-        )
+        empty = torch.empty(0, dtype=kind.dtype, device=case.device)
+        self.data = self._bytes[self._first : self._last].view(kind.dtype) if elements else empty
         self._bytes_per_element = kind.bytes
 
     def poison(self) -> None:
@@ -76,16 +84,21 @@ class Bound:
         self.operation, self.case = operation, case
         shape = case.shape
         if case.in_place:
-            shared = Storage(case.kind, max(shape.send, shape.recv), case.unalign)
+            shared = Storage(case, max(shape.send, shape.recv))
             self.storages = [shared]
             self.x, self.out = operation.in_place_views(shared.data, case)
         else:
-            self.storages = [Storage(case.kind, n, case.unalign) for n in (shape.send, shape.recv)]
+            self.storages = [Storage(case, n) for n in (shape.send, shape.recv)]
             self.x, self.out = (storage.data for storage in self.storages)
         self.run: Callable[[], Any] = operation.call(case, self.x, self.out, async_op=False)
         self.start: Callable[[], Any] | None = None
         if operation.asynchronous:
             self.start = operation.call(case, self.x, self.out, async_op=True)
+
+    def settle(self) -> None:
+        """The host waits for the device; what was started has ended then."""
+        if self.case.device.type == "cuda":
+            torch.cuda.synchronize(self.case.device)
 
     def fill(self) -> None:
         """Writes this rank's input, and rubbish everywhere else."""
@@ -100,10 +113,10 @@ class Bound:
         count = sum(storage.trespassed() for storage in self.storages)
         expected = self.operation.expected(self.case)
         if expected is not None:
-            count += _differences(self.out, expected)
+            count += _differences(self.out.cpu(), expected)
         given = self.operation.given(self.case)
         if given is not None and not self.case.in_place:
-            count += _differences(self.x, given)
+            count += _differences(self.x.cpu(), given)
         return count
 
     def measure(self, iterations: int) -> list[float] | None:

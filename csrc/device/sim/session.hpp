@@ -65,6 +65,7 @@ class Session {
   struct Waiter {
     double timeout_s = 0;
     std::vector<int64_t> key;  // of its host
+    NodeId target = kNoNode;
     bool expired = false;
   };
   struct StreamState {

@@ -1,6 +1,7 @@
 #include "shm_transport.hpp"
 
 #include <linux/futex.h>
+#include <linux/membarrier.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -9,11 +10,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 #include <thread>
 
 #include "hdpcomm/base/env.hpp"
+#include "hdpcomm/base/process.hpp"
 
 namespace hdpcomm {
 namespace shm {
@@ -21,28 +21,6 @@ namespace {
 
 // The others read it to learn whether the kernel lets them read this process's memory.
 const uint64_t kProbeWord = kMagic;
-
-// Field 22 of /proc/<pid>/stat (start time) and its state letter; 0 and 'X' when there is no such
-// process.
-struct ProcessInfo {
-  char state = 'X';
-  uint64_t start_time = 0;
-};
-
-ProcessInfo processInfo(int pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return {};
-  const size_t name_end = line.rfind(')');  // the name may hold spaces and brackets
-  if (name_end == std::string::npos) return {};
-  std::istringstream fields(line.substr(name_end + 1));
-  ProcessInfo info;
-  fields >> info.state;
-  std::string skipped;
-  for (int field = 4; field <= 21; ++field) fields >> skipped;
-  fields >> info.start_time;
-  return info;
-}
 
 void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
   timespec time{timeout.count() / 1'000'000'000, timeout.count() % 1'000'000'000};
@@ -60,6 +38,8 @@ int usableCores() {
   if (::sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
   return static_cast<int>(std::thread::hardware_concurrency());
 }
+
+long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command, 0, 0); }
 
 }  // namespace
 
@@ -91,6 +71,9 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank)
   own.pid = ::getpid();
   own.start_time = processInfo(own.pid).start_time;
   own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
+  own.heap_descriptor.store(-1, std::memory_order_relaxed);
+  barriers_ = membarrier(MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED) == 0;
+  own.barrier_by_sleeper.store(barriers_ ? 1 : 0, std::memory_order_relaxed);
   own.state.store(RankState::kReady, std::memory_order_release);
 }
 
@@ -210,8 +193,7 @@ bool ShmTransport::isDead(const Peer& peer, std::optional<uint32_t> limit, uint3
 
 bool ShmTransport::processAlive(const Control& control) const {
   if (control.pid == segment_->control(rank_).pid) return true;
-  const ProcessInfo info = processInfo(control.pid);
-  return info.state != 'X' && info.state != 'Z' && info.start_time == control.start_time;
+  return hdpcomm::processAlive(control.pid, control.start_time);
 }
 
 std::string ShmTransport::lastWords(const Control& control) const {
@@ -241,10 +223,15 @@ void ShmTransport::checkPeers() {
 }
 
 void ShmTransport::ring(Control& control) {
-  // The fence orders our publication before the look at `sleepers`; the sleeper's counterpart
-  // (idleTicket) orders its registration before its last look at the channels. One of the two sees
-  // the other.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // Our publication comes before the look at `sleepers`, and a sleeper's registration before its
+  // last look at the channels (idleTicket), so that one of the two sees the other. A fence here
+  // would stall every message until its cache line has come; where the kernel allows it, the
+  // sleeper makes this core pass one instead (membarrier), and only the compiler is held back.
+  if (barriers_ && control.barrier_by_sleeper.load(std::memory_order_relaxed) != 0) {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  } else {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
   if (control.sleepers.load(std::memory_order_relaxed) == 0) return;
   control.doorbell.fetch_add(1, std::memory_order_release);
   futexWakeAll(control.doorbell);
@@ -254,6 +241,7 @@ uint32_t ShmTransport::idleTicket() {
   Control& own = segment_->control(rank_);
   own.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t ticket = own.doorbell.load(std::memory_order_acquire);
+  if (barriers_) membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return ticket;
 }
@@ -263,6 +251,16 @@ void ShmTransport::idle(uint32_t ticket, Clock::time_point until) {
   const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now());
   if (left.count() > 0) futexWait(own.doorbell, ticket, left);
   own.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+std::shared_ptr<std::byte> ShmTransport::allocate(size_t bytes) {
+  if (!heap_) {
+    heap_ = Heap::create();
+    Control& own = segment_->control(rank_);
+    own.heap_base = reinterpret_cast<uint64_t>(heap_->base());
+    own.heap_descriptor.store(heap_->descriptor(), std::memory_order_release);
+  }
+  return heap_->allocate(bytes);
 }
 
 TransportStats ShmTransport::stats() const {

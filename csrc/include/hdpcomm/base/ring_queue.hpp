@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -23,7 +24,8 @@ class RingQueue {
     ++size_;
   }
   void pop() noexcept {
-    items_[head_] = T{};
+    if constexpr (!std::is_trivially_destructible_v<T>)
+      items_[head_] = T{};  // lets go of what it holds
     head_ = (head_ + 1) & (items_.size() - 1);
     --size_;
   }

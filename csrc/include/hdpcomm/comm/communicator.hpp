@@ -28,34 +28,51 @@ class Communicator {
   World& world() const { return *world_; }
   const std::shared_ptr<World>& sharedWorld() const { return world_; }
 
-  // What a collective works on. `count` as in ScheduleRequest.
+  // What a collective works on. `count` as in ScheduleRequest. Splits of a ragged all_to_all: the
+  // elements for and from each rank (both empty otherwise).
   struct Operands {
     const void* in = nullptr;
     void* out = nullptr;
     size_t count = 0;
     DType dtype = DType::kUint8;
+    std::vector<size_t> in_counts = {};
+    std::vector<size_t> out_counts = {};
   };
-
-  std::shared_ptr<Work> collective(OpCode op, const Operands& operands, RedOp redop, int root,
-                                   Algorithm algorithm, bool background) const;
-  std::shared_ptr<Work> allToAll(const Operands& operands, std::vector<size_t> out_counts,
-                                 std::vector<size_t> in_counts, Algorithm algorithm,
-                                 bool background) const;
-
-  struct Message {
-    void* data = nullptr;
-    size_t count = 0;
-    DType dtype = DType::kUint8;
-    int peer = -1;  // position in this communicator
+  struct Options {
+    OpCode op = OpCode::kBarrier;
+    RedOp redop = RedOp::kNone;
+    int root = -1;
+    Algorithm algorithm = Algorithm::kAuto;
   };
-  std::shared_ptr<Work> exchange(std::span<const Message> sends, std::span<const Message> recvs,
-                                 bool background) const;
+  using Message = ExchangeWork::Message;
+  using InterruptCheck = World::InterruptCheck;
+
+  // What the ranks agree on, and what this one does: for a StreamEngine, which runs it on a device.
+  struct Plan {
+    Call call;
+    std::shared_ptr<const Schedule> schedule;
+  };
+  Plan plan(const Operands& operands, const Options& options) const;
+  Call callOfMessages() const;
+  // Of a position; throws InvalidUsage for one that does not exist.
+  int globalRank(int position, const char* what) const;
+  const Ranks& sharedRanks() const { return ranks_; }
+
+  // Starts an operation; it proceeds in the background. World::wait() ends it.
+  std::shared_ptr<Work> startCollective(const Operands& operands, const Options& options) const;
+  std::shared_ptr<Work> startExchange(std::span<const Message> sends,
+                                      std::span<const Message> recvs) const;
+  // Runs an operation to its end; throws its error. A timeout of 0 or less: the world's.
+  void collective(const Operands& operands, const Options& options, double timeout_s,
+                  const InterruptCheck& check_interrupt) const;
+  void exchange(std::span<const Message> sends, std::span<const Message> recvs, double timeout_s,
+                const InterruptCheck& check_interrupt) const;
 
  private:
   Communicator(std::shared_ptr<World> world, Ranks ranks, int rank);
   void checkPosition(int position, const char* what) const;
-  std::vector<ExchangeWork::Message> toWorld(std::span<const Message> messages,
-                                             const char* what) const;
+  CollectiveWork makeCollective(const Operands& operands, const Options& options) const;
+  ExchangeWork makeExchange(std::span<const Message> sends, std::span<const Message> recvs) const;
 
   std::shared_ptr<World> world_;
   Ranks ranks_;

@@ -3,11 +3,13 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "hdpcomm/collective/reduce.hpp"
+#include "hdpcomm/base/inline_vector.hpp"
 #include "hdpcomm/collective/schedule.hpp"
+#include "hdpcomm/kernels/reduce.hpp"
 #include "hdpcomm/transport/transport.hpp"
 
 namespace hdpcomm {
@@ -31,7 +33,7 @@ class Work {
   friend class World;
 
   struct Numbers {
-    int peer = -1;  // global rank
+    int peer;  // global rank
     std::optional<uint32_t> send;
     std::optional<uint32_t> recv;
   };
@@ -50,7 +52,7 @@ class Work {
 
   Call call_;
   Ranks ranks_;
-  std::vector<Numbers> numbers_;
+  InlineVector<Numbers, 4> numbers_;
   Completion completion_;  // of the current step
   Completion deferred_;    // of sends that may be in flight until the end
   State state_ = State::kQueued;
@@ -87,15 +89,14 @@ class CollectiveWork final : public Work {
 class ExchangeWork final : public Work {
  public:
   struct Message {
-    int peer = -1;  // global rank
-    std::byte* data = nullptr;
+    void* data = nullptr;
     size_t count = 0;
     DType dtype = DType::kUint8;
-    uint32_t number = 0;
+    int peer = -1;  // position in the ranks; checked by the caller
   };
 
-  ExchangeWork(Call call, Ranks ranks, std::vector<Message> sends, std::vector<Message> recvs)
-      : Work(call, std::move(ranks)), sends_(std::move(sends)), recvs_(std::move(recvs)) {}
+  ExchangeWork(Call call, Ranks ranks, std::span<const Message> sends,
+               std::span<const Message> recvs);
 
  protected:
   void takeNumbers(Transport& transport) override;
@@ -103,11 +104,18 @@ class ExchangeWork final : public Work {
   bool allPosted() const override { return posted_; }
 
  private:
+  struct Transfer {
+    std::byte* data;
+    size_t bytes;
+    Call call;
+    int peer;  // global rank
+    uint32_t number;
+  };
+  void add(InlineVector<Transfer, 2>& transfers, const Message& message);
   Numbers& numbersOf(int peer);
-  Call callOf(const Message& message) const;
 
-  std::vector<Message> sends_;
-  std::vector<Message> recvs_;
+  InlineVector<Transfer, 2> sends_;
+  InlineVector<Transfer, 2> recvs_;
   bool posted_ = false;
 };
 

@@ -8,17 +8,25 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "hdpcomm/collective/cost.hpp"
 #include "hdpcomm/comm/work.hpp"
 
 namespace hdpcomm {
+
+// What joined the world beside its transport, and leaves with it.
+class WorldPart {
+ public:
+  virtual ~WorldPart() = default;
+  virtual void abort(const std::string& reason) = 0;
+  virtual void close(const std::string& reason) = 0;
+};
 
 class World {
  public:
@@ -35,13 +43,17 @@ class World {
   double timeout() const noexcept { return timeout_s_; }
   const char* transportName() const noexcept { return transport_->name(); }
   TransportStats stats();
+  // See Transport::allocate().
+  std::shared_ptr<std::byte> allocate(size_t bytes);
 
-  // Queues and starts an operation. `background`: it also proceeds while nobody waits for it, on a
-  // thread of this world.
-  void submit(const std::shared_ptr<Work>& work, bool background);
-  // Waits until the work has ended; throws its error. Past the deadline the operation is given up
-  // on all ranks concerned.
+  // Queues and starts an operation. It also proceeds while nobody waits for it, on a thread of this
+  // world.
+  void submit(const std::shared_ptr<Work>& work);
+  // Waits until the work has ended; throws its error. A timeout of 0 or less: the world's. Past the
+  // deadline the operation is given up on all ranks concerned.
   void wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
+  // Submits an operation and waits for it, on this thread alone; `work` may lie on the stack.
+  void run(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
   // True when the work has ended (an error is thrown by wait()). Never blocks.
   bool test(Work& work);
 
@@ -50,6 +62,9 @@ class World {
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
 
+  // At most one, for the rest of the world's life.
+  void attach(std::shared_ptr<WorldPart> part);
+
   // Ends all pending operations here with Aborted, tells their members, and refuses new ones.
   void abort(const std::string& reason);
   // Leaves the world; peers that still need this rank get PeerLost with the reason. Idempotent.
@@ -57,6 +72,9 @@ class World {
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
  private:
+  void submitLocked(const std::shared_ptr<Work>& work);
+  bool spinLocked(Work& work);
+  void forgetLocked(Work& work);
   void progressLocked();
   bool advanceLocked();
   void rejectUnexpectedLocked();
@@ -65,6 +83,7 @@ class World {
   void checkUsable() const;
   void ensureProgressThread();
   void progressLoop();
+  void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
   void waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
                   const InterruptCheck& check);
   bool ended(const Work& work) const {
@@ -82,8 +101,13 @@ class World {
   std::atomic<bool> closed_{false};
   std::string abort_reason_;  // not empty after abort()
 
+  std::shared_ptr<WorldPart> part_;
+
   TransportCosts costs_;
-  std::map<std::vector<uint64_t>, std::shared_ptr<const Schedule>> schedules_;
+  struct HashRequest {
+    size_t operator()(const ScheduleRequest& request) const noexcept;
+  };
+  std::unordered_map<ScheduleRequest, std::shared_ptr<const Schedule>, HashRequest> schedules_;
 
   std::thread progress_thread_;
   std::condition_variable progress_wanted_;

@@ -1,0 +1,275 @@
+// The calls of every step: blocking operations and the description of a torch tensor. Plain CPython
+// functions, since pybind11's dispatch alone costs more than moving a short message.
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+#include <new>
+
+#include "comm_py.hpp"
+#include "hdpcomm/base/inline_vector.hpp"
+#include "rooms.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm {
+namespace {
+
+// --- DLPack, C exchange API 1.x: the part of the ABI that is used here
+// (https://dmlc.github.io/dlpack) ---
+
+struct DLTensorAbi {
+  void* data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+
+struct DLExchangeAbi {
+  uint32_t major;
+  uint32_t minor;
+  void* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, DLTensorAbi* out);
+  void* current_stream;
+};
+
+constexpr int32_t kDeviceCpu = 1;
+
+// The type codes of DLPack, by DType; its order is kUint8 ... kUint64.
+constexpr uint8_t kInt = 0, kUnsigned = 1, kFloat = 2, kBrain = 4, kBoolean = 6;
+constexpr uint8_t kTypeCodes[kNumDTypes] = {kUnsigned, kInt,      kInt,     kInt,   kInt,
+                                            kFloat,    kBrain,    kFloat,   kFloat, kBoolean,
+                                            kUnsigned, kUnsigned, kUnsigned};
+
+int dtypeCode(const DLTensorAbi& tensor) {
+  if (tensor.type_lanes != 1) return -1;
+  for (int i = 0; i < kNumDTypes; ++i) {
+    if (kTypeCodes[i] == tensor.type_code &&
+        dtypeBytes(static_cast<DType>(i)) * 8 == tensor.type_bits) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+bool contiguous(const DLTensorAbi& tensor) {
+  if (tensor.strides == nullptr) return true;
+  int64_t expected = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    if (tensor.shape[i] == 0) return true;
+    if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
+    expected *= tensor.shape[i];
+  }
+  return true;
+}
+
+const DLExchangeAbi* exchange_api = nullptr;  // of torch; set once, at import
+PyObject* described_types[2] = {nullptr, nullptr};
+
+// describe_torch(x) -> (address, elements, dtype code), or None when x is not a plain contiguous
+// CPU tensor of a known type: the caller then finds out what it is.
+PyObject* describeTorch(PyObject*, PyObject* x) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+  if (exchange_api == nullptr || (type != described_types[0] && type != described_types[1])) {
+    Py_RETURN_NONE;
+  }
+  DLTensorAbi tensor;
+  if (exchange_api->tensor_from_object(x, &tensor) != 0) {
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  const int dtype = tensor.device_type == kDeviceCpu ? dtypeCode(tensor) : -1;
+  if (dtype < 0 || !contiguous(tensor)) Py_RETURN_NONE;
+  int64_t count = 1;
+  for (int i = 0; i < tensor.ndim; ++i) count *= tensor.shape[i];
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+  PyObject* result = PyTuple_New(3);
+  if (result == nullptr) return nullptr;
+  PyTuple_SET_ITEM(result, 0, PyLong_FromUnsignedLongLong(count > 0 ? address : 0));
+  PyTuple_SET_ITEM(result, 1, PyLong_FromLongLong(count));
+  PyTuple_SET_ITEM(result, 2, PyLong_FromLong(dtype));
+  return result;
+}
+
+// --- blocking operations ---
+
+template <typename Function>
+PyObject* guarded(Function function) {
+  try {
+    function();
+    Py_RETURN_NONE;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const Error& error) {
+    setPythonError(error);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+void expect(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given == wanted) return;
+  throw py::type_error("expected " + std::to_string(wanted) + " arguments, got " +
+                       std::to_string(given));
+}
+
+int64_t integer(PyObject* object) {
+  const long long value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value;
+}
+
+void* address(PyObject* object) {
+  void* value = PyLong_AsVoidPtr(object);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value;
+}
+
+const Communicator& communicator(PyObject* object) {
+  return py::cast<const Communicator&>(py::handle(object));
+}
+
+ExchangeWork::Message message(PyObject* const* parts) {
+  return {address(parts[0]), static_cast<size_t>(integer(parts[1])),
+          static_cast<DType>(integer(parts[2])), static_cast<int>(integer(parts[3]))};
+}
+
+// (communicator, address, count, dtype, peer)
+PyObject* pointToPoint(PyObject* const* args, Py_ssize_t count, bool send) {
+  return guarded([&] {
+    expect(count, 5);
+    const Communicator& comm = communicator(args[0]);
+    const auto only = message(args + 1);
+    const std::span<const ExchangeWork::Message> one(&only, 1);
+    const py::gil_scoped_release release;
+    send ? comm.exchange(one, {}, 0, checkSignals) : comm.exchange({}, one, 0, checkSignals);
+  });
+}
+
+PyObject* runSend(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return pointToPoint(args, count, true);
+}
+
+PyObject* runRecv(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return pointToPoint(args, count, false);
+}
+
+using Messages = InlineVector<ExchangeWork::Message, 8>;
+
+void addMessages(Messages& messages, PyObject* list) {
+  if (!PyList_Check(list)) throw py::type_error("expected a list of messages");
+  const Py_ssize_t count = PyList_GET_SIZE(list);
+  messages.reserve(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PyList_GET_ITEM(list, i);
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 4) {
+      throw py::type_error("a message is (address, count, dtype, peer)");
+    }
+    messages.push_back(message(&PyTuple_GET_ITEM(item, 0)));
+  }
+}
+
+// (communicator, sends, recvs): lists of (address, count, dtype, peer)
+PyObject* runExchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 3);
+    const Communicator& comm = communicator(args[0]);
+    Messages sends;
+    Messages recvs;
+    addMessages(sends, args[1]);
+    addMessages(recvs, args[2]);
+    const py::gil_scoped_release release;
+    comm.exchange({sends.begin(), sends.size()}, {recvs.begin(), recvs.size()}, 0, checkSignals);
+  });
+}
+
+// (communicator, op, in, out, count, dtype, redop, root, algorithm)
+PyObject* runCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 9);
+    const Communicator& comm = communicator(args[0]);
+    const Communicator::Operands operands{address(args[2]), address(args[3]),
+                                          static_cast<size_t>(integer(args[4])),
+                                          static_cast<DType>(integer(args[5]))};
+    const Communicator::Options options{
+        static_cast<OpCode>(integer(args[1])), static_cast<RedOp>(integer(args[6])),
+        static_cast<int>(integer(args[7])), static_cast<Algorithm>(integer(args[8]))};
+    const py::gil_scoped_release release;
+    comm.collective(operands, options, 0, checkSignals);
+  });
+}
+
+// (communicator, positions) -> (communicator, its rank, its size), or None when this rank is not in
+// it
+PyObject* subset(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  PyObject* result = nullptr;
+  PyObject* none = guarded([&] {
+    expect(count, 2);
+    const py::object positions =
+        py::reinterpret_steal<py::object>(PySequence_Fast(args[1], "not a sequence of ranks"));
+    if (!positions) throw py::error_already_set();
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(positions.ptr());
+    InlineVector<int, 64> ranks;
+    ranks.reserve(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const int64_t rank = integer(PySequence_Fast_GET_ITEM(positions.ptr(), i));
+      ranks.push_back(static_cast<int>(std::clamp<int64_t>(rank, -1, INT_MAX)));
+    }
+    const auto made = communicator(args[0]).subset({ranks.begin(), ranks.size()});
+    if (made) result = py::make_tuple(made, made->rank(), made->size()).release().ptr();
+  });
+  if (result == nullptr) return none;
+  Py_DECREF(none);
+  return result;
+}
+
+template <typename Function>
+PyCFunction function(Function* pointer) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pointer));
+}
+
+PyMethodDef calls[] = {
+    {"describe_torch", describeTorch, METH_O, nullptr},
+    {"run_send", function(runSend), METH_FASTCALL, nullptr},
+    {"run_recv", function(runRecv), METH_FASTCALL, nullptr},
+    {"run_exchange", function(runExchange), METH_FASTCALL, nullptr},
+    {"run_collective", function(runCollective), METH_FASTCALL, nullptr},
+    {"subset", function(subset), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void checkSignals() {
+  const py::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+void bindCalls(py::module_& module) {
+  if (PyModule_AddFunctions(module.ptr(), calls) != 0) throw py::error_already_set();
+  // Tensors of exactly these two types are described by torch itself, in C.
+  module.def("use_exchange_api",
+             [](const py::capsule& capsule, const py::type& tensor, const py::type& parameter) {
+               const auto* api = static_cast<const DLExchangeAbi*>(
+                   PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+               if (api == nullptr) throw py::error_already_set();
+               if (api->major != 1) return false;
+               exchange_api = api;
+               described_types[0] = tensor.inc_ref().ptr();
+               described_types[1] = parameter.inc_ref().ptr();
+               return true;
+             });
+}
+
+}  // namespace hdpcomm

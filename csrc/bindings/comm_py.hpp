@@ -1,0 +1,15 @@
+// What the files of the comm room's bindings share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "hdpcomm/comm/communicator.hpp"
+
+namespace hdpcomm {
+
+// Called while waiting, without the GIL: throws when Ctrl-C was pressed.
+void checkSignals();
+// Blocking operations and describe_torch (calls_py.cpp).
+void bindCalls(pybind11::module_& module);
+
+}  // namespace hdpcomm
