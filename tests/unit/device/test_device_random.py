@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hdpcomm._core.device import open_sim
 from hdpcomm.errors import CommTimeout
 
-STREAMS, EVENTS, CELLS, FLAGS = 3, 2, 2, 2
+STREAMS, EVENTS, CELLS, FLAGS = 3, 2, 1, 2
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def _op() -> st.SearchStrategy[Op]:
         st.builds(Op, st.just("sync_stream"), st.just(-1), stream),
         st.builds(Op, st.just("sync_event"), st.just(-1), st.integers(0, EVENTS - 1)),
     )
-    return st.one_of(access, access, event, flag, sync)
+    return st.one_of(access, access, access, event, event, flag, sync)
 
 
 def _programs() -> st.SearchStrategy[list[Op]]:
@@ -52,7 +52,7 @@ def _programs() -> st.SearchStrategy[list[Op]]:
             kept.append(op)
         return kept
 
-    return st.lists(_op(), min_size=2, max_size=9).map(one_signal_a_flag)
+    return st.lists(_op(), min_size=2, max_size=10).map(one_signal_a_flag)
 
 
 class Oracle:
