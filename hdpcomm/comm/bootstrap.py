@@ -99,9 +99,13 @@ def _adopt(world: _core.comm.World, transport: str) -> Communicator:
 def _communicator(world: _core.comm.World, transport: str) -> Communicator:
     place = world.communicator(), world.rank, world.size
     device = automatic() if transport == "auto" else transport
-    return (
-        DeviceCommunicator(*place, join_devices(device, world)) if device in DEVICE_TRANSPORTS else Communicator(*place)
-    )
+    if device not in DEVICE_TRANSPORTS:
+        return Communicator(*place)
+    try:
+        return DeviceCommunicator(*place, join_devices(device, world))
+    except BaseException as error:  # the others must not wait for this rank
+        world.close(f"{type(error).__name__}: {error}")
+        raise
 
 
 def close_all(reason: str) -> None:
