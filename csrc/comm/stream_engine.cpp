@@ -261,7 +261,7 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   for (const Message& message : sends) plan(*work, message.peer, 1, 0);
   for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
   const auto entryOf = [&](const Message& message) {
-    CallEntry entry{call, message.landing};
+    CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype)};
     entry.call.count = message.count;
     entry.call.dtype = message.dtype;
     return entry;
@@ -314,15 +314,21 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
   const Stream stream = background ? background_stream_.get() : caller;
   const size_t temp_bytes = plan.schedule->temp_bytes;
   std::byte* temp = temp_bytes > 0 ? scratch_.take(temp_bytes, stream, work->captured_) : nullptr;
-  const CallEntry entry{plan.call, kNoLanding};
+  std::vector<uint64_t> sent(work->ranks_->size());
+  std::vector<uint64_t> received(work->ranks_->size());
+  for (const Step& step : plan.schedule->steps) {
+    for (const Send& each : step.sends) sent[static_cast<size_t>(each.peer)] += each.from.bytes;
+    for (const Recv& each : step.recvs) received[static_cast<size_t>(each.peer)] += each.to.bytes;
+  }
   for (const int peer : *work->ranks_) {
     if (peer != rank_) this->plan(*work, peer, 1, 1);
   }
   const auto tell = [&] {
-    for (const int peer : *work->ranks_) {
+    for (size_t i = 0; i < sent.size(); ++i) {
+      const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;
-      post(peer, entry);
-      expect(work, peer, entry);
+      post(peer, {plan.call, kNoLanding, sent[i]});
+      expect(work, peer, {plan.call, kNoLanding, received[i]});
     }
   };
   submit(work, caller, tell, [&] {

@@ -59,13 +59,16 @@ void StreamEngine::compareCalls() {
         --ours.work->uncompared_;
         continue;
       }
-      failWork(*ours.work,
-               Error(ErrorKind::kMismatch,
-                     "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
-                         landingOf(ours.entry) + ", but rank " + std::to_string(rank) + " called " +
-                         describe(theirs->call) + landingOf(*theirs) +
-                         ": call the same operations with the same arguments in the same order",
-                     {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));
+      failWork(
+          *ours.work,
+          Error(ErrorKind::kMismatch,
+                "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
+                    landingOf(ours.entry) + " and expected " + std::to_string(ours.entry.bytes) +
+                    " bytes, but rank " + std::to_string(rank) + " called " +
+                    describe(theirs->call) + landingOf(*theirs) + " and sent " +
+                    std::to_string(theirs->bytes) +
+                    " bytes: call the same operations with the same arguments in the same order",
+                {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));
       return;
     }
   }

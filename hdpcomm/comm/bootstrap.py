@@ -111,9 +111,13 @@ def _join_alone(transport: str, timeout: float) -> _core.comm.World:
 
 def _communicator(world: _core.comm.World, transport: str) -> Communicator:
     place = world.communicator(), world.rank, world.size
-    if transport in DEVICE_TRANSPORTS:
+    if transport not in DEVICE_TRANSPORTS:
+        return Communicator(*place)
+    try:
         return DeviceCommunicator(*place, join_devices(transport, world))
-    return Communicator(*place)
+    except BaseException as error:  # the others must not wait for this rank
+        world.close(f"{type(error).__name__}: {error}")
+        raise
 
 
 def close_all(reason: str) -> None:

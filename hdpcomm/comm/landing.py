@@ -21,7 +21,8 @@ class LandingZone:
     """This rank's zone; a message with an offset goes to that offset of the receiver's (see ``exchange``).
 
     The zone is one for all users of a rank, who follow each other on its streams: each calls :meth:`enter` before its
-    first message, on the stream that its operations follow, and :meth:`leave` after the last work that reads.
+    first message, on the stream that its operations follow, and :meth:`leave` after the last work that reads. Inside of
+    a CUDA graph nobody else can be waited for: there the replays' stream orders the users.
     """
 
     __slots__ = ("_left", "memory")
@@ -37,10 +38,10 @@ class LandingZone:
 
     def enter(self) -> None:
         """Later work of the current stream comes after what the last user has enqueued."""
-        if self._left is not None:
+        if self._left is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self.memory.device).wait_event(self._left)
 
     def leave(self) -> None:
         """The next user comes after what the current stream holds now."""
-        if self._left is not None:
+        if self._left is not None and not torch.cuda.is_current_stream_capturing():
             self._left.record(torch.cuda.current_stream(self.memory.device))

@@ -36,7 +36,7 @@ def disagree(name: str) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("name", [name for name in DISAGREEMENTS if name != "splits"])
+@pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_both_sides_raise_mismatch(name: str) -> None:
     messages = run_threads(disagree, 2, name)
     if name == "size":

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +155,25 @@ def sizes_grow_nothing() -> tuple[Any, ...]:
 def test_nothing_grows() -> None:
     for before, after in run_threads(sizes_grow_nothing, 2, transport="sim"):
         assert before == after
+
+
+def one_world() -> None:
+    with hdp.init(transport="sim") as comm:
+        comm.all_reduce(torch.ones(3000))
+
+
+def test_worlds_leave_nothing_behind() -> None:
+    for _ in range(3):
+        run_threads(one_world, 2)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count(), _mappings()
+    for _ in range(15):
+        run_threads(one_world, 2)
+    after = len(os.listdir("/proc/self/fd")), threading.active_count(), _mappings()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2]
+
+
+def _mappings() -> int:
+    """Mappings of anonymous files: arenas, boards, segments."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:")

@@ -21,6 +21,8 @@ struct CallEntry {
   Call call;
   // Offset of a message's place in the receiver's landing zone; all ones: it goes through slots.
   uint64_t landing = ~0ULL;
+  // From the poster to the reader, in all messages of the operation.
+  uint64_t bytes = 0;
 
   bool operator==(const CallEntry&) const = default;
 };
