@@ -11,4 +11,6 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindComm(comm);
   auto collective = module.def_submodule("collective");
   hdpcomm::bindCollective(collective);
+  auto device = module.def_submodule("device");
+  hdpcomm::bindDevice(device);
 }

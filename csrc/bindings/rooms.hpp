@@ -15,5 +15,6 @@ void bindPlanner(pybind11::module_& module);
 void bindKernels(pybind11::module_& module);
 void bindComm(pybind11::module_& module);
 void bindCollective(pybind11::module_& module);
+void bindDevice(pybind11::module_& module);
 
 }  // namespace hdpcomm

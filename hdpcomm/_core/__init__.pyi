@@ -1,6 +1,7 @@
 # Type stubs of the compiled module; one file a room.
 from hdpcomm._core import collective as collective
 from hdpcomm._core import comm as comm
+from hdpcomm._core import device as device
 
 DTYPES: dict[str, int]
 

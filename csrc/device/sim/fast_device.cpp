@@ -1,0 +1,174 @@
+// SimDevice's fast mode.
+#include "fast_device.hpp"
+
+#include <chrono>
+#include <vector>
+
+namespace hdpcomm::sim {
+
+FastDevice::FastDevice(int ordinal) : SimMemoryDevice(ordinal) {
+  streams_.emplace(0, std::make_shared<FastStream>(state_));
+}
+
+FastDevice::~FastDevice() {
+  state_->stop.store(true);
+  for (auto& [handle, stream] : streams_) retired_.push_back(stream);
+  for (const auto& stream : retired_) stream->close();
+  for (const auto& stream : retired_) stream->join();
+}
+
+void FastDevice::checkFault() const {
+  if (!state_->faulty.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(state_->mutex);
+  throw *state_->fault;
+}
+
+std::shared_ptr<FastStream> FastDevice::find(Stream stream) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = streams_.find(stream.handle);
+  if (found == streams_.end()) throwUnknown("stream", stream.handle);
+  return found->second;
+}
+
+Point FastDevice::find(Event event) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = events_.find(event.handle);
+  if (found == events_.end()) throwUnknown("event", event.handle);
+  return found->second;
+}
+
+Stream FastDevice::createStream(int) {
+  checkFault();
+  const std::lock_guard lock(mutex_);
+  std::erase_if(retired_, [](const auto& stream) {
+    if (!stream->threadEnded()) return false;
+    stream->join();
+    return true;
+  });
+  const Stream stream{newHandle()};
+  streams_.emplace(stream.handle, std::make_shared<FastStream>(state_));
+  return stream;
+}
+
+void FastDevice::destroyStream(Stream stream) {
+  if (stream == Stream{}) throwInvalidUsage("destroyStream: the default stream stays");
+  const auto state = find(stream);
+  const std::lock_guard lock(mutex_);
+  state->close();
+  streams_.erase(stream.handle);
+  retired_.push_back(state);
+}
+
+Event FastDevice::createEvent() {
+  checkFault();
+  const std::lock_guard lock(mutex_);
+  const Event event{newHandle()};
+  events_.emplace(event.handle, Point{});
+  return event;
+}
+
+void FastDevice::destroyEvent(Event event) {
+  find(event);
+  const std::lock_guard lock(mutex_);
+  events_.erase(event.handle);
+}
+
+void FastDevice::record(Event event, Stream stream, Site) {
+  checkFault();
+  find(event);
+  const auto state = find(stream);
+  const std::lock_guard lock(mutex_);
+  events_[event.handle] = Point{state, state->submitted()};
+}
+
+void FastDevice::wait(Stream stream, Event event, Site site) {
+  checkFault();
+  Point point = find(event);
+  const auto state = find(stream);
+  if (point.done() || point.stream == state) return;
+  Op op;
+  op.kind = OpKind::kWaitEvent;
+  op.site = site;
+  state->submit({std::move(op), std::move(point)});
+}
+
+bool FastDevice::query(Event event) {
+  checkFault();
+  return find(event).done();
+}
+
+void FastDevice::synchronize(Event event, double timeout_s, const InterruptCheck& check,
+                             Site site) {
+  checkTimeout(timeout_s);
+  await(find(event), timeout_s, check, site);
+}
+
+void FastDevice::synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
+                             Site site) {
+  checkTimeout(timeout_s);
+  const auto state = find(stream);
+  await(Point{state, state->submitted()}, timeout_s, check, site);
+}
+
+void FastDevice::await(const Point& point, double timeout_s, const InterruptCheck& check,
+                       Site site) {
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(timeout_s, 1e9));
+  if (point.stream != nullptr) {
+    const bool done = point.stream->waitCompleted(point.ticket, [&] {
+      if (check) check();
+      return std::chrono::steady_clock::now() < deadline;
+    });
+    if (!done) {
+      throw Error(ErrorKind::kTimeout, "device work did not end within " +
+                                           std::to_string(timeout_s) + " s (synchronize at " +
+                                           placeOf(site) + "): " + point.stream->standing());
+    }
+  }
+  checkFault();
+}
+
+void FastDevice::submit(Op op, Stream stream) {
+  checkFault();
+  find(stream)->submit({std::move(op), {}});
+}
+
+void FastDevice::copy(void* dst, const void* src, size_t bytes, Stream stream, Site site) {
+  submit(Op::copy(dst, src, bytes, site), stream);
+}
+
+void FastDevice::fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site site) {
+  submit(Op::fill(dst, value, bytes, site), stream);
+}
+
+void FastDevice::writeValue(Stream stream, uint32_t* flag, uint32_t value, Site site) {
+  submit(Op::write(flag, value, site), stream);
+}
+
+void FastDevice::waitValue(Stream stream, uint32_t* flag, uint32_t value, Site site) {
+  submit(Op::wait(flag, value, site), stream);
+}
+
+void FastDevice::launch(KernelLaunch kernel, Stream stream, Site site) {
+  submit(Op::launch(std::move(kernel), site), stream);
+}
+
+void FastDevice::storeFlag(uint32_t* flag, uint32_t value, Site) {
+  checkFlag("storeFlag", flag);
+  storeWord(flag, value);
+}
+
+uint32_t FastDevice::loadFlag(const uint32_t* flag, Site) {
+  checkFlag("loadFlag", flag);
+  return loadWord(flag);
+}
+
+}  // namespace hdpcomm::sim
+
+namespace hdpcomm {
+
+std::shared_ptr<DeviceApi> openSimDevice(int ordinal) {
+  return std::make_shared<sim::FastDevice>(ordinal);
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,38 @@
+// What both modes of SimDevice do alike.
+#pragma once
+
+#include "hdpcomm/device/device_api.hpp"
+#include "memory.hpp"
+
+namespace hdpcomm::sim {
+
+uintptr_t newHandle();
+[[noreturn]] void throwUnknown(const char* what, uintptr_t handle);
+
+class SimMemoryDevice : public DeviceApi {
+ public:
+  explicit SimMemoryDevice(int ordinal);
+  ~SimMemoryDevice() override { MemoryTable::get().forget(this); }
+
+  bool isSim() const override { return true; }
+  int ordinal() const override { return ordinal_; }
+  bool canAccessPeer(int) const override { return true; }
+  bool isCapturing(Stream) override { return false; }
+
+  void registerPinned(void* memory, size_t bytes) override {
+    MemoryTable::get().registerPinned(memory, bytes);
+  }
+  void unregisterPinned(void* memory) override { MemoryTable::get().unregisterPinned(memory); }
+  MemoryHandle exportMemory(void* memory) override {
+    return MemoryTable::get().exportMemory(memory, this);
+  }
+  void* importMemory(const MemoryHandle& handle) override {
+    return MemoryTable::get().importMemory(handle);
+  }
+  void closeMemory(void* memory) override { MemoryTable::get().closeMemory(memory); }
+
+ private:
+  int ordinal_;
+};
+
+}  // namespace hdpcomm::sim

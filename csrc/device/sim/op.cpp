@@ -1,0 +1,126 @@
+#include "op.hpp"
+
+#include <cstdio>
+
+namespace hdpcomm::sim {
+
+const char* kindName(OpKind kind) {
+  switch (kind) {
+    case OpKind::kCopy:
+      return "copy";
+    case OpKind::kFill:
+      return "fill";
+    case OpKind::kWriteValue:
+      return "writeValue";
+    case OpKind::kWaitValue:
+      return "waitValue";
+    case OpKind::kWaitEvent:
+      return "wait";
+    case OpKind::kRecord:
+      return "record";
+    case OpKind::kKernel:
+      break;
+  }
+  return "launch";
+}
+
+std::string hexOf(const void* memory) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%p", memory);
+  return text;
+}
+
+std::string placeOf(const Site& site) {
+  const std::string file = site.file;
+  const size_t slash = file.rfind('/');
+  return (slash == std::string::npos ? file : file.substr(slash + 1)) + ":" +
+         std::to_string(site.line);
+}
+
+void checkFlag(const char* call, const uint32_t* flag) {
+  if (flag == nullptr || reinterpret_cast<uintptr_t>(flag) % alignof(uint32_t) != 0) {
+    throwInvalidUsage(std::string(call) + ": the flag's address is " + hexOf(flag) +
+                      "; give an aligned uint32_t in device, imported or pinned memory");
+  }
+}
+
+void checkTimeout(double timeout_s) {
+  if (!(timeout_s > 0)) {
+    throwInvalidUsage("synchronize: the timeout is " + std::to_string(timeout_s) +
+                      " s; give a number above 0");
+  }
+}
+
+Op Op::copy(void* dst, const void* src, size_t bytes, Site site) {
+  if (bytes > 0 && (dst == nullptr || src == nullptr)) {
+    throwInvalidUsage("copy of " + std::to_string(bytes) + " bytes to " + hexOf(dst) + " from " +
+                      hexOf(src) + ": an address is null");
+  }
+  const auto* to = static_cast<const std::byte*>(dst);
+  const auto* from = static_cast<const std::byte*>(src);
+  if (bytes > 0 && to < from + bytes && from < to + bytes) {
+    throwInvalidUsage("copy of " + std::to_string(bytes) + " bytes to " + hexOf(dst) + " from " +
+                      hexOf(src) + ": the two overlap; copy through another buffer");
+  }
+  Op op;
+  op.kind = OpKind::kCopy;
+  op.site = site;
+  op.dst = dst;
+  op.src = src;
+  op.bytes = bytes;
+  return op;
+}
+
+Op Op::fill(void* dst, unsigned char value, size_t bytes, Site site) {
+  if (bytes > 0 && dst == nullptr) {
+    throwInvalidUsage("fill of " + std::to_string(bytes) + " bytes: the address is null");
+  }
+  Op op;
+  op.kind = OpKind::kFill;
+  op.site = site;
+  op.dst = dst;
+  op.bytes = bytes;
+  op.byte = value;
+  return op;
+}
+
+Op Op::write(uint32_t* flag, uint32_t value, Site site) {
+  checkFlag("writeValue", flag);
+  Op op;
+  op.kind = OpKind::kWriteValue;
+  op.site = site;
+  op.flag = {flag, value};
+  return op;
+}
+
+Op Op::wait(uint32_t* flag, uint32_t value, Site site) {
+  checkFlag("waitValue", flag);
+  Op op;
+  op.kind = OpKind::kWaitValue;
+  op.site = site;
+  op.flag = {flag, value};
+  return op;
+}
+
+Op Op::launch(KernelLaunch kernel, Site site) {
+  if (!kernel.cpu) {
+    throwInvalidUsage(std::string("launch of ") + kernel.name +
+                      ": it has no CPU twin, which a simulated device runs");
+  }
+  for (const FlagValue& flag : kernel.waits) checkFlag(kernel.name, flag.flag);
+  for (const FlagValue& flag : kernel.signals) checkFlag(kernel.name, flag.flag);
+  Op op;
+  op.kind = OpKind::kKernel;
+  op.site = site;
+  op.kernel = std::move(kernel);
+  return op;
+}
+
+size_t Op::cost() const {
+  size_t total = bytes;
+  for (const MemoryRange& range : kernel.reads) total += range.bytes;
+  for (const MemoryRange& range : kernel.writes) total += range.bytes;
+  return total;
+}
+
+}  // namespace hdpcomm::sim

@@ -1,0 +1,22 @@
+// The devices that there are.
+#pragma once
+
+#include <memory>
+
+#include "hdpcomm/device/device_api.hpp"
+
+namespace hdpcomm {
+
+// A device on the CPU: streams are threads, device memory is host memory (any host address counts
+// as device memory). While a check runs (sim_check.hpp) the new device takes part in it. `ordinal`
+// is a free number, usually the rank.
+std::shared_ptr<DeviceApi> openSimDevice(int ordinal);
+
+// CUDA device `ordinal`, by its primary context (the one of torch and of the CUDA runtime). The
+// driver is opened here, not before: throws DeviceError where there is none.
+std::shared_ptr<DeviceApi> openCudaDevice(int ordinal);
+
+// How many CUDA devices there are; 0 where there is no driver.
+int cudaDeviceCount() noexcept;
+
+}  // namespace hdpcomm
