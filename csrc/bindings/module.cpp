@@ -13,4 +13,6 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindCollective(collective);
   auto device = module.def_submodule("device");
   hdpcomm::bindDevice(device);
+  auto offload = module.def_submodule("offload");
+  hdpcomm::bindOffload(offload);
 }

@@ -16,5 +16,6 @@ void bindKernels(pybind11::module_& module);
 void bindComm(pybind11::module_& module);
 void bindCollective(pybind11::module_& module);
 void bindDevice(pybind11::module_& module);
+void bindOffload(pybind11::module_& module);
 
 }  // namespace hdpcomm

@@ -11,9 +11,21 @@ import torch
 from hdpcomm.comm.tensors import describe, dtype_name
 from hdpcomm.errors import InvalidUsage
 
-DTYPES = (
-    ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool", "uint16", "uint32", "uint64"]
-)  # all that the core knows
+DTYPES = [
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "bool",
+    "uint16",
+    "uint32",
+    "uint64",
+]  # all that the core knows
 
 
 @pytest.mark.parametrize("name", DTYPES)
