@@ -10,6 +10,7 @@
 #include "hdpcomm/base/error.hpp"
 #include "hdpcomm/device/accumulate.hpp"
 #include "hdpcomm/device/devices.hpp"
+#include "hdpcomm/device/sim_check.hpp"
 #include "rooms.hpp"
 
 namespace py = pybind11;
@@ -105,7 +106,11 @@ void bindMemory(Class& device) {
       .def(
           "export_memory",
           [](DeviceApi& d, Address memory) {
-            const MemoryHandle handle = d.exportMemory(pointer(memory));
+            MemoryHandle handle;
+            {
+              const py::gil_scoped_release release;
+              handle = d.exportMemory(pointer(memory));
+            }
             return py::bytes(reinterpret_cast<const char*>(handle.bytes), MemoryHandle::kBytes);
           },
           py::arg("memory"))
@@ -247,6 +252,32 @@ void bindHost(Class& device) {
       .def("annotate_acquire", &DeviceApi::annotateAcquire, py::arg("key"), Release());
 }
 
+void bindChecks(py::module_& module) {
+  py::class_<CheckedOp>(module, "CheckedOp")
+      .def_readonly("what", &CheckedOp::what)
+      .def_readonly("who", &CheckedOp::who)
+      .def_property_readonly("file", [](const CheckedOp& op) { return op.site.file; })
+      .def_property_readonly("line", [](const CheckedOp& op) { return op.site.line; });
+  py::class_<CheckReport>(module, "CheckReport")
+      .def_readonly("kind", &CheckReport::kind)
+      .def_readonly("first", &CheckReport::first)
+      .def_readonly("second", &CheckReport::second)
+      .def_readonly("text", &CheckReport::text);
+  py::class_<OrderingSite>(module, "OrderingSite")
+      .def_readonly("call", &OrderingSite::call)
+      .def_readonly("uses", &OrderingSite::uses)
+      .def_property_readonly("file", [](const OrderingSite& site) { return site.site.file; })
+      .def_property_readonly("line", [](const OrderingSite& site) { return site.site.line; });
+  py::class_<SimCheck>(module, "SimCheck")
+      .def(py::init<uint64_t>(), py::arg("seed"))
+      .def("enter_rank", &SimCheck::enterRank, py::arg("rank"), Release())
+      .def("leave_rank", &SimCheck::leaveRank, Release())
+      .def("finish", &SimCheck::finish, Release())
+      .def("reports", &SimCheck::reports, py::arg("ignore") = py::none(), Release())
+      .def("ordering_sites", &SimCheck::orderingSites, Release())
+      .def_property_readonly("num_operations", &SimCheck::numOperations);
+}
+
 }  // namespace
 
 void bindDevice(py::module_& module) {
@@ -260,6 +291,8 @@ void bindDevice(py::module_& module) {
   bindWork(device);
   bindHost(device);
   module.def("open_sim", &openSimDevice, py::arg("ordinal"), Release());
+  auto testing = module.def_submodule("testing", "SimDevice's check mode; for tests.");
+  bindChecks(testing);
 }
 
 }  // namespace hdpcomm

@@ -41,3 +41,32 @@ class Device:
     def annotate_acquire(self, key: int) -> None: ...
 
 def open_sim(ordinal: int) -> Device: ...
+
+class testing:
+    class CheckedOp:
+        what: str
+        who: str
+        file: str
+        line: int
+
+    class CheckReport:
+        kind: str
+        first: testing.CheckedOp
+        second: testing.CheckedOp
+        text: str
+
+    class OrderingSite:
+        call: str
+        uses: int
+        file: str
+        line: int
+
+    class SimCheck:
+        def __init__(self, seed: int) -> None: ...
+        def enter_rank(self, rank: int) -> None: ...
+        def leave_rank(self) -> None: ...
+        def finish(self) -> None: ...
+        def reports(self, ignore: testing.OrderingSite | None = None) -> list[testing.CheckReport]: ...
+        def ordering_sites(self) -> list[testing.OrderingSite]: ...
+        @property
+        def num_operations(self) -> int: ...

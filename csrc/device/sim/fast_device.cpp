@@ -164,11 +164,3 @@ uint32_t FastDevice::loadFlag(const uint32_t* flag, Site) {
 }
 
 }  // namespace hdpcomm::sim
-
-namespace hdpcomm {
-
-std::shared_ptr<DeviceApi> openSimDevice(int ordinal) {
-  return std::make_shared<sim::FastDevice>(ordinal);
-}
-
-}  // namespace hdpcomm

@@ -1,0 +1,183 @@
+"""Finds missing waits and early reuse in programs for devices, without a GPU (docs/device.md).
+
+A program runs on simulated devices whose operations are interleaved by a seed; what no event, flag or synchronize
+orders is reported with both operations and their lines, in whatever order they happened to run::
+
+    from hdpcomm.testing.sim_check import check, planted_sites
+
+    def program() -> None:
+        comm = hdp.init(transport="sim")
+        ...
+
+    check(program, 2, seeds=range(50))                        # raises SimError
+    for site in planted_sites(program, 2):                    # each wait, record, signal of the run, left out in turn
+        assert site.found, site
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hdpcomm._core import device as _device
+from hdpcomm.comm.bootstrap import close_all, thread_rank
+from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.testing import run_threads
+
+__all__ = ["PlantedSite", "SimError", "SimReport", "check", "current_rank", "planted_sites"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    """Two operations that should be ordered, and are not.
+
+    ``kind``: "missing wait", "reused too early", "use after free", "never written" or "deadlock". ``first`` and
+    ``second``: (file, line) of their calls. ``text``: one sentence on both.
+    """
+
+    kind: str
+    first: tuple[str, int]
+    second: tuple[str, int]
+    text: str
+
+
+class SimError(Error):
+    """A check found operations that are not ordered. ``seed`` repeats it; ``reports`` holds all that it found."""
+
+    def __init__(self, message: str, *, seed: int = -1, reports: tuple[SimReport, ...] = ()) -> None:
+        super().__init__(message)
+        self.seed = seed
+        self.reports = reports
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_error, (self.args[0], self.seed, self.reports)
+
+
+def _rebuild_error(message: str, seed: int, reports: tuple[SimReport, ...]) -> SimError:
+    return SimError(message, seed=seed, reports=reports)
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedSite:
+    """A line that orders operations, and what the check says when it is left out.
+
+    ``call``: "record", "wait", "writeValue", "waitValue", "synchronize", "kernel signal" or "kernel wait"; ``uses``:
+    how often it was called.
+    """
+
+    call: str
+    file: str
+    line: int
+    uses: int
+    found: tuple[SimReport, ...]
+
+
+def current_rank() -> int:
+    """The rank of the calling thread; for programs that open devices themselves. Call it inside of :func:`check`."""
+    joined = getattr(thread_rank, "value", None)
+    if joined is None:
+        raise InvalidUsage("current_rank() was called outside of check(): only ranks that are threads have one")
+    return int(joined.rank)
+
+
+def check(
+    fn: Callable[..., Any], world_size: int, *args: Any, seeds: Iterable[int] = range(50), timeout: float = 60.0
+) -> list[list[Any]]:
+    """Runs ``fn(*args)`` on ``world_size`` ranks (threads of this process), once for each seed.
+
+    Inside, ``hdpcomm.init(transport="sim")`` or ``open_sim(current_rank())`` gives the rank its device. ``timeout``:
+    seconds for one run; where all ranks wait for devices and nothing can run, the shortest wait ends at once instead.
+    Returns the results by seed and rank.
+
+    Raises: SimError with the reports of the first seed that has any (and what ``fn`` raised as its cause); else what
+    ``fn`` raised.
+    """
+    results = []
+    for seed in seeds:
+        run, values, error = _run(fn, world_size, args, seed, timeout)
+        reports = _reports(run.reports())
+        if reports:
+            raise _error(reports, seed) from error
+        if error is not None:
+            raise error
+        results.append(values)
+    return results
+
+
+def planted_sites(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seeds: Iterable[int] = (0,),
+    path: str = "",
+    timeout: float = 60.0,
+) -> list[PlantedSite]:
+    """Runs ``fn`` as :func:`check` does, then replays the run once for each line that orders, with that line left out.
+
+    The run itself is a sound one, so a planted bug corrupts nothing; the replay tells what would no longer be ordered.
+    ``path``: only lines of files whose path contains it. ``found`` of a site holds the reports of all seeds; it is
+    empty for a line that this run did not need.
+
+    Raises: SimError when the program is not clean as it is.
+    """
+    sites: dict[tuple[str, int, str], PlantedSite] = {}
+    for seed in seeds:
+        run, _, error = _run(fn, world_size, args, seed, timeout)
+        reports = _reports(run.reports())
+        if reports:
+            raise _error(reports, seed) from error
+        if error is not None:
+            raise error
+        for site in run.ordering_sites():
+            if path not in site.file:
+                continue
+            key = (site.file, site.line, site.call)
+            before = sites.get(key)
+            found = (before.found if before else ()) + _reports(run.reports(site))
+            uses = (before.uses if before else 0) + site.uses
+            sites[key] = PlantedSite(site.call, site.file, site.line, uses, found)
+    return [sites[key] for key in sorted(sites)]
+
+
+def _run(
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, timeout: float
+) -> tuple[_device.testing.SimCheck, list[Any], BaseException | None]:
+    run = _device.testing.SimCheck(seed)
+    entered = threading.Barrier(world_size)
+
+    def rank_main() -> Any:
+        run.enter_rank(current_rank())
+        entered.wait(timeout)  # so that no rank is taken for the only one
+        try:
+            result = fn(*args)
+            close_all("")
+            return result
+        finally:
+            run.leave_rank()
+
+    values: list[Any] = []
+    error: BaseException | None = None
+    try:
+        values = run_threads(rank_main, world_size, timeout=timeout)
+    except Exception as raised:
+        error = raised
+    finally:
+        run.finish()
+    return run, values, error
+
+
+def _reports(found: list[_device.testing.CheckReport]) -> tuple[SimReport, ...]:
+    return tuple(
+        SimReport(each.kind, (each.first.file, each.first.line), (each.second.file, each.second.line), each.text)
+        for each in found
+    )
+
+
+def _error(reports: tuple[SimReport, ...], seed: int) -> SimError:
+    lines = [f"{each.kind}: {each.text}" for each in reports[:5]]
+    more = f"\n  ... and {len(reports) - 5} more" if len(reports) > 5 else ""
+    text = "\n  ".join(lines)
+    count = f"seed {seed}: {len(reports)} pair(s) of operations are not ordered (repeat with seeds=[{seed}])"
+    return SimError(f"{count}\n  {text}{more}", seed=seed, reports=reports)
