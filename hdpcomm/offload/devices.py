@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def numa_node_of(device: Device, *, sysfs: str = "/sys") -> int:
     """NUMA node of the socket that the device hangs on; -1 where the kernel does not say (or for a simulated one)."""
     if device.is_sim:
         return -1
-    found = torch.cuda.get_device_properties(device.ordinal)
+    found: Any = torch.cuda.get_device_properties(device.ordinal)  # its stub lacks the place on the bus
     place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
         return int((Path(sysfs) / "bus/pci/devices" / place / "numa_node").read_text())

@@ -88,7 +88,7 @@ class PinnedPool:
     def stats(self) -> PoolStats:
         """The pool now."""
         found = self.core.stats()
-        return PoolStats(**{**found, "on_node": bool(found["on_node"])})
+        return PoolStats(**found)
 
     def reset_peak(self) -> None:
         """Lets ``peak_in_use`` begin again from what is in use."""
