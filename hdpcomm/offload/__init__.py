@@ -1,6 +1,7 @@
 """Selective offload: activations of long sequences go to page-locked host memory while the forward pass computes, and
 come back while the backward pass does (ByteScale, arXiv 2502.21231, section 5.2). See docs/offload.md."""
 
+from hdpcomm.offload.activations import ActivationOffload, OffloadStats
 from hdpcomm.offload.pool import PinnedPool, PoolStats
 
-__all__ = ["PinnedPool", "PoolStats"]
+__all__ = ["ActivationOffload", "OffloadStats", "PinnedPool", "PoolStats"]

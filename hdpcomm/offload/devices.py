@@ -32,7 +32,7 @@ def open_device(device: torch.device | str) -> Device:
     open_cuda: Callable[[int], Device] | None = getattr(core, "open_cuda", None)
     if open_cuda is None:
         raise DeviceError("this build of hdpcomm has no CUDA devices; build it with a CUDA compiler")
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     return open_cuda(torch.cuda.current_device() if place.index is None else place.index)
 
 
