@@ -12,6 +12,7 @@ train: $(STAMP)
 	$(BIN)/hdpcomm train
 
 test: lint
+	.ci/spills
 	$(BIN)/python -m pytest tests -q
 
 lint: $(STAMP)

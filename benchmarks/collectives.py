@@ -50,6 +50,7 @@ from hdpcomm.perf.runner import join_gloo, points
 HERE = Path(__file__).parent
 OPS = ("sendrecv", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "alltoall")
 SIZES = "8,1K,16K,64K,256K,1M,8M,64M"
+REGISTERED = "hdpcomm, comm.empty()"  # buffers in memory that the other ranks map
 GIVE_UP_S = 120.0  # for an MPI that spins on shared cores
 
 Table = dict[tuple[str, int], dict[str, list[float]]]  # (op, bytes) -> library -> microseconds of each round
@@ -88,11 +89,13 @@ def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) ->
     with hdp.init(timeout=300) as world:
         if pinned and world.size <= len(cores):  # this thread only: gloo's own threads stay free
             os.sched_setaffinity(0, {sorted(cores)[world.rank]})
-        libraries: list[tuple[str, Any]] = [("hdpcomm", world)]
+        libraries: list[tuple[str, Any]] = [("hdpcomm", world), (REGISTERED, world)]
         if gloo is not None:
             libraries.append(("gloo", gloo))
         for op, size in rows:
             for name, comm in libraries:
+                if name == REGISTERED and size < 1 << 14:
+                    continue  # copied at once wherever it lies
                 out += [(op, size, *item) for item in measure_row(world, name, comm, op, size)]
         for size in sorted({size for _, size in rows}):
             out += [("limit", size, name, us) for name, us in copy_limits(world, size)]
@@ -109,7 +112,11 @@ def measure_row(world: Any, name: str, comm: Any, op: str, size: int) -> Iterato
     shape = operation(op).shape(max(size // kind.bytes, 1), world.size)
     everyone = tuple(range(world.size))
     side = measure_side(
-        world, operation(op), Case(comm, kind, shape), config_of(op, size, slow=name == "gloo"), everyone
+        world,
+        operation(op),
+        Case(comm, kind, shape, registered=name == REGISTERED),
+        config_of(op, size, slow=name == "gloo"),
+        everyone,
     )
     yield name, side.time_us
     if "create_us" in side.details:

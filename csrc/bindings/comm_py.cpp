@@ -88,7 +88,17 @@ void bindCommunicator(py::module_& module) {
            });
 }
 
+// Memory of World::allocate(), as Python's buffer protocol gives it out.
+struct Block {
+  std::shared_ptr<std::byte> data;
+  size_t bytes;
+};
+
 void bindWorld(py::module_& module) {
+  py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer([](Block& block) {
+    return py::buffer_info(reinterpret_cast<uint8_t*>(block.data.get()),
+                           static_cast<py::ssize_t>(block.bytes));
+  });
   py::class_<World, std::shared_ptr<World>>(module, "World")
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
@@ -108,6 +118,12 @@ void bindWorld(py::module_& module) {
              result["messages_received"] = stats.messages_received;
              result["peers"] = stats.peers_used;
              return result;
+           })
+      .def("allocate",
+           [](World& world, size_t bytes) -> std::optional<Block> {
+             auto data = world.allocate(bytes);
+             if (!data) return std::nullopt;
+             return Block{std::move(data), bytes};
            })
       .def(
           "set_costs",

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 
+#include "../device/cuda/driver.hpp"
 #include "hdpcomm/base/error.hpp"
 #include "hdpcomm/device/accumulate.hpp"
 #include "hdpcomm/device/devices.hpp"
@@ -291,8 +292,16 @@ void bindDevice(py::module_& module) {
   bindWork(device);
   bindHost(device);
   module.def("open_sim", &openSimDevice, py::arg("ordinal"), Release());
+  module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());
+  module.def("cuda_device_count", &cudaDeviceCount, Release());
   auto testing = module.def_submodule("testing", "SimDevice's check mode; for tests.");
   bindChecks(testing);
+  testing.def(
+      "open_cuda_from",
+      [](const std::string& library, int ordinal) {
+        return cuda::openDevice(library.c_str(), ordinal);
+      },
+      py::arg("library"), py::arg("ordinal"), Release());
 }
 
 }  // namespace hdpcomm

@@ -1,5 +1,7 @@
 // hdpcomm._core.kernels: raw pointers, sizes and types; the Python callers (hdpcomm.attention) hold
 // the tensors and have checked shapes and devices.
+#include "kernels_py.hpp"
+
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -18,16 +20,6 @@ using kernels::MergeArgs;
 using kernels::RowsArgs;
 using kernels::RowSegment;
 
-void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
-
-#ifndef HDPCOMM_WITH_CUDA
-[[noreturn]] void throwNoCuda() {
-  throw Error(ErrorKind::kDevice,
-              "this build of hdpcomm has no CUDA kernels (no CUDA compiler was found when it was "
-              "built); install a CUDA toolkit or the nvidia-cuda-nvcc wheel and build again");
-}
-#endif
-
 void merge(uint64_t out, uint64_t lse, uint64_t block_out, uint64_t block_lse, uint64_t rows,
            const std::array<int64_t, 3>& shape, const std::array<int64_t, 2>& block_lse_strides,
            int acc, int block, int num_threads, bool cuda, uint64_t stream) {
@@ -44,23 +36,18 @@ void merge(uint64_t out, uint64_t lse, uint64_t block_out, uint64_t block_lse, u
   args.block_lse_head_stride = block_lse_strides[1];
   args.acc = static_cast<DType>(acc);
   args.block = static_cast<DType>(block);
-  py::gil_scoped_release release;
-  if (!cuda) return kernels::mergeCpu(args, num_threads);
-#ifdef HDPCOMM_WITH_CUDA
-  kernels::mergeCuda(args, pointer(stream));
-#else
-  (void)stream;
-  throwNoCuda();
-#endif
+  HDP_RUN_KERNEL(merge, args, num_threads);
 }
 
-RowsArgs rowsArgs(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_stride,
-                  int64_t row_bytes, uint64_t segments, int64_t num_segments, int64_t total_rows) {
+using Strides = std::array<int64_t, 2>;  // of dst and of src, in bytes
+
+RowsArgs rowsArgs(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
+                  uint64_t segments, int64_t num_segments, int64_t total_rows) {
   RowsArgs args;
   args.dst = pointer(dst);
   args.src = pointer(src);
-  args.dst_stride = dst_stride;
-  args.src_stride = src_stride;
+  args.dst_stride = strides[0];
+  args.src_stride = strides[1];
   args.row_bytes = row_bytes;
   args.segments = static_cast<const RowSegment*>(pointer(segments));
   args.num_segments = num_segments;
@@ -68,34 +55,20 @@ RowsArgs rowsArgs(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_st
   return args;
 }
 
-void copyRows(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_stride, int64_t row_bytes,
-              uint64_t segments, int64_t num_segments, int64_t total_rows, bool cuda,
-              uint64_t stream) {
-  const RowsArgs args =
-      rowsArgs(dst, src, dst_stride, src_stride, row_bytes, segments, num_segments, total_rows);
-  py::gil_scoped_release release;
-  if (!cuda) return kernels::copyRowsCpu(args);
-#ifdef HDPCOMM_WITH_CUDA
-  kernels::copyRowsCuda(args, pointer(stream));
-#else
-  (void)stream;
-  throwNoCuda();
-#endif
+void copyRows(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
+              uint64_t segments, int64_t num_segments, int64_t total_rows, uint64_t positions,
+              bool cuda, uint64_t stream) {
+  RowsArgs args = rowsArgs(dst, src, strides, row_bytes, segments, num_segments, total_rows);
+  args.positions = static_cast<int64_t*>(pointer(positions));
+  HDP_RUN_KERNEL(copyRows, args);
 }
 
-void addRows(uint64_t dst, uint64_t src, int64_t dst_stride, int64_t src_stride, int64_t row_bytes,
+void addRows(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
              uint64_t segments, int64_t num_segments, int64_t total_rows, int dtype, bool cuda,
              uint64_t stream) {
-  const RowsArgs args =
-      rowsArgs(dst, src, dst_stride, src_stride, row_bytes, segments, num_segments, total_rows);
-  py::gil_scoped_release release;
-  if (!cuda) return kernels::addRowsCpu(args, static_cast<DType>(dtype));
-#ifdef HDPCOMM_WITH_CUDA
-  kernels::addRowsCuda(args, static_cast<DType>(dtype), pointer(stream));
-#else
-  (void)stream;
-  throwNoCuda();
-#endif
+  RowsArgs args = rowsArgs(dst, src, strides, row_bytes, segments, num_segments, total_rows);
+  args.dtype = static_cast<DType>(dtype);
+  HDP_RUN_KERNEL(addRows, args);
 }
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
@@ -115,19 +88,26 @@ py::array_t<int64_t> zigzagBounds(const Int64Array& cu_seqlens, int64_t ranks) {
 
 }  // namespace
 
+void throwNoCuda() {
+  throw Error(ErrorKind::kDevice,
+              "this build of hdpcomm has no CUDA kernels (no CUDA compiler was found when it was "
+              "built); install a CUDA toolkit or the nvidia-cuda-nvcc wheel and build again");
+}
+
 void bindKernels(py::module_& module) {
   module.doc() = "Maths on buffers, by raw pointer.";
   module.def("merge", &merge, py::arg("out"), py::arg("lse"), py::arg("block_out"),
              py::arg("block_lse"), py::arg("rows"), py::arg("shape"), py::arg("block_lse_strides"),
              py::arg("acc"), py::arg("block"), py::arg("num_threads"), py::arg("cuda"),
              py::arg("stream"));
-  module.def("copy_rows", &copyRows, py::arg("dst"), py::arg("src"), py::arg("dst_stride"),
-             py::arg("src_stride"), py::arg("row_bytes"), py::arg("segments"),
-             py::arg("num_segments"), py::arg("total_rows"), py::arg("cuda"), py::arg("stream"));
-  module.def("add_rows", &addRows, py::arg("dst"), py::arg("src"), py::arg("dst_stride"),
-             py::arg("src_stride"), py::arg("row_bytes"), py::arg("segments"),
-             py::arg("num_segments"), py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"),
-             py::arg("stream"));
+  module.def("copy_rows", &copyRows, py::arg("dst"), py::arg("src"), py::arg("strides"),
+             py::arg("row_bytes"), py::arg("segments"), py::arg("num_segments"),
+             py::arg("total_rows"), py::arg("positions"), py::arg("cuda"), py::arg("stream"));
+  module.def("add_rows", &addRows, py::arg("dst"), py::arg("src"), py::arg("strides"),
+             py::arg("row_bytes"), py::arg("segments"), py::arg("num_segments"),
+             py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"), py::arg("stream"));
+  bindKernelBuffers(module);
+  bindKernelCrossEntropy(module);
   module.def("zigzag_bounds", &zigzagBounds, py::arg("cu_seqlens"), py::arg("size"));
 }
 

@@ -79,6 +79,17 @@ void confirmUnheard(Schedule& schedule, bool ragged) {
   }
 }
 
+// An all-gather copies the own block to the output and sends it. From the input: the receiver then
+// does not fetch lines that this rank has just written (and the input may lie in memory that others
+// map).
+void sendOwnFromInput(Schedule& schedule, const Span& input, const Span& own) {
+  for (Step& step : schedule.steps) {
+    for (Send& send : step.sends) {
+      if (send.from == own) send.from = input;
+    }
+  }
+}
+
 // Joins steps that only move with the following step, and drops empty ones.
 void compact(Schedule& schedule) {
   std::vector<Step> steps;
@@ -155,6 +166,10 @@ Schedule makeSchedule(const ScheduleRequest& request) {
   Builder builder(request);
   builder.schedule.algorithm = found->algorithm;
   found->build(builder);
+  if (request.op == OpCode::kAllGather) {
+    sendOwnFromInput(builder.schedule, builder.whole(Buffer::kIn),
+                     builder.block(Buffer::kOut, request.rank));
+  }
   compact(builder.schedule);
   confirmUnheard(builder.schedule, !request.in_counts.empty());
   return std::move(builder.schedule);

@@ -50,6 +50,12 @@ TransportStats World::stats() {
   return transport_->stats();
 }
 
+std::shared_ptr<std::byte> World::allocate(size_t bytes) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  return transport_->allocate(bytes);
+}
+
 void World::checkUsable() const {
   if (!abort_reason_.empty()) {
     throw Error(ErrorKind::kAborted,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "hdpcomm/base/error.hpp"
 
@@ -12,18 +13,23 @@ namespace hdpcomm::kernels {
 
 inline constexpr int kThreads = 256;
 
-// Blocks for `items` threads' worth of work; kernels stride over the rest.
-inline unsigned blocksFor(int64_t items) {
-  constexpr int64_t kMaxBlocks = 1 << 16;
-  return static_cast<unsigned>(
-      std::clamp<int64_t>((items + kThreads - 1) / kThreads, 1, kMaxBlocks));
+// Kernels stride over what is left when this many blocks are not enough.
+inline constexpr int64_t kMaxBlocks = 1 << 16;
+
+// Blocks of `threads` for `items` threads' worth of work.
+inline unsigned blocksFor(int64_t items, int threads = kThreads) {
+  return static_cast<unsigned>(std::clamp<int64_t>((items + threads - 1) / threads, 1, kMaxBlocks));
 }
 
-inline void checkLaunch(const char* kernel) {
+// Enqueues `kernel` on `stream` (a cudaStream_t); throws DeviceError with `name` if that fails.
+template <typename... Parameters>
+void launchKernel(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
+                  void* stream, std::type_identity_t<Parameters>... arguments) {
+  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
   const cudaError_t status = cudaGetLastError();
   if (status != cudaSuccess) {
     throw Error(ErrorKind::kDevice,
-                std::string("launch of ") + kernel + " failed: " + cudaGetErrorString(status));
+                std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
   }
 }
 

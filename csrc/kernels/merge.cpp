@@ -1,27 +1,15 @@
 #include "hdpcomm/kernels/merge.hpp"
 
-#include <algorithm>
 #include <string>
-#include <thread>
-#include <vector>
 
 #include "hdpcomm/base/error.hpp"
 #include "hdpcomm/kernels/merge_elem.hpp"
 #include "hdpcomm/kernels/numeric_elem.hpp"
-
-// One copy for each vector width; the loader picks the widest that the processor has.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
-#define HDP_VECTOR_CLONES \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define HDP_VECTOR_CLONES
-#endif
+#include "hdpcomm/kernels/vector_clones.hpp"
+#include "parallel.hpp"
 
 namespace hdpcomm::kernels {
 namespace {
-
-// Below this many elements a thread costs more than it saves (about 30 us to start one).
-constexpr int64_t kElementsPerThread = 1 << 18;
 
 HDP_VECTOR_CLONES void blend(float* out, const float* block, float take, int64_t dim) {
   for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], block[i], take);
@@ -59,19 +47,8 @@ void mergeRange(const MergeArgs& args, int64_t begin, int64_t end) {
 
 template <typename Acc, typename Block>
 void mergeAll(const MergeArgs& args, int num_threads) {
-  const int64_t elements = args.tokens * args.heads * args.dim;
-  const int64_t threads =
-      std::clamp<int64_t>(elements / kElementsPerThread, 1, std::max<int64_t>(num_threads, 1));
-  if (threads == 1) return mergeRange<Acc, Block>(args, 0, args.tokens);
-  const auto boundary = [&](int64_t i) { return args.tokens * i / threads; };
-  std::vector<std::jthread> workers;
-  workers.reserve(static_cast<size_t>(threads - 1));
-  for (int64_t i = 1; i < threads; ++i) {
-    workers.emplace_back([&args, from = boundary(i), to = boundary(i + 1)] {
-      mergeRange<Acc, Block>(args, from, to);
-    });
-  }
-  mergeRange<Acc, Block>(args, 0, boundary(1));
+  forRows(args.tokens, args.tokens * args.heads * args.dim, num_threads,
+          [&](int64_t begin, int64_t end) { mergeRange<Acc, Block>(args, begin, end); });
 }
 
 }  // namespace

@@ -1,49 +1,76 @@
-#include "cuda_launch.cuh"
 #include "hdpcomm/kernels/merge.hpp"
 #include "hdpcomm/kernels/merge_elem.hpp"
 #include "hdpcomm/kernels/numeric_elem.hpp"
+#include "vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {
 
-template <typename Value, int kCount>
-struct alignas(sizeof(Value) * kCount) Vector {
-  Value values[kCount];
+template <typename Acc, typename Block, int kWidth>
+__device__ __forceinline__ Pack<Acc, kWidth> mergeVector(Pack<Acc, kWidth> sum,
+                                                         const Pack<Block, kWidth>& part,
+                                                         Acc take) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    sum.values[j] = mergeElement(sum.values[j], static_cast<Acc>(widen(part.values[j])), take);
+  }
+  return sum;
+}
+
+// Where the row of a (token, head) lies.
+struct Place {
+  int64_t row;        // of the running result, in rows of `dim`
+  int64_t block_lse;  // in elements
 };
 
+__device__ __forceinline__ Place placeOf(const MergeArgs& args, int64_t item, bool small) {
+  int64_t token;
+  if (small) {  // a 64-bit division takes some 100 instructions
+    token = static_cast<uint32_t>(item) / static_cast<uint32_t>(args.heads);
+  } else {
+    token = item / args.heads;
+  }
+  const int64_t head = item - token * args.heads;
+  const int64_t row = (args.rows == nullptr ? token : args.rows[token]) * args.heads + head;
+  return {row, token * args.block_lse_token_stride + head * args.block_lse_head_stride};
+}
+
 // One warp a row (token, head): lane 0 writes the LSE after all lanes have read it; lanes take
-// kWidth elements at a time, and the last dim % kWidth elements are handled one by one.
+// kWidth elements at a time, and the last dim % kWidth elements are handled one by one. A lane's
+// first vectors are loaded beside the LSEs, not after them.
 template <typename Acc, typename Block, int kWidth>
-__global__ void mergeKernel(MergeArgs args) {
+__global__ void __launch_bounds__(kThreads) mergeKernel(const __grid_constant__ MergeArgs args) {
   constexpr int kWarp = 32;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int64_t total = args.tokens * args.heads;
+  const bool small = total <= INT32_MAX;
+  const int64_t vectors = args.dim / kWidth;
   auto* lse = static_cast<Acc*>(args.lse);
-  for (int64_t item = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  for (int64_t item = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        item < total; item += warps) {
-    const int64_t token = item / args.heads;
-    const int64_t head = item % args.heads;
-    const int64_t row = (args.rows == nullptr ? token : args.rows[token]) * args.heads + head;
-    const auto merged = mergeRow(
-        lse[row], static_cast<const Acc*>(args.block_lse)[token * args.block_lse_token_stride +
-                                                          head * args.block_lse_head_stride]);
-    __syncwarp();
-    if (lane == 0) lse[row] = merged.lse;
-    if (merged.take == Acc(0)) continue;
-    Acc* out = static_cast<Acc*>(args.out) + row * args.dim;
+    const Place place = placeOf(args, item, small);
+    Acc* out = static_cast<Acc*>(args.out) + place.row * args.dim;
     const Block* block = static_cast<const Block*>(args.block_out) + item * args.dim;
-    const int64_t vectors = args.dim / kWidth;
-    for (int64_t i = lane; i < vectors; i += kWarp) {
-      auto sum = reinterpret_cast<Vector<Acc, kWidth>*>(out)[i];
-      const auto part = reinterpret_cast<const Vector<Block, kWidth>*>(block)[i];
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        sum.values[j] =
-            mergeElement(sum.values[j], static_cast<Acc>(widen(part.values[j])), merged.take);
-      }
-      reinterpret_cast<Vector<Acc, kWidth>*>(out)[i] = sum;
+    Pack<Acc, kWidth> sum{};
+    Pack<Block, kWidth> part{};
+    if (lane < vectors) {
+      sum = Pack<Acc, kWidth>::load(out + lane * kWidth);
+      part = Pack<Block, kWidth>::load(block + lane * kWidth);
     }
+    const auto merged =
+        mergeRow(lse[place.row], static_cast<const Acc*>(args.block_lse)[place.block_lse]);
+    __syncwarp();
+    if (lane == 0) lse[place.row] = merged.lse;
+    if (merged.take == Acc(0)) continue;
+    if (lane < vectors) mergeVector(sum, part, merged.take).store(out + lane * kWidth);
+#pragma unroll 1  // rows longer than 32 vectors are rare; unrolled, this loop costs registers
+    for (int64_t i = lane + kWarp; i < vectors; i += kWarp) {
+      mergeVector(Pack<Acc, kWidth>::load(out + i * kWidth),
+                  Pack<Block, kWidth>::load(block + i * kWidth), merged.take)
+          .store(out + i * kWidth);
+    }
+#pragma unroll 1
     for (int64_t i = vectors * kWidth + lane; i < args.dim; i += kWarp) {
       out[i] = mergeElement(out[i], static_cast<Acc>(widen(block[i])), merged.take);
     }
@@ -51,7 +78,7 @@ __global__ void mergeKernel(MergeArgs args) {
 }
 
 template <typename Acc, typename Block>
-void launch(const MergeArgs& args, cudaStream_t stream) {
+void launch(const MergeArgs& args, void* stream) {
   constexpr int kWidth = 16 / static_cast<int>(sizeof(Acc));  // 16-byte accesses to the sums
   const unsigned blocks = blocksFor(args.tokens * args.heads * 32);
   const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
@@ -60,12 +87,8 @@ void launch(const MergeArgs& args, cudaStream_t stream) {
   const bool wide =
       commonWidth(address(args.out), row_out) == 16 &&
       commonWidth(address(args.block_out), row_block) >= kWidth * int64_t{sizeof(Block)};
-  if (wide) {
-    mergeKernel<Acc, Block, kWidth><<<blocks, kThreads, 0, stream>>>(args);
-  } else {
-    mergeKernel<Acc, Block, 1><<<blocks, kThreads, 0, stream>>>(args);
-  }
-  checkLaunch("merge");
+  launchKernel("merge", wide ? mergeKernel<Acc, Block, kWidth> : mergeKernel<Acc, Block, 1>, blocks,
+               kThreads, stream, args);
 }
 
 }  // namespace
@@ -73,15 +96,14 @@ void launch(const MergeArgs& args, cudaStream_t stream) {
 void mergeCuda(const MergeArgs& args, void* stream) {
   checkMerge(args);
   if (args.tokens == 0 || args.heads == 0) return;
-  auto* queue = static_cast<cudaStream_t>(stream);
-  if (args.acc == DType::kFloat64) return launch<double, double>(args, queue);
+  if (args.acc == DType::kFloat64) return launch<double, double>(args, stream);
   switch (args.block) {
     case DType::kBFloat16:
-      return launch<float, BFloat16>(args, queue);
+      return launch<float, BFloat16>(args, stream);
     case DType::kFloat16:
-      return launch<float, Float16>(args, queue);
+      return launch<float, Float16>(args, stream);
     default:
-      return launch<float, float>(args, queue);
+      return launch<float, float>(args, stream);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "hdpcomm/kernels/rows.hpp"
 
 #include <cstring>
+#include <numeric>
 #include <string>
 
 #include "hdpcomm/base/error.hpp"
@@ -34,18 +35,18 @@ void checkRows(const RowsArgs& args) {
   }
 }
 
-void checkAddRows(const RowsArgs& args, DType dtype) {
+void checkAddRows(const RowsArgs& args) {
   checkRows(args);
-  if (dtype != DType::kFloat32 && dtype != DType::kFloat64) {
-    throwInvalidUsage(std::string("cannot add rows of ") + dtypeName(dtype) +
+  if (args.dtype != DType::kFloat32 && args.dtype != DType::kFloat64) {
+    throwInvalidUsage(std::string("cannot add rows of ") + dtypeName(args.dtype) +
                       "; expected float32 or float64");
   }
-  const auto element = static_cast<int64_t>(dtypeBytes(dtype));
+  const auto element = static_cast<int64_t>(dtypeBytes(args.dtype));
   if (args.row_bytes % element != 0 || args.dst_stride % element != 0 ||
       args.src_stride % element != 0) {
     throwInvalidUsage("rows of " + std::to_string(args.row_bytes) + " bytes with strides " +
                       std::to_string(args.dst_stride) + " and " + std::to_string(args.src_stride) +
-                      " do not hold whole elements of " + dtypeName(dtype));
+                      " do not hold whole elements of " + dtypeName(args.dtype));
   }
 }
 
@@ -55,6 +56,11 @@ void copyRowsCpu(const RowsArgs& args) {
   const auto row_bytes = static_cast<size_t>(args.row_bytes);
   for (int64_t s = 0; s < args.num_segments; ++s) {
     const RowSegment& segment = args.segments[s];
+    if (args.positions != nullptr) {
+      std::iota(args.positions + segment.dst, args.positions + segment.dst + segment.rows,
+                segment.position);
+    }
+    if (row_bytes == 0) continue;
     auto* dst = static_cast<char*>(args.dst) + segment.dst * args.dst_stride;
     const auto* src = static_cast<const char*>(args.src) + segment.src * args.src_stride;
     if (whole) {
@@ -67,9 +73,9 @@ void copyRowsCpu(const RowsArgs& args) {
   }
 }
 
-void addRowsCpu(const RowsArgs& args, DType dtype) {
-  checkAddRows(args, dtype);
-  if (dtype == DType::kFloat32) return addRowsOf<float>(args);
+void addRowsCpu(const RowsArgs& args) {
+  checkAddRows(args);
+  if (args.dtype == DType::kFloat32) return addRowsOf<float>(args);
   addRowsOf<double>(args);
 }
 

@@ -3,6 +3,46 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+OPS: dict[str, int]
+MAX_PEERS: int
+
+def reduce(out: int, a: int, b: int, count: int, dtype: int, op: int, cuda: bool, stream: int) -> None: ...
+def scale(data: int, count: int, divisor: float, dtype: int, cuda: bool, stream: int) -> None: ...
+def cast(out: int, input: int, count: int, to: int, from_: int, cuda: bool, stream: int) -> None: ...
+def fold(
+    outputs: Sequence[int], inputs: Sequence[int], count: int, dtype: int, op: int, cuda: bool, stream: int
+) -> None: ...
+def collect(out: int, inputs: Sequence[int], bytes: int, first: int, cuda: bool, stream: int) -> None: ...
+def put(dst: int, src: int, bytes: int, flag: int, value: int, cuda: bool, stream: int) -> None: ...
+def cross_entropy_stats(
+    shape: Sequence[int], dtype: int, logits: int, labels: int, stats: int, num_threads: int, cuda: bool, stream: int
+) -> None: ...
+def cross_entropy_loss(
+    stats: int,
+    labels: int,
+    weights: int,
+    lse: int,
+    loss: int,
+    shards: int,
+    tokens: int,
+    ignore_index: int,
+    cuda: bool,
+    stream: int,
+) -> None: ...
+def cross_entropy_grad(
+    shape: Sequence[int],
+    dtype: int,
+    logits: int,
+    labels: int,
+    lse: int,
+    weights: int,
+    upstream: int,
+    upstream_stride: int,
+    grad: int,
+    num_threads: int,
+    cuda: bool,
+    stream: int,
+) -> None: ...
 def merge(
     out: int,
     lse: int,
@@ -20,20 +60,19 @@ def merge(
 def copy_rows(
     dst: int,
     src: int,
-    dst_stride: int,
-    src_stride: int,
+    strides: Sequence[int],
     row_bytes: int,
     segments: int,
     num_segments: int,
     total_rows: int,
+    positions: int,
     cuda: bool,
     stream: int,
 ) -> None: ...
 def add_rows(
     dst: int,
     src: int,
-    dst_stride: int,
-    src_stride: int,
+    strides: Sequence[int],
     row_bytes: int,
     segments: int,
     num_segments: int,

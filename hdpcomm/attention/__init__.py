@@ -3,7 +3,7 @@
 from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
-from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, unshard
+from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
 from hdpcomm.attention.packing import packed_attention, packing, scaled_dot_product_attention
 from hdpcomm.attention.variants import Costs
 
@@ -18,5 +18,6 @@ __all__ = [
     "ring_attention",
     "scaled_dot_product_attention",
     "shard",
+    "shard_with_positions",
     "unshard",
 ]

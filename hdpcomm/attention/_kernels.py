@@ -11,18 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdpcomm._core import DTYPES
 from hdpcomm._core import kernels as _core
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels._tensors import dtype_code, launch
 
-__all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows"]
+__all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows", "take_rows_and_positions"]
 
-_DTYPE_CODES = {
-    torch.float16: DTYPES["float16"],
-    torch.bfloat16: DTYPES["bfloat16"],
-    torch.float32: DTYPES["float32"],
-    torch.float64: DTYPES["float64"],
-}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Rows:
@@ -33,12 +28,20 @@ class Rows:
 
     __slots__ = ("_on_device", "_table", "total")
 
-    def __init__(self, segments: Sequence[tuple[int, int, int]] | npt.NDArray[np.int64]) -> None:
-        """``segments``: (dst, src, rows) triples; empty ones are dropped."""
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, int, int]] | npt.NDArray[np.int64],
+        *,
+        positions: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """``segments``: (dst, src, rows) triples; empty ones are dropped. ``positions``: what the first row of each
+        segment is in its sequence, for :func:`copy_rows` with positions (default: 0)."""
         triples = np.asarray(segments, dtype=np.int64).reshape(-1, 3)
-        triples = triples[triples[:, 2] > 0]
+        starts = np.zeros(len(triples), dtype=np.int64) if positions is None else positions
+        kept = triples[:, 2] > 0
+        triples, starts = triples[kept], starts[kept]
         ends = np.cumsum(triples[:, 2])
-        self._table = np.ascontiguousarray(np.column_stack((triples, ends - triples[:, 2])))
+        self._table = np.ascontiguousarray(np.column_stack((triples, ends - triples[:, 2], starts)))
         self._on_device: dict[torch.device, torch.Tensor] = {}
         self.total = int(ends[-1]) if len(ends) else 0
 
@@ -73,14 +76,6 @@ class Rows:
         return self._on_device[device].data_ptr()
 
 
-def _stream(tensor: torch.Tensor) -> tuple[bool, int]:
-    if tensor.device.type == "cpu":
-        return False, 0
-    if tensor.device.type == "cuda":
-        return True, torch.cuda.current_stream(tensor.device).cuda_stream
-    raise InvalidUsage(f"tensors on {tensor.device} were given; expected cpu or cuda")
-
-
 def _row_layout(tensor: torch.Tensor) -> tuple[int, int]:
     """(bytes of a row, stride between rows in bytes); the rows themselves must be contiguous."""
     row = tensor[0] if tensor.shape[0] else tensor.new_empty(tensor.shape[1:])
@@ -92,15 +87,18 @@ def _row_layout(tensor: torch.Tensor) -> tuple[int, int]:
     return row.numel() * tensor.element_size(), tensor.stride(0) * tensor.element_size()
 
 
-def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
-    """``dst[d : d + n] = src[s : s + n]`` for every segment; rows contiguous, any stride between them."""
+def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows, *, positions: torch.Tensor | None = None) -> None:
+    """``dst[d : d + n] = src[s : s + n]`` for every segment; rows contiguous, any stride between them.
+
+    ``positions``: int64, contiguous, one for each row of ``dst``: takes what the row is in its sequence, in the same
+    launch (for RoPE).
+    """
     if rows.total == 0:
         return
     (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
-    cuda, stream = _stream(dst)
-    _core.copy_rows(
-        dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
-        rows.address(dst.device), len(rows), rows.total, cuda, stream,
+    launch(
+        _core.copy_rows, dst, dst.data_ptr(), src.data_ptr(), (dst_stride, src_stride), row_bytes,
+        rows.address(dst.device), len(rows), rows.total, 0 if positions is None else positions.data_ptr(),
     )  # fmt: skip
 
 
@@ -109,10 +107,9 @@ def add_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
     if rows.total == 0:
         return
     (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
-    cuda, stream = _stream(dst)
-    _core.add_rows(
-        dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
-        rows.address(dst.device), len(rows), rows.total, _DTYPE_CODES[dst.dtype], cuda, stream,
+    launch(
+        _core.add_rows, dst, dst.data_ptr(), src.data_ptr(), (dst_stride, src_stride), row_bytes,
+        rows.address(dst.device), len(rows), rows.total, dtype_code(dst, _FLOATS),
     )  # fmt: skip
 
 
@@ -142,38 +139,41 @@ def merge(
         raise InvalidUsage(f"a block of {tokens} rows does not fit a result of {out.shape[0]} rows; give `rows`")
     if lse.dtype != out.dtype or block_lse.dtype != out.dtype:
         raise InvalidUsage(f"lse must have the type of out, {out.dtype}; got {lse.dtype} and {block_lse.dtype}")
-    cuda, stream = _stream(out)
-    _core.merge(
-        out.data_ptr(), lse.data_ptr(), block_out.data_ptr(), block_lse.data_ptr(),
+    launch(
+        _core.merge, out, out.data_ptr(), lse.data_ptr(), block_out.data_ptr(), block_lse.data_ptr(),
         0 if rows is None else rows.data_ptr(), (tokens, heads, dim), block_lse.stride(),
-        _code(out), _code(block_out), torch.get_num_threads(), cuda, stream,
+        dtype_code(out, _FLOATS), dtype_code(block_out, _FLOATS), torch.get_num_threads(),
     )  # fmt: skip
-
-
-def _code(tensor: torch.Tensor) -> int:
-    if tensor.dtype not in _DTYPE_CODES:
-        raise InvalidUsage(f"{tensor.dtype} was given; expected float16, bfloat16, float32 or float64")
-    return _DTYPE_CODES[tensor.dtype]
 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, rows: Rows, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.rows, ctx.shape = rows, x.shape  # type: ignore[attr-defined]
         out = x.new_empty((rows.total, *x.shape[1:]))
-        copy_rows(out, x, rows)
+        copy_rows(out, x, rows, positions=positions)
         return out
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grads[0].contiguous()
         out = grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]
         copy_rows(out, grad, ctx.rows.inverse())  # type: ignore[attr-defined]
-        return out, None
+        return out, None, None
 
 
 def take_rows(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
     """A new tensor with the rows of ``x`` along ``dim`` that ``rows`` names; differentiable; no source row twice."""
     moved = x.movedim(dim, 0).contiguous()
-    out: torch.Tensor = _TakeRows.apply(moved, rows)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _TakeRows.apply(moved, rows, None)  # type: ignore[no-untyped-call]
     return out.movedim(0, dim)
+
+
+def take_rows_and_positions(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`take_rows`, and what each row is in its sequence: int64 [rows], from the same launch."""
+    moved = x.movedim(dim, 0).contiguous()
+    positions = torch.empty(rows.total, dtype=torch.int64, device=x.device)
+    out: torch.Tensor = _TakeRows.apply(moved, rows, positions)  # type: ignore[no-untyped-call]
+    return out.movedim(0, dim), positions

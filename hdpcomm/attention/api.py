@@ -122,6 +122,16 @@ def _layouts(cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, size: int) -
     return q_layout, kv_layout
 
 
+def _check_lengths(layout: Layout) -> None:
+    lengths = layout.lengths.tolist()
+    if 0 in lengths:
+        first = lengths.index(0)
+        raise InvalidUsage(
+            f"sequence {first} of cu_seqlens is empty ({lengths.count(0)} of {len(lengths)} are): leave it out; a "
+            "length of 0 in a batch is mostly a mistake in what makes cu_seqlens"
+        )
+
+
 def _make_call(
     q: torch.Tensor, k: torch.Tensor, comm: Communicator | None, layouts: tuple[Layout, Layout], options: Options
 ) -> Call:
@@ -167,6 +177,7 @@ def plan_call(
     """The call that these arguments make; ``q``, ``k``: [T_local, heads, head_dim]. Local. Raises InvalidUsage."""
     _check_numbers(options)
     layouts = _layouts(cu_seqlens, cu_seqlens_k, 1 if comm is None else comm.size)
+    _check_lengths(layouts[0])
     return _make_call(q, k, comm, layouts, options)
 
 
@@ -284,12 +295,12 @@ def ring_attention(
     communication.
 
     ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks (best on the CPU: a CUDA tensor
-    has to be waited for); sequences may be empty. ``cu_seqlens_k``: of the keys, where their lengths differ; the ends
-    of queries and keys are then aligned. ``window``: how many keys a query sees to its left, itself included (without
-    ``causal`` also to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``: default head_dim **
-    -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the backend can. ``sinks``: [heads], one
-    more score per head that takes weight and gives nothing; its gradient here is this rank's share, to be summed over
-    the ranks like that of any parameter.
+    has to be waited for); no sequence is empty. ``cu_seqlens_k``: of the keys, where their lengths differ (0: nothing
+    to see); the ends of queries and keys are then aligned. ``window``: how many keys a query sees to its left, itself
+    included (without ``causal`` also to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``:
+    default head_dim ** -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the backend can.
+    ``sinks``: [heads], one more score per head that takes weight and gives nothing; its gradient here is this rank's
+    share, to be summed over the ranks like that of any parameter.
 
     ``variant``: ring, gather, ulysses, hybrid, or auto (the cheapest by ``costs``); all give the same result.
     ``backend``: see :func:`hdpcomm.attention.available_backends`. ``check``: ranks compare their arguments first, and

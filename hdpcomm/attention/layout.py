@@ -21,10 +21,19 @@ import numpy.typing as npt
 import torch
 
 from hdpcomm._core import kernels as _core
-from hdpcomm.attention._kernels import Rows, take_rows
+from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and_positions
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["CuSeqlens", "Layout", "layout_of", "local_cu_seqlens", "positions", "shard", "unshard"]
+__all__ = [
+    "CuSeqlens",
+    "Layout",
+    "layout_of",
+    "local_cu_seqlens",
+    "positions",
+    "shard",
+    "shard_with_positions",
+    "unshard",
+]
 
 CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]"
 Int64: TypeAlias = "npt.NDArray[np.int64]"
@@ -118,6 +127,17 @@ def shard(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: 
     RoPE tables, ...); make shifted labels and position ids *before* sharding. ``cu_seqlens``: [num_sequences + 1] of
     the whole pack. Differentiable; local. Raises InvalidUsage.
     """
+    return take_rows(x, _rows_to_take(x, cu_seqlens, rank=rank, size=size, dim=dim), dim=dim)
+
+
+def shard_with_positions(
+    x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`shard` and :func:`positions` at once: one kernel, and the positions lie where ``x`` does."""
+    return take_rows_and_positions(x, _rows_to_take(x, cu_seqlens, rank=rank, size=size, dim=dim), dim=dim)
+
+
+def _rows_to_take(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int) -> Rows:
     layout = layout_of(cu_seqlens, size=size)
     _check_rank(rank, size)
     total = int(layout.lengths.sum())
@@ -125,7 +145,11 @@ def shard(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: 
         raise InvalidUsage(
             f"x has shape {tuple(x.shape)}, but cu_seqlens ends with {total}; dimension {dim} must be the pack's tokens"
         )
-    return take_rows(x, Rows(layout.segments(rank)), dim=dim)
+    return _rows_with_positions(layout, rank)
+
+
+def _rows_with_positions(layout: Layout, rank: int) -> Rows:
+    return Rows(layout.segments(rank), positions=layout.spans(rank)[:, :, 0].reshape(-1))
 
 
 def unshard(shards: Sequence[torch.Tensor], cu_seqlens: CuSeqlens, *, dim: int = 0) -> torch.Tensor:
@@ -151,10 +175,12 @@ def local_cu_seqlens(cu_seqlens: CuSeqlens, *, rank: int, size: int) -> torch.Te
     return torch.from_numpy(layout.local_cu(rank).astype(np.int32))
 
 
-def positions(cu_seqlens: CuSeqlens, *, rank: int, size: int) -> torch.Tensor:
-    """int64 [T_local]: position of each local token inside its own sequence (what RoPE needs)."""
+def positions(cu_seqlens: CuSeqlens, *, rank: int, size: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """int64 [T_local]: position of each local token inside its own sequence (what RoPE needs), made on ``device``."""
     layout = layout_of(cu_seqlens, size=size)
     _check_rank(rank, size)
-    spans = layout.spans(rank).reshape(-1, 2)
-    parts = [np.arange(start, stop) for start, stop in spans.tolist()]
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *parts]))
+    rows = _rows_with_positions(layout, rank)
+    out = torch.empty(rows.total, dtype=torch.int64, device=device)
+    nothing = out.new_empty(rows.total, 0)
+    copy_rows(nothing, nothing, rows, positions=out)
+    return out

@@ -157,6 +157,14 @@ def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
     add("-M", "--memory", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="report memory used")
     add("-u", "--unalign", type=_whole, default=0, metavar="N", help="index of the first element (default 0)")
     add(
+        "-R",
+        "--local_register",
+        type=_switch,
+        default=False,
+        metavar="0/1",
+        help="1: buffers of hdpcomm in memory of comm.empty(), from which messages go fastest",
+    )
+    add(
         "-I", "--per_iter_timing", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="percentiles"
     )
     add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON (version 3 of nccl-tests' format)")
@@ -242,6 +250,7 @@ def _config(options: argparse.Namespace) -> PerfConfig:
         average=options.average,
         memory=options.memory,
         unalign=options.unalign,
+        register=options.local_register,
         per_iter=options.per_iter_timing,
         subsets=tuple(options.subset or ()),
         algorithm=options.algorithm,

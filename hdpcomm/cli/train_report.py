@@ -84,6 +84,11 @@ def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
     )
     console.print(_steps_table(policy, result.steps[policy]))
     console.print(_policies_table(result))
+    total = totals(result.steps[policy])
+    console.print(
+        f"plans were made while the steps before ran: {1e3 * total.planning_s / total.steps:.2f} ms each, of which a "
+        f"step waited {1e3 * total.plan_wait_s / total.steps:.2f} ms"
+    )
     if len(config.policies) > 1:
         console.print(_verdict(policy, result))
 

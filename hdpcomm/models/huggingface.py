@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.attention import packed_attention, positions, shard
+from hdpcomm.attention import packed_attention, shard, shard_with_positions
 from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
 from hdpcomm.errors import InvalidUsage
 
@@ -122,9 +122,10 @@ def shard_batch(
     last = torch.from_numpy(cu[1:][cu[1:] > cu[:-1]] - 1).to(wanted.device)
     shifted[last] = _IGNORED
     mine = shard(shifted, cu, **place).unsqueeze(0)
+    tokens, places = shard_with_positions(input_ids, cu, **place)
     return {
-        "input_ids": shard(input_ids, cu, **place).unsqueeze(0),
-        "position_ids": positions(cu, **place).to(input_ids.device).unsqueeze(0),
+        "input_ids": tokens.unsqueeze(0),
+        "position_ids": places.unsqueeze(0),
         "labels": mine,
         "shift_labels": mine,
         "num_items_in_batch": int((shifted != _IGNORED).sum()),

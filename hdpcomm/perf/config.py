@@ -54,6 +54,7 @@ class PerfConfig:
     average: int = 1
     memory: bool = False
     unalign: int = 0
+    register: bool = False
     per_iter: bool = False
     subsets: tuple[tuple[int, ...], ...] = ()
     algorithm: str = "auto"

@@ -39,16 +39,20 @@ class Case:
     root: int = 0
     algorithm: str = "auto"
     unalign: int = 0
+    registered: bool = False  # buffers of comm.empty()
     in_place: bool = False
     subsets: tuple[tuple[int, ...], ...] = ()
 
 
 class Storage:
-    """A buffer between guards, its first element ``unalign`` elements past a multiple of 64 bytes."""
+    """A buffer between guards, its first element ``case.unalign`` elements past a multiple of 64 bytes."""
 
-    def __init__(self, kind: ElementType, elements: int, unalign: int) -> None:
-        lead = _GUARD + unalign * kind.bytes
-        self._bytes = torch.full((elements * kind.bytes + lead + 2 * _GUARD,), _POISON, dtype=torch.uint8)
+    def __init__(self, case: Case, elements: int) -> None:
+        kind = case.kind
+        lead = _GUARD + case.unalign * kind.bytes
+        size = elements * kind.bytes + lead + 2 * _GUARD
+        empty = case.comm.empty if case.registered else torch.empty
+        self._bytes = empty(size, dtype=torch.uint8).fill_(_POISON)
         lead += -self._bytes.data_ptr() % _GUARD
         self._first, self._last = lead, lead + elements * kind.bytes
         self.data = (
@@ -76,11 +80,11 @@ class Bound:
         self.operation, self.case = operation, case
         shape = case.shape
         if case.in_place:
-            shared = Storage(case.kind, max(shape.send, shape.recv), case.unalign)
+            shared = Storage(case, max(shape.send, shape.recv))
             self.storages = [shared]
             self.x, self.out = operation.in_place_views(shared.data, case)
         else:
-            self.storages = [Storage(case.kind, n, case.unalign) for n in (shape.send, shape.recv)]
+            self.storages = [Storage(case, n) for n in (shape.send, shape.recv)]
             self.x, self.out = (storage.data for storage in self.storages)
         self.run: Callable[[], Any] = operation.call(case, self.x, self.out, async_op=False)
         self.start: Callable[[], Any] | None = None

@@ -138,6 +138,7 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
             "per_iter_timing": _truth(c.per_iter),
             "parallel_init": _truth(False),
             "unalign": c.unalign,
+            "local_register": int(c.register),
             "transport": report.transport,
             "algorithm": c.algorithm,
             "subsets": [list(subset) for subset in c.subsets],

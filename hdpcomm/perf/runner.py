@@ -217,6 +217,7 @@ def _case(comm: Any, point: Point, config: PerfConfig, in_place: bool, *, ours: 
         root=point.root,
         algorithm=config.algorithm if ours else "auto",
         unalign=config.unalign,
+        registered=config.register and ours,
         in_place=in_place,
         subsets=point.subsets,
     )

@@ -41,7 +41,7 @@ class TableWriter:
         self._line(
             f"# nThread 1 nGpus 1 minBytes {c.min_bytes} maxBytes {c.max_bytes} step: {step}({way}) "
             f"warmup iters: {c.warmup} iters: {c.iters} agg iters: {c.agg} validation: {c.check} graph: 0 "
-            f"unalign: {c.unalign}"
+            f"unalign: {c.unalign} register: {int(c.register)}"
         )
         self._line(f"# transport: {report.transport} algorithm: {c.algorithm} time: {AVERAGES[c.average]}")
         if c.blocking == 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import CROSS_ENTROPY_DTYPES, cross_entropy
 
 __all__ = ["IGNORE", "next_token_labels", "summed_loss"]
 
@@ -33,6 +34,9 @@ def next_token_labels(tokens: Tensor) -> Tensor:
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy summed over the tokens that have a label, in at least fp32.
 
+    Backward writes the gradient in place of the logits (:func:`hdpcomm.kernels.cross_entropy`): do not read them after
+    it. Logits of other types than float32, bfloat16 and float16 go through torch and stay as they are.
+
     Args:
         logits: ``[tokens, vocabulary]``; zero tokens are fine and give a zero that still has a graph, so that this rank
             takes part in the backward of its group.
@@ -43,5 +47,7 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
             f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: one row of logits for each label was "
             "expected"
         )
+    if logits.dtype in CROSS_ENTROPY_DTYPES:
+        return cross_entropy(logits, labels, ignore_index=IGNORE).sum()
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORE, reduction="sum")

@@ -24,6 +24,9 @@ class StepMetrics:
         longest_ranks: ranks that worked on it.
         micro_batches: micro-batches of the step, all ranks together.
         predicted_s: what the plan expected for forward and backward of all micro-batches.
+        planning_s: what the solver took.
+        plan_wait_s: what the step waited for its plan, mean over the ranks: ``planning_s`` when it was made inside the
+            step, about nothing when it was made while the step before ran (:class:`hdpcomm.plan.PlanAhead`).
     """
 
     step: int
@@ -37,6 +40,8 @@ class StepMetrics:
     longest_ranks: int
     micro_batches: int
     predicted_s: float
+    planning_s: float
+    plan_wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Totals:
             batch does not count.
         tokens_per_s: all tokens over all seconds.
         idle_share: mean over the run's time.
+        planning_s, plan_wait_s: sums over the steps.
     """
 
     steps: int
@@ -56,6 +62,8 @@ class Totals:
     tokens_per_s: float
     bytes_sent: int
     idle_share: float
+    planning_s: float
+    plan_wait_s: float
     first_loss: float
     last_loss: float
 
@@ -76,6 +84,8 @@ def totals(steps: Sequence[StepMetrics]) -> Totals:
         tokens_per_s=tokens / seconds if seconds else 0.0,
         bytes_sent=sum(step.bytes_sent for step in steps),
         idle_share=sum(step.idle_share * step.seconds for step in steps) / seconds if seconds else 0.0,
+        planning_s=sum(step.planning_s for step in steps),
+        plan_wait_s=sum(step.plan_wait_s for step in steps),
         first_loss=sum(step.loss for step in steps[:tenth]) / tenth,
         last_loss=sum(step.loss for step in steps[-tenth:]) / tenth,
     )

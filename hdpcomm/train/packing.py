@@ -61,7 +61,7 @@ def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, dev
     return PackedShard(
         tokens=shard(torch.cat(tokens), cu_seqlens, rank=rank, size=size).to(device),
         labels=shard(torch.cat(labels), cu_seqlens, rank=rank, size=size).to(device),
-        positions=positions_of(cu_seqlens, rank=rank, size=size).to(device),
+        positions=positions_of(cu_seqlens, rank=rank, size=size, device=device),
         cu_seqlens=cu_seqlens,
     )
 

@@ -80,7 +80,7 @@ def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int]) -
     whole = torch.arange(sum(lengths)) % 2
     tokens = shard(whole, cu_seqlens, rank=rank, size=size).to(device)
     labels = shard(next_token_labels(whole), cu_seqlens, rank=rank, size=size).to(device)
-    places = positions(cu_seqlens, rank=rank, size=size).to(device)
+    places = positions(cu_seqlens, rank=rank, size=size, device=device)
     started = time.perf_counter()
     logits = model(tokens, positions=places, cu_seqlens=cu_seqlens, comm=group)
     summed_loss(logits, labels).backward()  # type: ignore[no-untyped-call]

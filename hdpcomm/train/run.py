@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 from hdpcomm.data import BatchSampler, Corpus, GlobalBatch
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import POLICIES, ClusterSpec, Planner
+from hdpcomm.plan import POLICIES, ClusterSpec, PlanAhead, Planner
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.trainer import Trainer
@@ -93,7 +94,7 @@ def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
             f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
             f"{-(-longest // config.capacity):,}, or lower --context to {room:,}"
         )
-    BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
+    _sampler(corpus, config)
 
 
 def run(
@@ -101,7 +102,8 @@ def run(
 ) -> RunResult:
     """Trains ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank.
 
-    The policies take turns, step by step, each with weights of its own: what else the machine does slows all alike.
+    Plans are made in the background, while the steps before run. The policies take turns, step by step, each with
+    weights of its own: what else the machine does slows all alike.
 
     Args:
         corpus: every rank reads only the sequences that it works on.
@@ -113,7 +115,7 @@ def run(
     """
     check_limits(corpus, config, ranks=comm.size)
     longest = int(corpus.lengths.max())
-    sampler = BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
+    sampler = _sampler(corpus, config)
     cost_model = profile_cost_model(
         Llama(config.model, seed=config.seed), comm, longest=min(longest, config.capacity, PROFILE_TOKENS)
     )
@@ -124,17 +126,32 @@ def run(
         planner = Planner(None, cluster, policy, cost_model, context=longest)
         trainers[policy] = Trainer(model, _optimizer(model, config), planner, comm, max_grad_norm=config.max_grad_norm)
     steps: dict[str, list[StepMetrics]] = {policy: [] for policy in trainers}
-    for step in range(config.steps):
-        batch = sampler.batch(step)
-        for policy, trainer in trainers.items():
-            for group in trainer.optimizer.param_groups:
-                group["lr"] = learning_rate(config, step)
-            metrics = trainer.step(batch.lengths, partial(_read, corpus, batch))
-            steps[policy].append(metrics)
-            if on_step is not None:
-                on_step(policy, metrics)
+    with ExitStack() as stack:
+        plans = {
+            policy: stack.enter_context(PlanAhead(trainer.planner, _lengths(corpus, config)))
+            for policy, trainer in trainers.items()
+        }
+        for step in range(config.steps):
+            batch = sampler.batch(step)
+            for policy, trainer in trainers.items():
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = learning_rate(config, step)
+                metrics = trainer.step(next(plans[policy]), partial(_read, corpus, batch))
+                steps[policy].append(metrics)
+                if on_step is not None:
+                    on_step(policy, metrics)
     parameters = sum(parameter.numel() for parameter in trainers[config.policies[0]].model.parameters())
     return RunResult(ranks=comm.size, transport=comm.transport, parameters=parameters, steps=steps)
+
+
+def _sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:
+    return BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
+
+
+def _lengths(corpus: Corpus, config: RunConfig) -> Iterator[Sequence[int]]:
+    """Of each step's sequences; for a thread of its own, so with a sampler of its own."""
+    sampler = _sampler(corpus, config)
+    return (sampler.batch(step).lengths for step in range(config.steps))
 
 
 def _read(corpus: Corpus, batch: GlobalBatch, place: int) -> torch.Tensor:

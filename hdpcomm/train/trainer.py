@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.plan import PlannedStep
 from hdpcomm.train.agreement import check_same_plan
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE, summed_loss
@@ -20,7 +21,7 @@ from hdpcomm.train.waiting import TimedCommunicator
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.plan import MicroBatch, Planner, StepPlan
+    from hdpcomm.plan import MicroBatch, Planner
 
 __all__ = ["Trainer"]
 
@@ -88,11 +89,12 @@ class Trainer:
         self._device = self.gradients.flat.device
         self._same_start()
 
-    def step(self, lengths: Sequence[int], fetch: Fetch) -> StepMetrics:
+    def step(self, lengths: Sequence[int] | PlannedStep, fetch: Fetch) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
 
         Args:
-            lengths: tokens of each sequence of the global batch.
+            lengths: tokens of each sequence of the global batch; or a step that :class:`hdpcomm.plan.PlanAhead` has
+                planned with this trainer's ``planner`` while the step before ran, so that this one waits for no plan.
             fetch: ``fetch(i)`` gives the tokens (int64 ``[lengths[i]]``) of sequence i, or (tokens, labels); it is
                 called only for the sequences that this rank works on. Without labels, every token is to predict the
                 next one.
@@ -103,14 +105,15 @@ class Trainer:
             PeerLost, CommTimeout: another rank died or does not answer.
             Error: the loss is not finite; the parameters are as they were before the step.
         """
-        started = time.perf_counter()
         sent = self._bytes_sent()
-        plan = self.planner.plan(lengths)
+        planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
+        started = time.perf_counter() - planned.waited_s
+        plan = planned.plan
         check_same_plan(plan, self.comm)
         self.gradients.zero()
         rings = TimedCommunicator(self.comm)
         loss = torch.zeros(2, dtype=torch.float64)
-        scale = 1.0 / max(1, sum(lengths))
+        scale = 1.0 / max(1, sum(planned.lengths))
         for micro_batch in plan.for_rank(self.comm.rank):
             loss += self._run(micro_batch, fetch, scale, rings)
         self._synchronize()
@@ -125,7 +128,12 @@ class Trainer:
         self.gradients.finish()
         self.optimizer.step()
         self._synchronize()
-        return self._metrics(plan, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
+        return self._metrics(planned, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
+
+    def _plan_now(self, lengths: Sequence[int]) -> PlannedStep:
+        started = time.perf_counter()
+        plan = self.planner.plan(lengths)
+        return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)
 
     def _run(self, micro_batch: MicroBatch, fetch: Fetch, scale: float, rings: TimedCommunicator) -> Tensor:
         """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
@@ -157,13 +165,15 @@ class Trainer:
         return value
 
     def _metrics(
-        self, plan: StepPlan, *, loss: float, grad_norm: float, idle: float, started: float, sent: int
+        self, planned: PlannedStep, *, loss: float, grad_norm: float, idle: float, started: float, sent: int
     ) -> StepMetrics:
+        plan = planned.plan
         longest = max((s.length, len(m.ranks)) for m in plan.micro_batches for s in m.sequences)
         seconds = time.perf_counter() - started
-        shared = torch.tensor([seconds, idle, self._bytes_sent() - sent], dtype=torch.float64)
+        own = [seconds, idle, self._bytes_sent() - sent, planned.waited_s, plan.planning_s]
+        shared = torch.tensor(own, dtype=torch.float64)
         self.comm.all_reduce(shared)
-        seconds, idle, bytes_sent = shared.tolist()
+        seconds, idle, bytes_sent, plan_wait, planning = shared.tolist()
         self.num_steps += 1
         return StepMetrics(
             step=self.num_steps - 1,
@@ -177,6 +187,8 @@ class Trainer:
             longest_ranks=longest[1],
             micro_batches=len(plan.micro_batches),
             predicted_s=plan.makespan_s,
+            planning_s=planning / self.comm.size,
+            plan_wait_s=plan_wait / self.comm.size,
         )
 
     def _same_start(self) -> None:

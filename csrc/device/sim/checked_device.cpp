@@ -82,7 +82,7 @@ Stream CheckedDevice::createStream(int) {
 }
 
 void CheckedDevice::destroyStream(Stream stream) {
-  if (stream == Stream{}) throwInvalidUsage("destroyStream: the default stream stays");
+  if (stream == Stream{}) throwDefaultStream();
   find(stream);
   const std::lock_guard lock(mutex_);
   streams_.erase(stream.handle);

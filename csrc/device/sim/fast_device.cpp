@@ -51,7 +51,7 @@ Stream FastDevice::createStream(int) {
 }
 
 void FastDevice::destroyStream(Stream stream) {
-  if (stream == Stream{}) throwInvalidUsage("destroyStream: the default stream stays");
+  if (stream == Stream{}) throwDefaultStream();
   const auto state = find(stream);
   const std::lock_guard lock(mutex_);
   state->close();

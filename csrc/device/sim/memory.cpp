@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 
+#include "../arguments.hpp"
 #include "hdpcomm/base/error.hpp"
 
 namespace hdpcomm::sim {
@@ -26,12 +27,6 @@ struct HandleContent {
 };
 static_assert(sizeof(HandleContent) <= MemoryHandle::kBytes);
 
-std::string hex(const void* memory) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%p", memory);
-  return text;
-}
-
 Mapping map(size_t bytes, int flags, int fd) {
   void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (address == MAP_FAILED) {
@@ -43,7 +38,7 @@ Mapping map(size_t bytes, int flags, int fd) {
 }
 
 size_t pages(size_t bytes) {
-  if (bytes == 0) throwInvalidUsage("cannot allocate 0 bytes; give a number above 0");
+  device::checkAllocation(bytes);
   if (bytes > (size_t{1} << 46)) {
     throw Error(ErrorKind::kDevice,
                 "out of simulated device memory: " + std::to_string(bytes) + " bytes were asked");
@@ -75,9 +70,7 @@ Mapping MemoryTable::take(Blocks& blocks, void* memory, const void* owner, const
   const std::lock_guard lock(mutex_);
   const auto found = blocks.find(memory);
   if (found == blocks.end() || found->second.owner != owner) {
-    throwInvalidUsage(std::string(call) + "(" + hex(memory) +
-                      "): this device has no such allocation; give the address that it returned, "
-                      "once");
+    device::throwNotAllocated(call, memory);
   }
   Mapping mapping = std::move(found->second.mapping);
   blocks.erase(found);
@@ -108,15 +101,14 @@ Mapping MemoryTable::releasePinned(void* memory, const void* owner) {
 
 void MemoryTable::registerPinned(void* memory, size_t bytes) {
   auto* begin = static_cast<std::byte*>(memory);
-  if (begin == nullptr || bytes == 0) throwInvalidUsage("registerPinned needs memory and a size");
+  device::checkPinned(memory, bytes);
   const std::lock_guard lock(mutex_);
   const auto next = registered_.lower_bound(begin);
   const bool overlaps =
       (next != registered_.end() && next->first < begin + bytes) ||
       (next != registered_.begin() && std::prev(next)->first + std::prev(next)->second > begin);
   if (overlaps) {
-    throwInvalidUsage("registerPinned(" + hex(memory) + ", " + std::to_string(bytes) +
-                      "): part of it is registered already; register each piece once");
+    device::throwRegistered(memory, bytes);
   }
   registered_.emplace(begin, bytes);
 }
@@ -124,8 +116,7 @@ void MemoryTable::registerPinned(void* memory, size_t bytes) {
 void MemoryTable::unregisterPinned(void* memory) {
   const std::lock_guard lock(mutex_);
   if (registered_.erase(static_cast<std::byte*>(memory)) == 0) {
-    throwInvalidUsage("unregisterPinned(" + hex(memory) +
-                      "): not registered; give the address that registerPinned got, once");
+    device::throwNotRegistered(memory);
   }
 }
 
@@ -133,8 +124,7 @@ MemoryHandle MemoryTable::exportMemory(void* memory, const void* owner) {
   const std::lock_guard lock(mutex_);
   const auto found = device_.find(memory);
   if (found == device_.end() || found->second.owner != owner) {
-    throwInvalidUsage("exportMemory(" + hex(memory) +
-                      "): give the first byte of memory that this device allocated");
+    device::throwNotExportable(memory);
   }
   const Block& block = found->second;
   const HandleContent content{kMagic,
@@ -159,9 +149,7 @@ void* MemoryTable::importMemory(const MemoryHandle& handle) {
     void* memory = reinterpret_cast<void*>(content.address);
     const auto block = device_.find(memory);
     if (block == device_.end() || inodeOf(block->second.fd.get()) != content.inode) {
-      throwInvalidUsage(
-          "importMemory: the exported memory was freed; import before its owner "
-          "frees it");
+      device::throwFreedExport();
     }
     ++imports_[memory].uses;
     return memory;
@@ -191,8 +179,7 @@ void MemoryTable::closeMemory(void* memory) {
   const std::lock_guard lock(mutex_);
   const auto found = imports_.find(memory);
   if (found == imports_.end()) {
-    throwInvalidUsage("closeMemory(" + hex(memory) +
-                      "): not imported; close each import once, by the address that it returned");
+    device::throwNotImported(memory);
   }
   if (--found->second.uses == 0) imports_.erase(found);
 }

@@ -1,7 +1,5 @@
 #include "op.hpp"
 
-#include <cstdio>
-
 namespace hdpcomm::sim {
 
 const char* kindName(OpKind kind) {
@@ -24,12 +22,6 @@ const char* kindName(OpKind kind) {
   return "launch";
 }
 
-std::string hexOf(const void* memory) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%p", memory);
-  return text;
-}
-
 std::string placeOf(const Site& site) {
   const std::string file = site.file;
   const size_t slash = file.rfind('/');
@@ -37,31 +29,8 @@ std::string placeOf(const Site& site) {
          std::to_string(site.line);
 }
 
-void checkFlag(const char* call, const uint32_t* flag) {
-  if (flag == nullptr || reinterpret_cast<uintptr_t>(flag) % alignof(uint32_t) != 0) {
-    throwInvalidUsage(std::string(call) + ": the flag's address is " + hexOf(flag) +
-                      "; give an aligned uint32_t in device, imported or pinned memory");
-  }
-}
-
-void checkTimeout(double timeout_s) {
-  if (!(timeout_s > 0)) {
-    throwInvalidUsage("synchronize: the timeout is " + std::to_string(timeout_s) +
-                      " s; give a number above 0");
-  }
-}
-
 Op Op::copy(void* dst, const void* src, size_t bytes, Site site) {
-  if (bytes > 0 && (dst == nullptr || src == nullptr)) {
-    throwInvalidUsage("copy of " + std::to_string(bytes) + " bytes to " + hexOf(dst) + " from " +
-                      hexOf(src) + ": an address is null");
-  }
-  const auto* to = static_cast<const std::byte*>(dst);
-  const auto* from = static_cast<const std::byte*>(src);
-  if (bytes > 0 && to < from + bytes && from < to + bytes) {
-    throwInvalidUsage("copy of " + std::to_string(bytes) + " bytes to " + hexOf(dst) + " from " +
-                      hexOf(src) + ": the two overlap; copy through another buffer");
-  }
+  device::checkCopy(dst, src, bytes);
   Op op;
   op.kind = OpKind::kCopy;
   op.site = site;
@@ -72,9 +41,7 @@ Op Op::copy(void* dst, const void* src, size_t bytes, Site site) {
 }
 
 Op Op::fill(void* dst, unsigned char value, size_t bytes, Site site) {
-  if (bytes > 0 && dst == nullptr) {
-    throwInvalidUsage("fill of " + std::to_string(bytes) + " bytes: the address is null");
-  }
+  device::checkFill(dst, bytes);
   Op op;
   op.kind = OpKind::kFill;
   op.site = site;

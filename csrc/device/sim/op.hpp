@@ -4,10 +4,16 @@
 #include <cstring>
 #include <string>
 
+#include "../arguments.hpp"
 #include "hdpcomm/base/error.hpp"
 #include "hdpcomm/device/device_api.hpp"
 
 namespace hdpcomm::sim {
+
+using device::checkFlag;
+using device::checkTimeout;
+using device::hexOf;
+using device::throwDefaultStream;
 
 enum class OpKind : uint8_t { kCopy, kFill, kWriteValue, kWaitValue, kWaitEvent, kRecord, kKernel };
 
@@ -34,8 +40,5 @@ struct Op {
 };
 
 std::string placeOf(const Site& site);  // "file.cpp:12"
-std::string hexOf(const void* memory);
-void checkFlag(const char* call, const uint32_t* flag);
-void checkTimeout(double timeout_s);
 
 }  // namespace hdpcomm::sim

@@ -24,6 +24,7 @@ enum class Kind : uint8_t {
   kInline,    // payload in the descriptor
   kEager,     // payload in the channel's payload ring
   kDirect,    // payload in the sender's memory; the receiver copies it from there
+  kShared,    // the same, in the sender's heap, which the receiver may map
   kFragment,  // one of several in the payload ring
   kFailure,   // the sender gave up an operation; see below
 };
@@ -54,7 +55,8 @@ struct Slot {
   union {
     std::byte inline_data[kInlineBytes];
     struct {
-      uint64_t address;   // kDirect: in the sender's process. Else: offset in the payload ring
+      uint64_t address;   // kDirect, kShared: in the sender's process. Else: offset in the payload
+                          // ring
       uint64_t fragment;  // bytes of this fragment; kFailure: of the text
     } at;
   };
@@ -88,7 +90,11 @@ struct alignas(64) Control {
   alignas(64) std::atomic<RankState> state;
   int32_t pid;
   uint64_t start_time;  // of the process, so that a reused pid is not taken for it
-  uint64_t probe;       // address of a word in the rank's memory that the others try to read
+  // The rank's heap: its descriptor in that process (-1: it has none yet) and where it is mapped
+  // there. Release by the owner, before the first message from it.
+  std::atomic<int32_t> heap_descriptor;
+  uint64_t heap_base;
+  uint64_t probe;  // address of a word in the rank's memory that the others try to read
   std::atomic<uint32_t> reason_ready;
   char reason[kFailureText];  // why this rank closed or what it failed with, for the others'
                               // messages

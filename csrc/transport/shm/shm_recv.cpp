@@ -107,7 +107,8 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
         return true;
       }
       break;
-    case Kind::kDirect: {
+    case Kind::kDirect:
+    case Kind::kShared: {
       SlotState posted = SlotState::kPosted;
       if (!slot.state.compare_exchange_strong(posted, SlotState::kClaimed,
                                               std::memory_order_acq_rel)) {
@@ -133,12 +134,31 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
   return true;
 }
 
+// Where a message in the sender's heap lies in this process; null when the heap cannot be mapped.
+const std::byte* ShmTransport::sharedBytes(Peer& peer, const Slot& slot) {
+  if (!peer.heap.mapped()) {
+    const int descriptor = peer.control->heap_descriptor.load(std::memory_order_acquire);
+    try {
+      peer.heap = PeerHeap(peer.control->pid, descriptor);
+    } catch (const Error&) {
+      return nullptr;  // its memory can still be read by process_vm_readv, or that names the reason
+    }
+  }
+  return peer.heap.base() + (slot.at.address - peer.control->heap_base);
+}
+
 // One copy from the sender's memory; with a reduction in another process, in pieces that stay in
 // the cache.
 bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request) {
   if (peer.same_process) {
     store(request, 0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
     return true;
+  }
+  if (slot.kind == Kind::kShared) {
+    if (const std::byte* bytes = sharedBytes(peer, slot)) {
+      store(request, 0, bytes, slot.bytes);
+      return true;
+    }
   }
   const int pid = peer.control->pid;
   bool ok = true;

@@ -57,8 +57,10 @@ bool ShmTransport::tryPush(Peer& peer, PendingSend& send) {
   if (send.kind == Kind::kFailure) return pushFailure(peer, send);
   if (send.kind == Kind::kFragment) return pushFragments(peer, send);
   const SendRequest& request = send.request;
-  const bool direct =
-      request.bytes > eager_bytes_ && peer.out->direct_allowed.load(std::memory_order_relaxed) != 0;
+  const bool shared = request.bytes > eager_bytes_ && heap_ && !peer.same_process &&
+                      heap_->contains(request.data, request.bytes);
+  const bool direct = shared || (request.bytes > eager_bytes_ &&
+                                 peer.out->direct_allowed.load(std::memory_order_relaxed) != 0);
   if (request.bytes > eager_bytes_ && !direct) {
     send.kind = Kind::kFragment;
     return pushFragments(peer, send);
@@ -66,7 +68,7 @@ bool ShmTransport::tryPush(Peer& peer, PendingSend& send) {
   Slot* slot = claimSlot(peer);
   if (slot == nullptr) return false;
   if (direct) {
-    slot->kind = Kind::kDirect;
+    slot->kind = shared ? Kind::kShared : Kind::kDirect;
     slot->at.address = reinterpret_cast<uint64_t>(request.data);
   } else if (request.bytes <= kInlineBytes) {
     slot->kind = Kind::kInline;
@@ -168,7 +170,7 @@ void ShmTransport::completeInflight(Peer& peer) {
 // Makes sure that the receiver does not (any more) read the sender's memory.
 void ShmTransport::withdraw(Peer& peer, const Inflight& inflight) {
   Slot& slot = peer.out->slots[inflight.index % kSlots];
-  if (slot.kind != Kind::kDirect) return;
+  if (slot.kind != Kind::kDirect && slot.kind != Kind::kShared) return;
   SlotState expected = SlotState::kPosted;
   if (slot.state.compare_exchange_strong(expected, SlotState::kRevoked,
                                          std::memory_order_acq_rel)) {

@@ -94,6 +94,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank)
   own.pid = ::getpid();
   own.start_time = processInfo(own.pid).start_time;
   own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
+  own.heap_descriptor.store(-1, std::memory_order_relaxed);
   barriers_ = membarrier(MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED) == 0;
   own.barrier_by_sleeper.store(barriers_ ? 1 : 0, std::memory_order_relaxed);
   own.state.store(RankState::kReady, std::memory_order_release);
@@ -274,6 +275,16 @@ void ShmTransport::idle(uint32_t ticket, Clock::time_point until) {
   const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now());
   if (left.count() > 0) futexWait(own.doorbell, ticket, left);
   own.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+std::shared_ptr<std::byte> ShmTransport::allocate(size_t bytes) {
+  if (!heap_) {
+    heap_ = Heap::create();
+    Control& own = segment_->control(rank_);
+    own.heap_base = reinterpret_cast<uint64_t>(heap_->base());
+    own.heap_descriptor.store(heap_->descriptor(), std::memory_order_release);
+  }
+  return heap_->allocate(bytes);
 }
 
 TransportStats ShmTransport::stats() const {

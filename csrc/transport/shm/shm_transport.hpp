@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "hdpcomm/base/ring_queue.hpp"
+#include "heap.hpp"
 #include "segment.hpp"
 
 namespace hdpcomm::shm {
@@ -61,6 +62,8 @@ struct Peer {
   RingQueue<Inflight> inflight;
   RingQueue<RecvRequest> recvs;
 
+  PeerHeap heap;  // mapped with the first message from it
+
   bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
 };
 
@@ -86,6 +89,7 @@ class ShmTransport final : public Transport {
   uint32_t idleTicket() override;
   void idle(uint32_t ticket, Clock::time_point until) override;
   bool oversubscribed() const noexcept override { return oversubscribed_; }
+  std::shared_ptr<std::byte> allocate(size_t bytes) override;
   TransportStats stats() const override;
   void close(const std::string& reason) noexcept override;
 
@@ -105,6 +109,7 @@ class ShmTransport final : public Transport {
   // shm_recv.cpp
   void drain(Peer& peer);
   bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be taken now
+  const std::byte* sharedBytes(Peer& peer, const Slot& slot);
   bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
   void handleFailureNotice(Peer& peer, const Slot& slot);
   void reject(Peer& peer, Slot& slot, const RecvRequest& request);
@@ -125,6 +130,7 @@ class ShmTransport final : public Transport {
   std::vector<Peer> peers_;
   std::vector<int> active_;  // peers with requests
   std::vector<std::byte> scratch_;
+  std::shared_ptr<Heap> heap_;  // made by the first allocate()
   TransportStats stats_;
   size_t eager_bytes_;
   bool oversubscribed_ = false;

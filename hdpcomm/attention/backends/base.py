@@ -11,7 +11,7 @@ import torch
 from hdpcomm.attention import _kernels
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["Accumulator", "Backend", "Problem", "Score"]
+__all__ = ["Accumulator", "Backend", "Problem", "Score", "refuses_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +98,14 @@ class Backend(Protocol):
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Adds to ``grads`` (dq, dk, dv) what the tiles contribute; ``out`` and ``lse`` are final (of all keys)."""
+
+
+def refuses_tensors(problem: Problem, dtypes: Sequence[torch.dtype], max_dim: int) -> str | None:
+    """Why a fused CUDA kernel cannot take such tensors, or None."""
+    if problem.device != "cuda":
+        return f"it computes on CUDA devices; the tensors are on {problem.device}"
+    if problem.dtype not in dtypes:
+        return f"it has no {problem.dtype}"
+    if problem.head_dim > max_dim or problem.head_dim % 8:
+        return f"it takes a head_dim of at most {max_dim}, a multiple of 8; got {problem.head_dim}"
+    return None

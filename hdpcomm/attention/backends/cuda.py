@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hdpcomm.attention.backends.base import Accumulator, Problem, Score
+from hdpcomm.attention.backends.base import Accumulator, Problem, Score, refuses_tensors
 from hdpcomm.attention.backends.cpu import batched, lower
-from hdpcomm.attention.backends.varlen import Batch, VarlenBackend
+from hdpcomm.attention.backends.varlen import Batch, Three, VarlenBackend
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["CudnnBackend", "EfficientBackend", "FlashBackend"]
@@ -24,14 +24,10 @@ _Tensors = tuple[torch.Tensor, ...]
 
 def _refusal(problem: Problem, dtypes: Sequence[torch.dtype], capability: tuple[int, int], max_dim: int) -> str | None:
     """What all of them ask for."""
-    if problem.device != "cuda":
-        return f"it computes on CUDA devices; the tensors are on {problem.device}"
-    if problem.dtype not in dtypes:
-        return f"it has no {problem.dtype}"
+    if (reason := refuses_tensors(problem, dtypes, max_dim)) is not None:
+        return reason
     if problem.softcap:
         return "torch's CUDA operators have no softcap"
-    if problem.head_dim > max_dim or problem.head_dim % 8:
-        return f"it takes a head_dim of at most {max_dim}, a multiple of 8; got {problem.head_dim}"
     if not torch.cuda.is_available():
         return "no CUDA device is available"
     have = torch.cuda.get_device_capability()
@@ -60,25 +56,24 @@ class FlashBackend(VarlenBackend):
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        causal = (batch.left, batch.right) == (-1, 0)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0, causal, False, **self._options(batch, score)
-        )
+            q, k, v, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0, batch.causal, False,
+            **self._options(batch, score),
+        )  # fmt: skip
         return out, lse
 
     def call_backward(
         self,
         dout: torch.Tensor,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        qkv: Three,
         out: torch.Tensor,
         lse: torch.Tensor,
         batch: Batch,
         score: Score,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        causal = (batch.left, batch.right) == (-1, 0)
+    ) -> Three:
         unused = torch.zeros(2, dtype=torch.uint64, device=dout.device)  # the dropout's random state
-        parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-            dout.contiguous(), *qkv, out, lse, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0, causal,
+        parts: Three = torch.ops.aten._flash_attention_backward(
+            dout.contiguous(), *qkv, out, lse, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0, batch.causal,
             unused, unused[:0], **self._options(batch, score),
         )  # fmt: skip
         return parts
@@ -130,7 +125,7 @@ class _DenseBackend:
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Three,
     ) -> None:
         for tile in (part for whole in tiles for part in lower(whole)):
             rows, keys = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)

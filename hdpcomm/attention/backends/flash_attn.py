@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hdpcomm.attention.backends.base import Problem, Score
-from hdpcomm.attention.backends.varlen import Batch, VarlenBackend
+from hdpcomm.attention.backends.base import Problem, Score, refuses_tensors
+from hdpcomm.attention.backends.varlen import Batch, Three, VarlenBackend
 
 __all__ = ["FlashAttn2Backend", "FlashAttn3Backend"]
 
@@ -24,7 +24,6 @@ _OLDEST = (2, 7)
 """Since this release the internal calls take window_size_left and window_size_right and return (out, lse, ...)."""
 _INTERFACE_2 = "flash_attn.flash_attn_interface"
 _INTERFACE_3 = "flash_attn_interface"
-_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @lru_cache(maxsize=1)
@@ -42,17 +41,6 @@ def _third() -> Any:
     return None if importlib.util.find_spec(_INTERFACE_3) is None else importlib.import_module(_INTERFACE_3)
 
 
-def _refusal(problem: Problem) -> str | None:
-    """What both ask for."""
-    if problem.device != "cuda":
-        return f"it computes on CUDA devices; the tensors are on {problem.device}"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"it has no {problem.dtype}"
-    if problem.head_dim > 256 or problem.head_dim % 8:
-        return f"it takes a head_dim of at most 256, a multiple of 8; got {problem.head_dim}"
-    return None
-
-
 def _options(batch: Batch, score: Score) -> dict[str, Any]:
     """What all four functions take by the same names."""
     return {
@@ -67,11 +55,7 @@ def _options(batch: Batch, score: Score) -> dict[str, Any]:
     }
 
 
-def _causal(batch: Batch) -> bool:
-    return (batch.left, batch.right) == (-1, 0)
-
-
-def _buffers(qkv: _Three) -> tuple[_Three, _Three]:
+def _buffers(qkv: Three) -> tuple[Three, Three]:
     """(contiguous q, k, v; room for their gradients)."""
     q, k, v = (x.contiguous() for x in qkv)
     return (q, k, v), (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
@@ -88,26 +72,26 @@ class FlashAttn2Backend(VarlenBackend):
             return "the package flash-attn is not installed"
         if version < _OLDEST or version[0] != 2:
             return f"flash-attn {'.'.join(map(str, version))} is installed; expected 2.7 or a later 2.x"
-        return _refusal(problem)
+        return refuses_tensors(problem, (torch.float16, torch.bfloat16), 256)
 
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
         run = importlib.import_module(_INTERFACE_2)._flash_attn_varlen_forward
         out, lse, *_ = run(
-            q, k, v, **_options(batch, score), dropout_p=0.0, causal=_causal(batch), alibi_slopes=None,
+            q, k, v, **_options(batch, score), dropout_p=0.0, causal=batch.causal, alibi_slopes=None,
             return_softmax=False,
         )  # fmt: skip
         return out, lse
 
     def call_backward(
-        self, dout: torch.Tensor, qkv: _Three, out: torch.Tensor, lse: torch.Tensor, batch: Batch, score: Score
-    ) -> _Three:
+        self, dout: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, batch: Batch, score: Score
+    ) -> Three:
         run = importlib.import_module(_INTERFACE_2)._flash_attn_varlen_backward
         inputs, grads = _buffers(qkv)
         run(
             dout.contiguous(), *inputs, out.contiguous(), lse, *grads, **_options(batch, score), dropout_p=0.0,
-            causal=_causal(batch), alibi_slopes=None, deterministic=True,
+            causal=batch.causal, alibi_slopes=None, deterministic=True,
         )  # fmt: skip
         return grads
 
@@ -125,20 +109,20 @@ class FlashAttn3Backend(VarlenBackend):
         function = getattr(backward, "_init_fn", backward)  # what a torch custom operator was made from
         if function is None or not {"window_size_left", "is_causal"} <= set(inspect.signature(function).parameters):
             return "the installed flash-attn 3 has another interface; expected one with window_size_left and is_causal"
-        return _refusal(problem)
+        return refuses_tensors(problem, (torch.float16, torch.bfloat16), 256)
 
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = _third()._flash_attn_forward(q, k, v, **_options(batch, score), causal=_causal(batch))
+        out, lse, *_ = _third()._flash_attn_forward(q, k, v, **_options(batch, score), causal=batch.causal)
         return out, lse
 
     def call_backward(
-        self, dout: torch.Tensor, qkv: _Three, out: torch.Tensor, lse: torch.Tensor, batch: Batch, score: Score
-    ) -> _Three:
+        self, dout: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, batch: Batch, score: Score
+    ) -> Three:
         (q, k, v), (dq, dk, dv) = _buffers(qkv)
         _third()._flash_attn_backward(
             dout.contiguous(), q, k, v, out.contiguous(), lse, dq=dq, dk=dk, dv=dv, **_options(batch, score),
-            is_causal=_causal(batch), deterministic=True,
+            is_causal=batch.causal, deterministic=True,
         )  # fmt: skip
         return dq, dk, dv

@@ -16,7 +16,10 @@ import torch
 from hdpcomm.attention.backends.base import Accumulator, Problem, Score
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["Batch", "VarlenBackend", "batches_of"]
+__all__ = ["Batch", "Three", "VarlenBackend", "batches_of"]
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +37,11 @@ class Batch:
     cu_k: torch.Tensor
     max_q: int
     max_k: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether the window is the plain causal mask, which kernels take as a flag."""
+        return (self.left, self.right) == (-1, 0)
 
 
 def _window(tile: Tile) -> tuple[int, int]:
@@ -106,12 +114,12 @@ class VarlenBackend:
     def call_backward(
         self,
         dout: torch.Tensor,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        qkv: Three,
         out: torch.Tensor,
         lse: torch.Tensor,
         batch: Batch,
         score: Score,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> Three:
         """(dq, dk, dv) of the rows; ``lse``: [heads, rows], contiguous."""
         raise NotImplementedError
 
@@ -138,7 +146,7 @@ class VarlenBackend:
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Three,
     ) -> None:
         for batch in batches_of(tuple(tiles), q.device):
             rows, keys = batch.q_rows, batch.k_rows

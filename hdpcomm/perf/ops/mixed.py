@@ -63,7 +63,7 @@ class _BoundMix(Bound):
             if comm is None:
                 continue
             part = blocks(case.shape.total, comm.size)
-            x, out = (Storage(case.kind, n, case.unalign) for n in (part, part * comm.size))
+            x, out = (Storage(case, n) for n in (part, part * comm.size))
             self._parts.append((index, x, out, comm))
             starts.append(bind_call(comm.all_gather, out.data, x.data, algorithm=case.algorithm, async_op=True))
 

@@ -11,7 +11,7 @@ from tests.ranks.attention.attention_oracle import Case, visible
 PACKS = {
     "one": Case(4, [512]),
     "five ranks": Case(5, [511, 40]),
-    "mixed": Case(4, [301, 64, 3, 0, 17]),
+    "mixed": Case(4, [301, 64, 3, 1, 17]),
     "eight ranks": Case(8, [640, 130]),
     "window": Case(4, [512, 90], window=24),
     "narrow window": Case(8, [512], window=2),

@@ -44,7 +44,7 @@ def every_operation(changes: dict[str, Any]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_operation_is_right(ranks: Any, world: int) -> None:
-    for op, rows in ranks(world, every_operation, {"per_iter": True, "unalign": 1})[0].items():
+    for op, rows in ranks(world, every_operation, {"per_iter": True, "unalign": 1, "register": True})[0].items():
         assert [row.size for row in rows] == sorted({row.size for row in rows})
         for row in rows:
             assert row.op == op

@@ -11,7 +11,7 @@ import hdpcomm as hdp
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.plan import ClusterSpec, CostModel, PlanAhead, Planner
 from hdpcomm.testing import run_threads, spawn
 from hdpcomm.train import IGNORE, RunConfig, Trainer, next_token_labels, profile_cost_model, run
 
@@ -58,6 +58,24 @@ def test_ranks_stay_equal_bit_by_bit_and_the_loss_falls():
         assert m.bytes_sent > 0
         assert m.seconds > 0
         assert 0 <= m.idle_share <= 1
+
+
+def test_steps_take_plans_that_were_made_ahead():
+    def ahead(_, trainer):
+        with PlanAhead(trainer.planner, [LENGTHS] * 3) as steps:
+            planned = list(steps)
+        trainer.planner = None  # the steps plan nothing themselves
+        return [trainer.step(each, fetch) for each in planned]
+
+    def inside(_, trainer):
+        return [trainer.step(LENGTHS, fetch) for _ in range(3)]
+
+    for made_ahead, made_inside in zip(on_ranks(2, ahead), on_ranks(2, inside), strict=True):
+        for one, other in zip(made_ahead, made_inside, strict=True):
+            assert (one.loss, one.grad_norm, one.predicted_s) == (other.loss, other.grad_norm, other.predicted_s)
+            assert one.planning_s > 0
+            assert 0 <= one.plan_wait_s <= one.seconds
+            assert other.plan_wait_s >= other.planning_s
 
 
 def test_one_rank_sends_nothing():

@@ -67,6 +67,26 @@ def test_a_block_that_nobody_sees_changes_nothing():
     assert torch.equal(lse, before[1])
 
 
+def test_an_empty_result_may_hold_anything():
+    _, _, (part_out, part_lse) = _block(5, 2, 3, 4, 0)
+    out, lse = torch.full_like(part_out, torch.nan), torch.full_like(part_lse, -torch.inf)
+    _kernels.merge(out, lse, part_out, part_lse)
+    assert torch.equal(out, part_out)
+    assert torch.equal(lse, part_lse)
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_any_alignment(offset):
+    parts = [_block(5, 2, 3, keys, keys)[2] for keys in (2, 3)]
+    want_out, want_lse = parts[0][0].float(), parts[0][1].float()
+    _kernels.merge(want_out, want_lse, parts[1][0].bfloat16(), parts[1][1].float())
+    moved = [torch.empty(x.numel() + offset)[offset:].view(x.shape).copy_(x) for x in parts[0]]
+    block = torch.empty(30 + offset, dtype=torch.bfloat16)[offset:].view(5, 2, 3).copy_(parts[1][0])
+    _kernels.merge(*moved, block, parts[1][1].float())
+    assert torch.equal(moved[0], want_out)
+    assert torch.equal(moved[1], want_lse)
+
+
 def test_nan_is_not_hidden():
     _, _, (out, lse) = _block(2, 1, 3, 4, 0)
     _kernels.merge(out, lse, torch.zeros_like(out), torch.full_like(lse, torch.nan))

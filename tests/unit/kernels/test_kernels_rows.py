@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdpcomm._core import kernels as core
+from hdpcomm.attention import positions, shard, shard_with_positions
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows, take_rows
 from hdpcomm.errors import InvalidUsage
 
@@ -61,6 +62,22 @@ def test_contiguous_source_is_recognised():
     assert Rows([(1, 3, 2)]).contiguous_source() is None
 
 
+@given(st.lists(st.integers(0, 40), max_size=6), st.integers(1, 4), st.sampled_from([0, 1, 3]))
+@settings(max_examples=60, deadline=None)
+def test_positions_come_with_the_rows(lengths, size, width):
+    cu = np.cumsum([0, *lengths])
+    own = np.concatenate([np.empty(0, dtype=np.int64), *map(np.arange, lengths)])  # of every token of the pack
+    x = torch.randn(len(own), width, requires_grad=True)
+    for rank in range(size):
+        want = shard(torch.from_numpy(own), cu, rank=rank, size=size)
+        got, places = shard_with_positions(x, cu, rank=rank, size=size)
+        assert torch.equal(places, want)
+        assert torch.equal(positions(cu, rank=rank, size=size), want)
+        assert torch.equal(got, shard(x, cu, rank=rank, size=size))
+        (grad,) = torch.autograd.grad(got.sum(), x)
+        assert grad.sum() == got.numel()
+
+
 def test_take_rows_is_differentiable():
     x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     rows = Rows([(0, 6, 2), (2, 1, 3)])
@@ -75,9 +92,9 @@ def test_bad_copies_say_what_is_wrong():
     with pytest.raises(InvalidUsage, match="expected float32 or float64"):
         add_rows(x.half(), x.half(), Rows([(0, 0, 1)]))
     with pytest.raises(InvalidUsage, match="must not be negative"):
-        core.copy_rows(0, 0, 0, 0, -1, 0, 0, 0, False, 0)
+        core.copy_rows(0, 0, (0, 0), -1, 0, 0, 0, 0, False, 0)
     with pytest.raises(InvalidUsage, match="whole elements"):
-        core.add_rows(0, 0, 4, 4, 6, 0, 0, 0, 7, False, 0)
+        core.add_rows(0, 0, (4, 4), 6, 0, 0, 0, 7, False, 0)
 
 
 @given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 12))

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "hdpcomm/base/inline_vector.hpp"
-#include "hdpcomm/collective/reduce.hpp"
 #include "hdpcomm/collective/schedule.hpp"
+#include "hdpcomm/kernels/reduce.hpp"
 #include "hdpcomm/transport/transport.hpp"
 
 namespace hdpcomm {

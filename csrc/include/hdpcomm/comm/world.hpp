@@ -35,6 +35,8 @@ class World {
   double timeout() const noexcept { return timeout_s_; }
   const char* transportName() const noexcept { return transport_->name(); }
   TransportStats stats();
+  // See Transport::allocate().
+  std::shared_ptr<std::byte> allocate(size_t bytes);
 
   // Queues and starts an operation. It also proceeds while nobody waits for it, on a thread of this
   // world.

@@ -34,9 +34,11 @@ HDP_HOST_DEVICE MergedRow<Acc> mergeRow(Acc lse, Acc block_lse) {
   return {(difference > Acc(0) ? block_lse : lse) + log1pOf(ratio), take};
 }
 
+// A weight of 1 takes the block as it is, so that a running result that has seen nothing (lse is
+// -inf) may hold anything.
 template <typename Acc>
 HDP_HOST_DEVICE Acc mergeElement(Acc out, Acc block_out, Acc take) {
-  return out + take * (block_out - out);
+  return take == Acc(1) ? block_out : out + take * (block_out - out);
 }
 
 }  // namespace hdpcomm::kernels

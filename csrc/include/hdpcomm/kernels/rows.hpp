@@ -16,20 +16,24 @@ struct RowsArgs {
   const void* src = nullptr;
   int64_t dst_stride = 0;
   int64_t src_stride = 0;
-  int64_t row_bytes = 0;
+  int64_t row_bytes = 0;                 // 0 with positions: nothing is copied
   const RowSegment* segments = nullptr;  // on the device for the CUDA launchers
   int64_t num_segments = 0;
-  int64_t total_rows = 0;  // sum of the segments' rows
+  int64_t total_rows = 0;         // sum of the segments' rows
+  int64_t* positions = nullptr;   // copyRows: also positions[destination row], or null
+  DType dtype = DType::kFloat32;  // addRows: float32 or float64
 };
 
 void copyRowsCpu(const RowsArgs& args);
+// Enqueues on `stream` (a cudaStream_t). Throws InvalidUsage or, when the launch fails,
+// DeviceError.
 void copyRowsCuda(const RowsArgs& args, void* stream);
 
-// dst += src by rows; dtype is float32 or float64.
-void addRowsCpu(const RowsArgs& args, DType dtype);
-void addRowsCuda(const RowsArgs& args, DType dtype, void* stream);
+// dst += src by rows.
+void addRowsCpu(const RowsArgs& args);
+void addRowsCuda(const RowsArgs& args, void* stream);
 
 void checkRows(const RowsArgs& args);
-void checkAddRows(const RowsArgs& args, DType dtype);
+void checkAddRows(const RowsArgs& args);
 
 }  // namespace hdpcomm::kernels

@@ -8,12 +8,14 @@
 namespace hdpcomm::kernels {
 
 // `rows` consecutive rows from `src` go to `dst`; `first` is the number of rows in the segments
-// before this one, so that a thread finds its segment by binary search.
+// before this one, so that a thread finds its segment by binary search. `position` is what the
+// first row is in its sequence (for RoPE); the next rows follow.
 struct RowSegment {
   int64_t dst;
   int64_t src;
   int64_t rows;
   int64_t first;
+  int64_t position;
 };
 
 // The segment that holds the index-th row of all segments (0 <= index < total rows).

@@ -24,6 +24,9 @@ enum class OpCode : uint8_t {
 
 enum class RedOp : uint8_t { kSum, kProd, kMin, kMax, kAvg, kNone = 255 };
 
+// out[i] = a[i] op b[i]; out may be a or b.
+using ReduceFn = void (*)(void* out, const void* a, const void* b, size_t count);
+
 enum class Algorithm : uint8_t {
   kAuto,
   kRing,

@@ -26,9 +26,6 @@ namespace hdpcomm {
 
 using Clock = std::chrono::steady_clock;
 
-// out[i] = a[i] op b[i]; out may be a or b.
-using ReduceFn = void (*)(void* out, const void* a, const void* b, size_t count);
-
 // Shared by the requests of one operation; owned by it.
 struct Completion {
   uint32_t pending = 0;          // requests posted and not ended
@@ -105,6 +102,13 @@ class Transport {
   virtual void idle(uint32_t ticket, Clock::time_point until) = 0;
   // True when ranks share cores, so that busy waiting steals time from the peer that is awaited.
   virtual bool oversubscribed() const noexcept = 0;
+
+  // Memory from which messages go faster than from other memory, or null when this transport has
+  // none. It outlives the transport.
+  virtual std::shared_ptr<std::byte> allocate(size_t bytes) {
+    (void)bytes;
+    return nullptr;
+  }
 
   virtual TransportStats stats() const = 0;
   // Says goodbye; peers that still wait for this rank fail. Idempotent.

@@ -1,0 +1,60 @@
+"""Timing on the device, and the rows that the table of main.py shows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+CUDA = torch.device("cuda")
+Row = dict[str, object]
+
+
+def row(name: str, value: float, unit: str, *, at_least: float | None = None, at_most: float | None = None) -> Row:
+    """One figure; with a limit, whether it is kept."""
+    target, met = "", None
+    if at_least is not None:
+        target, met = f">= {at_least:g}", value >= at_least
+    elif at_most is not None:
+        target, met = f"<= {at_most:g}", value <= at_most
+    return {"name": name, "value": value, "unit": unit, "target": target, "met": met}
+
+
+def seconds(call: Callable[[int], object], *, rounds: int = 15, inner: int = 4, warmup: int = 3) -> float:
+    """Median seconds of ``call(i)`` on the current stream by device events; i counts the calls, to rotate inputs."""
+    for i in range(warmup):
+        call(i)
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for i in range(inner):
+            call(i)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / inner)
+    return statistics.median(times)
+
+
+def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
+    """Bytes read plus written per second by a large device-to-device copy: what the kernels are compared with."""
+    a, b = (torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA) for _ in range(2))
+    return 2 * num_bytes / seconds(lambda i: (a if i % 2 else b).copy_(b if i % 2 else a))
+
+
+def main(description: str, measure: Callable[[], list[Row]]) -> None:
+    """Runs a benchmark script: prints its rows, and writes them where ``--json`` says."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(3, "no GPU: torch sees no CUDA device\n")
+    rows = measure()
+    for line in rows:
+        print(f"{line['name']:<58} {line['value']:>12.4g} {line['unit']:<7} {line['target']}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")

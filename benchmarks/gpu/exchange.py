@@ -1,0 +1,116 @@
+"""Exchange between two ranks on one GPU against cudaMemcpyAsync in the same run, and a matrix product beside it.
+
+Ranks are threads of one process (one CUDA context) and then processes (a context each: the GPU shares itself between
+them by time slices, so these figures are shown without a target).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from common import CUDA, Row, main, row, seconds
+
+import hdpcomm as hdp
+from hdpcomm.testing import run_threads, spawn
+
+SMALL, LARGE = 8, 64 << 20
+LATENCY, BANDWIDTH, BESIDE = 2.0, 0.95, 0.98
+PRODUCTS, SIDE = 24, 8192
+
+
+def one_way(comm: hdp.Communicator, num_bytes: int, trips: int) -> float:
+    """Seconds of one message: messages there and back on the stream, the host waits for the last alone."""
+    x = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA)
+    peer = 1 - comm.rank
+    for count in (3, trips):
+        torch.cuda.synchronize()
+        comm.barrier()
+        started = time.perf_counter()
+        for _ in range(count):
+            for sender in (0, 1):
+                (comm.send if comm.rank == sender else comm.recv)(x, peer)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / trips / 2
+
+
+def both_ways(comm: hdp.Communicator, num_bytes: int, count: int) -> float:
+    """Seconds of an exchange of ``num_bytes`` each way."""
+    out, back = (torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA) for _ in range(2))
+    peer = 1 - comm.rank
+    for repeat in (2, count):
+        torch.cuda.synchronize()
+        comm.barrier()
+        started = time.perf_counter()
+        for _ in range(repeat):
+            comm.exchange(sends=[(out, peer)], recvs=[(back, peer)])
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / count
+
+
+def memcpy(num_bytes: int, count: int) -> float:
+    """Seconds of one cudaMemcpyAsync from device to device in a chain of them."""
+    a, b = (torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA) for _ in range(2))
+    return seconds(lambda i: (a if i % 2 else b).copy_(b if i % 2 else a), rounds=5, inner=count)
+
+
+def product_beside(comm: hdp.Communicator) -> float:
+    """Speed of a matrix product while exchanges run on another stream, as a share of its speed alone (rank 0)."""
+    a, b = (torch.randn(SIDE, SIDE, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    out, back = (torch.randint(0, 255, (LARGE,), dtype=torch.uint8, device=CUDA) for _ in range(2))
+    side, times = torch.cuda.Stream(), []
+    for busy in (False, False, True):
+        torch.cuda.synchronize()
+        comm.barrier()
+        if busy:
+            with torch.cuda.stream(side):
+                for _ in range(400):
+                    comm.exchange(sends=[(out, 1 - comm.rank)], recvs=[(back, 1 - comm.rank)])
+        if comm.rank == 0:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(PRODUCTS):
+                a @ b
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        torch.cuda.synchronize()
+    return times[1] / times[2] if times else 1.0
+
+
+def on_a_rank() -> dict[str, float]:
+    with hdp.init(transport="cuda") as comm:
+        return {
+            "small": one_way(comm, SMALL, 500),
+            "large": one_way(comm, LARGE, 20),
+            "both": both_ways(comm, LARGE, 20),
+            "beside": product_beside(comm),
+        }
+
+
+def measure() -> list[Row]:
+    copy_small, copy_large = memcpy(SMALL, 200), memcpy(LARGE, 10)
+    rows = [
+        row("cudaMemcpyAsync of 8 B", copy_small * 1e6, "us"),
+        row("cudaMemcpyAsync of 64 MiB", LARGE / copy_large / 1e9, "GB/s"),
+    ]
+    for kind, run in (
+        ("threads", lambda: run_threads(on_a_rank, 2, transport="cuda", timeout=25)),
+        ("processes", lambda: spawn(on_a_rank, 2, transport="cuda", timeout=25)),
+    ):
+        found = run()[0]
+        limits = kind == "threads"
+        ratio, share = found["small"] / copy_small, copy_large / found["large"]
+        rows += [
+            row(f"{kind}: message of 8 B", found["small"] * 1e6, "us"),
+            row(f"{kind}: 8 B, times cudaMemcpyAsync", ratio, "x", at_most=LATENCY if limits else None),
+            row(f"{kind}: message of 64 MiB", LARGE / found["large"] / 1e9, "GB/s"),
+            row(f"{kind}: 64 MiB, share of cudaMemcpyAsync", share, "", at_least=BANDWIDTH if limits else None),
+            row(f"{kind}: exchange of 64 MiB, both ways", 2 * LARGE / found["both"] / 1e9, "GB/s"),
+            row(f"{kind}: matrix product beside", found["beside"], "", at_least=BESIDE if limits else None),
+        ]
+    return rows
+
+
+if __name__ == "__main__":
+    main(__doc__.splitlines()[0], measure)

@@ -1,0 +1,188 @@
+"""Builds hdpcomm on a machine with a GPU, tests it there and measures it; offline, under 9 minutes (docs/gpu.md).
+
+Every part is a process with a time limit of its own; one that fails is reported and the others go on. Exit code 0: all
+parts ran and all targets are met. 1: a part failed. 3: there is no GPU. 4: all parts ran, a target is missed.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+TOTAL_S = 520.0
+NO_GPU, FAILED, MISSED = 3, 1, 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process. ``{json}`` in its command stands for the file that takes its rows."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    missing: str = ""  # why it cannot run, if so
+
+
+def sanitizer(tool: str) -> Part:
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    missing = "" if Path(program).exists() else "compute-sanitizer is not installed (it comes with the CUDA toolkit)"
+    command = (program, "--tool", tool, "--error-exitcode", "9", sys.executable, str(HERE / "sanitizer_driver.py"))
+    return Part(tool, command, 70, missing)
+
+
+def benchmark(name: str, limit_s: float) -> Part:
+    return Part(name, (sys.executable, str(HERE / f"{name}.py"), "--json", "{json}"), limit_s)
+
+
+def all_parts() -> list[Part]:
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", ".")
+    tests = (sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu")
+    parts = [Part("build", pip, 200), Part("tests", tests, 150)]
+    parts += [sanitizer(tool) for tool in ("memcheck", "racecheck", "synccheck")]
+    limits = {"kernels": 60, "cross_entropy": 60, "exchange": 70, "ring": 90}
+    parts += [benchmark(name, limit_s) for name, limit_s in limits.items()]
+    if (HERE / "offload.py").exists():
+        parts.append(benchmark("offload", 60))
+    return parts
+
+
+def find_gpu() -> tuple[dict[str, str], str]:
+    """(what the first GPU is, why there is none)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return {}, "libcuda.so.1 is not found: no NVIDIA driver is installed"
+    count, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    code = driver.cuInit(0)
+    if code != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        return {}, f"the driver finds no GPU (cuInit: {code}, devices: {count.value}); see nvidia-smi"
+    driver.cuDeviceGetName(name, len(name), 0)
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    found = {"device": name.value.decode(), "devices": str(count.value)}
+    found["cuda_of_driver"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    if smi := shutil.which("nvidia-smi"):
+        query = subprocess.run(
+            [smi, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+        )
+        found["driver"] = (query.stdout.splitlines() or ["unknown"])[0].strip()
+    return found, ""
+
+
+def run_part(part: Part, limit_s: float, log: Path, rows_file: Path) -> dict:
+    """The part's record: status (ok, failed, timeout, missing, skipped), seconds, rows, note."""
+    record = {"part": part.name, "status": "ok", "seconds": 0.0, "rows": [], "note": part.missing}
+    if part.missing:
+        return record | {"status": "missing"}
+    if limit_s < 1:
+        return record | {"status": "skipped", "note": "no time was left; run it alone with --only"}
+    rows_file.unlink(missing_ok=True)
+    command = [word.replace("{json}", str(rows_file)) for word in part.command]
+    started = time.monotonic()
+    with log.open("a") as output:
+        output.write(f"\n=== {part.name}: {' '.join(command)}\n")
+        output.flush()
+        try:  # a session of its own, so that its ranks end with it
+            process = subprocess.Popen(command, cwd=TOP, stdout=output, stderr=output, start_new_session=True)
+        except OSError as error:
+            return record | {"status": "failed", "note": str(error)}
+        try:
+            code = process.wait(limit_s)
+            if code != 0:
+                record |= {"status": "failed", "note": f"exit code {code}; the log says why"}
+        except subprocess.TimeoutExpired:
+            record |= {"status": "timeout", "note": f"stopped after {limit_s:.0f} s"}
+        finally:
+            end_session(process)
+    record["seconds"] = round(time.monotonic() - started, 1)
+    if rows_file.exists():
+        try:
+            record["rows"] = json.loads(rows_file.read_text())["rows"]
+        except (ValueError, KeyError) as error:
+            record |= {"status": "failed", "note": f"{rows_file.name} cannot be read: {error!r}"}
+        rows_file.unlink(missing_ok=True)
+    return record
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """Ends what the part has left running."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on besides the device."""
+    script = "import torch, hdpcomm, json; print(json.dumps([torch.__version__, hdpcomm.__version__]))"
+    found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    try:
+        answer = subprocess.run([sys.executable, "-c", script], cwd=TOP, capture_output=True, text=True, timeout=60)
+        found["torch"], found["hdpcomm"] = json.loads(answer.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        found["torch"] = "cannot be imported"
+    return found
+
+
+def table(records: list[dict]) -> str:
+    lines = [f"{'part':<14} {'status':<8} {'seconds':>8}  note"]
+    for record in records:
+        lines.append(f"{record['part']:<14} {record['status']:<8} {record['seconds']:>8.1f}  {record['note']}")
+    lines += ["", f"{'figure':<58} {'value':>12} {'unit':<7} {'target':<10} met"]
+    for row in (row for record in records for row in record["rows"]):
+        met = {True: "yes", False: "NO", None: ""}[row["met"]]
+        lines.append(f"{row['name']:<58} {row['value']:>12.4g} {row['unit']:<7} {row['target']:<10} {met}")
+    return "\n".join(lines)
+
+
+def exit_code(records: list[dict]) -> int:
+    if any(record["status"] != "ok" for record in records):
+        return FAILED
+    return MISSED if any(row["met"] is False for record in records for row in record["rows"]) else 0
+
+
+def run_all(parts: list[Part], out: Path, about: dict, total_s: float = TOTAL_S) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "gpu.log"
+    log.write_text("")
+    end = time.monotonic() + total_s
+    records = []
+    for part in parts:
+        limit_s = min(part.limit_s, end - time.monotonic())
+        print(f"{part.name} (at most {max(limit_s, 0):.0f} s)", file=sys.stderr, flush=True)
+        records.append(run_part(part, limit_s, log, out / "rows.json"))
+        result = {**about, "versions": versions() if part is parts[-1] else {}, "parts": records}
+        (out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")  # kept, whatever happens to the next part
+    print(table(records))
+    return exit_code(records)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parts = all_parts()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    where = "directory of gpu.json and gpu.log (default: build/gpu)"
+    parser.add_argument("out", nargs="?", type=Path, default=TOP / "build/gpu", metavar="OUT", help=where)
+    names = [part.name for part in parts]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"only these of: {', '.join(names)}")
+    options = parser.parse_args(arguments)
+    gpu, why = find_gpu()
+    if not gpu:
+        print(f"no GPU: {why}. Nothing was run.", file=sys.stderr)
+        return NO_GPU
+    about = {"date": datetime.date.today().isoformat(), **gpu}
+    print(f"{gpu['device']}, driver {gpu.get('driver', 'unknown')}, {about['date']}")
+    return run_all([part for part in parts if options.only is None or part.name in options.only], options.out, about)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+// The real device, by the driver's API.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "driver.hpp"
+
+namespace hdpcomm::cuda {
+
+// Memory is shared between processes by legacy IPC handles: 64 plain bytes that any process of the
+// host can open, nothing to be passed beside them (a VMM handle is a descriptor, which needs a
+// socket or pidfd_getfd), several processes on one GPU included. The driver cannot open a handle in
+// the process that made it; then the address itself is taken.
+class CudaDevice final : public DeviceApi {
+ public:
+  CudaDevice(std::shared_ptr<const Driver> driver, int ordinal);
+  ~CudaDevice() override;
+
+  std::string name() const override { return name_; }
+  bool isSim() const override { return false; }
+  int ordinal() const override { return ordinal_; }
+  bool canAccessPeer(int other_ordinal) const override;
+
+  void* allocate(size_t bytes, Site) override;
+  void free(void* memory, Site) override;
+  void* allocatePinned(size_t bytes, Site) override;
+  void freePinned(void* memory, Site) override;
+  void registerPinned(void* memory, size_t bytes) override;
+  void unregisterPinned(void* memory) override;
+  MemoryHandle exportMemory(void* memory) override;
+  void* importMemory(const MemoryHandle& handle) override;
+  void closeMemory(void* memory) override;
+
+  Stream createStream(int priority) override;
+  void destroyStream(Stream stream) override;
+  Event createEvent() override;
+  void destroyEvent(Event event) override;
+  void record(Event event, Stream stream, Site) override;
+  void wait(Stream stream, Event event, Site) override;
+  bool query(Event event) override;
+  void synchronize(Event event, double timeout_s, const InterruptCheck& check, Site site) override;
+  void synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
+                   Site site) override;
+  bool isCapturing(Stream stream) override;
+
+  void copy(void* dst, const void* src, size_t bytes, Stream stream, Site) override;
+  void fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site) override;
+  void writeValue(Stream stream, uint32_t* flag, uint32_t value, Site) override;
+  void waitValue(Stream stream, uint32_t* flag, uint32_t value, Site) override;
+  void launch(KernelLaunch kernel, Stream stream, Site) override;
+
+  void storeFlag(uint32_t* flag, uint32_t value, Site) override;
+  uint32_t loadFlag(const uint32_t* flag, Site) override;
+  void annotateRead(const void*, size_t, Site) override {}
+  void annotateWrite(void*, size_t, Site) override {}
+  void annotateFree(const void*, size_t, Site) override {}
+  void annotateRelease(uint64_t) override {}
+  void annotateAcquire(uint64_t) override {}
+
+ private:
+  class Guard;  // makes the context current, and puts back the one before
+  struct Import {
+    std::string key;  // the handle's bytes
+    bool opened = false;
+    size_t uses = 0;
+  };
+
+  void enablePeer(int other_ordinal);
+
+  std::shared_ptr<const Driver> driver_;
+  int ordinal_;
+  std::string name_;
+  Ordinal device_ = 0;
+  Context context_ = nullptr;
+  std::atomic<bool> memory_operations_{true};  // until the driver says that it has none
+  std::mutex mutex_;                           // the two below
+  std::map<void*, Import> imports_;
+  std::map<void*, size_t> pinned_;
+};
+
+}  // namespace hdpcomm::cuda

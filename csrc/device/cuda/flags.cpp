@@ -1,0 +1,22 @@
+#include "driver.hpp"
+#include "hdpcomm/base/error.hpp"
+
+#ifndef HDPCOMM_WITH_CUDA
+
+namespace hdpcomm::cuda {
+namespace {
+
+[[noreturn]] void throwNoKernels() {
+  throw Error(ErrorKind::kDevice,
+              "this driver has no stream memory operations, and this build of hdpcomm no kernels "
+              "that could stand for them: build it with a CUDA compiler");
+}
+
+}  // namespace
+
+void launchWriteValue(uint32_t*, uint32_t, void*) { throwNoKernels(); }
+void launchWaitValue(const uint32_t*, uint32_t, void*) { throwNoKernels(); }
+
+}  // namespace hdpcomm::cuda
+
+#endif

@@ -1,0 +1,51 @@
+// Flags without stream memory operations.
+#include <cuda_runtime.h>
+
+#include <cuda/atomic>
+#include <string>
+
+#include "driver.hpp"
+#include "hdpcomm/base/error.hpp"
+
+namespace hdpcomm::cuda {
+namespace {
+
+using Flag = ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_system>;
+
+// Release at system scope: earlier kernels and copies of the stream are done, and the fence makes
+// them visible to other devices and to the host before the value.
+__global__ void writeValue(uint32_t* flag, uint32_t value) {
+  __threadfence_system();
+  Flag(*flag).store(value, ::cuda::std::memory_order_release);
+}
+
+// Acquire at system scope: pairs with the release of whoever writes.
+__global__ void waitValue(uint32_t* flag, uint32_t value) {
+  unsigned pause_ns = 32;
+  while (static_cast<int32_t>(Flag(*flag).load(::cuda::std::memory_order_acquire) - value) < 0) {
+    __nanosleep(pause_ns);
+    if (pause_ns < 1024) pause_ns *= 2;
+  }
+}
+
+void check(const char* kernel) {
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess) {
+    throw Error(ErrorKind::kDevice,
+                std::string("launch of ") + kernel + " failed: " + cudaGetErrorString(status));
+  }
+}
+
+}  // namespace
+
+void launchWriteValue(uint32_t* flag, uint32_t value, void* stream) {
+  writeValue<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(flag, value);
+  check("writeValue");
+}
+
+void launchWaitValue(const uint32_t* flag, uint32_t value, void* stream) {
+  waitValue<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(const_cast<uint32_t*>(flag), value);
+  check("waitValue");
+}
+
+}  // namespace hdpcomm::cuda

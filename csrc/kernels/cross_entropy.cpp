@@ -1,0 +1,182 @@
+#include "hdpcomm/kernels/cross_entropy.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "hdpcomm/base/error.hpp"
+#include "hdpcomm/kernels/reduce.hpp"
+#include "hdpcomm/kernels/softmax_elem.hpp"
+#include "hdpcomm/kernels/vector_clones.hpp"
+#include "parallel.hpp"
+
+namespace hdpcomm::kernels {
+namespace {
+
+constexpr int64_t kChunk = 1024;  // columns whose fp32 values stay in the first-level cache
+constexpr int64_t kLanes = 16;    // independent partial results, so that loops vectorise
+
+template <typename T>
+struct Row {
+  // The running maximum of each lane over a chunk, which is widened on the way.
+  HDP_VECTOR_CLONES static void widenChunk(const T* logits, int64_t count, float* wide,
+                                           float* maxima) {
+    for (int64_t i = 0; i < count; ++i) wide[i] = widen(logits[i]);
+    for (int64_t i = count; i < (count + kLanes - 1) / kLanes * kLanes; ++i) wide[i] = -INFINITY;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) maxima[l] = larger(maxima[l], wide[i + l]);
+    }
+  }
+
+  HDP_VECTOR_CLONES static void sumChunk(const float* wide, int64_t count, float offset,
+                                         float* sums) {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) sums[l] += expNegative(wide[i + l] - offset);
+    }
+  }
+
+  HDP_VECTOR_CLONES static void gradient(const T* logits, int64_t count, float lse, float scale,
+                                         T* grad) {
+    for (int64_t i = 0; i < count; ++i) {
+      narrow(softmaxGradient(widen(logits[i]), lse, scale, false), grad[i]);
+    }
+  }
+
+  static float lse(const T* logits, int64_t columns) {
+    alignas(64) float wide[kChunk];
+    float max = -INFINITY;
+    double total = 0.0;  // of exp(x - max)
+    for (int64_t at = 0; at < columns; at += kChunk) {
+      const int64_t count = std::min(kChunk, columns - at);
+      float maxima[kLanes];
+      float sums[kLanes] = {};
+      std::fill_n(maxima, kLanes, max);
+      widenChunk(logits + at, count, wide, maxima);
+      const float before = max;
+      for (const float lane : maxima) max = larger(max, lane);
+      const float offset = offsetOf(max);
+      sumChunk(wide, count, offset, sums);
+      total *= expNegative(before - offset);
+      for (const float lane : sums) total += static_cast<double>(lane);
+    }
+    return lseOf({max, static_cast<float>(total)});
+  }
+};
+
+// Calls `function(T{})` for the type of the logits.
+template <typename Function>
+void withLogits(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat16:
+      return function(Float16{});
+    default:
+      return function(float{});
+  }
+}
+
+LabelKind kindOf(const CrossEntropyShape& shape, int64_t label) {
+  return labelKind(label, shape.ignore_index, shape.first_column, shape.columns,
+                   shape.total_columns);
+}
+
+template <typename T>
+void statsOfRows(const CrossEntropyStatsArgs& args, int64_t begin, int64_t end) {
+  const CrossEntropyShape& shape = args.shape;
+  for (int64_t i = begin; i < end; ++i) {
+    const T* row = static_cast<const T*>(args.logits) + i * shape.stride;
+    const LabelKind kind = kindOf(shape, args.labels[i]);
+    const bool ignored = kind == LabelKind::kIgnored;
+    args.stats[i] = ignored ? 0.0f : Row<T>::lse(row, shape.columns);
+    args.stats[shape.tokens + i] =
+        kind == LabelKind::kHere ? widen(row[args.labels[i] - shape.first_column]) : 0.0f;
+  }
+}
+
+template <typename T>
+void gradOfRows(const CrossEntropyGradArgs& args, int64_t begin, int64_t end) {
+  const CrossEntropyShape& shape = args.shape;
+  for (int64_t i = begin; i < end; ++i) {
+    const T* row = static_cast<const T*>(args.logits) + i * shape.stride;
+    T* grad = static_cast<T*>(args.grad) + i * shape.stride;
+    const LabelKind kind = kindOf(shape, args.labels[i]);
+    if (kind == LabelKind::kIgnored) {
+      std::fill_n(grad, shape.columns, T{});
+      continue;
+    }
+    const float scale = args.upstream[i * args.upstream_stride] *
+                        (args.weights == nullptr ? 1.0f : args.weights[i]);
+    const int64_t label = args.labels[i] - shape.first_column;
+    const float at_label = kind == LabelKind::kHere ? widen(row[label]) : 0.0f;  // before it goes
+    Row<T>::gradient(row, shape.columns, args.lse[i], scale, grad);
+    if (kind == LabelKind::kHere) {
+      narrow(softmaxGradient(at_label, args.lse[i], scale, true), grad[label]);
+    }
+  }
+}
+
+void checkLabels(const CrossEntropyShape& shape, const int64_t* labels) {
+  for (int64_t i = 0; i < shape.tokens; ++i) {
+    if (kindOf(shape, labels[i]) == LabelKind::kInvalid) {
+      throwInvalidUsage("label " + std::to_string(labels[i]) + " of token " + std::to_string(i) +
+                        " is outside the vocabulary; expected 0 to " +
+                        std::to_string(shape.total_columns - 1) + ", or ignore_index " +
+                        std::to_string(shape.ignore_index));
+    }
+  }
+}
+
+}  // namespace
+
+void checkCrossEntropy(const CrossEntropyShape& shape, const void* logits) {
+  if (shape.dtype != DType::kFloat32 && shape.dtype != DType::kBFloat16 &&
+      shape.dtype != DType::kFloat16) {
+    throwInvalidUsage(std::string("no cross-entropy of logits of ") + dtypeName(shape.dtype) +
+                      "; expected float32, bfloat16 or float16");
+  }
+  checkCount("cross-entropy", std::min({shape.tokens, shape.columns, shape.first_column}));
+  if (shape.first_column + shape.columns > shape.total_columns) {
+    throwInvalidUsage("columns " + std::to_string(shape.first_column) + " to " +
+                      std::to_string(shape.first_column + shape.columns) + " of a vocabulary of " +
+                      std::to_string(shape.total_columns) + ": the shard does not lie in it");
+  }
+  if (shape.tokens > 1 && shape.stride < shape.columns) {
+    throwInvalidUsage("a stride of " + std::to_string(shape.stride) + " between rows of " +
+                      std::to_string(shape.columns) + " logits: the rows overlap; copy them");
+  }
+  checkElementAddress("cross-entropy", logits, shape.dtype);
+}
+
+void checkCrossEntropyLoss(const CrossEntropyLossArgs& args) {
+  checkCount("cross-entropy", std::min(args.tokens, args.shards - 1));
+}
+
+void crossEntropyStatsCpu(const CrossEntropyStatsArgs& args, int num_threads) {
+  checkCrossEntropy(args.shape, args.logits);
+  checkLabels(args.shape, args.labels);
+  withLogits(args.shape.dtype, [&](auto value) {
+    forRows(args.shape.tokens, args.shape.tokens * args.shape.columns, num_threads,
+            [&](int64_t begin, int64_t end) { statsOfRows<decltype(value)>(args, begin, end); });
+  });
+}
+
+void crossEntropyLossCpu(const CrossEntropyLossArgs& args) {
+  checkCrossEntropyLoss(args);
+  for (int64_t i = 0; i < args.tokens; ++i) {
+    const TokenLoss token = lossOfToken(args.stats, args.shards, args.tokens, i);
+    const bool ignored = args.labels[i] == args.ignore_index;
+    args.lse[i] = token.lse;
+    args.loss[i] = ignored ? 0.0f : token.loss * (args.weights == nullptr ? 1.0f : args.weights[i]);
+  }
+}
+
+void crossEntropyGradCpu(const CrossEntropyGradArgs& args, int num_threads) {
+  checkCrossEntropy(args.shape, args.logits);
+  checkElementAddress("cross-entropy", args.grad, args.shape.dtype);
+  withLogits(args.shape.dtype, [&](auto value) {
+    forRows(args.shape.tokens, args.shape.tokens * args.shape.columns, num_threads,
+            [&](int64_t begin, int64_t end) { gradOfRows<decltype(value)>(args, begin, end); });
+  });
+}
+
+}  // namespace hdpcomm::kernels

@@ -1,0 +1,103 @@
+#include "hdpcomm/kernels/reduce.hpp"
+#include "reduce_types.hpp"
+#include "vector.cuh"
+
+namespace hdpcomm::kernels {
+namespace {
+
+// out may be a or b (then it has their shift, so a vector is read and written by one thread only).
+template <typename T, RedOp op>
+__global__ void __launch_bounds__(kThreads)
+    reduceKernel(T* out, const T* a, const T* b, Slices slices) {
+  constexpr int kCount = Pack<T>::kCount;
+  T* to = out + slices.head;
+  const T* from_a = a + slices.head;
+  const T* from_b = b + slices.head;
+  forVectors(slices.vectors, [&](auto group, int64_t first) {
+    constexpr int kGroup = decltype(group)::value;
+    Pack<T> left[kGroup];
+    Pack<T> right[kGroup];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      left[j].bits = loadAnywhere(from_a + (first + j * kThreads) * kCount);
+      right[j].bits = loadAnywhere(from_b + (first + j * kThreads) * kCount);
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        reduceElement<op>(left[j].values[i], right[j].values[i], left[j].values[i]);
+      }
+      left[j].store(to + (first + j * kThreads) * kCount);
+    }
+  });
+  if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {
+    const int64_t i = slices.edge<kCount>(threadIdx.x);
+    reduceElement<op>(a[i], b[i], out[i]);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) scaleKernel(T* data, Wide<T> divisor, Slices slices) {
+  constexpr int kCount = Pack<T>::kCount;
+  T* body = data + slices.head;
+  forVectors(slices.vectors, [&](auto group, int64_t first) {
+    constexpr int kGroup = decltype(group)::value;
+    Pack<T> parts[kGroup];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      parts[j] = Pack<T>::load(body + (first + j * kThreads) * kCount);
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        divideElement(parts[j].values[i], divisor, parts[j].values[i]);
+      }
+      parts[j].store(body + (first + j * kThreads) * kCount);
+    }
+  });
+  if (blockIdx.x == 0 && threadIdx.x < slices.edges()) {
+    T& value = data[slices.edge<kCount>(threadIdx.x)];
+    divideElement(value, divisor, value);
+  }
+}
+
+template <typename T>
+void launchScale(const ScaleArgs& args, void* stream) {
+  const Slices slices = sliceBuffer(args.data, args.count, sizeof(T), false);
+  launchKernel("scale", scaleKernel<T>, blocksForVectors(slices.vectors), kThreads, stream,
+               static_cast<T*>(args.data), static_cast<Wide<T>>(args.divisor), slices);
+}
+
+}  // namespace
+
+void reduceCuda(const ReduceArgs& args, void* stream) {
+  checkReduce(args);
+  if (args.count == 0) return;
+  withReduction(args.dtype, args.op, [&](auto value, auto tag) {
+    using T = decltype(value);
+    const Slices slices = sliceBuffer(args.out, args.count, sizeof(T),
+                                      shiftedBy(args.out, args.a) || shiftedBy(args.out, args.b));
+    launchKernel("reduce", reduceKernel<T, decltype(tag)::kOp>, blocksForVectors(slices.vectors),
+                 kThreads, stream, static_cast<T*>(args.out), static_cast<const T*>(args.a),
+                 static_cast<const T*>(args.b), slices);
+  });
+}
+
+void scaleCuda(const ScaleArgs& args, void* stream) {
+  checkScale(args);
+  if (args.count == 0) return;
+  switch (args.dtype) {
+    case DType::kFloat16:
+      return launchScale<Float16>(args, stream);
+    case DType::kBFloat16:
+      return launchScale<BFloat16>(args, stream);
+    case DType::kFloat32:
+      return launchScale<float>(args, stream);
+    default:
+      return launchScale<double>(args, stream);
+  }
+}
+
+}  // namespace hdpcomm::kernels

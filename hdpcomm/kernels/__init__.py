@@ -1,0 +1,10 @@
+"""Maths on torch tensors by this library's kernels: reductions, casts, cross-entropy, folds of several ranks' buffers.
+
+All functions are local. On CUDA tensors they enqueue on the current stream of the tensors' device; on CPU tensors they
+have run on return. Both run the same element functions.
+"""
+
+from hdpcomm.kernels.buffers import cast, collect, fold, put, reduce, scale
+from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
+
+__all__ = ["CROSS_ENTROPY_DTYPES", "cast", "collect", "cross_entropy", "fold", "put", "reduce", "scale"]

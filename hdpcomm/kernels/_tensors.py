@@ -1,0 +1,57 @@
+"""What crosses to the kernels of a tensor: type code, place, stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hdpcomm._core import DTYPES
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["check_same", "dtype_code", "launch"]
+
+_CODES = {getattr(torch, name): code for name, code in DTYPES.items() if hasattr(torch, name)}
+
+
+def dtype_code(tensor: torch.Tensor, known: Sequence[torch.dtype] | None = None) -> int:
+    """The core's code of the element type; ``known``: the ones that the kernel takes (default: all).
+
+    Raises: InvalidUsage for another type.
+    """
+    if tensor.dtype not in (_CODES if known is None else known):
+        names = sorted(_CODES, key=str) if known is None else known
+        raise InvalidUsage(f"{tensor.dtype} was given; expected {', '.join(str(x)[6:] for x in names)}")
+    return _CODES[tensor.dtype]
+
+
+def launch(kernel: Callable[..., None], tensor: torch.Tensor, *args: object) -> None:
+    """``kernel(*args, cuda, stream)`` for the place of ``tensor``: with CUDA, its device and its current stream.
+
+    Raises: InvalidUsage for a tensor that is neither on the CPU nor on CUDA.
+    """
+    if tensor.device.type == "cpu":
+        kernel(*args, False, 0)
+    elif tensor.device.type == "cuda":
+        with torch.cuda.device(tensor.device):
+            kernel(*args, True, torch.cuda.current_stream().cuda_stream)
+    else:
+        raise InvalidUsage(f"tensors on {tensor.device} were given; expected cpu or cuda")
+
+
+def check_same(kernel: str, tensors: Sequence[torch.Tensor], *, device: bool = True) -> None:
+    """InvalidUsage unless all tensors are contiguous and of one shape and type, and on one device.
+
+    ``device=False``: they may lie on several devices that the first one's can read.
+    """
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+            raise InvalidUsage(
+                f"the tensors of a {kernel} differ: {tuple(first.shape)} of {first.dtype} and {tuple(tensor.shape)} "
+                f"of {tensor.dtype}; expected one shape and type"
+            )
+        if not tensor.is_contiguous():
+            raise InvalidUsage(f"a tensor of a {kernel} is not contiguous: strides {tensor.stride()}; copy it")
+        if tensor.device.type != first.device.type or (device and tensor.device != first.device):
+            raise InvalidUsage(f"the tensors of a {kernel} lie on {first.device} and on {tensor.device}; move one")

@@ -1,0 +1,161 @@
+"""Softmax cross-entropy that reads the logits twice and keeps nothing of their size, over vocabulary shards too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hdpcomm._core import kernels as _core
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels._tensors import dtype_code, launch
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["CROSS_ENTROPY_DTYPES", "cross_entropy"]
+
+CROSS_ENTROPY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The types of logits that :func:`cross_entropy` takes."""
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weights: Tensor | None = None,
+    ignore_index: int = -100,
+    comm: Communicator | None = None,
+    shard: tuple[int, int] | None = None,
+    in_place: bool = True,
+) -> Tensor:
+    """The loss of each token, fp32, differentiable in the logits: ``weight * (logsumexp(logits) - logits[label])``.
+
+    All maths is fp32, whatever the type of the logits, and no fp32 copy of them is made: forward reads them once;
+    backward reads them once more and writes the gradient **in their place** (``in_place=True``). So the logits must not
+    be read after backward; autograd notices if another node saved them. Where that is not possible (logits that are a
+    leaf of the graph or a view of one, or whose rows overlap) or not wanted, the gradient takes memory of its own.
+
+    Args:
+        logits: ``[..., columns]`` float32, bfloat16 or float16.
+        labels: ``[...]`` int64, columns of the whole vocabulary, or ``ignore_index`` for a token without a loss (its
+            loss and gradient are 0, whatever its logits).
+        weights: ``[...]`` float32, factors of the tokens' losses; not differentiated. Default: 1.
+        comm: the ranks that hold shards of the vocabulary, in the order of the columns; None: the logits are whole.
+            Collective over it in forward (one all-gather of 8 bytes a token and rank); backward needs none.
+        shard: (first column of this rank, columns of the whole vocabulary). Default: equal shards in the ranks' order.
+        in_place: False keeps the logits as they are.
+
+    Returns: ``[...]`` float32, the same on all ranks of ``comm``. On CUDA, enqueued on the current stream.
+
+    Raises:
+        InvalidUsage: shapes, types or places that do not fit; on the CPU, a label outside the vocabulary (on CUDA such
+            a token's loss is NaN, as reading labels back would stop the stream); a second backward after ``in_place``.
+    """
+    _check(logits, labels, weights)
+    columns = logits.shape[-1]
+    size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+    first, total = shard if shard is not None else (rank * columns, size * columns)
+    if total < 1:
+        raise InvalidUsage(f"logits {tuple(logits.shape)} have no column; a vocabulary has at least one")
+    rows = logits.reshape(-1, columns)
+    if rows.stride(-1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < columns):
+        rows = rows.contiguous()
+    job = _Job(first, total, ignore_index, comm, in_place and _is_temporary(logits))
+    flat = None if weights is None else weights.detach().reshape(-1).contiguous()
+    loss: Tensor = _CrossEntropy.apply(rows, labels.reshape(-1).contiguous(), flat, job)  # type: ignore[no-untyped-call]
+    return loss.view(labels.shape)
+
+
+@dataclass(slots=True)
+class _Job:
+    first: int
+    total: int
+    ignore_index: int
+    comm: Communicator | None
+    in_place: bool
+    consumed: bool = False  # the gradient lies where the logits were
+
+    def shape(self, rows: Tensor) -> tuple[int, int, int, int, int, int]:
+        return (*rows.shape, rows.stride(0), self.first, self.total, self.ignore_index)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, labels: Tensor, weights: Tensor | None, job: _Job) -> Tensor:
+        tokens = rows.shape[0]
+        stats = torch.empty(2, tokens, dtype=torch.float32, device=rows.device)
+        launch(
+            _core.cross_entropy_stats, rows, job.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
+            stats.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        shards = 1 if job.comm is None else job.comm.size
+        if job.comm is not None and shards > 1:
+            local, stats = stats, stats.new_empty(shards, 2, tokens)
+            job.comm.all_gather(stats, local)
+        lse, loss = torch.empty(2, tokens, dtype=torch.float32, device=rows.device).unbind()
+        launch(
+            _core.cross_entropy_loss, rows, stats.data_ptr(), labels.data_ptr(), _address(weights), lse.data_ptr(),
+            loss.data_ptr(), shards, tokens, job.ignore_index,
+        )  # fmt: skip
+        ctx.job = job
+        ctx.save_for_backward(rows, labels, weights, lse)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        job: _Job = ctx.job
+        if job.consumed:
+            raise InvalidUsage(
+                "backward went through cross_entropy a second time, but its gradient has taken the place of the "
+                "logits; use in_place=False with retain_graph=True"
+            )
+        rows, labels, weights, lse = ctx.saved_tensors
+        upstream = grads[0].float()
+        grad = (
+            rows.detach()
+            if job.in_place
+            else torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
+        )
+        launch(
+            _core.cross_entropy_grad, rows, job.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
+            lse.data_ptr(), _address(weights), upstream.data_ptr(), upstream.stride(0), grad.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if job.in_place:
+            job.consumed = True
+            torch.autograd.graph.increment_version(rows)  # others who saved the logits are told by autograd
+        return grad, None, None, None
+
+
+def _is_temporary(logits: Tensor) -> bool:
+    """Whether the logits are a result inside a graph, so that nobody but the graph owns their memory."""
+    base = logits._base if logits._is_view() else logits
+    return logits.requires_grad and base is not None and not base.is_leaf
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check(logits: Tensor, labels: Tensor, weights: Tensor | None) -> None:
+    dtype_code(logits, CROSS_ENTROPY_DTYPES)
+    if logits.dim() == 0 or logits.shape[:-1] != labels.shape:
+        raise InvalidUsage(
+            f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: one row of logits for each label was "
+            "expected"
+        )
+    if labels.dtype != torch.int64:
+        raise InvalidUsage(f"labels are {labels.dtype}; expected int64")
+    if weights is not None and (weights.shape != labels.shape or weights.dtype != torch.float32):
+        raise InvalidUsage(
+            f"weights {tuple(weights.shape)} of {weights.dtype}; expected float32, one for each label: "
+            f"{tuple(labels.shape)}"
+        )
+    for tensor in (labels, weights):
+        if tensor is not None and tensor.device != logits.device:
+            raise InvalidUsage(f"logits are on {logits.device}, labels or weights on {tensor.device}; move one")
