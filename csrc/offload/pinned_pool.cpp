@@ -55,7 +55,13 @@ PinnedPool::PinnedPool(DevicePtr device, const PoolOptions& options)
   insert(0, arena_.bytes(), {});
 }
 
-PinnedPool::~PinnedPool() { unregisterChunks(); }
+PinnedPool::~PinnedPool() {
+  unregisterChunks();
+  try {
+    device_->annotateFree(arena_.data(), arena_.bytes());
+  } catch (...) {  // only a check listens
+  }
+}
 
 // False where the kernel does not let us (a container without the right, no NUMA support).
 bool PinnedPool::bindToNode(int node) {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,8 @@ def open_device(device: torch.device | str) -> Device:
         raise InvalidUsage(f"device is {device}; offload works on cuda and, simulated, on cpu")
     if not torch.cuda.is_available():
         raise DeviceError(f"device is {device}, and torch finds no CUDA device on this machine; give cpu to simulate")
-    open_cuda: Callable[[int], Device] | None = getattr(core, "open_cuda", None)
-    if open_cuda is None:
-        raise DeviceError("this build of hdpcomm has no CUDA devices; build it with a CUDA compiler")
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    return open_cuda(torch.cuda.current_device() if place.index is None else place.index)
+    return core.open_cuda(torch.cuda.current_device() if place.index is None else place.index)
 
 
 def compute_stream(device: Device) -> int | None:

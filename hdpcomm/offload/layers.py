@@ -31,7 +31,8 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]
                 f"{type(model).__name__} has no nn.ModuleList of layers; give the layers themselves, in the order of "
                 "the forward pass"
             )
-        layers: tuple[nn.Module, ...] = tuple(max(lists, key=_size))
+        sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
+        layers: tuple[nn.Module, ...] = tuple(lists[sizes.index(max(sizes))])
     else:
         layers = tuple(model)
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
@@ -41,10 +42,6 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]
         if id(layer) in inside:
             raise InvalidUsage(f"layer {place} ({type(layer).__name__}) lies in another one; give the outer ones only")
     return layers
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def is_compiled_whole(module: nn.Module) -> bool:
