@@ -45,10 +45,12 @@ def measure_copies(pool: PinnedPool, size: int, *, iterations: int = 10, warmup:
     """
     if size < 1 or iterations < 1 or warmup < 0:
         raise InvalidUsage(f"size is {size}, iterations {iterations}, warmup {warmup}; give at least 1, 1 and 0")
-    if pool.stats().largest_free < 3 * (-(-size // 256) * 256):
+    stats = pool.stats()
+    room = stats.capacity - stats.in_use
+    if room < 3 * (-(-size // 256) * 256):
         raise InvalidUsage(
-            f"copies of {size} bytes need three blocks of the pool, whose largest free piece has "
-            f"{pool.stats().largest_free} bytes; make it larger or the copies smaller"
+            f"copies of {size} bytes need three blocks of the pool, of which {room} bytes are not in use; make it "
+            "larger or the copies smaller"
         )
     return _Measurement(pool, size, iterations, warmup).rates()
 
