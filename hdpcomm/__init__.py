@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, PeerLost
 
 if TYPE_CHECKING:
-    from hdpcomm import attention, comm, data, kernels, models, perf, plan, sim, testing, trace, train
+    from hdpcomm import attention, comm, data, kernels, models, offload, perf, plan, sim, testing, trace, train
     from hdpcomm.comm import Communicator, Work, init
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "init",
     "kernels",
     "models",
+    "offload",
     "perf",
     "plan",
     "sim",
@@ -39,7 +40,20 @@ __all__ = [
 ]
 
 # Loaded on first use: planning and the command line do without torch, whose import takes seconds.
-_ROOMS = ("attention", "comm", "data", "kernels", "models", "perf", "plan", "sim", "testing", "trace", "train")
+_ROOMS = (
+    "attention",
+    "comm",
+    "data",
+    "kernels",
+    "models",
+    "offload",
+    "perf",
+    "plan",
+    "sim",
+    "testing",
+    "trace",
+    "train",
+)
 _FROM_COMM = ("Communicator", "Work", "init")
 
 

@@ -16,4 +16,6 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindScale(scale);
   auto device = module.def_submodule("device");
   hdpcomm::bindDevice(device);
+  auto offload = module.def_submodule("offload");
+  hdpcomm::bindOffload(offload);
 }

@@ -18,5 +18,6 @@ void bindStream(pybind11::module_& module);
 void bindCollective(pybind11::module_& module);
 void bindScale(pybind11::module_& module);
 void bindDevice(pybind11::module_& module);
+void bindOffload(pybind11::module_& module);
 
 }  // namespace hdpcomm

@@ -44,6 +44,7 @@ OPS = (
     ("ring", "keys and values go round the ring, as in ring attention"),
     ("subset", "making communicators and first using them"),
     ("mixed", "several overlapping subsets at once"),
+    ("offload", "one rank's copies to and from the pinned pool (--device; no ranks)"),
 )
 
 
@@ -112,7 +113,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("op", metavar="OP", nargs="?", choices=[name for name, _ in OPS], help="one of the above")
     _add_nccl_options(parser.add_argument_group("as in nccl-tests"))
     _add_own_options(parser.add_argument_group("of hdpcomm"))
-    parser.set_defaults(func=_perf)
+    parser.set_defaults(func=lambda options: _perf(options, parser.parse_args([])))
 
 
 def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
@@ -181,6 +182,7 @@ def _add_own_options(group: argparse._ArgumentGroup) -> None:
         help="only these ranks, in this order; repeatable",
     )
     add("--algorithm", default="auto", metavar="NAME", help="(default %(default)s)")
+    add("--device", metavar="NAME", help="of offload: cuda, cuda:1 or sim (default: cuda if there is one)")
     add("--transport", default="auto", metavar="NAME", help="(default %(default)s)")
     add("--format", choices=("table", "csv", "jsonl"), default="table", help="of standard output (default %(default)s)")
     add(
@@ -201,7 +203,13 @@ def _add_own_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _perf(options: argparse.Namespace) -> int:
+def _perf(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
+    if options.op == "offload":
+        from hdpcomm.cli.perf_offload import measure_offload
+
+        return measure_offload(options, defaults)
+    if options.device is not None:
+        raise InvalidUsage("--device belongs to offload; ranks take the device of their transport; leave it out")
     try:
         return _calibrate(options) if options.calibrate is not None else _measure(options)
     except NotImplementedError as error:

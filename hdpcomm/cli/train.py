@@ -68,6 +68,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
     )
     ranks.add_argument("--no-compare", action="store_true", help="do not repeat the run with the static mesh")
+    ranks.add_argument(
+        "--offload",
+        type=_size,
+        default=0,
+        metavar="SIZE",
+        help="pinned host memory of each rank for activations of long sequences, like 512M or 64G; 0: none",
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=count, default=2, help="transformer blocks")
     model.add_argument("--hidden", type=count, default=64, help="width of the residual stream")
@@ -84,6 +91,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     output.add_argument("--log", type=Path, metavar="FILE", help="write one JSON line a step, as the steps are done")
     parser.set_defaults(func=_train)
+
+
+def _size(text: str) -> int:
+    from hdpcomm.perf.config import parse_size
+
+    try:
+        return parse_size(text)
+    except InvalidUsage as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +164,7 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
         seed=options.seed,
         learning_rate=options.lr,
         max_grad_norm=options.max_grad_norm,
+        offload_bytes=options.offload,
     )
     if options.data:
         corpus = open_corpus(options.data, context=context, text_field=options.text_field)

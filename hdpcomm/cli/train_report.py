@@ -84,6 +84,8 @@ def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
     )
     console.print(_steps_table(policy, result.steps[policy]))
     console.print(_policies_table(result))
+    if config.offload_bytes:
+        console.print(_offload_table(result))
     total = totals(result.steps[policy])
     console.print(
         f"plans were made while the steps before ran: {1e3 * total.planning_s / total.steps:.2f} ms each, of which a "
@@ -133,6 +135,24 @@ def _policies_table(result: RunResult) -> Table:
             _ranks_text(fewest, most),
             size_text(total.bytes_sent / total.steps),
             f"{total.idle_share:.0%}",
+        )
+    return table
+
+
+def _offload_table(result: RunResult) -> Table:
+    """Predicted and measured, each the most or the sum of the run."""
+    table = Table(title="offload", box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("policy", "largest ratio", "to host/step", "memory", "predicted", "seconds/step", "predicted"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for policy, steps in result.steps.items():
+        table.add_row(
+            policy,
+            f"{max(step.offload_ratio for step in steps):.2f}",
+            size_text(sum(step.offloaded_bytes for step in steps) / len(steps)),
+            size_text(max(step.memory_bytes for step in steps)),
+            size_text(max(step.predicted_memory_bytes for step in steps)),
+            f"{sum(step.seconds for step in steps) / len(steps):.2f}",
+            f"{sum(step.predicted_s for step in steps) / len(steps):.2f}",
         )
     return table
 
@@ -187,6 +207,7 @@ def to_json(corpus: Corpus, config: RunConfig, result: RunResult) -> dict[str, o
             "seed": config.seed,
             "learning_rate": config.learning_rate,
             "max_grad_norm": config.max_grad_norm,
+            "offload_bytes": config.offload_bytes,
         },
         "data": {
             "name": corpus.name,

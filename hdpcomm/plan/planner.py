@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
@@ -28,6 +30,7 @@ class Planner:
         cost_model: :meth:`CostModel.analytic` when not given.
         context: longest sequence that a static mesh is made for; 0: the longest of each step.
         context_ranks: size of the static groups; 0: the smallest divisor of the ranks that holds the context.
+        memory: what a rank holds; :meth:`MemoryModel.of` when not given (measured figures of a run go here).
 
     Example:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
@@ -45,6 +48,7 @@ class Planner:
         *,
         context: int = 0,
         context_ranks: int = 0,
+        memory: MemoryModel | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise InvalidUsage(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
@@ -58,10 +62,12 @@ class Planner:
         self.cluster = cluster
         self.policy = policy
         self.cost_model = cost_model
-        self.memory = MemoryModel.of(model, cluster)
+        self.memory = memory or MemoryModel.of(model, cluster)
         self.context = context
         self.context_ranks = context_ranks
         self._core = core_cost(cost_model, self.memory, cluster)
+        resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
+        self._without_offload = core_cost(cost_model, resident, cluster) if self.memory.offloadable else None
 
     @property
     def max_length(self) -> int:
@@ -79,9 +85,13 @@ class Planner:
         """
         start = time.perf_counter()
         sizes = list(map(int, lengths))
-        batches, makespan, lower_bound, idle_share = core.solve(
-            self._core, sizes, self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo
-        )
+        batches, makespan, lower_bound, idle_share = self._solve(self._core, sizes)
+        others = self._without_offload
+        if others is not None and makespan > lower_bound * (1 + 1e-9) and max(sizes, default=0) <= self.max_length:
+            with contextlib.suppress(InvalidUsage):  # policies that round sizes up may find no room
+                plain = self._solve(others, sizes)
+                if plain[1] < makespan:  # heuristics may do better with less freedom: offload never costs time
+                    batches, makespan, _, idle_share = plain
         return StepPlan(
             policy=self.policy,
             num_ranks=self.cluster.ranks,
@@ -91,6 +101,9 @@ class Planner:
             planning_s=time.perf_counter() - start,
             idle_share=idle_share,
         )
+
+    def _solve(self, cost: core.CostModel, sizes: list[int]) -> tuple[tuple[MicroBatch, ...], float, float, float]:
+        return core.solve(cost, sizes, self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo)
 
     def lower_bound(self, lengths: Sequence[int]) -> float:
         """Seconds that no plan of these lengths can beat (docs/planner.md)."""

@@ -42,6 +42,10 @@ class StepMetrics:
     predicted_s: float
     planning_s: float
     plan_wait_s: float
+    offload_ratio: float = 0.0
+    offloaded_bytes: int = 0
+    memory_bytes: int = 0
+    predicted_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

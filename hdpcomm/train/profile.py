@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from hdpcomm.train.loss import next_token_labels, summed_loss
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["profile_cost_model"]
+__all__ = ["forward_backward", "profile_cost_model"]
 
 _REPEATS = 2  # the faster one counts, what else the machine does only ever slows down
 
@@ -71,9 +72,13 @@ def _group_of(comm: Communicator, size: int) -> Communicator | None:
 
 
 def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int]) -> float:
-    """Seconds of one forward and backward of a pack of sequences on ``group``."""
-    if group is None:
-        return 0.0
+    return 0.0 if group is None else forward_backward(model, group, lengths)
+
+
+def forward_backward(
+    model: nn.Module, group: Communicator, lengths: list[int], *, context: AbstractContextManager[None] | None = None
+) -> float:
+    """Seconds of one forward and backward of a pack of sequences on ``group``; ``context``: round the forward pass."""
     device = next(model.parameters()).device
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     rank, size = group.rank, group.size
@@ -82,8 +87,11 @@ def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int]) -
     labels = shard(next_token_labels(whole), cu_seqlens, rank=rank, size=size).to(device)
     places = positions(cu_seqlens, rank=rank, size=size, device=device)
     started = time.perf_counter()
-    logits = model(tokens, positions=places, cu_seqlens=cu_seqlens, comm=group)
-    summed_loss(logits, labels).backward()  # type: ignore[no-untyped-call]
+    with context or nullcontext():
+        logits = model(tokens, positions=places, cu_seqlens=cu_seqlens, comm=group)
+        loss = summed_loss(logits, labels)
+    del logits
+    loss.backward()  # type: ignore[no-untyped-call]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ import torch
 from hdpcomm.data import BatchSampler, Corpus, GlobalBatch
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import POLICIES, ClusterSpec, PlanAhead, Planner
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.plan import POLICIES, ClusterSpec, MemoryModel, PlanAhead, Planner
 from hdpcomm.train.metrics import StepMetrics
+from hdpcomm.train.offload import profile_activations
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.trainer import Trainer
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["RunConfig", "RunResult", "check_limits", "learning_rate", "run"]
 
 
+SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
 
 
@@ -39,6 +43,7 @@ class RunConfig:
         learning_rate: the highest; it rises over the first tenth of the steps and then falls along a cosine to a tenth
             of it.
         max_grad_norm: global L2 norm above which gradients are scaled down.
+        offload_bytes: pinned host memory of a rank for activations; 0: no offload.
     """
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
@@ -50,6 +55,7 @@ class RunConfig:
     learning_rate: float = 1e-2
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    offload_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "capacity", "tokens_per_step"):
@@ -57,6 +63,13 @@ class RunConfig:
                 raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
         if not self.policies or any(policy not in POLICIES for policy in self.policies):
             raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(POLICIES)}")
+        if self.offload_bytes < 0:
+            raise InvalidUsage(f"offload_bytes is {self.offload_bytes}; it must be 0 (no offload) or more")
+        if self.offload_bytes and self.model.layers <= 2:
+            raise InvalidUsage(
+                f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
+                "stay on the device; give at least 3 layers (--layers)"
+            )
         if self.learning_rate <= 0:
             raise InvalidUsage(f"learning_rate is {self.learning_rate}; it must be above 0")
 
@@ -88,7 +101,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
 def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
     """Raises InvalidUsage if a sequence fits no batch, or not all ranks together; says which limit to raise. Local."""
     longest, room = int(corpus.lengths.max()), config.capacity * ranks
-    if longest > room:
+    if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
         raise InvalidUsage(
             f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
             f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
@@ -121,12 +134,20 @@ def run(
         comm,
         longest=min(longest, config.capacity, PROFILE_TOKENS),
     )
-    cluster = ClusterSpec(ranks=comm.size, capacity=config.capacity)
+    cluster = ClusterSpec(ranks=comm.size, capacity=config.capacity, offload=config.offload_bytes > 0)
+    pool, memory = _host_memory(comm, config)
     trainers: dict[str, Trainer] = {}
     for policy in config.policies:
         model = Llama(config.model, seed=config.seed).to(comm.device)
-        planner = Planner(None, cluster, policy, cost_model, context=longest)
-        trainers[policy] = Trainer(model, _optimizer(model, config), planner, comm, max_grad_norm=config.max_grad_norm)
+        planner = Planner(None, cluster, policy, cost_model, context=longest, memory=memory)
+        trainers[policy] = Trainer(
+            model,
+            _optimizer(model, config),
+            planner,
+            comm,
+            max_grad_norm=config.max_grad_norm,
+            offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
+        )
     steps: dict[str, list[StepMetrics]] = {policy: [] for policy in trainers}
     with ExitStack() as stack:
         plans = {
@@ -144,6 +165,18 @@ def run(
                     on_step(policy, metrics)
     parameters = sum(parameter.numel() for parameter in trainers[config.policies[0]].model.parameters())
     return RunResult(ranks=comm.size, transport=comm.transport, parameters=parameters, steps=steps)
+
+
+def _host_memory(comm: Communicator, config: RunConfig) -> tuple[PinnedPool | None, MemoryModel | None]:
+    """The pool, and what it allows a rank to hold, as measured. Collective over ``comm``."""
+    if not config.offload_bytes:
+        return None, None
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+    model = Llama(config.model, seed=config.seed)
+    pool = PinnedPool(config.offload_bytes, device=next(model.parameters()).device, sharers=sharers)
+    offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
+    profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
+    return pool, profile.memory_model(config.capacity, config.offload_bytes)
 
 
 def _sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:

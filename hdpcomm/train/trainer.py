@@ -16,11 +16,13 @@ from hdpcomm.train.agreement import check_same_plan
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE, summed_loss
 from hdpcomm.train.metrics import StepMetrics
+from hdpcomm.train.offload import OffloadedStep
 from hdpcomm.train.packing import Fetch, pack_shard
 from hdpcomm.train.waiting import TimedCommunicator
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.offload import ActivationOffload
     from hdpcomm.plan import MicroBatch, Planner
 
 __all__ = ["Trainer"]
@@ -43,6 +45,8 @@ class Trainer:
         comm: the ranks that train together; the plan's ranks are positions in it.
         max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
         loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label.
+        offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
+            needed if the planner uses any. With it, the device memory of each step is measured.
 
     Raises:
         InvalidUsage: the planner is for another number of ranks, or the model has nothing to train.
@@ -70,6 +74,7 @@ class Trainer:
         *,
         max_grad_norm: float | None = 1.0,
         loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
+        offload: ActivationOffload | None = None,
     ) -> None:
         if planner.cluster.ranks != comm.size:
             raise InvalidUsage(
@@ -85,6 +90,12 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self.gradients = GradientBuffer(model.parameters())
         self.num_steps = 0
+        if offload is None and planner.memory.offloadable:
+            raise InvalidUsage(
+                "the planner counts on host memory (offload) and the trainer has no way there; give "
+                "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
+            )
+        self.offload = offload
         self._loss = loss
         self._device = self.gradients.flat.device
         self._same_start()
@@ -114,8 +125,10 @@ class Trainer:
         rings = TimedCommunicator(self.comm)
         loss = torch.zeros(2, dtype=torch.float64)
         scale = 1.0 / max(1, sum(planned.lengths))
-        for micro_batch in plan.for_rank(self.comm.rank):
-            loss += self._run(micro_batch, fetch, scale, rings)
+        offloading = OffloadedStep(self.offload, self.planner.memory, self._device)
+        with offloading:
+            for micro_batch in plan.for_rank(self.comm.rank):
+                loss += self._run(micro_batch, fetch, scale, rings, offloading)
         self._synchronize()
         finished = time.perf_counter()
         self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
@@ -128,19 +141,29 @@ class Trainer:
         self.gradients.finish()
         self.optimizer.step()
         self._synchronize()
-        return self._metrics(planned, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
+        metrics = self._metrics(planned, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
+        return offloading.add_to(metrics, self.comm)
 
     def _plan_now(self, lengths: Sequence[int]) -> PlannedStep:
         started = time.perf_counter()
         plan = self.planner.plan(lengths)
         return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)
 
-    def _run(self, micro_batch: MicroBatch, fetch: Fetch, scale: float, rings: TimedCommunicator) -> Tensor:
+    def _run(
+        self,
+        micro_batch: MicroBatch,
+        fetch: Fetch,
+        scale: float,
+        rings: TimedCommunicator,
+        offloading: OffloadedStep,
+    ) -> Tensor:
         """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
         comm = cast("Communicator", rings.subset(micro_batch.ranks))
         packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
-        logits = self.model(packed.tokens, positions=packed.positions, cu_seqlens=packed.cu_seqlens, comm=comm)
-        loss = self._loss(logits, packed.labels)
+        with offloading.micro_batch(micro_batch.offload_ratio, packed.tokens.numel()):
+            logits = self.model(packed.tokens, positions=packed.positions, cu_seqlens=packed.cu_seqlens, comm=comm)
+            loss = self._loss(logits, packed.labels)
+        del logits
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         self.gradients.collect()
         labels = (packed.labels != IGNORE).sum()

@@ -1,0 +1,33 @@
+// Events that are used again: making one costs a driver call, and an offload records several for
+// every tensor.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "hdpcomm/device/handles.hpp"
+
+namespace hdpcomm::offload {
+
+// An event that was recorded. The last holder gives it back to its pool; a wait that was enqueued
+// on it keeps its point (device_api.hpp), so that holding it longer is never needed.
+using Fence = std::shared_ptr<const Event>;
+
+// Thread-safe. Made by make_shared: its fences hold it.
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  explicit EventPool(DevicePtr device) : device_(std::move(device)) {}
+
+  // The end of what the stream has been given.
+  Fence record(Stream stream, Site site = std::source_location::current());
+
+ private:
+  OwnedEvent take();
+
+  DevicePtr device_;
+  std::mutex mutex_;
+  std::vector<OwnedEvent> idle_;
+};
+
+}  // namespace hdpcomm::offload

@@ -1,0 +1,75 @@
+"""``hdpcomm perf offload``: how fast the way to host memory is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+from hdpcomm.cli.output import check_writable, write_json
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["measure_offload"]
+
+_USED = ("op", "minbytes", "maxbytes", "stepbytes", "stepfactor", "iters", "warmup_iters", "output_file", "format")
+_OWN = ("device", "func", "calibrate")
+
+
+def measure_offload(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
+    """Prints a row for each size, and writes the file. ``defaults``: what the options are when none is given.
+
+    Raises:
+        InvalidUsage: an option that has no meaning for copies to host memory.
+    """
+    import torch
+
+    from hdpcomm.perf.config import PerfConfig
+    from hdpcomm.perf.ops.offload import COLUMNS, offload_rates, row_of
+
+    given = {name for name, value in vars(options).items() if value != getattr(defaults, name, None)}
+    if wrong := sorted(given - {*_USED, *_OWN}):
+        raise InvalidUsage(f"offload is one rank's copies: {', '.join(wrong)} mean nothing here; leave them out")
+    largest = options.maxbytes if options.maxbytes is not None else max(32 << 20, options.minbytes)
+    config = PerfConfig(
+        op="offload",
+        min_bytes=options.minbytes,
+        max_bytes=largest,
+        step_bytes=1 << 20 if options.stepbytes is None else options.stepbytes,
+        step_factor=1 if options.stepfactor is None else options.stepfactor,
+    )
+    sizes = list(config.sizes())
+    if sizes[0] < 1:
+        raise InvalidUsage("-b 0: a copy has at least one byte")
+    if options.output_file is not None:
+        check_writable(options.output_file)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "sim")
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") and torch.cuda.is_available() else device
+    rows = []
+    if options.format == "table":
+        print(f"# device {device} ({name}); GB/s; plain: the bare copy, fresh: a new pinned buffer for each")
+    for line in _heading(options.format, [heading for heading, _ in COLUMNS]):
+        print(line)
+    for rates in offload_rates(device, sizes, iterations=options.iters, warmup=options.warmup_iters):
+        rows.append(row_of(rates))
+        print(_line(options.format, rows[-1]))
+        sys.stdout.flush()
+    if options.output_file is not None:
+        write_json(options.output_file, {"op": "offload", "device": device, "name": name, "unit": "GB/s", "rows": rows})
+    return 0
+
+
+def _heading(form: str, headings: list[str]) -> Iterator[str]:
+    if form == "table":
+        yield "".join(f"{heading:>12}" for heading in headings)
+    elif form == "csv":
+        yield ",".join(headings)
+
+
+def _line(form: str, row: dict[str, float]) -> str:
+    if form == "jsonl":
+        return json.dumps(row)
+    size, *rates = row.values()
+    if form == "csv":
+        return ",".join([f"{size:.0f}", *(f"{rate:.4g}" for rate in rates)])
+    return "".join([f"{size:>12.0f}", *(f"{rate:>12.2f}" for rate in rates)])

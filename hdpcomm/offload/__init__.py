@@ -1,0 +1,9 @@
+"""Selective offload: activations of long sequences go to page-locked host memory while the forward pass computes, and
+come back while the backward pass does (ByteScale, arXiv 2502.21231, section 5.2). See docs/offload.md."""
+
+from hdpcomm.offload.activations import ActivationOffload, OffloadStats
+from hdpcomm.offload.bandwidth import CopyRates, measure_copies
+from hdpcomm.offload.meter import MemoryMeter
+from hdpcomm.offload.pool import PinnedPool, PoolStats
+
+__all__ = ["ActivationOffload", "CopyRates", "MemoryMeter", "OffloadStats", "PinnedPool", "PoolStats", "measure_copies"]

@@ -1,0 +1,327 @@
+"""``ActivationOffload``: a part of what a forward pass saves goes to host memory, and comes back for backward."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hdpcomm._core.offload import CopyEngine
+from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.offload.host_memory import bytes_text
+from hdpcomm.offload.layers import find_layers, parameter_storages
+from hdpcomm.offload.pool import PinnedPool, PoolStats
+from hdpcomm.offload.records import Lane, ResidentTensor, StorageRecord, StoredTensor
+
+__all__ = ["ActivationOffload", "OffloadStats"]
+
+_MOST_OF_STORAGE = 16
+"""A saved tensor that is a smaller part of its storage than one in this many is no activation of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """What an offload has done so far, in bytes and tensors.
+
+    Attributes:
+        stored_bytes, loaded_bytes: copied to and from host memory.
+        stores, loads: copies.
+        shared: saved tensors that were part of a copy that was there.
+        refused_bytes: that stayed on the device because the pool was full (``when_full="keep"``).
+        held: storages that are in host memory now.
+        host_wait_s: seconds that a simulated device's computing thread waited for copies; 0 on CUDA.
+        pool: the pool's own.
+    """
+
+    stored_bytes: int
+    loaded_bytes: int
+    stores: int
+    loads: int
+    shared: int
+    refused_bytes: int
+    held: int
+    host_wait_s: float
+    pool: PoolStats
+
+
+class _MicroBatch:
+    """One forward pass and the backward pass that belongs to it."""
+
+    def __init__(self, owner: ActivationOffload, ratio: float, tokens: int | None) -> None:
+        self._owner = owner
+        self._ratio = ratio
+        self._tokens = tokens
+        self._excluded = parameter_storages(owner.layers)
+        self._records: list[list[StorageRecord]] = [[] for _ in owner.layers]
+        self._by_storage: dict[int, StorageRecord] = {}
+        self._inside = False
+        self._next = 0  # the layer that runs, or comes next
+        self._backward = -1
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def begin_layer(self, *_: Any) -> None:
+        if not _in_backward():
+            self._inside = True
+
+    def end_layer(self, *_: Any) -> None:
+        """One layer later, the copies had a layer's time to end: now what they read is let go."""
+        if self._inside and not _in_backward():
+            self._inside = False
+            self._next += 1
+            if 2 <= self._next <= len(self._records) + 1:
+                self._settle(self._next - 2)
+
+    def pack(self, tensor: torch.Tensor) -> StoredTensor | ResidentTensor:
+        owner, layer = self._owner, self._next
+        owner.lane.sweep()
+        plain = tensor.detach()  # shares storage and version; holding the tensor itself would hold the graph
+        if _in_backward() or not self._offloadable(plain):
+            return ResidentTensor(plain, self, layer)
+        storage = plain.untyped_storage()
+        record = self._by_storage.get(storage._cdata)
+        if record is not None and not record.stands_for(plain):
+            del self._by_storage[storage._cdata]
+            record = None
+        if layer >= len(self._records) - owner.resident_layers:
+            if record is not None:
+                record.also_stays(plain)
+            return ResidentTensor(plain, self, layer)
+        if record is None:
+            record = StorageRecord.start(owner.lane, plain, self._cut(storage.nbytes()))
+            if record is None:
+                return self._refused(plain, layer)
+            self._by_storage[storage._cdata] = record
+        else:
+            owner.shared += 1
+        if record not in self._records[layer]:
+            self._records[layer].append(record)
+        return StoredTensor(record, plain, self, layer)
+
+    def _offloadable(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout != torch.strided or type(tensor) is not torch.Tensor or self._ratio == 0:
+            return False
+        place = self._owner.lane.place
+        if tensor.device.type != place.type or (place.type == "cuda" and tensor.device != place):
+            return False
+        size = tensor.numel() * tensor.element_size()
+        storage = tensor.untyped_storage()
+        if size < max(1, self._owner.min_bytes) or storage.nbytes() > _MOST_OF_STORAGE * size:
+            return False
+        return storage._cdata not in self._excluded
+
+    def _cut(self, nbytes: int) -> int:
+        """Bytes that the first ratio x tokens of a storage take; rounded up, so that no more stays than was planned."""
+        units = self._tokens if self._tokens and nbytes % self._tokens == 0 else max(1, nbytes // 512)
+        return min(nbytes, max(1, math.ceil(self._ratio * units - 1e-9)) * -(-nbytes // units))
+
+    def _refused(self, tensor: torch.Tensor, layer: int) -> ResidentTensor:
+        owner, size = self._owner, self._cut(tensor.untyped_storage().nbytes())
+        if owner.when_full == "keep":
+            owner.refused_bytes += size
+            return ResidentTensor(tensor, self, layer)
+        pool = owner.pool.stats()
+        raise InvalidUsage(
+            f"the pinned pool is full: {bytes_text(size)} are needed for a tensor of shape {tuple(tensor.shape)} in "
+            f"layer {layer} of {len(self._records)} at ratio {self._ratio:.3f}, {bytes_text(pool.in_use)} of "
+            f"{bytes_text(pool.capacity)} are in use and the largest free piece has {bytes_text(pool.largest_free)}; "
+            'make the pool larger, lower the ratio, or give when_full="keep"'
+        )
+
+    def _settle(self, layer: int) -> None:
+        for record in self._records[layer]:
+            record.settle()
+
+    def end(self, *, failed: bool) -> None:
+        """The forward pass is over: nothing on the device waits for a copy any more."""
+        for records in self._records:
+            for record in records:
+                if failed:
+                    with contextlib.suppress(Error):
+                        record.settle(check=False)
+                else:
+                    record.settle()
+        self._by_storage.clear()
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def unpack(self, handle: StoredTensor | ResidentTensor) -> torch.Tensor:
+        return handle.unpack()
+
+    def enter(self, layer: int) -> None:
+        """Backward needs something of ``layer``: the one before it is loaded while this one computes."""
+        if layer == self._backward:
+            return
+        self._backward = layer
+        self._owner.sweep_after_backward()
+        for wanted in (layer, layer - 1):
+            if 0 <= wanted < len(self._records):
+                for record in reversed(self._records[wanted]):
+                    if record.handles:
+                        record.prefetch()
+
+
+class ActivationOffload:
+    """Offloads a share of the activations of a model's layers. Local; each rank makes its own.
+
+    Round the forward pass; the backward pass needs nothing::
+
+        offload = ActivationOffload(PinnedPool(64 << 30), model)
+        with offload.micro_batch(ratio=0.5, tokens=len(tokens)):
+            loss = model(tokens)
+        loss.backward()
+
+    Of every storage that a layer saves for its backward pass, the first ``ratio`` x tokens go to the pool as soon as
+    they are saved, on a stream of their own; the rest is kept. One layer later compute waits for the copies and the
+    memory is free. The last ``resident_layers`` stay. In the backward pass a layer comes back while the one after it
+    computes. Several micro-batches may be under way, as in gradient accumulation and pipelines.
+
+    Never offloaded: parameters and buffers, tensors under ``min_bytes``, what is saved outside of the layers, and what
+    an activation checkpoint computes again (its input is offloaded). Views of one storage are copied once.
+
+    Args:
+        pool: where to.
+        model: the model (its largest ``nn.ModuleList`` holds the layers), or the layers in their order. Layers may be
+            compiled one by one (``torch.compile(layer)``), not the model as a whole and not by ``layer.compile()``.
+        ratio: of :meth:`micro_batch` where it names none.
+        resident_layers: last layers that stay.
+        min_bytes: smallest tensor that is worth a copy.
+        when_full: ``raise`` InvalidUsage when the pool is full, or ``keep`` the tensor on the device.
+        timeout: seconds for a copy on a simulated device.
+
+    Raises:
+        InvalidUsage: no layers are found, or an argument is out of range.
+
+    Example:
+        >>> from torch import nn
+        >>> layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        >>> offload = ActivationOffload(PinnedPool(1 << 20, device="cpu"), layers, min_bytes=1)
+        >>> x = torch.ones(5, 8)
+        >>> with offload.micro_batch(ratio=1.0, tokens=5):
+        ...     for layer in layers:
+        ...         x = layer(x)
+        >>> x.sum().backward()
+        >>> offload.stats().stored_bytes
+        320
+    """
+
+    def __init__(
+        self,
+        pool: PinnedPool,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        ratio: float = 1.0,
+        resident_layers: int = 2,
+        min_bytes: int = 256 << 10,
+        when_full: str = "raise",
+        timeout: float = 60.0,
+    ) -> None:
+        _check_ratio(ratio)
+        if resident_layers < 0 or min_bytes < 0:
+            raise InvalidUsage(f"resident_layers is {resident_layers}, min_bytes {min_bytes}; each must be 0 or more")
+        if when_full not in ("raise", "keep"):
+            raise InvalidUsage(f"when_full is {when_full!r}; give 'raise' or 'keep'")
+        self.pool = pool
+        self.layers = find_layers(model)
+        self.ratio = ratio
+        self.resident_layers = resident_layers
+        self.min_bytes = min_bytes
+        self.when_full = when_full
+        self.shared = 0
+        self.refused_bytes = 0
+        device = pool.device
+        place = torch.device("cpu") if device.is_sim else torch.device("cuda", device.ordinal)
+        self.lane = Lane(CopyEngine(pool.core, timeout=timeout), device, place)
+        self._active = False
+        self._default: contextlib.AbstractContextManager[None] | None = None
+
+    @contextlib.contextmanager
+    def micro_batch(self, ratio: float | None = None, *, tokens: int | None = None) -> Iterator[None]:
+        """Round the forward pass of one micro-batch.
+
+        Args:
+            ratio: share of the tokens that goes to host memory, 0 to 1 (``MicroBatch.offload_ratio``).
+            tokens: tokens of this rank's shard; storages are cut at whole tokens. Without it, at whole 512 bytes.
+
+        Raises:
+            InvalidUsage: the ratio or tokens are out of range, another forward pass of this object is open, the pool is
+                full, or a saved tensor was changed in place. Afterwards the next forward pass works.
+        """
+        ratio = self.ratio if ratio is None else ratio
+        _check_ratio(ratio)
+        if tokens is not None and tokens < 0:
+            raise InvalidUsage(f"tokens is {tokens}; give the tokens of this rank's shard, or None")
+        if self._active:
+            raise InvalidUsage("a forward pass is open already; one ActivationOffload runs one forward pass at a time")
+        self.lane.sweep()
+        if ratio == 0:
+            yield
+            return
+        for place, layer in enumerate(self.layers):
+            if layer._compiled_call_impl is not None:
+                raise InvalidUsage(
+                    f"layer {place} ({type(layer).__name__}) was compiled by its compile() method, which hides where "
+                    "it begins and ends; put torch.compile(layer) in its place"
+                )
+        batch = _MicroBatch(self, ratio, tokens)
+        handles = [layer.register_forward_pre_hook(batch.begin_layer, prepend=True) for layer in self.layers]
+        handles += [layer.register_forward_hook(batch.end_layer) for layer in self.layers]
+        self._active = failed = True
+        try:
+            with saved_tensors_hooks(batch.pack, batch.unpack):
+                yield
+            failed = False
+        finally:
+            self._active = False
+            for handle in handles:
+                handle.remove()
+            batch.end(failed=failed)
+
+    def __enter__(self) -> None:
+        self._default = self.micro_batch()
+        self._default.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._default is not None
+        context, self._default = self._default, None
+        return context.__exit__(kind, error, trace)
+
+    def sweep_after_backward(self) -> None:
+        """Called in a backward pass: gives back what it has freed, now and when it ends."""
+        self.lane.sweep()
+        if _in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self.lane.sweep)
+
+    def stats(self) -> OffloadStats:
+        """What was done so far; blocks that nothing needs any more are given back before."""
+        self.lane.sweep()
+        found = self.lane.engine.stats()
+        return OffloadStats(
+            stored_bytes=found["bytes_stored"],
+            loaded_bytes=found["bytes_loaded"],
+            stores=found["stores"],
+            loads=found["loads"],
+            shared=self.shared,
+            refused_bytes=self.refused_bytes,
+            held=found["tickets"],
+            host_wait_s=found["host_wait_s"],
+            pool=self.pool.stats(),
+        )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0 <= ratio <= 1:
+        raise InvalidUsage(f"ratio is {ratio}; give the share of the tokens to offload, 0 to 1")

@@ -1,0 +1,124 @@
+"""How fast the way to host memory is: each direction alone, and both at once, which is what offload meets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hdpcomm._core.offload import CopyEngine
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.offload.devices import compute_stream
+from hdpcomm.offload.pool import PinnedPool
+
+__all__ = ["CopyRates", "measure_copies"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRates:
+    """Rates of copies of ``size`` bytes, in bytes/s.
+
+    Attributes:
+        d2h, h2d: through the pool, one direction alone.
+        both_d2h, both_h2d: while the other direction runs.
+        plain_d2h, plain_h2d: of the bare copy to one pinned buffer that is there: the most there is.
+        fresh_d2h: when each copy allocates, and frees, a pinned buffer of its own.
+    """
+
+    size: int
+    d2h: float
+    h2d: float
+    both_d2h: float
+    both_h2d: float
+    plain_d2h: float
+    plain_h2d: float
+    fresh_d2h: float
+
+
+def measure_copies(pool: PinnedPool, size: int, *, iterations: int = 10, warmup: int = 2) -> CopyRates:
+    """Measures copies of ``size`` bytes between the pool and its device. Local; the best of three rounds counts.
+
+    Raises:
+        InvalidUsage: the size is below 1, or the pool has no room for three blocks of it.
+    """
+    if size < 1 or iterations < 1 or warmup < 0:
+        raise InvalidUsage(f"size is {size}, iterations {iterations}, warmup {warmup}; give at least 1, 1 and 0")
+    stats = pool.stats()
+    room = stats.capacity - stats.in_use
+    if room < 3 * (-(-size // 256) * 256):
+        raise InvalidUsage(
+            f"copies of {size} bytes need three blocks of the pool, of which {room} bytes are not in use; make it "
+            "larger or the copies smaller"
+        )
+    return _Measurement(pool, size, iterations, warmup).rates()
+
+
+class _Measurement:
+    def __init__(self, pool: PinnedPool, size: int, iterations: int, warmup: int) -> None:
+        self._device = pool.device
+        self._engine = CopyEngine(pool.core, timeout=60.0)
+        self._size, self._iterations, self._warmup = size, iterations, warmup
+        place = torch.device("cpu") if pool.device.is_sim else torch.device("cuda", pool.device.ordinal)
+        self._out, self._in = (torch.ones(size, dtype=torch.uint8, device=place) for _ in range(2))
+        self._compute = compute_stream(pool.device)
+        self._stream = pool.device.create_stream()
+        self._pinned = pool.device.allocate_pinned(size)
+
+    def rates(self) -> CopyRates:
+        out, back, size, stream = self._out.data_ptr(), self._in.data_ptr(), self._size, self._stream
+        ticket = self._engine.store(out, size, compute=self._compute)
+        self._engine.settle(ticket, compute=self._compute)
+
+        def store() -> None:
+            self._engine.drop(self._engine.store(out, size, compute=self._compute))
+
+        def load() -> None:
+            self._engine.load(ticket, back, compute=self._compute)
+
+        def both() -> None:
+            store()
+            load()
+
+        def fresh() -> None:
+            memory = self._device.allocate_pinned(size)
+            self._device.copy(memory, out, bytes=size, stream=stream)
+            self._device.synchronize_stream(stream)
+            self._device.free_pinned(memory)
+
+        try:
+            together = self._rate(both)
+            return CopyRates(
+                size=size,
+                d2h=self._rate(store),
+                h2d=self._rate(load),
+                both_d2h=together,
+                both_h2d=together,
+                plain_d2h=self._rate(lambda: self._device.copy(self._pinned, out, bytes=size, stream=stream)),
+                plain_h2d=self._rate(lambda: self._device.copy(back, self._pinned, bytes=size, stream=stream)),
+                fresh_d2h=self._rate(fresh),
+            )
+        finally:
+            self._wait()
+            self._engine.drop(ticket)
+            self._device.free_pinned(self._pinned)
+            self._device.destroy_stream(stream)
+
+    def _rate(self, copy: Callable[[], None]) -> float:
+        """Bytes/s of one direction of ``copy``."""
+        for _ in range(self._warmup):
+            copy()
+        best = float("inf")
+        for _ in range(3):
+            self._wait()
+            started = time.perf_counter()
+            for _ in range(self._iterations):
+                copy()
+            self._wait()
+            best = min(best, time.perf_counter() - started)
+        return self._iterations * self._size / best
+
+    def _wait(self) -> None:
+        self._engine.drain()
+        self._device.synchronize_stream(self._stream)

@@ -1,0 +1,49 @@
+"""Which device of the core stands for a torch device, and where it hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdpcomm._core import device as core
+from hdpcomm._core.device import Device
+from hdpcomm.errors import DeviceError, InvalidUsage
+
+__all__ = ["compute_stream", "numa_node_of", "open_device"]
+
+
+def open_device(device: torch.device | str) -> Device:
+    """The core's device for ``cuda:i`` (by torch's own context), or a simulated one for ``cpu``.
+
+    Raises:
+        InvalidUsage: another kind of device.
+        DeviceError: CUDA is not there, in this build or on this machine.
+    """
+    place = torch.device(device)
+    if place.type == "cpu":
+        return core.open_sim(place.index or 0)
+    if place.type != "cuda":
+        raise InvalidUsage(f"device is {device}; offload works on cuda and, simulated, on cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(f"device is {device}, and torch finds no CUDA device on this machine; give cpu to simulate")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return core.open_cuda(torch.cuda.current_device() if place.index is None else place.index)
+
+
+def compute_stream(device: Device) -> int | None:
+    """torch's current stream on the device, for the core; ``None`` for a simulated one: this thread computes."""
+    return None if device.is_sim else int(torch.cuda.current_stream(device.ordinal).cuda_stream)
+
+
+def numa_node_of(device: Device, *, sysfs: str = "/sys") -> int:
+    """NUMA node of the socket that the device hangs on; -1 where the kernel does not say (or for a simulated one)."""
+    if device.is_sim:
+        return -1
+    found: Any = torch.cuda.get_device_properties(device.ordinal)  # its stub lacks the place on the bus
+    place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        return int((Path(sysfs) / "bus/pci/devices" / place / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1

@@ -1,0 +1,86 @@
+"""Offload on a real device: the twins of tests/unit/offload, with streams that compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm._core.device import cuda_device_count
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool, measure_copies
+from hdpcomm.train import summed_loss
+
+pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="needs a GPU")
+
+TOKENS = 8192
+
+
+class Case:
+    """A Llama in bf16 whose activations are some 100 MB a layer."""
+
+    def __init__(self) -> None:
+        self.comm = hdp.init()
+        shape = LlamaConfig(vocabulary=1024, layers=6, hidden=1024, heads=8, kv_heads=4, ffn=2816)
+        self.model = Llama(shape, dtype=torch.bfloat16, device="cuda")
+        self.tokens = torch.randint(0, 1024, (TOKENS,), generator=torch.Generator().manual_seed(1)).cuda()
+        self.places = torch.arange(TOKENS, device="cuda")
+        self.bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
+        self.offload = ActivationOffload(PinnedPool(4 << 30, device="cuda"), self.model)
+
+    def gradients(self, ratio: float) -> list[torch.Tensor]:
+        self.model.zero_grad(set_to_none=True)
+        with self.offload.micro_batch(ratio, tokens=TOKENS):
+            logits = self.model(self.tokens, positions=self.places, cu_seqlens=self.bounds, comm=self.comm)
+            loss = summed_loss(logits, self.tokens.roll(-1))
+        del logits
+        loss.backward()
+        torch.cuda.synchronize()
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+
+def test_gradients_of_the_reference_llama_are_the_same_to_the_bit() -> None:
+    case = Case()
+    expected = case.gradients(0.0)
+    repeated = case.gradients(0.0)  # what the kernels themselves do not repeat is no fault of offload
+    stable = [torch.equal(a, b) for a, b in zip(expected, repeated, strict=True)]
+    assert any(stable)
+    for ratio in (0.3, 0.5, 1.0):
+        for got, wanted, same in zip(case.gradients(ratio), expected, stable, strict=True):
+            if same:
+                assert torch.equal(got, wanted)
+            else:
+                torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
+        assert case.offload.stats().held == 0
+        assert case.offload.stats().pool.in_use == 0
+
+
+def test_device_memory_falls_by_what_is_offloaded() -> None:
+    case = Case()
+    case.gradients(0.0)
+    peaks = []
+    for ratio in (0.0, 0.5, 1.0):
+        before = case.offload.stats().stored_bytes
+        with MemoryMeter("cuda") as meter:
+            case.gradients(ratio)
+        peaks.append((meter.peak, case.offload.stats().stored_bytes - before))
+    (without, _), *others = peaks
+    for peak, stored in others:
+        assert without - peak == pytest.approx(stored, rel=0.1)
+
+
+def test_memory_and_pool_do_not_grow_in_20_steps() -> None:
+    case = Case()
+    case.gradients(1.0)
+    allocated, peak = torch.cuda.memory_allocated(), case.offload.stats().pool.peak_in_use
+    for _ in range(20):
+        case.gradients(1.0)
+    assert torch.cuda.memory_allocated() == allocated
+    assert case.offload.stats().pool.peak_in_use == peak
+
+
+def test_rates_of_copies() -> None:
+    pool = PinnedPool(256 << 20, device="cuda")
+    rates = measure_copies(pool, 64 << 20)
+    assert min(rates.d2h, rates.h2d, rates.both_d2h, rates.both_h2d, rates.plain_d2h, rates.plain_h2d) > 0
+    assert pool.stats().in_use == 0

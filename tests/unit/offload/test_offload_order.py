@@ -1,0 +1,114 @@
+"""The waits of the copy engine under the check of simulated devices: clean as they are, and each of them is needed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hdpcomm._core.device import open_sim
+from hdpcomm._core.offload import CopyEngine
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.testing.sim_check import check, current_rank, planted_sites
+
+COUNT = 1024  # uint32 of a layer's activations: a page, so that a pool has no more blocks than it was asked for
+LAYERS = 4
+
+
+def training() -> None:
+    """Two steps of forward and backward over four layers whose device memory is used again as soon as it is free.
+
+    A compute stream makes each layer's activations; the pool has room for three, so that blocks are used again.
+    """
+    device = open_sim(current_rank())
+    size = 4 * COUNT
+    pool = PinnedPool(3 * size, device=device)
+    engine = CopyEngine(pool.core, timeout=20.0)
+    compute = device.create_stream()
+    weights, total = device.allocate(size), device.allocate(size)
+    memory = [device.allocate(size) for _ in range(2)]  # two layers' worth
+    device.fill(weights, 1, bytes=size, stream=compute)
+    device.fill(total, 0, bytes=size, stream=compute)
+    for step in range(2):
+        tickets: list[int] = []
+        for layer in range(LAYERS - 1):
+            place = memory[layer % 2]
+            if layer >= 2:
+                engine.settle(tickets[layer - 2], compute=compute)  # its memory is this layer's now
+            device.fill(place, step + layer, bytes=size, stream=compute)
+            device.accumulate(place, weights, count=COUNT, stream=compute)
+            tickets.append(engine.store(place, size, compute=compute))
+            assert tickets[-1]
+        for ticket in tickets:
+            engine.settle(ticket, compute=compute)
+        engine.load(tickets[-1], memory[(LAYERS - 2) % 2], compute=compute)
+        for layer in reversed(range(LAYERS - 1)):
+            if layer:
+                engine.load(tickets[layer - 1], memory[(layer - 1) % 2], compute=compute)
+            engine.arrive(tickets[layer], compute=compute)
+            device.accumulate(total, memory[layer % 2], count=COUNT, stream=compute)
+            engine.drop(tickets[layer])
+    device.synchronize_stream(compute)
+    del engine, pool
+
+
+def given_up(again: bool) -> None:
+    """A load that nobody waits for, as after an exception; with ``again``, its block is used for a store at once."""
+    device = open_sim(current_rank())
+    size = 4 * COUNT
+    pool = PinnedPool(size, device=device)
+    engine = CopyEngine(pool.core, timeout=20.0)
+    compute = device.create_stream()
+    source, target = device.allocate(size), device.allocate(size)
+    device.fill(source, 1, bytes=size, stream=compute)
+    ticket = engine.store(source, size, compute=compute)
+    engine.settle(ticket, compute=compute)
+    engine.load(ticket, target, compute=compute)
+    engine.drop(ticket)
+    if again:
+        engine.drop(engine.store(source, size, compute=compute))
+    del engine, pool
+
+
+def module_training() -> None:
+    """The same with torch: the host computes, and says so to the device."""
+    torch.set_num_threads(1)
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+    pool = PinnedPool(4096, device=open_sim(current_rank()))
+    offload = ActivationOffload(pool, layers, min_bytes=1)
+    for ratio in (1.0, 0.5):
+        hidden = torch.ones(16, 8)
+        with offload.micro_batch(ratio, tokens=16):
+            for layer in layers:
+                hidden = layer(hidden).sin()
+        hidden.sum().backward()
+    offload.lane.sweep()
+
+
+def test_the_copies_are_ordered_for_200_seeds() -> None:
+    check(training, 1, seeds=range(200))
+    check(given_up, 1, True, seeds=range(200))
+
+
+def test_offloaded_modules_are_ordered() -> None:
+    check(module_training, 1, seeds=range(40))
+
+
+def test_each_wait_that_is_left_out_is_found() -> None:
+    needed: dict[tuple[str, str, int], bool] = {}
+    for program, *args in ((training,), (given_up, True), (given_up, False), (module_training,)):
+        for site in planted_sites(program, 1, *args, seeds=range(12), path="csrc/offload"):
+            key = (site.call, site.file.rsplit("/", 1)[-1], site.line)
+            needed[key] = needed.get(key, False) or bool(site.found)
+    waits = [(call, file) for call, file, _ in needed if call != "record"]
+    assert sorted(waits) == [
+        ("synchronize", "copy_engine.cpp"),  # settle and arrive, where the host computes
+        ("synchronize", "copy_engine.cpp"),
+        ("synchronize", "copy_engine.cpp"),  # the last wait, for each direction
+        ("synchronize", "copy_engine.cpp"),
+        ("wait", "copy_engine.cpp"),  # store for compute
+        ("wait", "copy_engine.cpp"),  # settle
+        ("wait", "copy_engine.cpp"),  # load for compute
+        ("wait", "copy_engine.cpp"),  # arrive
+        ("wait", "pinned_pool.cpp"),  # a block's last reader
+    ]
+    assert not [site for site, found in needed.items() if not found]

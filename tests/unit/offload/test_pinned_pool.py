@@ -1,0 +1,237 @@
+"""The pinned pool and the copy engine on simulated devices, and the check of host memory."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdpcomm._core.device import Device, open_sim
+from hdpcomm._core.offload import CopyEngine
+from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
+from hdpcomm.offload import PinnedPool
+from hdpcomm.offload.host_memory import HostMemory, check_fits, host_memory
+
+KIB = 1024
+
+
+class Bench:
+    """An engine over a pool of ``size`` bytes, with a compute stream and device memory as numpy sees it."""
+
+    def __init__(self, size: int, *, timeout: float = 20.0) -> None:
+        self.device = open_sim(0)
+        self.pool = PinnedPool(size, device=self.device)
+        self.engine = CopyEngine(self.pool.core, timeout=timeout)
+        self.compute = self.device.create_stream()
+
+    def memory(self, count: int) -> tuple[int, np.ndarray]:
+        address = self.device.allocate(count)
+        return address, np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
+
+    def stored(self, count: int, value: int) -> int:
+        """A settled ticket of ``count`` bytes of ``value``."""
+        address, _ = self.memory(count)
+        self.device.fill(address, value, bytes=count, stream=self.compute)
+        ticket = self.engine.store(address, count, compute=self.compute)
+        if ticket:
+            self.engine.settle(ticket, compute=self.compute)
+            self.device.fill(address, 0xEE, bytes=count, stream=self.compute)  # its next owner
+        return ticket
+
+    def loaded(self, ticket: int, count: int) -> np.ndarray:
+        address, found = self.memory(count)
+        self.device.fill(address, 0xDD, bytes=count, stream=self.compute)  # its last owner
+        self.engine.load(ticket, address, compute=self.compute)
+        self.engine.arrive(ticket, compute=self.compute)
+        self.device.synchronize_stream(self.compute)
+        return found
+
+
+def test_what_goes_out_comes_back() -> None:
+    bench = Bench(1 << 20)
+    sizes = [1, 3, 255, 256, 257, 4096, 100_000, 300_000]
+    tickets = [(bench.stored(size, k + 1), size, k + 1) for k, size in enumerate(sizes)]
+    for ticket, size, value in reversed(tickets):
+        for _ in range(2):  # a second backward pass
+            assert (bench.loaded(ticket, size) == value).all()
+        bench.engine.drop(ticket)
+    bench.engine.drain()
+    stats = bench.engine.stats()
+    assert stats["bytes_stored"] == sum(sizes)
+    assert stats["bytes_loaded"] == 2 * sum(sizes)
+    assert stats["tickets"] == 0
+    assert bench.pool.stats().in_use == 0
+
+
+def test_a_computing_thread_waits_itself() -> None:
+    bench = Bench(1 << 20)
+    address, memory = bench.memory(200_000)
+    for value in range(1, 20):
+        memory[:] = value
+        ticket = bench.engine.store(address, len(memory), compute=None)
+        bench.engine.settle(ticket, compute=None)
+        memory[:] = 0
+        bench.engine.load(ticket, address, compute=None)
+        bench.engine.arrive(ticket, compute=None)
+        assert (memory == value).all()
+        bench.engine.drop(ticket)
+    assert bench.engine.stats()["host_wait_s"] > 0
+
+
+def test_blocks_have_the_size_that_was_asked_for() -> None:
+    bench = Bench(64 * KIB)
+    tickets = [bench.stored(16 * KIB - 200, k) for k in range(4)]  # a power of two each would not leave room
+    assert all(tickets)
+    assert bench.pool.stats().in_use == 64 * KIB
+    assert bench.pool.stats().largest_free == 0
+
+
+def test_a_block_is_used_again_behind_its_last_copy() -> None:
+    """No block is free on the host's clock: the copies stand behind a flag. The next copy queues up behind them."""
+    bench = Bench(64 * KIB)
+    ticket = bench.stored(60 * KIB, 1)
+    flag = bench.device.allocate_pinned(4096)
+    bench.device.store_flag(flag, 0)
+    bench.device.wait_value(bench.compute, flag, 1)
+    target, found = bench.memory(60 * KIB)
+    bench.engine.load(ticket, target, compute=bench.compute)
+    bench.engine.drop(ticket)
+    assert bench.pool.stats().retiring == 60 * KIB
+    again = bench.stored(60 * KIB, 2)
+    assert again
+    assert bench.pool.stats().stream_waits == 1
+    bench.device.store_flag(flag, 1)
+    bench.engine.drain()
+    assert (found == 1).all()
+    assert (bench.loaded(again, 60 * KIB) == 2).all()
+
+
+def test_a_full_pool_refuses_and_goes_on() -> None:
+    bench = Bench(64 * KIB)
+    ticket = bench.stored(60 * KIB, 1)
+    assert bench.stored(8 * KIB, 2) == 0
+    assert bench.pool.stats().refusals == 1
+    bench.engine.drop(ticket)
+    assert (bench.loaded(bench.stored(64 * KIB, 3), 64 * KIB) == 3).all()
+
+
+def test_the_order_of_calls_is_checked() -> None:
+    bench = Bench(64 * KIB)
+    address, _ = bench.memory(KIB)
+    ticket = bench.engine.store(address, KIB, compute=bench.compute)
+    with pytest.raises(InvalidUsage, match="not settled"):
+        bench.engine.load(ticket, address, compute=bench.compute)
+    bench.engine.settle(ticket, compute=bench.compute)
+    bench.engine.settle(ticket, compute=bench.compute)
+    bench.engine.drop(ticket)
+    for call in (bench.engine.settle, bench.engine.arrive):
+        with pytest.raises(InvalidUsage, match="was dropped"):
+            call(ticket, compute=bench.compute)
+    with pytest.raises(InvalidUsage, match="was dropped"):
+        bench.engine.drop(ticket)
+    with pytest.raises(InvalidUsage, match="0 bytes"):
+        bench.engine.store(address, 0, compute=bench.compute)
+    with pytest.raises(InvalidUsage, match="timeout is 0"):
+        CopyEngine(bench.pool.core, timeout=0)
+    assert (bench.loaded(bench.stored(KIB, 5), KIB) == 5).all()
+
+
+def test_a_copy_that_does_not_end_keeps_the_memory() -> None:
+    bench = Bench(64 * KIB, timeout=0.2)
+    flag = bench.device.allocate_pinned(4096)
+    bench.device.store_flag(flag, 0)
+    bench.device.wait_value(bench.compute, flag, 1)
+    address, _ = bench.memory(40 * KIB)
+    bench.engine.store(address, 40 * KIB, compute=bench.compute)
+    with pytest.raises(CommTimeout):
+        bench.engine.drain(0.05)
+    del bench.engine
+    pool = bench.pool
+    del bench.pool, pool  # the arena stays: this must not crash
+    bench.device.store_flag(flag, 1)
+    bench.device.synchronize_stream(bench.compute)
+
+
+def test_the_arena_is_locked_in_chunks() -> None:
+    device: Device = open_sim(0)
+    pool = PinnedPool(40_000, device=device, chunk_bytes=16384)
+    assert pool.stats().capacity == 40_960
+    assert pool.stats().chunks == 3
+    with pytest.raises(InvalidUsage, match="at least a page"):
+        PinnedPool(40_000, device=device, chunk_bytes=100)
+    del pool
+    assert PinnedPool(40_000, device=device, numa_node=0).stats().largest_free == 40_960
+    with pytest.raises(InvalidUsage, match="node"):
+        PinnedPool(4096, device=device, numa_node=5000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 20_000), st.booleans(), st.integers(0, 5)), max_size=60))
+def test_blocks_never_overlap_and_all_comes_back(steps: list[tuple[int, bool, int]]) -> None:
+    bench = Bench(96 * KIB)
+    held: list[tuple[int, int, int]] = []
+    for number, (size, free, which) in enumerate(steps):
+        if free and held:
+            ticket, count, value = held.pop(which % len(held))
+            assert (bench.loaded(ticket, count) == value).all()
+            bench.engine.drop(ticket)
+        value = number % 200 + 1
+        if ticket := bench.stored(size, value):
+            held.append((ticket, size, value))
+        stats = bench.pool.stats()
+        assert stats.in_use == sum(-(-count // 256) * 256 for _, count, _ in held)
+    for ticket, count, value in held:
+        assert (bench.loaded(ticket, count) == value).all()
+        bench.engine.drop(ticket)
+    bench.engine.drain()
+    assert bench.stored(96 * KIB, 7)  # one piece again
+
+
+def test_too_little_host_memory_says_what_fits() -> None:
+    memory = HostMemory(available=100 << 30, limit_left=20 << 30)
+    check_fits(19 << 30, memory=memory)
+    with pytest.raises(InvalidUsage, match=r"pool of 10\.0 GiB for each of 2 ranks .* 100\.0 GiB .* 20\.0 GiB left"):
+        check_fits(10 << 30, sharers=2, memory=memory)
+    with pytest.raises(InvalidUsage, match=r"no cgroup limit.* What fits: 95\.0 GiB a rank \(102005473280 bytes\)"):
+        check_fits(96 << 30, memory=HostMemory(100 << 30, None))
+    with pytest.raises(InvalidUsage, match="What fits"):
+        PinnedPool(1 << 60, device="cpu")
+
+
+def _write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_cgroup_limits_of_both_versions(tmp_path: Path) -> None:
+    _write(tmp_path, "proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    assert host_memory(str(tmp_path)) == HostMemory(5000 * 1024, None)
+    _write(tmp_path, "proc/self/cgroup", "0::/jobs/mine\n")
+    _write(tmp_path, "sys/fs/cgroup/jobs/mine/memory.max", "max\n")
+    _write(tmp_path, "sys/fs/cgroup/jobs/memory.max", "3000000\n")
+    _write(tmp_path, "sys/fs/cgroup/jobs/memory.current", "1000000\n")
+    _write(tmp_path, "sys/fs/cgroup/jobs/memory.stat", "anon 5\ninactive_file 250000\n")
+    assert host_memory(str(tmp_path)).limit_left == 2_250_000
+    _write(tmp_path, "proc/self/cgroup", "4:memory:/a\n3:cpu,cpuacct:/a\n")
+    _write(tmp_path, "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "9223372036854771712")
+    _write(tmp_path, "sys/fs/cgroup/memory/a/memory.usage_in_bytes", "5")
+    assert host_memory(str(tmp_path)).limit_left is None
+    _write(tmp_path, "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "4096")
+    assert host_memory(str(tmp_path)).lockable == int(4091 * 0.95)
+
+
+def test_bad_devices_and_sizes() -> None:
+    with pytest.raises(InvalidUsage, match="cuda and, simulated, on cpu"):
+        PinnedPool(4096, device="meta")
+    with pytest.raises(InvalidUsage, match="size is 0"):
+        PinnedPool(0, device="cpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="no CUDA device"):
+            PinnedPool(4096, device="cuda")
