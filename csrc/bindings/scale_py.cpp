@@ -1,6 +1,8 @@
 // Worlds of several hosts: frames for a carrier written in Python, and the world over them.
 #include <pybind11/stl.h>
 
+#include <numeric>
+
 #include "hdpcomm/collective/checker.hpp"
 #include "hdpcomm/collective/cost.hpp"
 #include "hdpcomm/comm/world.hpp"
@@ -158,6 +160,15 @@ void bindScale(py::module_& module) {
         world.setNodes(std::move(nodes), costsOf(remote));
       },
       py::arg("world"), py::arg("node_of_rank"), py::arg("remote_costs"));
+  module.def(
+      "nodes_of",
+      [](const World& world) {
+        std::vector<int> ranks(static_cast<size_t>(world.size()));
+        std::iota(ranks.begin(), ranks.end(), 0);
+        const std::vector<int> nodes = world.nodesOf(ranks);
+        return nodes.empty() ? std::vector<int>(ranks.size()) : nodes;
+      },
+      py::arg("world"));
   bindSpread(module);
   bindNccl(module);
 }

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.launchers import master, place
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
@@ -47,7 +48,8 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """Joins the world and returns the communicator of all its ranks.
 
     Collective over all ranks of the job. The world is the one of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``); a world of one without ``WORLD_SIZE``.
+    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``), or that of srun or mpirun; without any of
+    them a world of one.
     If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
     after ``close()``, or for a second, independent world.
 
@@ -136,7 +138,8 @@ def _rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if "WORLD_SIZE" not in os.environ:
-        return 0, 1
+        found = place()
+        return (0, 1) if found is None else (found.rank, found.size)
     size = _integer("WORLD_SIZE")
     if size < 1:
         raise InvalidUsage(f"WORLD_SIZE={size}; give at least 1")
@@ -150,8 +153,7 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
     """The key-value store of the job, as a client or, on rank 0 without an agent, as its server."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = _integer("MASTER_PORT")
+    address, port = master()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
     if (address, port) in _stores:

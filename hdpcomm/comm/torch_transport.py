@@ -17,7 +17,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm._core import scale
+from hdpcomm.comm.launchers import master
 from hdpcomm.errors import CommTimeout, Error
 
 __all__ = ["GroupCarrier", "make_group", "own_address"]
@@ -36,7 +36,9 @@ _END_TAG = _BULK_TAG + _DEPTH
 _FOREVER = datetime.timedelta(days=20)  # deadlines are the core's
 _GRACE_S = 2.0  # for the last frames and the peers' goodbyes, before the connections are cut
 
-_carriers: weakref.WeakSet[GroupCarrier] = weakref.WeakSet()
+# Held until their threads have ended: a thread that drops the last reference to a group ends its connections without
+# the GIL, and must not be surprised by the end of the interpreter.
+_carriers: set[GroupCarrier] = set()
 
 
 class GroupCarrier:
@@ -57,6 +59,7 @@ class GroupCarrier:
         self._closer = threading.Thread(target=self._close, name="hdpcomm-torch-close", daemon=True)
         for thread in (*self._receivers, *self._senders, self._closer):
             thread.start()
+        _carriers.difference_update([carrier for carrier in _carriers if not carrier._closer.is_alive()])
         _carriers.add(self)
 
     def _thread(self, target: Any, peer: int) -> threading.Thread:
@@ -114,16 +117,19 @@ class GroupCarrier:
             self.cut()
             for thread in threads:
                 thread.join(_GRACE_S)
+        self._group = None  # its connections end here
 
     def cut(self) -> None:
-        """Ends all connections of the group at once. Gloo has no call for it, but a wait that times out does it."""
-        peer = next((peer for peer in range(self._link.size) if peer != self._link.rank), None)
-        if peer is None:
-            return
-        with contextlib.suppress(Exception):
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _END_TAG).wait(
-                datetime.timedelta(milliseconds=1)
-            )
+        """Ends all connections of the group at once. Gloo has no call for it, but a wait that times out does it.
+
+        Every peer is tried: on a connection that has failed already the call fails at once, and ends no other.
+        """
+        for peer in range(self._link.size):
+            if peer != self._link.rank:
+                with contextlib.suppress(Exception):
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _END_TAG).wait(
+                        datetime.timedelta(milliseconds=1)
+                    )
 
     def join(self, timeout: float) -> bool:
         """Waits until the threads have ended, after the world was closed; returns whether they have."""
@@ -174,8 +180,8 @@ def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any
 
 
 def own_address() -> str:
-    """The address of this host on the way to ``MASTER_ADDR``; no packet is sent."""
-    target = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    """The address of this host on the way to the job's store; no packet is sent."""
+    target = master()[0]
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -133,6 +133,7 @@ def _rank(program: Callable[[Path], None], folder: Path) -> None:
 def main() -> int:
     """The one rank of torchrun's environment, or all of HOST_RANKS as forks: torch is imported once."""
     torch.set_num_threads(1)
+    faulthandler.enable()
     faulthandler.dump_traceback_later(50, exit=True)
     program = globals()[sys.argv[1]]
     folder = Path(sys.argv[2])
