@@ -17,7 +17,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from typing import Any
 
@@ -37,7 +36,9 @@ _END_TAG = _BULK_TAG + _DEPTH
 _FOREVER = datetime.timedelta(days=20)  # deadlines are the core's
 _GRACE_S = 2.0  # for the last frames and the peers' goodbyes, before the connections are cut
 
-_carriers: weakref.WeakSet[GroupCarrier] = weakref.WeakSet()
+# Held until their threads have ended: a thread that drops the last reference to a group ends its connections without
+# the GIL, and must not be surprised by the end of the interpreter.
+_carriers: set[GroupCarrier] = set()
 
 
 class GroupCarrier:
@@ -58,6 +59,7 @@ class GroupCarrier:
         self._closer = threading.Thread(target=self._close, name="hdpcomm-torch-close", daemon=True)
         for thread in (*self._receivers, *self._senders, self._closer):
             thread.start()
+        _carriers.difference_update([carrier for carrier in _carriers if not carrier._closer.is_alive()])
         _carriers.add(self)
 
     def _thread(self, target: Any, peer: int) -> threading.Thread:
@@ -115,6 +117,7 @@ class GroupCarrier:
             self.cut()
             for thread in threads:
                 thread.join(_GRACE_S)
+        self._group = None  # its connections end here
 
     def cut(self) -> None:
         """Ends all connections of the group at once. Gloo has no call for it, but a wait that times out does it.
