@@ -165,15 +165,14 @@ def one_world() -> None:
 def test_worlds_leave_nothing_behind() -> None:
     for _ in range(3):
         run_threads(one_world, 2)
-    before = len(os.listdir("/proc/self/fd")), threading.active_count(), _mappings()
+    before = _held()
     for _ in range(15):
         run_threads(one_world, 2)
-    after = len(os.listdir("/proc/self/fd")), threading.active_count(), _mappings()
-    assert after[:2] == before[:2]
-    assert after[2] <= before[2]
+    assert all(now <= then for now, then in zip(_held(), before, strict=True))
 
 
-def _mappings() -> int:
-    """Mappings of anonymous files: arenas, boards, segments."""
+def _held() -> tuple[int, int, int]:
+    """Descriptors, threads, and mappings of anonymous files (arenas, boards, segments) of this process."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("memfd:")
+    mappings = Path("/proc/self/maps").read_text().count("memfd:")
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), mappings
