@@ -96,6 +96,8 @@ class Trainer:
                 "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
             )
         self.offload = offload
+        self._memory = planner.memory
+        self._memory = planner.memory
         self._loss = loss
         self._device = self.gradients.flat.device
         self._same_start()
@@ -125,7 +127,7 @@ class Trainer:
         rings = TimedCommunicator(self.comm)
         loss = torch.zeros(2, dtype=torch.float64)
         scale = 1.0 / max(1, sum(planned.lengths))
-        offloading = OffloadedStep(self.offload, self.planner.memory, self._device)
+        offloading = OffloadedStep(self.offload, self._memory, self._device)
         with offloading:
             for micro_batch in plan.for_rank(self.comm.rank):
                 loss += self._run(micro_batch, fetch, scale, rings, offloading)
