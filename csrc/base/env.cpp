@@ -26,6 +26,19 @@ constexpr Row kTable[] = {
     {"HDPCOMM_YIELD_US", "200",
      "microseconds of sched_yield after that, before sleeping on a futex"},
     {"HDPCOMM_LIVENESS_S", "0.2", "seconds between looks at whether the awaited peers still live"},
+    {"HDPCOMM_SILENCE_S", "20",
+     "seconds without a sign of life after which an awaited peer on another host is lost"},
+    {"HDPCOMM_TRANSPORT", "auto", "the transport of init() where the program names none"},
+    {"HDPCOMM_HOSTID", "",
+     "part of this rank's host identity: ranks with different values do not share memory"},
+    {"HDPCOMM_NCCL", "", "the libnccl.so.2 to use; unset: a wheel's, torch's, or the system's"},
+    {"HDPCOMM_DEVICE_SLOT_BYTES", "2097152",
+     "device memory of a slot, in which a piece of a message arrives; the same on all ranks"},
+    {"HDPCOMM_DEVICE_SLOTS", "4", "slots of an ordered pair of ranks on a device"},
+    {"HDPCOMM_DEVICE_LANES", "2",
+     "streams of an ordered pair of ranks, that is, copy engines that share a message"},
+    {"HDPCOMM_DEVICE_LANDING_BYTES", "67108864",
+     "device memory of a rank in which ring attention's keys and values arrive"},
 };
 
 std::string read(const Row& row) {
@@ -54,6 +67,7 @@ Env readAll() {
   env.spin_us = number(kTable[4], 0, 1e6);
   env.yield_us = number(kTable[5], 0, 1e7);
   env.liveness_s = number(kTable[6], 0.01, 1.0);
+  env.silence_s = number(kTable[7], 0.1, 1e7);
   return env;
 }
 

@@ -116,6 +116,8 @@ void bindWorld(py::module_& module) {
              result["bytes_received"] = stats.bytes_received;
              result["messages_sent"] = stats.messages_sent;
              result["messages_received"] = stats.messages_received;
+             result["remote_bytes_sent"] = stats.remote_bytes_sent;
+             result["remote_bytes_received"] = stats.remote_bytes_received;
              result["peers"] = stats.peers_used;
              return result;
            })

@@ -297,6 +297,32 @@ void bindDevice(py::module_& module) {
   auto testing = module.def_submodule("testing", "SimDevice's check mode; for tests.");
   bindChecks(testing);
   testing.def(
+      "launch_with_flags",
+      [](DeviceApi& d, Address dst, Address src, size_t count, uintptr_t stream,
+         const std::vector<std::pair<Address, uint32_t>>& waits,
+         const std::vector<std::pair<Address, uint32_t>>& signals) {
+        KernelLaunch kernel =
+            accumulateKernel(pointer<uint32_t>(dst), pointer<const uint32_t>(src), count);
+        kernel.cuda = nullptr;  // the real one knows no flags
+        for (const auto& [flag, value] : waits)
+          kernel.waits.push_back({pointer<uint32_t>(flag), value});
+        for (const auto& [flag, value] : signals) {
+          kernel.signals.push_back({pointer<uint32_t>(flag), value});
+        }
+        atSite([&](Site site) { d.launch(std::move(kernel), {stream}, site); });
+      },
+      py::arg("device"), py::arg("dst"), py::arg("src"), py::arg("count"), py::arg("stream"),
+      py::arg("waits"), py::arg("signals"));
+  testing.def(
+      "launch_failing",
+      [](DeviceApi& d, uintptr_t stream) {
+        KernelLaunch kernel;
+        kernel.name = "failing";
+        kernel.cpu = [] { throw std::runtime_error("as the test wants"); };
+        atSite([&](Site site) { d.launch(std::move(kernel), {stream}, site); });
+      },
+      py::arg("device"), py::arg("stream"));
+  testing.def(
       "open_cuda_from",
       [](const std::string& library, int ordinal) {
         return cuda::openDevice(library.c_str(), ordinal);

@@ -39,13 +39,13 @@ void stats(const Shape& shape, int dtype, uint64_t logits, uint64_t labels, uint
   HDP_RUN_KERNEL(crossEntropyStats, args, num_threads);
 }
 
-void loss(uint64_t stats, uint64_t labels, uint64_t weights, uint64_t lse, uint64_t loss,
+void loss(uint64_t stats, uint64_t labels, uint64_t weights, uint64_t sums, uint64_t loss,
           int64_t shards, int64_t tokens, int64_t ignore_index, bool cuda, uint64_t stream) {
   const kernels::CrossEntropyLossArgs args{
       .stats = floatsAt(stats),
       .labels = labelsAt(labels),
       .weights = floatsAt(weights),
-      .lse = floatsAt(lse),
+      .sums = floatsAt(sums),
       .loss = floatsAt(loss),
       .shards = shards,
       .tokens = tokens,
@@ -54,14 +54,14 @@ void loss(uint64_t stats, uint64_t labels, uint64_t weights, uint64_t lse, uint6
   HDP_RUN_KERNEL(crossEntropyLoss, args);
 }
 
-void grad(const Shape& shape, int dtype, uint64_t logits, uint64_t labels, uint64_t lse,
+void grad(const Shape& shape, int dtype, uint64_t logits, uint64_t labels, uint64_t sums,
           uint64_t weights, uint64_t upstream, int64_t upstream_stride, uint64_t grad,
           int num_threads, bool cuda, uint64_t stream) {
   const kernels::CrossEntropyGradArgs args{
       .shape = shapeOf(shape, dtype),
       .logits = pointer(logits),
       .labels = labelsAt(labels),
-      .lse = floatsAt(lse),
+      .sums = floatsAt(sums),
       .weights = floatsAt(weights),
       .upstream = floatsAt(upstream),
       .upstream_stride = upstream_stride,
@@ -77,10 +77,10 @@ void bindKernelCrossEntropy(py::module_& module) {
              py::arg("labels"), py::arg("stats"), py::arg("num_threads"), py::arg("cuda"),
              py::arg("stream"));
   module.def("cross_entropy_loss", &loss, py::arg("stats"), py::arg("labels"), py::arg("weights"),
-             py::arg("lse"), py::arg("loss"), py::arg("shards"), py::arg("tokens"),
+             py::arg("sums"), py::arg("loss"), py::arg("shards"), py::arg("tokens"),
              py::arg("ignore_index"), py::arg("cuda"), py::arg("stream"));
   module.def("cross_entropy_grad", &grad, py::arg("shape"), py::arg("dtype"), py::arg("logits"),
-             py::arg("labels"), py::arg("lse"), py::arg("weights"), py::arg("upstream"),
+             py::arg("labels"), py::arg("sums"), py::arg("weights"), py::arg("upstream"),
              py::arg("upstream_stride"), py::arg("grad"), py::arg("num_threads"), py::arg("cuda"),
              py::arg("stream"));
 }

@@ -9,8 +9,11 @@ PYBIND11_MODULE(_core, module) {
   hdpcomm::bindKernels(kernels);
   auto comm = module.def_submodule("comm");
   hdpcomm::bindComm(comm);
+  hdpcomm::bindStream(comm);
   auto collective = module.def_submodule("collective");
   hdpcomm::bindCollective(collective);
+  auto scale = module.def_submodule("scale", "Worlds of several hosts.");
+  hdpcomm::bindScale(scale);
   auto device = module.def_submodule("device");
   hdpcomm::bindDevice(device);
   auto offload = module.def_submodule("offload");

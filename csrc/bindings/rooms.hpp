@@ -14,7 +14,9 @@ void bindBase(pybind11::module_& module);
 void bindPlanner(pybind11::module_& module);
 void bindKernels(pybind11::module_& module);
 void bindComm(pybind11::module_& module);
+void bindStream(pybind11::module_& module);
 void bindCollective(pybind11::module_& module);
+void bindScale(pybind11::module_& module);
 void bindDevice(pybind11::module_& module);
 void bindOffload(pybind11::module_& module);
 

@@ -75,5 +75,10 @@ void directGather(Builder& b);
 void directScatter(Builder& b);
 void directAllToAll(Builder& b);
 void disseminationBarrier(Builder& b);
+void hierarchicalAllGather(Builder& b);
+void hierarchicalReduceScatter(Builder& b);
+void hierarchicalAllReduce(Builder& b);
+void hierarchicalBroadcast(Builder& b);
+void hierarchicalReduce(Builder& b);
 
 }  // namespace hdpcomm::collective

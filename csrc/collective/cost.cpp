@@ -105,6 +105,10 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
                        const TransportCosts& costs) {
   const double p = request.group_size;
   if (request.group_size <= 1) return 0;
+  if (algorithm == Algorithm::kHierarchical) {
+    // On one node it is the direct algorithm, in more steps.
+    return estimateSeconds(request, Algorithm::kDirect, costs) + costs.alpha_s;
+  }
   const int q = collective::powerOfTwoBelow(request.group_size);
   const Terms t{.p = p,
                 .steps = std::ceil(std::log2(p)),

@@ -30,10 +30,15 @@ Communicator::Communicator(std::shared_ptr<World> world)
     : world_(std::move(world)),
       ranks_(allRanks(world_->size())),
       rank_(world_->rank()),
-      hash_(hashRanks(*ranks_)) {}
+      hash_(hashRanks(*ranks_)),
+      nodes_(world_->nodesOf(*ranks_)) {}
 
 Communicator::Communicator(std::shared_ptr<World> world, Ranks ranks, int rank)
-    : world_(std::move(world)), ranks_(std::move(ranks)), rank_(rank), hash_(hashRanks(*ranks_)) {}
+    : world_(std::move(world)),
+      ranks_(std::move(ranks)),
+      rank_(rank),
+      hash_(hashRanks(*ranks_)),
+      nodes_(world_->nodesOf(*ranks_)) {}
 
 std::shared_ptr<Communicator> Communicator::subset(std::span<const int> positions) const {
   if (positions.empty()) {
@@ -69,8 +74,7 @@ void Communicator::checkPosition(int position, const char* what) const {
                     " (positions in it, not global ranks)");
 }
 
-CollectiveWork Communicator::makeCollective(const Operands& operands,
-                                            const Options& options) const {
+Communicator::Plan Communicator::plan(const Operands& operands, const Options& options) const {
   const OpCode op = options.op;
   if (options.root >= 0 || op == OpCode::kBroadcast || op == OpCode::kReduce ||
       op == OpCode::kGather || op == OpCode::kScatter) {
@@ -87,6 +91,7 @@ CollectiveWork Communicator::makeCollective(const Operands& operands,
   request.average = options.redop == RedOp::kAvg;
   request.in_counts = operands.in_counts;
   request.out_counts = operands.out_counts;
+  request.nodes = nodes_;
   auto schedule = world_->schedule(request);
   Call call;
   call.subset_hash = hash_;
@@ -97,7 +102,13 @@ CollectiveWork Communicator::makeCollective(const Operands& operands,
   call.algorithm = schedule->algorithm;
   call.root = static_cast<int16_t>(options.root);
   call.group_size = static_cast<uint16_t>(size());
-  return CollectiveWork(call, ranks_, std::move(schedule), operands.in, operands.out);
+  return {call, std::move(schedule)};
+}
+
+CollectiveWork Communicator::makeCollective(const Operands& operands,
+                                            const Options& options) const {
+  Plan made = plan(operands, options);
+  return CollectiveWork(made.call, ranks_, std::move(made.schedule), operands.in, operands.out);
 }
 
 std::shared_ptr<Work> Communicator::startCollective(const Operands& operands,
@@ -113,13 +124,23 @@ void Communicator::collective(const Operands& operands, const Options& options, 
   world_->run(work, timeout_s, check_interrupt);
 }
 
+int Communicator::globalRank(int position, const char* what) const {
+  checkPosition(position, what);
+  return (*ranks_)[static_cast<size_t>(position)];
+}
+
+Call Communicator::callOfMessages() const {
+  Call call;
+  call.subset_hash = hash_;
+  call.group_size = static_cast<uint16_t>(size());
+  return call;
+}
+
 ExchangeWork Communicator::makeExchange(std::span<const Message> sends,
                                         std::span<const Message> recvs) const {
   for (const Message& message : sends) checkPosition(message.peer, "send");
   for (const Message& message : recvs) checkPosition(message.peer, "recv");
-  Call call;
-  call.subset_hash = hash_;
-  call.group_size = static_cast<uint16_t>(size());
+  Call call = callOfMessages();
   if (sends.size() + recvs.size() == 1) {  // for messages about it
     const Message& only = sends.empty() ? recvs[0] : sends[0];
     call.count = only.count;

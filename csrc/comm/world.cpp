@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <map>
 
 #include "hdpcomm/base/env.hpp"
 
@@ -316,6 +317,29 @@ void World::setCosts(const TransportCosts& costs) {
   schedules_.clear();
 }
 
+void World::setNodes(std::vector<int> node_of_rank, const TransportCosts& remote) {
+  if (node_of_rank.size() != static_cast<size_t>(size())) {
+    throwInvalidUsage("setNodes() got " + std::to_string(node_of_rank.size()) + " nodes for " +
+                      std::to_string(size()) + " ranks; give one a rank");
+  }
+  std::lock_guard lock(mutex_);
+  node_of_rank_ = std::move(node_of_rank);
+  remote_costs_ = remote;
+  schedules_.clear();
+}
+
+std::vector<int> World::nodesOf(const std::vector<int>& ranks) const {
+  std::vector<int> nodes;
+  if (node_of_rank_.empty()) return nodes;
+  std::map<int, int> numbers;
+  for (const int rank : ranks) {
+    const int node = node_of_rank_[static_cast<size_t>(rank)];
+    nodes.push_back(numbers.emplace(node, static_cast<int>(numbers.size())).first->second);
+  }
+  if (numbers.size() == 1) nodes.clear();
+  return nodes;
+}
+
 size_t World::HashRequest::operator()(const ScheduleRequest& request) const noexcept {
   uint64_t hash = static_cast<uint64_t>(request.op) |
                   static_cast<uint64_t>(request.algorithm) << 8 |
@@ -329,6 +353,7 @@ size_t World::HashRequest::operator()(const ScheduleRequest& request) const noex
   mix(request.count);
   for (const size_t count : request.in_counts) mix(count);
   for (const size_t count : request.out_counts) mix(count);
+  for (const int node : request.nodes) mix(static_cast<uint64_t>(node));
   return hash;
 }
 
@@ -336,14 +361,23 @@ std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) 
   std::lock_guard lock(mutex_);
   if (const auto found = schedules_.find(request); found != schedules_.end()) return found->second;
   ScheduleRequest chosen = request;
-  if (chosen.algorithm == Algorithm::kAuto) chosen.algorithm = chooseAlgorithm(request, costs_);
+  if (chosen.algorithm == Algorithm::kAuto) {
+    chosen.algorithm = chooseAlgorithm(request, costs_, remote_costs_);
+  }
   auto made = std::make_shared<const Schedule>(makeSchedule(chosen));
   if (schedules_.size() >= kMaxSchedules) schedules_.clear();
   schedules_.emplace(request, made);
   return made;
 }
 
+void World::attach(std::shared_ptr<WorldPart> part) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  part_ = std::move(part);
+}
+
 void World::abort(const std::string& reason) {
+  if (const auto part = part_) part->abort(reason);
   std::lock_guard lock(mutex_);
   if (!abort_reason_.empty() || closed_.load(std::memory_order_relaxed)) return;
   abort_reason_ = reason.empty() ? "no reason given" : reason;
@@ -357,6 +391,7 @@ void World::abort(const std::string& reason) {
 }
 
 void World::close(const std::string& reason) {
+  if (const auto part = part_) part->close(reason);
   {
     std::lock_guard lock(mutex_);
     if (closed_.exchange(true)) return;

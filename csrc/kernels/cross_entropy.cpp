@@ -34,14 +34,14 @@ struct Row {
     }
   }
 
-  HDP_VECTOR_CLONES static void gradient(const T* logits, int64_t count, float lse, float scale,
+  HDP_VECTOR_CLONES static void gradient(const T* logits, int64_t count, TokenScale token,
                                          T* grad) {
     for (int64_t i = 0; i < count; ++i) {
-      narrow(softmaxGradient(widen(logits[i]), lse, scale, false), grad[i]);
+      narrow(softmaxGradient(widen(logits[i]), token, false), grad[i]);
     }
   }
 
-  static float lse(const T* logits, int64_t columns) {
+  static OnlineSum sum(const T* logits, int64_t columns) {
     alignas(64) float wide[kChunk];
     float max = -INFINITY;
     double total = 0.0;  // of exp(x - max)
@@ -58,7 +58,7 @@ struct Row {
       total *= expNegative(before - offset);
       for (const float lane : sums) total += static_cast<double>(lane);
     }
-    return lseOf({max, static_cast<float>(total)});
+    return {max, static_cast<float>(total)};
   }
 };
 
@@ -86,9 +86,11 @@ void statsOfRows(const CrossEntropyStatsArgs& args, int64_t begin, int64_t end) 
   for (int64_t i = begin; i < end; ++i) {
     const T* row = static_cast<const T*>(args.logits) + i * shape.stride;
     const LabelKind kind = kindOf(shape, args.labels[i]);
-    const bool ignored = kind == LabelKind::kIgnored;
-    args.stats[i] = ignored ? 0.0f : Row<T>::lse(row, shape.columns);
-    args.stats[shape.tokens + i] =
+    const OnlineSum sum =
+        kind == LabelKind::kIgnored ? OnlineSum{0.0f, 0.0f} : Row<T>::sum(row, shape.columns);
+    args.stats[i] = sum.max;
+    args.stats[shape.tokens + i] = sum.sum;
+    args.stats[2 * shape.tokens + i] =
         kind == LabelKind::kHere ? widen(row[args.labels[i] - shape.first_column]) : 0.0f;
   }
 }
@@ -108,9 +110,10 @@ void gradOfRows(const CrossEntropyGradArgs& args, int64_t begin, int64_t end) {
                         (args.weights == nullptr ? 1.0f : args.weights[i]);
     const int64_t label = args.labels[i] - shape.first_column;
     const float at_label = kind == LabelKind::kHere ? widen(row[label]) : 0.0f;  // before it goes
-    Row<T>::gradient(row, shape.columns, args.lse[i], scale, grad);
+    const TokenScale token = scaleOf({args.sums[i], args.sums[shape.tokens + i]}, scale);
+    Row<T>::gradient(row, shape.columns, token, grad);
     if (kind == LabelKind::kHere) {
-      narrow(softmaxGradient(at_label, args.lse[i], scale, true), grad[label]);
+      narrow(softmaxGradient(at_label, token, true), grad[label]);
     }
   }
 }
@@ -165,7 +168,8 @@ void crossEntropyLossCpu(const CrossEntropyLossArgs& args) {
   for (int64_t i = 0; i < args.tokens; ++i) {
     const TokenLoss token = lossOfToken(args.stats, args.shards, args.tokens, i);
     const bool ignored = args.labels[i] == args.ignore_index;
-    args.lse[i] = token.lse;
+    args.sums[i] = token.row.max;
+    args.sums[args.tokens + i] = token.row.sum;
     args.loss[i] = ignored ? 0.0f : token.loss * (args.weights == nullptr ? 1.0f : args.weights[i]);
   }
 }

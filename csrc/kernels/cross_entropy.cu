@@ -78,8 +78,9 @@ __device__ __forceinline__ void writeStats(const CrossEntropyStatsArgs& args, in
   float logit = 0.0f;
   if (kind == LabelKind::kHere) logit = widen(row[args.labels[token] - shape.first_column]);
   if (kind == LabelKind::kInvalid) logit = NAN;
-  args.stats[token] = lseOf(sum);
-  args.stats[shape.tokens + token] = logit;
+  args.stats[token] = sum.max;
+  args.stats[shape.tokens + token] = sum.sum;
+  args.stats[2 * shape.tokens + token] = logit;
 }
 
 __device__ __forceinline__ LabelKind kindOf(const CrossEntropyShape& shape, int64_t label) {
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const T* row = static_cast<const T*>(args.logits) + token * args.shape.stride;
     const LabelKind kind = kindOf(args.shape, args.labels[token]);
     if (kind == LabelKind::kIgnored) {  // the same for all threads of the row
-      if (lane == 0) args.stats[token] = args.stats[args.shape.tokens + token] = 0.0f;
+      if (lane < 3) args.stats[lane * args.shape.tokens + token] = 0.0f;
       continue;
     }
     OnlineSum sum = joinWarp(sumOfLane(row, args.shape.columns, lane, kThreadsPerRow));
@@ -121,7 +122,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < args.tokens; i += step) {
     const TokenLoss token = lossOfToken(args.stats, args.shards, args.tokens, i);
     const bool ignored = args.labels[i] == args.ignore_index;
-    args.lse[i] = token.lse;
+    args.sums[i] = token.row.max;
+    args.sums[args.tokens + i] = token.row.sum;
     args.loss[i] = ignored ? 0.0f : token.loss * (args.weights == nullptr ? 1.0f : args.weights[i]);
   }
 }
@@ -129,14 +131,13 @@ __global__ void __launch_bounds__(kThreads)
 // The gradient of one row; `label` is its column in this shard, or outside.
 template <typename T>
 struct RowGradient {
-  float lse;
-  float scale;
+  TokenScale token;
   int64_t label;
   bool ignored;
 
   __device__ __forceinline__ T operator()(T logit, bool is_label) const {
     T grad{};
-    if (!ignored) narrow(softmaxGradient(widen(logit), lse, scale, is_label), grad);
+    if (!ignored) narrow(softmaxGradient(widen(logit), token, is_label), grad);
     return grad;
   }
 };
@@ -155,10 +156,11 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const T* row = static_cast<const T*>(args.logits) + token * args.shape.stride;
     T* grad = static_cast<T*>(args.grad) + token * args.shape.stride;
     const float weight = args.weights == nullptr ? 1.0f : args.weights[token];
-    const RowGradient<T> gradient{args.lse[token],
-                                  args.upstream[token * args.upstream_stride] * weight,
-                                  args.labels[token] - args.shape.first_column,
-                                  args.labels[token] == args.shape.ignore_index};
+    const OnlineSum sum{args.sums[token], args.sums[args.shape.tokens + token]};
+    const RowGradient<T> gradient{
+        scaleOf(sum, args.upstream[token * args.upstream_stride] * weight),
+        args.labels[token] - args.shape.first_column,
+        args.labels[token] == args.shape.ignore_index};
     Slices slices{0, 0, args.shape.columns};
     if constexpr (kVector) slices = sliceBuffer(grad, args.shape.columns, sizeof(T), false);
     const T* from = row + slices.head;

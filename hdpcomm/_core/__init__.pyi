@@ -3,6 +3,7 @@ from hdpcomm._core import collective as collective
 from hdpcomm._core import comm as comm
 from hdpcomm._core import device as device
 from hdpcomm._core import offload as offload
+from hdpcomm._core import scale as scale
 
 DTYPES: dict[str, int]
 

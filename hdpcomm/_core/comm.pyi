@@ -1,5 +1,7 @@
 from collections.abc import Sequence
 
+from hdpcomm._core.device import Device
+
 OPS: dict[str, int]
 REDOPS: dict[str, int]
 ALGORITHMS: dict[str, int]
@@ -66,6 +68,63 @@ class Communicator:
         in_counts: Sequence[int],
         algorithm: int,
     ) -> Work: ...
+
+StreamMessage = tuple[int, int, int, int, int | None]  # address, count, dtype, peer, offset in the landing zone
+
+class StreamWork:
+    def wait(self, timeout: float = -1.0) -> None: ...
+    def wait_on(self, stream: int) -> None: ...
+    def done(self) -> bool: ...
+
+class StreamEngine:
+    @staticmethod
+    def join(
+        comm: Communicator, device: Device, slot_bytes: int, num_slots: int, num_lanes: int, landing_bytes: int
+    ) -> StreamEngine: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def host_stream(self) -> int: ...
+    @property
+    def landing(self) -> tuple[int, int]: ...  # address and bytes
+    @property
+    def scratch_bytes(self) -> int: ...
+    def exchange(
+        self,
+        comm: Communicator,
+        sends: Sequence[StreamMessage],
+        recvs: Sequence[StreamMessage],
+        stream: int,
+        background: bool,
+    ) -> StreamWork: ...
+    def collective(
+        self,
+        comm: Communicator,
+        op: int,
+        source: int,
+        target: int,
+        count: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        algorithm: int,
+        stream: int,
+        background: bool,
+    ) -> StreamWork: ...
+    def all_to_all(
+        self,
+        comm: Communicator,
+        source: int,
+        target: int,
+        dtype: int,
+        out_counts: Sequence[int],
+        in_counts: Sequence[int],
+        algorithm: int,
+        stream: int,
+        background: bool,
+    ) -> StreamWork: ...
+    def synchronize(self, timeout: float) -> None: ...
+    def stats(self) -> dict[str, int]: ...
 
 # Plain C functions: positional arguments only; the run_* block.
 def subset(comm: Communicator, positions: Sequence[int], /) -> tuple[Communicator, int, int] | None: ...

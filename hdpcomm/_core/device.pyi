@@ -75,3 +75,16 @@ class testing:
 
     @staticmethod
     def open_cuda_from(library: str, ordinal: int) -> Device: ...  # another libcuda: a fake one
+    # Kernels of simulated devices: accumulate with flags of its own, (address, value); one whose twin throws.
+    @staticmethod
+    def launch_with_flags(
+        device: Device,
+        dst: int,
+        src: int,
+        count: int,
+        stream: int,
+        waits: list[tuple[int, int]],
+        signals: list[tuple[int, int]],
+    ) -> None: ...
+    @staticmethod
+    def launch_failing(device: Device, stream: int) -> None: ...

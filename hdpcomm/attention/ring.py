@@ -9,6 +9,7 @@ import torch
 
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
+from hdpcomm.attention.landing import landing_of
 from hdpcomm.attention.routes import RingPlan
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ class _Flight:
     """One posted exchange: everything it reads or writes stays alive until it has been waited for."""
 
     work: Any = None
-    sends: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    recvs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    sends: list[tuple[Any, ...]] = field(default_factory=list)
+    recvs: list[tuple[Any, ...]] = field(default_factory=list)
     placements: list[tuple[torch.Tensor, torch.Tensor, Rows]] = field(default_factory=list)
     """(buffer, message, rows): messages whose rows are not one range of the buffer, to be put in place on arrival."""
     additions: list[tuple[int, torch.Tensor, Rows]] = field(default_factory=list)
@@ -59,6 +60,8 @@ class _Carrier:
         self._kv: dict[int, torch.Tensor] = {}
         self._own = (k, v)
         self._grads: dict[int, torch.Tensor] = {}
+        # Where the transport has a landing zone, KV arrives at its final place in it: two buffers in turn.
+        self._landing = landing_of(plan, comm, k)
         if plan.steps[0].kv_until > 0:
             self._kv[0] = torch.stack((k, v), dim=1)
 
@@ -86,9 +89,15 @@ class _Carrier:
         return flight
 
     def _post_kv(self, flight: _Flight, due: int) -> None:
-        step = self._plan.steps[due]
+        step, landing = self._plan.steps[due], self._landing
         for message in step.kv_sends:
-            flight.sends.append((_outgoing(self._kv[message.step], message.rows), message.peer))
+            place = () if landing is None else (landing.offset(due),)
+            flight.sends.append((_outgoing(self._kv[message.step], message.rows), message.peer, *place))
+        if landing is not None:
+            if step.kv_recvs:
+                self._kv[due] = landing.buffer(due, step.kv_rows)
+                flight.recvs.append((self._kv[due], step.kv_recvs[0].peer, landing.offset(due)))
+            return
         if step.kv_rows:
             self._kv[due] = self._new((step.kv_rows, *self._row))
         for message in step.kv_recvs:
@@ -120,6 +129,12 @@ class _Carrier:
         for step in [s for s in self._grads if 0 < s <= due and steps[s].grad_until <= due]:
             del self._grads[step]
 
+    def close(self) -> None:
+        """After the last step: the landing zone is free for others."""
+        self._kv.clear()
+        if self._landing is not None:
+            self._landing.close()
+
     def home(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._grads[0][:, 0], self._grads[0][:, 1]
 
@@ -146,6 +161,7 @@ def ring_forward(
             keys, values = carrier.kv(t)
             backend.forward(queries, keys.to(dtype), values.to(dtype), tiles, score, result)
         carrier.land(flight, t)
+    carrier.close()
     return result
 
 
@@ -177,5 +193,6 @@ def ring_backward(
                 grads = (dq, dk, dv)
                 backend.backward(douts, queries, keys.to(dtype), values.to(dtype), outs, lse, tiles, score, grads)
         carrier.land(flight, t)
+    carrier.close()
     dk, dv = carrier.home()
     return dq, dk, dv

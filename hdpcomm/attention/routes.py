@@ -138,6 +138,10 @@ class RingPlan:
     q_rows: int
     kv_rows: int
     steps: tuple[Step, ...]
+    neighbours_only: bool
+    """On all ranks, KV comes from the next rank alone, one whole buffer a step, and goes on at once or never."""
+    most_rows: int
+    """The largest KV buffer of any rank in any step, at most."""
 
     @property
     def rows_sent(self) -> int:
@@ -248,6 +252,13 @@ def atom_spans(atoms: Atoms, chosen: Int64, row: Int64) -> dict[int, list[Span]]
     return spans
 
 
+def _neighbours_only(atoms: Atoms, size: int) -> bool:
+    """Whether every atom is needed by the 0, 1, 2, ... ranks next to its owner."""
+    distances = (atoms.owner[:, None] - np.arange(1, size)[None, :]) % size
+    needed = np.take_along_axis(atoms.needed, distances, axis=1)
+    return bool((needed[:, 1:] <= needed[:, :-1]).all())
+
+
 def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
     """The plan of ``rank``; see :func:`ring_plan`, which remembers them."""
     size = q_layout.size
@@ -283,7 +294,15 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
                 grad_until=max(grads_out.until(t), home_out.until(t)),
             )
         )
-    return RingPlan(rank, size, q_layout.rows(rank), kv_layout.rows(rank), tuple(steps))
+    return RingPlan(
+        rank,
+        size,
+        q_layout.rows(rank),
+        kv_layout.rows(rank),
+        tuple(steps),
+        neighbours_only=_neighbours_only(atoms, size),
+        most_rows=max(kv_layout.rows(each) for each in range(size)),
+    )
 
 
 _cached_plan = lru_cache(maxsize=128)(build_plan)

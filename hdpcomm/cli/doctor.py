@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hdpcomm.cli.doctor_topology import add_topology_options, show_topology
 from hdpcomm.cli.output import check_writable, write_json
 
 __all__ = ["Check", "add_parser", "checks"]
@@ -38,12 +39,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    add_topology_options(parser)
     parser.set_defaults(func=_doctor)
 
 
 def checks() -> list[Check]:
     """Looks at everything; never raises for what is missing."""
-    return [*_versions(), *_core(), *_cuda(), *_transports()]
+    return [*_versions(), *_core(), *_cuda(), *_nccl(), *_transports()]
 
 
 def environment() -> list[dict[str, str]]:
@@ -130,6 +132,15 @@ def _cuda() -> list[Check]:
     return rows
 
 
+def _nccl() -> list[Check]:
+    try:
+        from hdpcomm.comm.nccl import describe
+    except ImportError:
+        return []
+    there, text = describe()
+    return [Check("cuda", "nccl", "ok" if there else "off", text)]
+
+
 def _transports() -> list[Check]:
     rows = []
     try:
@@ -200,6 +211,8 @@ def _read_from_sibling() -> str | None:
 
 def _doctor(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    if options.topology:
+        return show_topology(options)
     rows = checks()
     variables = environment()
     topic = ""

@@ -39,7 +39,11 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         default="llama-7b",
         help="preset: llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b (default %(default)s)",
     )
-    cluster.add_argument("--cluster", default="h100", help="kind of device: a100, h100 or h200 (default %(default)s)")
+    cluster.add_argument(
+        "--cluster",
+        default="h100",
+        help="kind of device: a100, h100, h200, or a .json of doctor --topology (default %(default)s)",
+    )
     cluster.add_argument("--ranks-per-node", type=count, default="8", help="(default %(default)s)")
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
     cluster.add_argument("--pipeline", type=count, default="1", help="stages of a rank's pipeline (default 1)")
@@ -74,7 +78,7 @@ def read_profile(path: str) -> CostModel:
 
 def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
     """A planner for each policy, by the options of :func:`add_step_options`."""
-    from hdpcomm.plan import MODELS, ClusterSpec, Planner
+    from hdpcomm.plan import MODELS, ClusterSpec, Planner, load_cluster
 
     if options.model not in MODELS:
         raise InvalidUsage(f"unknown model {options.model!r}, expected one of {', '.join(MODELS)}")
@@ -85,7 +89,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         tensor=options.tensor,
         pipeline=options.pipeline,
         offload=options.offload,
-        device=options.cluster,
+        device=load_cluster(Path(options.cluster)).device if options.cluster.endswith(".json") else options.cluster,
     )
     cost = read_profile(options.profile) if options.profile else None
     context = 0 if options.lengths else options.context

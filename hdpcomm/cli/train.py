@@ -55,6 +55,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--ranks", type=count, default=None, metavar="N", help="ranks to start here (4; under torchrun: its world)"
     )
     ranks.add_argument(
+        "--transport", default="auto", metavar="NAME", help="how the ranks exchange tensors; see hdpcomm.init"
+    )
+    ranks.add_argument(
         "--capacity",
         type=count,
         default=None,
@@ -106,6 +109,7 @@ class _Job:
     corpus: Corpus
     config: RunConfig
     log: Path | None
+    transport: str
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -167,7 +171,7 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     else:
         corpus = standard_library(context=context)
     check_limits(corpus, config, ranks=ranks)
-    return _Job(corpus=corpus, config=config, log=options.log)
+    return _Job(corpus=corpus, config=config, log=options.log, transport=options.transport)
 
 
 def run_rank(job: _Job) -> RunResult:
@@ -178,7 +182,7 @@ def run_rank(job: _Job) -> RunResult:
     from hdpcomm.comm import init
     from hdpcomm.train import run
 
-    with init() as comm:
+    with init(transport=job.transport) as comm:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
         if comm.rank != 0:

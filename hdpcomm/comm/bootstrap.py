@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import json
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +19,13 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
+from hdpcomm.comm.launchers import master, place
+from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
-__all__ = ["ThreadRank", "close_all", "init", "join", "thread_rank"]
+__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "init", "join", "thread_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +35,15 @@ class ThreadRank:
     segment: _core.comm.ShmSegment
     rank: int
     timeout: float
+    transport: str = "shm"
     worlds: list[_core.comm.World] = field(default_factory=list)
 
 
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
-_TRANSPORTS = ("auto", "shm")
-# One client of a launcher's store a process, kept: a new connection of torch's TCPStore now and then takes 5 s.
-_agent_stores: dict[tuple[str, int], Any] = {}
+# One store a process and address, kept: a new connection of torch's TCPStore now and then takes 5 s, and rank 0 cannot
+# serve a second one on the same port while an earlier world still holds the first.
+_stores: dict[tuple[str, int], Any] = {}
 _open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
 
 
@@ -44,49 +51,73 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """Joins the world and returns the communicator of all its ranks.
 
     Collective over all ranks of the job. The world is the one of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``); a world of one without ``WORLD_SIZE``.
+    ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``), or that of srun or mpirun; without any of
+    them a world of one.
     If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
     after ``close()``, or for a second, independent world.
 
-    transport: ``auto`` or ``shm`` (ranks on one host).
+    transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
+        torch); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may
+        share a GPU); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each host and
+        torch between hosts, and cuda where torch sees a GPU and all ranks share a host. ``HDPCOMM_TRANSPORT`` says
+        what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
-    if transport not in _TRANSPORTS:
-        raise InvalidUsage(f"transport {transport!r} is unknown; give one of: {', '.join(_TRANSPORTS)}")
+    joining: ThreadRank | None = getattr(thread_rank, "value", None)
+    transport = _chosen(joining.transport if joining is not None and transport == "auto" else transport)
     seconds = _default_timeout() if timeout is None else float(timeout)
     if not seconds > 0:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
-    joining: ThreadRank | None = getattr(thread_rank, "value", None)
     if joining is not None:
         seconds = joining.timeout if timeout is None else seconds
         world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
-        return Communicator(world.communicator(), world.rank, world.size)
+        return _communicator(world, transport)
     rank, size = _rank_and_size()
     if size == 1:
-        return join(None, 0, 1, timeout=seconds)
-    deadline = time.monotonic() + seconds
-    store = _open_store(rank, size, seconds)
-    store.set_timeout(datetime.timedelta(seconds=seconds))
-    return _adopt(_join_processes(store, rank, size, seconds, deadline))
+        world = _join_alone(transport, seconds)
+    else:
+        deadline = time.monotonic() + seconds
+        store = _open_store(rank, size, seconds)
+        store.set_timeout(datetime.timedelta(seconds=seconds))
+        world = _join_processes(transport, store, rank, size, seconds, deadline)
+    _open_worlds.add(world)
+    device = automatic() if transport == "auto" and world.transport == "shm" else None
+    return _communicator(world, device or transport)
 
 
-def join(store: Any, rank: int, size: int, *, timeout: float) -> Communicator:
+def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto") -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
-    Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation.
-    Raises: as ``init()``.
+    Collective over the ``size`` ranks of the store. ``transport``: ``auto`` adds no device here, name it. ``timeout``:
+    seconds, also of every operation. Raises: as ``init()``.
     """
+    transport = _chosen(transport)
     if size == 1:
-        return _adopt(_core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout))
-    return _adopt(_join_processes(store, rank, size, timeout, time.monotonic() + timeout))
-
-
-def _adopt(world: _core.comm.World) -> Communicator:
+        world = _join_alone(transport, timeout)
+    else:
+        world = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
     _open_worlds.add(world)
-    return Communicator(world.communicator(), world.rank, world.size)
+    return _communicator(world, transport)
+
+
+def _join_alone(transport: str, timeout: float) -> _core.comm.World:
+    if transport == "torch":
+        return _core.scale.join_framed_world(_core.scale.FrameLink(0, 1), "torch", timeout)
+    return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout)
+
+
+def _communicator(world: _core.comm.World, transport: str) -> Communicator:
+    place = world.communicator(), world.rank, world.size
+    if transport not in DEVICE_TRANSPORTS:
+        return Communicator(*place)
+    try:
+        return DeviceCommunicator(*place, join_devices(transport, world))
+    except BaseException as error:  # the others must not wait for this rank
+        world.close(f"{type(error).__name__}: {error}")
+        raise
 
 
 def close_all(reason: str) -> None:
@@ -99,8 +130,21 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
+def _setting(name: str) -> str:
+    return {row[0]: row[1] for row in _core.environment()}[name]
+
+
 def _default_timeout() -> float:
-    return float({name: value for name, value, _, _ in _core.environment()}["HDPCOMM_TIMEOUT"])
+    return float(_setting("HDPCOMM_TIMEOUT"))
+
+
+def _chosen(transport: str) -> str:
+    """The transport that the program or, for ``auto``, the environment names."""
+    given = transport if transport != "auto" else _setting("HDPCOMM_TRANSPORT")
+    if given not in TRANSPORTS:
+        source = "" if given == transport else " of HDPCOMM_TRANSPORT"
+        raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(TRANSPORTS)}")
+    return given
 
 
 def _integer(name: str) -> int:
@@ -117,7 +161,8 @@ def _rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if "WORLD_SIZE" not in os.environ:
-        return 0, 1
+        found = place()
+        return (0, 1) if found is None else (found.rank, found.size)
     size = _integer("WORLD_SIZE")
     if size < 1:
         raise InvalidUsage(f"WORLD_SIZE={size}; give at least 1")
@@ -131,12 +176,11 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
     """The key-value store of the job, as a client or, on rank 0 without an agent, as its server."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = _integer("MASTER_PORT")
+    address, port = master()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
-    if agent and (address, port) in _agent_stores:
-        return _agent_stores[address, port]
+    if (address, port) in _stores:
+        return _stores[address, port]
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
@@ -146,8 +190,7 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
             timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
         )
-        if agent:
-            _agent_stores[address, port] = store
+        _stores[address, port] = store
         return store
     except dist.DistNetworkError as error:
         text = str(error)
@@ -164,35 +207,124 @@ def _open_store(rank: int, size: int, seconds: float) -> Any:
         ) from error
 
 
-def _join_processes(store: Any, rank: int, size: int, seconds: float, deadline: float) -> _core.comm.World:
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """What a transport has to join a world with."""
+
+    store: Any
+    prefix: str
+    rank: int
+    size: int
+    seconds: float
+    deadline: float
+
+    @property
+    def left(self) -> float:
+        return max(0.1, self.deadline - time.monotonic())
+
+    def wait(self, *keys: str) -> None:
+        """Waits for keys of this world; CommTimeout past the deadline."""
+        _wait_for_all(self.store, [f"{self.prefix}/{key}" for key in keys], self.deadline, self.seconds, self.rank)
+
+    def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on all ranks; a JSON value."""
+        if self.rank == 0:
+            self.store.set(f"{self.prefix}/{key}", json.dumps(make()))
+        self.wait(key)
+        return json.loads(self.store.get(f"{self.prefix}/{key}"))
+
+    def from_all(self, key: str, value: str) -> list[str]:
+        """What every rank gives, by rank."""
+        self.store.set(f"{self.prefix}/{key}/{self.rank}", value)
+        self.wait(*(f"{key}/{peer}" for peer in range(self.size)))
+        texts = self.store.multi_get([f"{self.prefix}/{key}/{peer}" for peer in range(self.size)])
+        return [text.decode() for text in texts]
+
+
+def _join_processes(
+    transport: str, store: Any, rank: int, size: int, seconds: float, deadline: float
+) -> _core.comm.World:
     # The n-th init() of a rank joins the n-th init() of the others.
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
-    store.set(f"{prefix}/host/{rank}", _core.comm.host_identity())
-    _wait_for_all(store, [f"{prefix}/host/{peer}" for peer in range(size)], deadline, seconds, rank)
-    hosts = store.multi_get([f"{prefix}/host/{peer}" for peer in range(size)])
-    elsewhere = [peer for peer in range(size) if hosts[peer] != hosts[0]]
+    joining = _Joining(store, prefix, rank, size, seconds, deadline)
+    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{_setting('HDPCOMM_HOSTID')}")
+    world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
+    # Rank 0's costs are everybody's, so that all choose the same algorithms. "shm+torch": inside and between hosts.
+    kinds = world.transport.split("+")
+    costs = joining.from_rank_0("costs", lambda: [load_costs(kind) for kind in kinds])
+    world.set_costs(**costs[0])
+    if len(set(hosts)) > 1:
+        remote = costs[-1]
+        order = ("alpha_s", "message_s", "beta_s_per_byte", "gamma_s_per_byte")
+        _core.scale.set_nodes(world, hosts, tuple(remote[name] for name in order))
+    return world
+
+
+# How to join: the world, and the host of each rank as a number. The second argument has equal numbers for ranks with
+# equal identities.
+_Join = Callable[[_Joining, list[int]], tuple[_core.comm.World, list[int]]]
+
+
+def _join_shm(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+    rank = joining.rank
+    elsewhere = [peer for peer in range(joining.size) if hosts[peer] != hosts[0]]
     if elsewhere:
         raise InvalidUsage(
             f"ranks {elsewhere} run on another host (or as another user, or in another container) than rank 0; the shm "
-            "transport connects ranks of one host: start them all there",
+            "transport connects ranks of one host: start them all there, or use transport='auto'",
             rank=rank,
-            ranks=range(size),
+            ranks=range(joining.size),
         )
     # Rank 0 makes the segment; its descriptor stays open until all have mapped it.
-    if rank == 0:
-        segment = _core.comm.create_segment(size)
-        costs = load_costs("shm")  # rank 0's are everybody's, so that all choose the same algorithms
-        store.set(f"{prefix}/segment", json.dumps({"address": segment.address(), "costs": costs}))
-    else:
-        _wait_for_all(store, [f"{prefix}/segment"], deadline, seconds, rank)
-        published = json.loads(store.get(f"{prefix}/segment"))
-        segment = _core.comm.open_segment(published["address"], size)
-        costs = published["costs"]
-    world = _core.comm.join_shm_world(segment, rank, max(0.1, deadline - time.monotonic()))
+    made = _core.comm.create_segment(joining.size) if rank == 0 else None
+    address = joining.from_rank_0("segment", lambda: made.address() if made else "")
+    segment = made or _core.comm.open_segment(address, joining.size)
+    world = _core.comm.join_shm_world(segment, rank, joining.left)
     segment.release()
-    world.set_costs(**costs)
-    return world
+    return world, hosts
+
+
+def _join_torch(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+    link = _core.scale.FrameLink(joining.rank, joining.size)
+    world = _core.scale.join_framed_world(link, "torch", joining.seconds)
+    _carry(joining, link)
+    return world, hosts
+
+
+def _carry(joining: _Joining, link: _core.scale.FrameLink) -> None:
+    store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
+    group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
+    GroupCarrier(group, link, owned=owned)
+
+
+def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+    """Shared memory inside the hosts, the torch transport between them.
+
+    Equal identities are not enough for a common host: a rank that cannot open the segment of its host's first rank (a
+    hardened /proc, say) is taken as a host of its own.
+    """
+    rank, first = joining.rank, hosts[joining.rank]
+    segment = _core.comm.create_segment(joining.size) if rank == first else None
+    addresses = joining.from_all("segment", segment.address() if segment else "")
+    if segment is None:
+        with contextlib.suppress(Error):
+            segment = _core.comm.open_segment(addresses[first], joining.size)
+    reached = joining.from_all("reached", "yes" if segment else "no")
+    hosts = [host if reached[peer] == "yes" else peer for peer, host in enumerate(hosts)]
+    segment = segment or _core.comm.create_segment(joining.size)
+    if len(set(hosts)) == 1:
+        world = _core.comm.join_shm_world(segment, rank, joining.left)
+    else:
+        link = _core.scale.FrameLink(rank, joining.size)
+        world = _core.scale.join_hosts(segment, link, hosts, "torch", joining.seconds)
+        _carry(joining, link)
+    segment.release()
+    return world, hosts
+
+
+_JOINS: dict[str, _Join] = {"auto": _join_auto, "shm": _join_shm, "torch": _join_torch}
+TRANSPORTS = (*_JOINS, *DEVICE_TRANSPORTS)  # a device's host world is shm
 
 
 def _wait_for_all(store: Any, keys: list[str], deadline: float, seconds: float, rank: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.tensors import describe, dtype_name
 from hdpcomm.errors import InvalidUsage
 
@@ -31,7 +32,7 @@ class Work:
 
     __slots__ = ("_buffers", "_handle")
 
-    def __init__(self, handle: _core.comm.Work | None, buffers: tuple[Any, ...]) -> None:
+    def __init__(self, handle: _core.comm.Work | _core.comm.StreamWork | None, buffers: tuple[Any, ...]) -> None:
         self._handle = handle  # None: it had ended when it was made
         self._buffers = buffers
 
@@ -63,7 +64,9 @@ class Communicator:
     Every collective is called by all its ranks, with equal arguments. A rank issues the operations of all its
     communicators in one order, and all ranks must agree on that order where their communicators overlap; then no mix of
     overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors, numpy arrays or
-    DLPack objects; contiguous.
+    DLPack objects; with the ``cuda`` transport also torch, CuPy and other CUDA tensors; contiguous, and in one
+    operation all on the same device. Operations on CUDA tensors are ordered on the current stream of the tensors'
+    library and do not block the host.
 
     Every operation takes ``async_op``: then it returns at once and proceeds in the background, and ``Work.wait()`` ends
     it; without it the returned Work has ended. With ``algorithm="auto"`` the library chooses; :meth:`algorithms` lists
@@ -71,6 +74,8 @@ class Communicator:
     """
 
     __slots__ = ("_core", "_ranks", "rank", "size")
+
+    _describe = staticmethod(describe)
 
     def __init__(self, core: _core.comm.Communicator, rank: int, size: int) -> None:
         self._core = core
@@ -103,6 +108,11 @@ class Communicator:
     def timeout(self) -> float:
         """Seconds that an operation may take by default."""
         return self._core.world.timeout
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors should be: its GPU with the ``cuda`` transport, else the CPU."""
+        return torch.device("cpu")
 
     def stats(self) -> dict[str, int]:
         """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
@@ -171,7 +181,7 @@ class Communicator:
 
         It ends when the receiver has accepted the message, whatever its size. Messages of a pair arrive in order.
         """
-        address, count, dtype = describe(x, "x")
+        address, count, dtype = self._describe(x, "x")
         if async_op:
             return Work(self._core.start_exchange([(address, count, dtype, dst)], []), (x,))
         if dst == self.rank:
@@ -181,7 +191,7 @@ class Communicator:
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
-        address, count, dtype = describe(x, "x", writable=True)
+        address, count, dtype = self._describe(x, "x", writable=True)
         if async_op:
             return Work(self._core.start_exchange([], [(address, count, dtype, src)]), (x,))
         if src == self.rank:
@@ -191,21 +201,35 @@ class Communicator:
 
     def exchange(
         self,
-        sends: Sequence[tuple[Any, int]] = (),
-        recvs: Sequence[tuple[Any, int]] = (),
+        sends: Sequence[tuple[Any, ...]] = (),
+        recvs: Sequence[tuple[Any, ...]] = (),
         *,
         async_op: bool = False,
     ) -> Work:
         """Any sends ``(x, dst)`` and receives ``(y, src)`` at once; messages of a pair match in the order of the lists.
 
         The building block of neighbour exchanges: all are in flight together, so no order of ranks can deadlock.
+
+        A message between devices may name its place in the receiver's landing zone, in bytes, on both sides:
+        ``(x, dst, offset)`` and ``(y, src, offset)`` with ``y`` a view of :meth:`landing_zone` there. It is then put
+        right there, without the copy out of a slot, once all that the receiver's stream held has run.
         """
-        outgoing = [(*describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
-        incoming = [(*describe(y, f"recvs[{i}]", writable=True), src) for i, (y, src) in enumerate(recvs)]
+        if any(len(message) != 2 for message in (*sends, *recvs)):
+            raise InvalidUsage("exchange() got a landing place for host memory; only device messages have one")
+        outgoing = [(*self._describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
+        incoming = [(*self._describe(y, f"recvs[{i}]", writable=True), src) for i, (y, src) in enumerate(recvs)]
         if async_op:
             return Work(self._core.start_exchange(outgoing, incoming), (tuple(sends), tuple(recvs)))
         _run_exchange(self._core, outgoing, incoming)
         return _ENDED
+
+    def landing_zone(self, x: Any) -> LandingZone | None:
+        """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
+
+        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Local.
+        """
+        del x
+        return None
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
@@ -229,35 +253,35 @@ class Communicator:
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
         """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
-        source = describe(x, "x", writable=out is None)
-        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
+        source = self._describe(x, "x", writable=out is None)
+        target = source if out is None else self._like(source, self._describe(out, "out", writable=True), "out")
         return self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op, (x, out))
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``x`` of position ``root`` goes to all ranks' ``x``."""
-        buffer = describe(x, "x", writable=self.rank != root)
+        buffer = self._describe(x, "x", writable=self.rank != root)
         return self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op, (x,))
 
     def reduce(
         self, x: Any, root: int, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
         """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` stays."""
-        source = describe(x, "x", writable=out is None and self.rank == root)
-        target = source if out is None else self._like(source, describe(out, "out", writable=True), "out")
+        source = self._describe(x, "x", writable=out is None and self.rank == root)
+        target = source if out is None else self._like(source, self._describe(out, "out", writable=True), "out")
         return self._collective("reduce", source, target, source[1], op, root, algorithm, async_op, (x, out))
 
     def gather(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [size * n] of position ``root`` = the ``x`` [n] of all ranks; elsewhere ``out`` may be ``None``."""
         if self.rank == root:
             return self._blocks("gather", x, out, "out", self.size, None, algorithm, async_op, root)
-        source = describe(x, "x")
+        source = self._describe(x, "x")
         return self._collective("gather", source, source, source[1], None, root, algorithm, async_op, (x,))
 
     def scatter(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [n] = part ``rank`` of the ``x`` [size * n] of position ``root``; elsewhere ``x`` may be ``None``."""
         if self.rank == root:
             return self._blocks("scatter", out, x, "x", self.size, None, algorithm, async_op, root)
-        target = describe(out, "out", writable=True)
+        target = self._describe(out, "out", writable=True)
         return self._collective("scatter", target, target, target[1], None, root, algorithm, async_op, (out,))
 
     def all_to_all(
@@ -274,8 +298,8 @@ class Communicator:
 
         Equal parts, or ``in_splits`` / ``out_splits``: elements for and from each rank (their sums are the sizes).
         """
-        source = describe(x, "x")
-        target = self._same_type(source, describe(out, "out", writable=True), "out")
+        source = self._describe(x, "x")
+        target = self._same_type(source, self._describe(out, "out", writable=True), "out")
         if (out_splits is None) != (in_splits is None):
             raise InvalidUsage("all_to_all() got one of out_splits and in_splits; give both or neither")
         if out_splits is None or in_splits is None:
@@ -292,19 +316,20 @@ class Communicator:
                     f"all_to_all() got {name}={list(splits)}; it must hold {self.size} counts, none below 0, that sum "
                     f"up to the tensor's {total} elements"
                 )
-        work = Work(
-            self._core.start_all_to_all(
-                source[0], target[0], source[2], list(out_splits), list(in_splits), self._algorithm(algorithm)
-            ),
-            (x, out),
-        )
-        if not async_op:
-            work.wait()
-        return work
+        code = self._algorithm(algorithm)
+        return self._ragged(source, target, list(out_splits), list(in_splits), code, async_op, (x, out))
 
     def barrier(self, *, async_op: bool = False) -> Work:
-        """Ends when all ranks have called it."""
+        """Ends when all ranks have called it. It says nothing about what streams have yet to do."""
         return self._collective("barrier", _NOTHING, _NOTHING, 0, None, -1, "auto", async_op, ())
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """The host waits until all device operations of this rank so far have ended, in whatever communicator. Local.
+
+        Before a CUDA graph that holds operations is captured; or to hear of an error now.
+        Raises: what the first of them raises that failed.
+        """
+        del timeout  # host operations have been waited for already, or have a Work
 
     @staticmethod
     def algorithms(op: str) -> tuple[str, ...]:
@@ -355,6 +380,22 @@ class Communicator:
         _run_collective(self._core, _OPS[name], source[0], target[0], count, source[2], redop, root, code)
         return _ENDED
 
+    def _ragged(
+        self,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        out_splits: list[int],
+        in_splits: list[int],
+        algorithm: int,
+        async_op: bool,
+        buffers: tuple[Any, ...],
+    ) -> Work:
+        start = self._core.start_all_to_all
+        work = Work(start(source[0], target[0], source[2], out_splits, in_splits, algorithm), buffers)
+        if not async_op:
+            work.wait()
+        return work
+
     def _blocks(
         self,
         name: str,
@@ -370,8 +411,8 @@ class Communicator:
         """The operations between a tensor of n and one of size * n elements."""
         small_is_input = large_name == "out"
         small_name = "x" if small_is_input else "out"
-        one = describe(small, small_name, writable=not small_is_input)
-        many = self._same_type(one, describe(large, large_name, writable=small_is_input), large_name)
+        one = self._describe(small, small_name, writable=not small_is_input)
+        many = self._same_type(one, self._describe(large, large_name, writable=small_is_input), large_name)
         if many[1] != one[1] * parts:
             raise InvalidUsage(
                 f"{name}() got {small_name} with {one[1]} and {large_name} with {many[1]} elements; on {parts} ranks "

@@ -13,6 +13,14 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["costs_path", "load_costs", "save_costs"]
 
 _DEFAULTS = _core.collective.DEFAULT_COSTS
+# Of transports that nobody calibrated. torch: gloo over one machine's loopback, measured (docs/scale-out.md).
+_TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
+    "torch": {"alpha_s": 2e-4, "message_s": 5e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
+}
+
+
+def _defaults(transport: str) -> dict[str, float]:
+    return _TRANSPORT_DEFAULTS.get(transport, _DEFAULTS)
 
 
 def costs_path() -> Path:
@@ -33,12 +41,12 @@ def load_costs(transport: str) -> dict[str, float]:
     except FileNotFoundError:
         if os.environ.get("HDPCOMM_COSTS"):
             raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
-        return dict(_DEFAULTS)
+        return dict(_defaults(transport))
     except OSError as error:
         raise InvalidUsage(f"cannot read the costs in {path}: {error}; remove the file or set HDPCOMM_COSTS") from error
     try:
         stored = json.loads(text).get(transport, {})
-        costs = {name: float(stored.get(name, default)) for name, default in _DEFAULTS.items()}
+        costs = {name: float(stored.get(name, default)) for name, default in _defaults(transport).items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise InvalidUsage(f"{path} does not hold costs ({error}); remove it, or calibrate again") from error
     for name, value in costs.items():

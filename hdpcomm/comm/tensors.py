@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "describe"]
+__all__ = ["Buffer", "code_of", "describe", "dtype_name"]
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
@@ -23,6 +23,11 @@ if (_api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not Non
     _core.comm.use_exchange_api(_api, torch.Tensor, torch.nn.Parameter)
 
 Buffer = tuple[int, int, int]  # address, elements, dtype code
+
+
+def code_of(dtype: Any) -> int | None:
+    """The core's code of a torch type or of what numpy takes for one; None if it has none."""
+    return _TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _NUMPY.get(np.dtype(dtype))
 
 
 def dtype_name(code: int) -> str:

@@ -45,7 +45,7 @@ def cross_entropy(
             loss and gradient are 0, whatever its logits).
         weights: ``[...]`` float32, factors of the tokens' losses; not differentiated. Default: 1.
         comm: the ranks that hold shards of the vocabulary, in the order of the columns; None: the logits are whole.
-            Collective over it in forward (one all-gather of 8 bytes a token and rank); backward needs none.
+            Collective over it in forward (one all-gather of 12 bytes a token and rank); backward needs none.
         shard: (first column of this rank, columns of the whole vocabulary). Default: equal shards in the ranks' order.
         in_place: False keeps the logits as they are.
 
@@ -87,23 +87,23 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, labels: Tensor, weights: Tensor | None, job: _Job) -> Tensor:
         tokens = rows.shape[0]
-        stats = torch.empty(2, tokens, dtype=torch.float32, device=rows.device)
+        stats = torch.empty(3, tokens, dtype=torch.float32, device=rows.device)
         launch(
             _core.cross_entropy_stats, rows, job.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
             stats.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         shards = 1 if job.comm is None else job.comm.size
         if job.comm is not None and shards > 1:
-            local, stats = stats, stats.new_empty(shards, 2, tokens)
+            local, stats = stats, stats.new_empty(shards, 3, tokens)
             job.comm.all_gather(stats, local)
-        lse, loss = torch.empty(2, tokens, dtype=torch.float32, device=rows.device).unbind()
+        sums, loss = (torch.empty(n, tokens, dtype=torch.float32, device=rows.device) for n in (2, 1))
         launch(
-            _core.cross_entropy_loss, rows, stats.data_ptr(), labels.data_ptr(), _address(weights), lse.data_ptr(),
+            _core.cross_entropy_loss, rows, stats.data_ptr(), labels.data_ptr(), _address(weights), sums.data_ptr(),
             loss.data_ptr(), shards, tokens, job.ignore_index,
         )  # fmt: skip
         ctx.job = job
-        ctx.save_for_backward(rows, labels, weights, lse)
-        return loss
+        ctx.save_for_backward(rows, labels, weights, sums)
+        return loss[0]
 
     @staticmethod
     @once_differentiable
@@ -114,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
                 "backward went through cross_entropy a second time, but its gradient has taken the place of the "
                 "logits; use in_place=False with retain_graph=True"
             )
-        rows, labels, weights, lse = ctx.saved_tensors
+        rows, labels, weights, sums = ctx.saved_tensors
         upstream = grads[0].float()
         grad = (
             rows.detach()
@@ -123,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
         )
         launch(
             _core.cross_entropy_grad, rows, job.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
-            lse.data_ptr(), _address(weights), upstream.data_ptr(), upstream.stride(0), grad.data_ptr(),
+            sums.data_ptr(), _address(weights), upstream.data_ptr(), upstream.stride(0), grad.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
         if job.in_place:

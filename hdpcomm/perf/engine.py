@@ -96,6 +96,7 @@ def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list
         for _ in range(config.warmup):
             run()
     clock = time.perf_counter
+    bound.settle()
     barrier()
     own = bound.measure(config.iters)
     if own is not None:
@@ -113,11 +114,13 @@ def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list
         for _ in range(config.iters):
             started = clock()
             run()
+            bound.settle()
             times.append(clock() - started)
         return times
     started = clock()
     for _ in range(config.iters):
         run()
+    bound.settle()
     return [(clock() - started) / config.iters] * config.iters
 
 
@@ -147,8 +150,10 @@ def _checked(bound: Bound, rounds: int) -> int:
     wrong = 0
     for _ in range(rounds):
         bound.fill()
+        bound.settle()
         bound.case.comm.barrier()
         bound.run()
+        bound.settle()
         # A rank may be slower: its peers' buffers must not change before it has ended.
         bound.case.comm.barrier()
         wrong += bound.wrong()

@@ -43,6 +43,11 @@ class Case:
     in_place: bool = False
     subsets: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are: the device of the communicator; other libraries are measured on the CPU."""
+        return getattr(self.comm, "device", torch.device("cpu"))
+
 
 class Storage:
     """A buffer between guards, its first element ``case.unalign`` elements past a multiple of 64 bytes."""
@@ -51,13 +56,12 @@ class Storage:
         kind = case.kind
         lead = _GUARD + case.unalign * kind.bytes
         size = elements * kind.bytes + lead + 2 * _GUARD
-        empty = case.comm.empty if case.registered else torch.empty
-        self._bytes = empty(size, dtype=torch.uint8).fill_(_POISON)
+        make = case.comm.empty if case.registered else functools.partial(torch.empty, device=case.device)
+        self._bytes = make(size, dtype=torch.uint8).fill_(_POISON)
         lead += -self._bytes.data_ptr() % _GUARD
         self._first, self._last = lead, lead + elements * kind.bytes
-        self.data = (
-            self._bytes[self._first : self._last].view(kind.dtype) if elements else torch.empty(0, dtype=kind.dtype)
-        )
+        empty = torch.empty(0, dtype=kind.dtype, device=case.device)
+        self.data = self._bytes[self._first : self._last].view(kind.dtype) if elements else empty
         self._bytes_per_element = kind.bytes
 
     def poison(self) -> None:
@@ -91,6 +95,11 @@ class Bound:
         if operation.asynchronous:
             self.start = operation.call(case, self.x, self.out, async_op=True)
 
+    def settle(self) -> None:
+        """The host waits for the device; what was started has ended then."""
+        if self.case.device.type == "cuda":
+            torch.cuda.synchronize(self.case.device)
+
     def fill(self) -> None:
         """Writes this rank's input, and rubbish everywhere else."""
         for storage in self.storages:
@@ -104,10 +113,10 @@ class Bound:
         count = sum(storage.trespassed() for storage in self.storages)
         expected = self.operation.expected(self.case)
         if expected is not None:
-            count += _differences(self.out, expected)
+            count += _differences(self.out.cpu(), expected)
         given = self.operation.given(self.case)
         if given is not None and not self.case.in_place:
-            count += _differences(self.x, given)
+            count += _differences(self.x.cpu(), given)
         return count
 
     def measure(self, iterations: int) -> list[float] | None:

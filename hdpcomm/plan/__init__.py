@@ -1,6 +1,7 @@
 """Plans of training steps: who runs which sequences, on how many ranks, in which order. Imports no torch."""
 
 from hdpcomm.plan.ahead import PlanAhead, PlannedStep
+from hdpcomm.plan.cluster_file import load_cluster, save_cluster
 from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
@@ -23,4 +24,6 @@ __all__ = [
     "Planner",
     "SequenceInfo",
     "StepPlan",
+    "load_cluster",
+    "save_cluster",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hdpcomm import _core
-from hdpcomm.comm.bootstrap import ThreadRank, close_all, thread_rank
+from hdpcomm.comm.bootstrap import TRANSPORTS, ThreadRank, close_all, thread_rank
 from hdpcomm.comm.launch import RankPool, run_ranks
 from hdpcomm.errors import CommTimeout, InvalidUsage
 
@@ -21,31 +22,40 @@ def spawn(
 ) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` ranks; returns the results by rank.
 
-    ``fn`` is a function of an importable module; inside, ``hdpcomm.init()`` joins the world. ``transport``: ``None`` or
-    ``"shm"``: processes; ``"threads"``: threads of this process (see :func:`run_threads`). ``timeout``: seconds for the
-    whole run; past it the stacks of all ranks are printed.
+    ``fn`` is a function of an importable module; inside, ``hdpcomm.init()`` joins the world. ``transport``: that of
+    ``init()``, between processes; ``"threads"``: threads of this process (see :func:`run_threads`). ``timeout``:
+    seconds for the whole run; past it the stacks of all ranks are printed.
 
     Raises: what a rank raised; PeerLost when a rank died; CommTimeout past the timeout.
     """
     if transport == "threads":
         return run_threads(fn, world_size, *args, timeout=timeout)
-    if transport not in (None, "auto", "shm"):
-        raise InvalidUsage(f"transport {transport!r} is unknown; give 'shm' (processes) or 'threads'")
-    return run_ranks(fn, world_size, *args, timeout=timeout)
+    if transport not in (None, *TRANSPORTS):
+        raise InvalidUsage(f"transport {transport!r} is unknown; give one of: threads, {', '.join(TRANSPORTS)}")
+    if transport in (None, "auto"):
+        return run_ranks(fn, world_size, *args, timeout=timeout)
+    return run_ranks(_on_transport, world_size, transport, fn, *args, timeout=timeout)
 
 
-def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def _on_transport(transport: str, fn: Callable[..., Any], *args: Any) -> Any:
+    os.environ["HDPCOMM_TRANSPORT"] = transport  # of a process that runs nothing else
+    return fn(*args)
+
+
+def run_threads(
+    fn: Callable[..., Any], world_size: int, *args: Any, transport: str = "shm", timeout: float = 60.0
+) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` ranks that are threads of this process; returns the results by rank.
 
-    Inside, ``hdpcomm.init()`` joins their world (once a run). ``fn`` may be any callable. ``timeout``: seconds for the
-    run, and the default of its operations.
+    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda) unless it names one.
+    ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations.
     """
     segment = _core.comm.create_segment(world_size)
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
 
     def main(rank: int) -> None:
-        thread_rank.value = ThreadRank(segment, rank, timeout)
+        thread_rank.value = ThreadRank(segment, rank, timeout, transport)
         try:
             results[rank] = fn(*args)
             close_all("")

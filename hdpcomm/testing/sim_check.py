@@ -96,12 +96,7 @@ def check(
     """
     results = []
     for seed in seeds:
-        run, values, error = _run(fn, world_size, args, seed, timeout)
-        reports = _reports(run.reports())
-        if reports:
-            raise _error(reports, seed) from error
-        if error is not None:
-            raise error
+        _, values = _clean_run(fn, world_size, args, seed, timeout)
         results.append(values)
     return results
 
@@ -124,12 +119,7 @@ def planted_sites(
     """
     sites: dict[tuple[str, int, str], PlantedSite] = {}
     for seed in seeds:
-        run, _, error = _run(fn, world_size, args, seed, timeout)
-        reports = _reports(run.reports())
-        if reports:
-            raise _error(reports, seed) from error
-        if error is not None:
-            raise error
+        run, _ = _clean_run(fn, world_size, args, seed, timeout)
         for site in run.ordering_sites():
             if path not in site.file:
                 continue
@@ -141,11 +131,26 @@ def planted_sites(
     return [sites[key] for key in sorted(sites)]
 
 
+def _clean_run(
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, timeout: float
+) -> tuple[_device.testing.SimCheck, list[Any]]:
+    run, values, error = _run(fn, world_size, args, seed, timeout)
+    reports = _reports(run.reports())
+    # A rank that fails by itself leaves the others waiting: then its error is the news.
+    follows = error is not None and not isinstance(error, TimeoutError) and {r.kind for r in reports} <= {"deadlock"}
+    if reports and not follows:
+        raise _error(reports, seed) from error
+    if error is not None:
+        raise error
+    return run, values
+
+
 def _run(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, timeout: float
 ) -> tuple[_device.testing.SimCheck, list[Any], BaseException | None]:
     run = _device.testing.SimCheck(seed)
     entered = threading.Barrier(world_size)
+    raised: list[BaseException] = []
 
     def rank_main() -> Any:
         run.enter_rank(current_rank())
@@ -154,6 +159,9 @@ def _run(
             result = fn(*args)
             close_all("")
             return result
+        except BaseException as failure:
+            raised.append(failure)
+            raise
         finally:
             run.leave_rank()
 
@@ -161,8 +169,9 @@ def _run(
     error: BaseException | None = None
     try:
         values = run_threads(rank_main, world_size, timeout=timeout)
-    except Exception as raised:
-        error = raised
+    except Exception as failure:
+        # Of the ranks' errors, not one that another rank's failure brought about.
+        error = min([failure, *raised], key=lambda each: isinstance(each, (TimeoutError, ConnectionError)))
     finally:
         run.finish()
     return run, values, error

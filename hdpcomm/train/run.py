@@ -130,13 +130,15 @@ def run(
     longest = int(corpus.lengths.max())
     sampler = _sampler(corpus, config)
     cost_model = profile_cost_model(
-        Llama(config.model, seed=config.seed), comm, longest=min(longest, config.capacity, PROFILE_TOKENS)
+        Llama(config.model, seed=config.seed).to(comm.device),
+        comm,
+        longest=min(longest, config.capacity, PROFILE_TOKENS),
     )
     cluster = ClusterSpec(ranks=comm.size, capacity=config.capacity, offload=config.offload_bytes > 0)
     pool, memory = _host_memory(comm, config)
     trainers: dict[str, Trainer] = {}
     for policy in config.policies:
-        model = Llama(config.model, seed=config.seed)
+        model = Llama(config.model, seed=config.seed).to(comm.device)
         planner = Planner(None, cluster, policy, cost_model, context=longest, memory=memory)
         trainers[policy] = Trainer(
             model,
@@ -170,7 +172,7 @@ def _host_memory(comm: Communicator, config: RunConfig) -> tuple[PinnedPool | No
     if not config.offload_bytes:
         return None, None
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-    model = Llama(config.model, seed=config.seed)
+    model = Llama(config.model, seed=config.seed).to(comm.device)
     pool = PinnedPool(config.offload_bytes, device=next(model.parameters()).device, sharers=sharers)
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
     profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <thread>
 
 #include "../arguments.hpp"
@@ -14,61 +13,10 @@
 namespace hdpcomm::cuda {
 namespace {
 
-using device::hexOf;
-
-constexpr uint64_t kMagic = 0x3130616475637068;  // "hpcuda01"
-// An IPC handle opens the driver's whole block: with 2 MiB each, no other allocation lies in it.
-constexpr size_t kBlock = size_t{2} << 20;
-
-struct HandleContent {
-  uint64_t magic = 0;
-  uint64_t process = 0;  // drawn at random: process numbers come again, and differ by namespace
-  int64_t ordinal = 0;
-  uint64_t address = 0;  // in the exporting process
-  IpcHandle ipc{};
-};
-static_assert(sizeof(HandleContent) <= MemoryHandle::kBytes);
-
-uint64_t thisProcess() {
-  static const uint64_t token = [] {
-    std::random_device random;
-    return static_cast<uint64_t>(random()) << 32 | random();
-  }();
-  return token;
-}
-
-Pointer pointer(const void* memory) { return reinterpret_cast<Pointer>(memory); }
 DriverStream raw(Stream stream) { return reinterpret_cast<DriverStream>(stream.handle); }
 DriverEvent raw(Event event) { return reinterpret_cast<DriverEvent>(event.handle); }
 
-// Device memory of this process, so that a rank that is a thread can import what another exported.
-struct Allocation {
-  const void* owner = nullptr;
-  int ordinal = 0;
-};
-std::mutex allocations_mutex;
-std::map<void*, Allocation>& allocations() {
-  static auto* all = new std::map<void*, Allocation>;
-  return *all;
-}
-
 }  // namespace
-
-class CudaDevice::Guard {
- public:
-  explicit Guard(const CudaDevice& device) : driver_(*device.driver_) {
-    HDP_CUDA(driver_, cuCtxPushCurrent_v2(device.context_));
-  }
-  ~Guard() {
-    Context context = nullptr;
-    driver_.cuCtxPopCurrent_v2(&context);
-  }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
-
- private:
-  const Driver& driver_;
-};
 
 CudaDevice::CudaDevice(std::shared_ptr<const Driver> driver, int ordinal)
     : driver_(std::move(driver)), ordinal_(ordinal) {
@@ -90,20 +38,7 @@ CudaDevice::CudaDevice(std::shared_ptr<const Driver> driver, int ordinal)
 }
 
 CudaDevice::~CudaDevice() {
-  if (driver_->cuCtxPushCurrent_v2(context_) == kSuccess) {
-    for (const auto& [memory, import] : imports_) {
-      if (import.opened) driver_->cuIpcCloseMemHandle(pointer(memory));
-    }
-    for (const auto& [memory, bytes] : pinned_) driver_->cuMemFreeHost(memory);
-    const std::lock_guard lock(allocations_mutex);
-    std::erase_if(allocations(), [this](const auto& item) {
-      if (item.second.owner != this) return false;
-      driver_->cuMemFree_v2(pointer(item.first));
-      return true;
-    });
-    Context context = nullptr;
-    driver_->cuCtxPopCurrent_v2(&context);
-  }
+  releaseMemory();
   driver_->cuDevicePrimaryCtxRelease_v2(device_);
 }
 
@@ -117,141 +52,6 @@ bool CudaDevice::canAccessPeer(int other_ordinal) const {
   int can = 0;
   HDP_CUDA(*driver_, cuDeviceCanAccessPeer(&can, device_, other));
   return can != 0;
-}
-
-void* CudaDevice::allocate(size_t bytes, Site) {
-  device::checkAllocation(bytes);
-  const Guard guard(*this);
-  Pointer memory = 0;
-  HDP_CUDA(*driver_, cuMemAlloc_v2(&memory, (bytes + kBlock - 1) / kBlock * kBlock));
-  void* address = reinterpret_cast<void*>(memory);
-  const std::lock_guard lock(allocations_mutex);
-  allocations()[address] = {this, ordinal_};
-  return address;
-}
-
-void CudaDevice::free(void* memory, Site) {
-  const Guard guard(*this);
-  {
-    const std::lock_guard lock(allocations_mutex);
-    const auto found = allocations().find(memory);
-    if (found == allocations().end() || found->second.owner != this) {
-      device::throwNotAllocated("free", memory);
-    }
-    allocations().erase(found);
-  }
-  HDP_CUDA(*driver_, cuMemFree_v2(pointer(memory)));
-}
-
-void* CudaDevice::allocatePinned(size_t bytes, Site) {
-  device::checkAllocation(bytes);
-  const Guard guard(*this);
-  void* memory = nullptr;
-  HDP_CUDA(*driver_, cuMemHostAlloc(&memory, bytes, kHostPortable | kHostDeviceMap));
-  const std::lock_guard lock(mutex_);
-  pinned_[memory] = bytes;
-  return memory;
-}
-
-void CudaDevice::freePinned(void* memory, Site) {
-  const Guard guard(*this);
-  {
-    const std::lock_guard lock(mutex_);
-    if (pinned_.erase(memory) == 0) device::throwNotAllocated("freePinned", memory);
-  }
-  HDP_CUDA(*driver_, cuMemFreeHost(memory));
-}
-
-void CudaDevice::registerPinned(void* memory, size_t bytes) {
-  device::checkPinned(memory, bytes);
-  const Guard guard(*this);
-  const Result result =
-      driver_->cuMemHostRegister_v2(memory, bytes, kHostPortable | kHostDeviceMap);
-  if (result == kHostMemoryAlreadyRegistered) device::throwRegistered(memory, bytes);
-  driver_->check(result, "cuMemHostRegister_v2(memory, bytes, ..)", __FILE__, __LINE__);
-}
-
-void CudaDevice::unregisterPinned(void* memory) {
-  const Guard guard(*this);
-  const Result result = driver_->cuMemHostUnregister(memory);
-  if (result == kHostMemoryNotRegistered) device::throwNotRegistered(memory);
-  driver_->check(result, "cuMemHostUnregister(memory)", __FILE__, __LINE__);
-}
-
-MemoryHandle CudaDevice::exportMemory(void* memory) {
-  {
-    const std::lock_guard lock(allocations_mutex);
-    const auto found = allocations().find(memory);
-    if (found == allocations().end() || found->second.owner != this) {
-      device::throwNotExportable(memory);
-    }
-  }
-  const Guard guard(*this);
-  HandleContent content{kMagic, thisProcess(), ordinal_, pointer(memory), {}};
-  HDP_CUDA(*driver_, cuIpcGetMemHandle(&content.ipc, content.address));
-  MemoryHandle handle;
-  std::memcpy(handle.bytes, &content, sizeof content);
-  return handle;
-}
-
-void CudaDevice::enablePeer(int other_ordinal) {
-  if (other_ordinal == ordinal_) return;
-  if (!canAccessPeer(other_ordinal)) {
-    throw Error(ErrorKind::kDevice,
-                "CUDA device " + std::to_string(ordinal_) + " cannot access the memory of device " +
-                    std::to_string(other_ordinal) + ": they have no peer access to each other");
-  }
-  Ordinal other = 0;
-  HDP_CUDA(*driver_, cuDeviceGet(&other, other_ordinal));
-  Context context = nullptr;
-  // To learn its handle; the owner of the memory, a device of this process, keeps it alive.
-  HDP_CUDA(*driver_, cuDevicePrimaryCtxRetain(&context, other));
-  const Result result = driver_->cuCtxEnablePeerAccess(context, 0);
-  driver_->cuDevicePrimaryCtxRelease_v2(other);
-  if (result == kPeerAccessAlreadyEnabled) return;
-  driver_->check(result, "cuCtxEnablePeerAccess(context, 0)", __FILE__, __LINE__);
-}
-
-void* CudaDevice::importMemory(const MemoryHandle& handle) {
-  HandleContent content;
-  std::memcpy(&content, handle.bytes, sizeof content);
-  if (content.magic != kMagic) {
-    throwInvalidUsage("importMemory: these bytes are no handle of a CUDA device's memory");
-  }
-  const Guard guard(*this);
-  const std::string key(reinterpret_cast<const char*>(handle.bytes), sizeof content);
-  const std::lock_guard lock(mutex_);
-  for (auto& [memory, import] : imports_) {
-    if (!import.opened || import.key != key) continue;
-    ++import.uses;
-    return memory;
-  }
-  if (content.process == thisProcess()) {
-    void* memory = reinterpret_cast<void*>(content.address);
-    {
-      const std::lock_guard all(allocations_mutex);
-      if (!allocations().contains(memory)) device::throwFreedExport();
-    }
-    enablePeer(static_cast<int>(content.ordinal));
-    ++imports_[memory].uses;
-    return memory;
-  }
-  Pointer memory = 0;
-  HDP_CUDA(*driver_, cuIpcOpenMemHandle_v2(&memory, content.ipc, kIpcLazyPeerAccess));
-  void* address = reinterpret_cast<void*>(memory);
-  imports_[address] = {key, true, 1};
-  return address;
-}
-
-void CudaDevice::closeMemory(void* memory) {
-  const Guard guard(*this);
-  const std::lock_guard lock(mutex_);
-  const auto found = imports_.find(memory);
-  if (found == imports_.end()) device::throwNotImported(memory);
-  if (--found->second.uses > 0) return;
-  const bool opened = found->second.opened;
-  imports_.erase(found);
-  if (opened) HDP_CUDA(*driver_, cuIpcCloseMemHandle(pointer(memory)));
 }
 
 Stream CudaDevice::createStream(int priority) {

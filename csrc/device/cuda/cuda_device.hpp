@@ -70,6 +70,7 @@ class CudaDevice final : public DeviceApi {
   };
 
   void enablePeer(int other_ordinal);
+  void releaseMemory() noexcept;  // what the owner left behind
 
   std::shared_ptr<const Driver> driver_;
   int ordinal_;
@@ -80,6 +81,24 @@ class CudaDevice final : public DeviceApi {
   std::mutex mutex_;                           // the two below
   std::map<void*, Import> imports_;
   std::map<void*, size_t> pinned_;
+};
+
+inline Pointer pointer(const void* memory) { return reinterpret_cast<Pointer>(memory); }
+
+class CudaDevice::Guard {
+ public:
+  explicit Guard(const CudaDevice& device) : driver_(*device.driver_) {
+    HDP_CUDA(driver_, cuCtxPushCurrent_v2(device.context_));
+  }
+  ~Guard() {
+    Context context = nullptr;
+    driver_.cuCtxPopCurrent_v2(&context);
+  }
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+
+ private:
+  const Driver& driver_;
 };
 
 }  // namespace hdpcomm::cuda

@@ -13,6 +13,7 @@ namespace hdpcomm::sim {
 class CheckedDevice final : public SimMemoryDevice {
  public:
   CheckedDevice(int ordinal, std::shared_ptr<Session> session);
+  ~CheckedDevice() override { session_->bury(MemoryTable::get().releaseAll(this)); }
 
   std::string name() const override { return "sim, checked"; }
 

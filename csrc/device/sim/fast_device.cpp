@@ -15,6 +15,7 @@ FastDevice::~FastDevice() {
   for (auto& [handle, stream] : streams_) retired_.push_back(stream);
   for (const auto& stream : retired_) stream->close();
   for (const auto& stream : retired_) stream->join();
+  MemoryTable::get().releaseAll(this);
 }
 
 void FastDevice::checkFault() const {

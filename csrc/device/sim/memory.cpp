@@ -138,7 +138,7 @@ MemoryHandle MemoryTable::exportMemory(void* memory, const void* owner) {
   return handle;
 }
 
-void* MemoryTable::importMemory(const MemoryHandle& handle) {
+void* MemoryTable::importMemory(const MemoryHandle& handle, const void* owner) {
   HandleContent content;
   std::memcpy(&content, handle.bytes, sizeof content);
   if (content.magic != kMagic) {
@@ -151,13 +151,13 @@ void* MemoryTable::importMemory(const MemoryHandle& handle) {
     if (block == device_.end() || inodeOf(block->second.fd.get()) != content.inode) {
       device::throwFreedExport();
     }
-    ++imports_[memory].uses;
+    ++imports_[{owner, memory}].uses;
     return memory;
   }
-  for (auto& [memory, import] : imports_) {
-    if (import.inode == content.inode) {
+  for (auto& [key, import] : imports_) {
+    if (key.first == owner && import.inode == content.inode) {
       ++import.uses;
-      return memory;
+      return key.second;
     }
   }
   const std::string path =
@@ -171,24 +171,35 @@ void* MemoryTable::importMemory(const MemoryHandle& handle) {
   }
   Mapping mapping = map(content.bytes, MAP_SHARED | MAP_NORESERVE, fd.get());
   void* memory = mapping.data();
-  imports_.emplace(memory, Import{std::move(mapping), static_cast<ino_t>(content.inode), 1});
+  // There may be an import of freed memory of this process at the address, still to be closed.
+  Import& import = imports_[{owner, memory}];
+  import.mapping = std::move(mapping);
+  import.inode = static_cast<ino_t>(content.inode);
+  ++import.uses;
   return memory;
 }
 
-void MemoryTable::closeMemory(void* memory) {
+void MemoryTable::closeMemory(void* memory, const void* owner) {
   const std::lock_guard lock(mutex_);
-  const auto found = imports_.find(memory);
+  const auto found = imports_.find({owner, memory});
   if (found == imports_.end()) {
     device::throwNotImported(memory);
   }
   if (--found->second.uses == 0) imports_.erase(found);
 }
 
-void MemoryTable::forget(const void* owner) noexcept {
+std::vector<Mapping> MemoryTable::releaseAll(const void* owner) {
+  std::vector<Mapping> mappings;
   const std::lock_guard lock(mutex_);
-  const auto owned = [&](const auto& item) { return item.second.owner == owner; };
-  std::erase_if(device_, owned);
-  std::erase_if(pinned_, owned);
+  for (Blocks* blocks : {&device_, &pinned_}) {
+    for (auto each = blocks->begin(); each != blocks->end();) {
+      const bool owned = each->second.owner == owner;
+      if (owned) mappings.push_back(std::move(each->second.mapping));
+      each = owned ? blocks->erase(each) : std::next(each);
+    }
+  }
+  std::erase_if(imports_, [&](const auto& item) { return item.first.first == owner; });
+  return mappings;
 }
 
 size_t MemoryTable::blockBytes(const void* memory) const {

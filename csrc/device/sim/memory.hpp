@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "hdpcomm/base/fd.hpp"
 #include "hdpcomm/device/device_api.hpp"
@@ -30,11 +32,12 @@ class MemoryTable {
   void unregisterPinned(void* memory);
 
   MemoryHandle exportMemory(void* memory, const void* owner);
-  void* importMemory(const MemoryHandle& handle);
-  void closeMemory(void* memory);
+  // Imports belong to the device that makes them, too.
+  void* importMemory(const MemoryHandle& handle, const void* owner);
+  void closeMemory(void* memory, const void* owner);
 
-  // Unmaps what a device left behind.
-  void forget(const void* owner) noexcept;
+  // Takes off the table what a device left behind; its imports are closed.
+  std::vector<Mapping> releaseAll(const void* owner);
   // Bytes that the block at this address has (its first byte), or 0.
   size_t blockBytes(const void* memory) const;
 
@@ -59,7 +62,7 @@ class MemoryTable {
   Blocks device_;
   Blocks pinned_;
   std::map<std::byte*, size_t> registered_;
-  std::map<void*, Import> imports_;
+  std::map<std::pair<const void*, void*>, Import> imports_;  // by owner and address
 };
 
 }  // namespace hdpcomm::sim

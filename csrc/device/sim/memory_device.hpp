@@ -12,7 +12,6 @@ uintptr_t newHandle();
 class SimMemoryDevice : public DeviceApi {
  public:
   explicit SimMemoryDevice(int ordinal);
-  ~SimMemoryDevice() override { MemoryTable::get().forget(this); }
 
   bool isSim() const override { return true; }
   int ordinal() const override { return ordinal_; }
@@ -27,9 +26,9 @@ class SimMemoryDevice : public DeviceApi {
     return MemoryTable::get().exportMemory(memory, this);
   }
   void* importMemory(const MemoryHandle& handle) override {
-    return MemoryTable::get().importMemory(handle);
+    return MemoryTable::get().importMemory(handle, this);
   }
-  void closeMemory(void* memory) override { MemoryTable::get().closeMemory(memory); }
+  void closeMemory(void* memory) override { MemoryTable::get().closeMemory(memory, this); }
 
  private:
   int ordinal_;

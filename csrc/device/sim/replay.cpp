@@ -105,7 +105,7 @@ NodeId Replay::awaited(const Node& node) const {
   return record == kNoNode ? node.target : record;
 }
 
-bool Replay::enabled(NodeId id) const {
+bool Replay::enabled(NodeId id) {
   const Node& node = at(id);
   if (!replayed(node.submitted)) return false;
   if (ignored(node)) return true;
@@ -118,9 +118,8 @@ bool Replay::enabled(NodeId id) const {
       return reached(flagValue(node.flag.flag), node.flag.value);
     case NodeKind::kLoadFlag:
       return replayed(node.target);
-    case NodeKind::kRelease:
     case NodeKind::kAcquire:
-      return replayed(node.record);
+      return node.record == kNoNode || releasesBefore(node.record) != nullptr;
     default:
       return true;
   }
@@ -168,6 +167,25 @@ NodeId Replay::passedBy(NodeId wait) const {
   return found;
 }
 
+const Replay::Clock* Replay::releasesBefore(NodeId last) {
+  std::vector<NodeId> chain;  // those that are not in releases_ yet
+  for (NodeId each = last; each != kNoNode && !releases_.contains(each); each = at(each).record) {
+    if (!replayed(each)) return nullptr;
+    chain.push_back(each);
+  }
+  for (auto each = chain.rbegin(); each != chain.rend(); ++each) {
+    const Node& node = at(*each);
+    Clock clock = *clocks_[static_cast<size_t>(*each)];
+    clock[static_cast<size_t>(node.entity)] = static_cast<uint32_t>(node.position + 1);
+    if (node.record != kNoNode) {
+      const Clock& before = releases_.at(node.record);
+      for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], before[i]);
+    }
+    releases_.emplace(*each, std::move(clock));
+  }
+  return &releases_.at(last);
+}
+
 void Replay::step(NodeId id) {
   const Node& node = at(id);
   if (node.host != node.entity) acquire(node.entity, node.submitted);
@@ -187,7 +205,7 @@ void Replay::step(NodeId id) {
         if (node.target != kNoNode && !ignored(at(node.target))) acquire(node.entity, node.target);
         break;
       case NodeKind::kAcquire:
-        if (node.record != kNoNode) acquire(node.entity, releases_.at(node.record));
+        if (node.record != kNoNode) acquire(node.entity, *releasesBefore(node.record));
         break;
       default:
         break;
@@ -198,14 +216,6 @@ void Replay::step(NodeId id) {
   access(id);
   if (node.kind == NodeKind::kWriteValue || node.kind == NodeKind::kStoreFlag) {
     flags_[node.flag.flag].push_back({node.flag.value, id});
-  } else if (node.kind == NodeKind::kRelease) {
-    Clock clock = *clocks_[static_cast<size_t>(id)];
-    clock[static_cast<size_t>(node.entity)] = static_cast<uint32_t>(node.position + 1);
-    if (node.record != kNoNode) {
-      const Clock& before = releases_.at(node.record);
-      for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], before[i]);
-    }
-    releases_.emplace(id, std::move(clock));
   }
   for (const auto& [flag, value] : node.overwritten) flags_[flag].push_back({value, id});
 }

@@ -47,10 +47,13 @@ class Replay {
   // The node that a wait for an event waits for: the record that it looks at, or an older one where
   // that is ignored.
   NodeId awaited(const Node& node) const;
-  bool enabled(NodeId id) const;
+  bool enabled(NodeId id);
   void step(NodeId id);
   void acquire(int entity, NodeId from);
   void acquire(int entity, const Clock& from);
+  // What is before an acquire that follows this release and those of the same key before it; null
+  // while one of them is not replayed.
+  const Clock* releasesBefore(NodeId last);
   uint32_t flagValue(const uint32_t* flag) const;
   // The write whose clock a wait takes over, or kNoNode.
   NodeId passedBy(NodeId wait) const;
@@ -72,8 +75,8 @@ class Replay {
   std::vector<Snapshot> snapshots_;  // by entity: what it has taken over
   std::vector<Snapshot> clocks_;     // by node, once replayed
   std::unordered_map<const uint32_t*, std::vector<FlagWrite>> flags_;
-  std::unordered_map<NodeId, Clock> releases_;  // with the releases of the same key before
-  std::map<const std::byte*, NodeId> blocks_;   // allocations, live or not
+  std::unordered_map<NodeId, Clock> releases_;
+  std::map<const std::byte*, NodeId> blocks_;  // allocations, live or not
   std::vector<ReadOfFresh> fresh_reads_;
   std::set<NodeId> raced_;  // operations that some report names
   Shadow shadow_;

@@ -112,6 +112,12 @@ void Replay::reportDeadlocks() {
     if (next >= nodes.size()) continue;
     const Node& node = at(nodes[next]);
     if (node.kind != NodeKind::kWaitValue || !replayed(node.submitted)) continue;
+    // A flag that holds nothing explains more than the wait for it.
+    acquire(entity, node.submitted);
+    clocks_[static_cast<size_t>(nodes[next])] = snapshots_[static_cast<size_t>(entity)];
+    const size_t before = fresh_reads_.size();
+    lookForUnwritten(nodes[next]);
+    if (fresh_reads_.size() > before) continue;
     const CheckedOp waiter = describe(nodes[next], "");
     const FlagWrite last = flags_.at(node.flag.flag).back();
     CheckedOp other{"nobody", "", node.site};

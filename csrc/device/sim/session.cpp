@@ -266,6 +266,11 @@ void Session::freed(Mapping mapping, size_t bytes, Site site) {
   graveyard_.push_back(std::move(mapping));
 }
 
+void Session::bury(std::vector<Mapping> mappings) {
+  const std::lock_guard lock(mutex_);
+  for (Mapping& mapping : mappings) graveyard_.push_back(std::move(mapping));
+}
+
 void Session::touched(NodeKind kind, const void* data, size_t bytes, Site site) {
   const std::lock_guard lock(mutex_);
   checkRunning();

@@ -46,6 +46,8 @@ class Session {
 
   void allocated(void* memory, size_t bytes, Site site);
   void freed(Mapping mapping, size_t bytes, Site site);
+  // Keeps what a destroyed device left behind: operations that use it may still run.
+  void bury(std::vector<Mapping> mappings);
   void touched(NodeKind kind, const void* data, size_t bytes, Site site);
   void storeFlag(uint32_t* flag, uint32_t value, Site site);
   uint32_t loadFlag(const uint32_t* flag, Site site);
@@ -63,6 +65,7 @@ class Session {
   struct Waiter {
     double timeout_s = 0;
     std::vector<int64_t> key;  // of its host
+    NodeId target = kNoNode;
     bool expired = false;
   };
   struct StreamState {

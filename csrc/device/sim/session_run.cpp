@@ -155,16 +155,20 @@ bool Session::everybodyWaits() const {
   return !ranks_.empty() && waiters_.size() >= ranks_.size() &&
          std::all_of(ranks_.begin(), ranks_.end(), [&](int rank) {
            const auto& key = trace_.entities[static_cast<size_t>(rank)].key;
-           return std::any_of(waiters_.begin(), waiters_.end(),
-                              [&](const Waiter* waiter) { return waiter->key == key; });
+           return std::any_of(waiters_.begin(), waiters_.end(), [&](const Waiter* waiter) {
+             // One whose work is done has only not woken up yet.
+             return waiter->key == key && !executed(waiter->target);
+           });
          });
 }
 
 // Nothing can happen before a timeout, so the first one comes now.
 void Session::expireOne() {
   const auto first =
-      std::min_element(waiters_.begin(), waiters_.end(), [](const Waiter* a, const Waiter* b) {
-        return std::tie(a->timeout_s, a->key) < std::tie(b->timeout_s, b->key);
+      std::min_element(waiters_.begin(), waiters_.end(), [&](const Waiter* a, const Waiter* b) {
+        const bool a_done = executed(a->target);
+        const bool b_done = executed(b->target);
+        return std::tie(a_done, a->timeout_s, a->key) < std::tie(b_done, b->timeout_s, b->key);
       });
   (*first)->expired = true;
   changed_.notify_all();
@@ -190,7 +194,7 @@ void Session::await(NodeId target, NodeId waiting, double timeout_s,
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(timeout_s, 1e9));
   const Site site = at(waiting).site;
-  Waiter self{timeout_s, trace_.entities[static_cast<size_t>(host())].key, false};
+  Waiter self{timeout_s, trace_.entities[static_cast<size_t>(host())].key, target, false};
   waiters_.push_back(&self);
   struct Leave {
     std::vector<Waiter*>& waiters;

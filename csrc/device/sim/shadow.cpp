@@ -5,6 +5,8 @@
 namespace hdpcomm::sim {
 namespace {
 
+constexpr size_t kManyAccesses = 32;
+
 bool writes(AccessKind kind) { return kind != AccessKind::kRead && kind != AccessKind::kFlagRead; }
 
 bool ofFlag(AccessKind kind) {
@@ -77,10 +79,12 @@ void Shadow::free(const MemoryRange& range, NodeId node) {
 }
 
 void Shadow::add(Segment& segment, const Access& access) const {
-  std::erase_if(segment.accesses, [&](const Access& earlier) {
-    return covers(access.kind, earlier.kind) &&
-           (earlier.node == access.node || ordered_(earlier.node, access.node));
-  });
+  if (segment.accesses.size() >= kManyAccesses) {
+    std::erase_if(segment.accesses, [&](const Access& earlier) {
+      return covers(access.kind, earlier.kind) &&
+             (earlier.node == access.node || ordered_(earlier.node, access.node));
+    });
+  }
   segment.accesses.push_back(access);
   if (!segment.allocated || !writes(access.kind)) return;
   const bool later = std::any_of(segment.first_writes.begin(), segment.first_writes.end(),

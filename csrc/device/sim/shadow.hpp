@@ -16,10 +16,10 @@ struct Access {
   AccessKind kind = AccessKind::kRead;
 };
 
-// Keeps for every byte the accesses that a later one may conflict with. An access is dropped when a
-// later one that is ordered after it conflicts with everything that it conflicts with: whatever is
-// not ordered with the dropped one is not ordered with the later one either, so a program that has
-// a race is never taken for one that has none, whatever the order of the replay.
+// Keeps for every byte the accesses that a later one may conflict with. Where there are many, one
+// is dropped when a later one that is ordered after it conflicts with everything that it conflicts
+// with: whatever is not ordered with the dropped one is not ordered with the later one either, so a
+// program that has a race is never taken for one that has none, whatever the order of the replay.
 class Shadow {
  public:
   // Is `earlier`, which was replayed before, ordered before `later`?

@@ -27,9 +27,9 @@ std::string Segment::address() const {
   return std::to_string(::getpid()) + ":" + std::to_string(fd_.get());
 }
 
-void Segment::populate(int rank) const {
+void Segment::populate(int rank, const std::vector<int>& peers) const {
 #ifdef MADV_POPULATE_WRITE
-  for (int peer = 0; peer < static_cast<int>(layout_.num_ranks); ++peer) {
+  for (const int peer : peers) {
     if (peer == rank) continue;
     // Best effort: kernels before 5.14 do not know the advice, and the first message then pays the
     // page fault.
@@ -38,6 +38,7 @@ void Segment::populate(int rank) const {
   }
 #else
   (void)rank;
+  (void)peers;
 #endif
 }
 

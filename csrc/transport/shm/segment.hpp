@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include "hdpcomm/base/fd.hpp"
 #include "hdpcomm/transport/shm.hpp"
 #include "layout.hpp"
@@ -26,7 +28,7 @@ class Segment final : public ShmSegment {
   }
   // Maps the descriptor pages of a rank's channels now, so that the first message to a peer costs
   // no page fault.
-  void populate(int rank) const;
+  void populate(int rank, const std::vector<int>& peers) const;
 
  private:
   Fd fd_;

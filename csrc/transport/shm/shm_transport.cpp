@@ -10,11 +10,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <sstream>
+#include <numeric>
 #include <thread>
 
 #include "hdpcomm/base/env.hpp"
+#include "hdpcomm/base/process.hpp"
 
 namespace hdpcomm {
 namespace shm {
@@ -22,28 +22,6 @@ namespace {
 
 // The others read it to learn whether the kernel lets them read this process's memory.
 const uint64_t kProbeWord = kMagic;
-
-// Field 22 of /proc/<pid>/stat (start time) and its state letter; 0 and 'X' when there is no such
-// process.
-struct ProcessInfo {
-  char state = 'X';
-  uint64_t start_time = 0;
-};
-
-ProcessInfo processInfo(int pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return {};
-  const size_t name_end = line.rfind(')');  // the name may hold spaces and brackets
-  if (name_end == std::string::npos) return {};
-  std::istringstream fields(line.substr(name_end + 1));
-  ProcessInfo info;
-  fields >> info.state;
-  std::string skipped;
-  for (int field = 4; field <= 21; ++field) fields >> skipped;
-  fields >> info.start_time;
-  return info;
-}
 
 void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
   timespec time{timeout.count() / 1'000'000'000, timeout.count() % 1'000'000'000};
@@ -66,15 +44,22 @@ long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command
 
 }  // namespace
 
-ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank)
-    : segment_(std::move(segment)), rank_(rank), eager_bytes_(Env::get().eager_bytes) {
+ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vector<int> members)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      members_(std::move(members)),
+      eager_bytes_(Env::get().eager_bytes) {
   const int num_ranks = size();
   if (rank < 0 || rank >= num_ranks) {
     throwInvalidUsage("rank " + std::to_string(rank) + " is not in a world of " +
                       std::to_string(num_ranks) + " ranks");
   }
   eager_bytes_ = std::min<size_t>(eager_bytes_, segment_->layout().payload_bytes / 4);
-  oversubscribed_ = num_ranks > usableCores();
+  if (members_.empty()) {
+    members_.resize(static_cast<size_t>(num_ranks));
+    std::iota(members_.begin(), members_.end(), 0);
+  }
+  oversubscribed_ = static_cast<int>(members_.size()) > usableCores();
   peers_.resize(num_ranks);
   for (int i = 0; i < num_ranks; ++i) {
     Peer& peer = peers_[i];
@@ -90,7 +75,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank)
     throwInvalidUsage("rank " + std::to_string(rank) +
                       " has joined this world before: ranks must differ");
   }
-  segment_->populate(rank);
+  segment_->populate(rank, members_);
   own.pid = ::getpid();
   own.start_time = processInfo(own.pid).start_time;
   own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
@@ -104,13 +89,14 @@ ShmTransport::~ShmTransport() { close("the communicator was destroyed"); }
 
 void ShmTransport::waitAllReady(double timeout_s) {
   const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
-  for (Peer& peer : peers_) {
+  for (const int member : members_) {
+    Peer& peer = peers_[member];
     while (peer.control->state.load(std::memory_order_acquire) == RankState::kAbsent) {
       if (Clock::now() > deadline) {
         std::string absent;
-        for (const Peer& other : peers_) {
-          if (other.control->state.load() == RankState::kAbsent)
-            absent += " " + std::to_string(other.rank);
+        for (const int other : members_) {
+          if (peers_[other].control->state.load() == RankState::kAbsent)
+            absent += " " + std::to_string(other);
         }
         throw Error(ErrorKind::kTimeout,
                     "ranks" + absent + " did not join the shared-memory world within " +
@@ -216,8 +202,7 @@ bool ShmTransport::isDead(const Peer& peer, std::optional<uint32_t> limit, uint3
 
 bool ShmTransport::processAlive(const Control& control) const {
   if (control.pid == segment_->control(rank_).pid) return true;
-  const ProcessInfo info = processInfo(control.pid);
-  return info.state != 'X' && info.state != 'Z' && info.start_time == control.start_time;
+  return hdpcomm::processAlive(control.pid, control.start_time);
 }
 
 std::string ShmTransport::lastWords(const Control& control) const {
@@ -277,6 +262,17 @@ void ShmTransport::idle(uint32_t ticket, Clock::time_point until) {
   own.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
+std::function<void()> ShmTransport::waker() {
+  return [segment = segment_, rank = rank_] {
+    // As in ring(): the caller's event comes before the look at `sleepers`.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    Control& own = segment->control(rank);
+    if (own.sleepers.load(std::memory_order_relaxed) == 0) return;
+    own.doorbell.fetch_add(1, std::memory_order_release);
+    futexWakeAll(own.doorbell);
+  };
+}
+
 std::shared_ptr<std::byte> ShmTransport::allocate(size_t bytes) {
   if (!heap_) {
     heap_ = Heap::create();
@@ -305,14 +301,15 @@ void ShmTransport::close(const std::string& reason) noexcept {
     own.reason_ready.store(1, std::memory_order_release);
   }
   own.state.store(RankState::kClosed, std::memory_order_release);
-  for (Peer& peer : peers_) ring(*peer.control);
+  for (const int member : members_) ring(*peers_[member].control);
 }
 
 }  // namespace shm
 
-std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank) {
+std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank,
+                                            std::vector<int> members) {
   return std::make_unique<shm::ShmTransport>(
-      std::dynamic_pointer_cast<shm::Segment>(std::move(segment)), rank);
+      std::dynamic_pointer_cast<shm::Segment>(std::move(segment)), rank, std::move(members));
 }
 
 void shmWaitAllReady(Transport& transport, double timeout_s) {

@@ -69,7 +69,7 @@ struct Peer {
 
 class ShmTransport final : public Transport {
  public:
-  ShmTransport(std::shared_ptr<Segment> segment, int rank);
+  ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vector<int> members);
   ~ShmTransport() override;
 
   const char* name() const noexcept override { return "shm"; }
@@ -88,6 +88,7 @@ class ShmTransport final : public Transport {
   void checkPeers() override;
   uint32_t idleTicket() override;
   void idle(uint32_t ticket, Clock::time_point until) override;
+  std::function<void()> waker() override;
   bool oversubscribed() const noexcept override { return oversubscribed_; }
   std::shared_ptr<std::byte> allocate(size_t bytes) override;
   TransportStats stats() const override;
@@ -127,6 +128,7 @@ class ShmTransport final : public Transport {
 
   std::shared_ptr<Segment> segment_;
   int rank_;
+  std::vector<int> members_;  // ranks that take part, this one included
   std::vector<Peer> peers_;
   std::vector<int> active_;  // peers with requests
   std::vector<std::byte> scratch_;

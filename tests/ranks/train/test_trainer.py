@@ -26,7 +26,7 @@ def fetch(i):
 
 def trainer_of(comm, *, lr=1e-2, capacity=16, policy="balanced", **options):
     torch.set_num_threads(1)
-    model = Llama(CONFIG, seed=comm.rank)
+    model = Llama(CONFIG, seed=comm.rank).to(comm.device)
     planner = Planner(None, ClusterSpec(comm.size, capacity), policy, COST)
     return Trainer(model, torch.optim.AdamW(model.parameters(), lr=lr), planner, comm, **options)
 

@@ -88,7 +88,7 @@ def test_a_device_that_is_not_there(library: ctypes.CDLL) -> None:
 def test_errors_name_the_call_and_the_driver_s_text(library: ctypes.CDLL, device: Device) -> None:
     _fail(library, "cuMemAlloc_v2", 2)
     with pytest.raises(
-        DeviceError, match=r"cuMemAlloc_v2\(.*\) failed at cuda_device.cpp:\d+: CUDA_ERROR_OUT_OF_MEMORY \(2\): out of"
+        DeviceError, match=r"cuMemAlloc_v2\(.*\) failed at cuda_memory.cpp:\d+: CUDA_ERROR_OUT_OF_MEMORY \(2\): out of"
     ):
         device.allocate(4096)
     assert library.fake_depth() == 0
@@ -171,6 +171,17 @@ def test_memory_of_another_process(library: ctypes.CDLL, device: Device) -> None
     device.close_memory(memory)
     assert library.fake_calls(b"cuIpcCloseMemHandle") == closed + 1
     device.free(memory)
+
+
+def test_memory_that_was_freed_is_not_imported_though_its_address_comes_again(device: Device) -> None:
+    memory = device.allocate(4096)
+    handle = device.export_memory(memory)
+    device.free(memory)
+    again = [device.allocate(4096) for _ in range(4)]
+    with pytest.raises(InvalidUsage, match="was freed"):
+        device.import_memory(handle)
+    for block in again:
+        device.free(block)
 
 
 def test_a_closed_device_frees_what_it_left(library: ctypes.CDLL) -> None:

@@ -94,19 +94,19 @@ def test_shards_give_the_whole(seed, tokens, widths, dtype):
     want_grad = oracle(logits, labels, (weights * upstream).double().numpy())[1]
     starts = np.cumsum([0, *widths])
     parts = [logits[:, a:b].contiguous() for a, b in pairwise(starts)]
-    stats = torch.empty(len(parts), 2, tokens)
+    stats = torch.empty(len(parts), 3, tokens)
     shapes = [(tokens, x.shape[1], x.shape[1], int(a), columns, IGNORED) for x, a in zip(parts, starts, strict=False)]
     code = {torch.float32: 7, torch.bfloat16: 6, torch.float16: 5}[dtype]
     for x, shape, out in zip(parts, shapes, stats, strict=True):
         core.cross_entropy_stats(shape, code, x.data_ptr(), labels.data_ptr(), out.data_ptr(), 1, False, 0)
-    lse, loss = torch.empty(2, tokens).unbind()
+    sums, loss = torch.empty(2, tokens), torch.empty(tokens)
     core.cross_entropy_loss(
-        stats.data_ptr(), labels.data_ptr(), weights.data_ptr(), lse.data_ptr(), loss.data_ptr(), len(parts), tokens,
+        stats.data_ptr(), labels.data_ptr(), weights.data_ptr(), sums.data_ptr(), loss.data_ptr(), len(parts), tokens,
         IGNORED, False, 0,
     )  # fmt: skip
     for x, shape in zip(parts, shapes, strict=True):
         core.cross_entropy_grad(
-            shape, code, x.data_ptr(), labels.data_ptr(), lse.data_ptr(), weights.data_ptr(), upstream.data_ptr(), 1,
+            shape, code, x.data_ptr(), labels.data_ptr(), sums.data_ptr(), weights.data_ptr(), upstream.data_ptr(), 1,
             x.data_ptr(), 1, False, 0,
         )  # fmt: skip
     check(loss, torch.cat(parts, 1), want_loss, want_grad, dtype)
@@ -137,12 +137,12 @@ def test_ranks_with_shards_of_the_vocabulary(size):
 @given(st.floats(-87, 0, width=32))
 @settings(max_examples=300, deadline=None)
 def test_exponential_to_two_units_in_the_last_place(x):
-    """Two columns and an lse of 0: the gradient of the one that is not the label is e^x."""
+    """Two columns, the largest 0 and the sum 1: the gradient of the one that is not the label is e^x."""
     logits = torch.tensor([[0.0, x]])
     out = torch.empty(1, 2)
-    zero, one, label = torch.zeros(1), torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    sums, one, label = torch.tensor([0.0, 1.0]), torch.ones(1), torch.zeros(1, dtype=torch.int64)
     core.cross_entropy_grad(
-        (1, 2, 2, 0, 2, -100), 7, logits.data_ptr(), label.data_ptr(), zero.data_ptr(), 0, one.data_ptr(), 1,
+        (1, 2, 2, 0, 2, -100), 7, logits.data_ptr(), label.data_ptr(), sums.data_ptr(), 0, one.data_ptr(), 1,
         out.data_ptr(), 1, False, 0,
     )  # fmt: skip
     want = math.exp(float(np.float32(x)))
@@ -231,3 +231,14 @@ def test_bad_arguments_say_what_is_wrong():
     with pytest.raises(InvalidUsage, match="must not be negative"):
         core.cross_entropy_loss(0, 0, 0, 0, 0, 0, 1, 0, False, 0)
     cross_entropy(logits, labels)  # and the next one works
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_small_losses_of_large_logits_are_not_rounded_away(size):
+    logits = torch.tensor([[size, size - 9, 0.0], [size, size - 2, -size]], requires_grad=True)
+    labels = torch.tensor([0, 0])
+    loss = cross_entropy(logits, labels, in_place=False)
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    want_loss, want_grad = oracle(logits, labels, np.ones(2))
+    torch.testing.assert_close(loss.detach().double(), want_loss, atol=0, rtol=1e-3)
+    torch.testing.assert_close(grad.double(), want_grad, atol=1e-7, rtol=1e-5)

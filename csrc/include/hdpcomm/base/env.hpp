@@ -15,6 +15,7 @@ struct Env {
   double spin_us;        // HDPCOMM_SPIN_US
   double yield_us;       // HDPCOMM_YIELD_US
   double liveness_s;     // HDPCOMM_LIVENESS_S
+  double silence_s;      // HDPCOMM_SILENCE_S
 
   static const Env& get();
 };

@@ -23,4 +23,11 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
 // equal costs.
 Algorithm chooseAlgorithm(const ScheduleRequest& request, const TransportCosts& costs);
 
+// The same for a group whose ranks are spread over nodes (request.nodes): `local` are the costs
+// inside a node, `remote` those between nodes, where beta is of a node's link that its ranks share.
+double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
+                       const TransportCosts& local, const TransportCosts& remote);
+Algorithm chooseAlgorithm(const ScheduleRequest& request, const TransportCosts& local,
+                          const TransportCosts& remote);
+
 }  // namespace hdpcomm

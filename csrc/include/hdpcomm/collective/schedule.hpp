@@ -81,6 +81,9 @@ struct ScheduleRequest {
   bool average = false;
   std::vector<size_t> in_counts;   // ragged all_to_all: elements for each peer
   std::vector<size_t> out_counts;  // ... and from each
+  // The node of each group rank, numbered by first appearance; empty: all share one. Only
+  // kHierarchical and the costs look at it.
+  std::vector<int> nodes;
 
   bool operator==(const ScheduleRequest&) const = default;
 };

@@ -47,6 +47,17 @@ class Communicator {
   using Message = ExchangeWork::Message;
   using InterruptCheck = World::InterruptCheck;
 
+  // What the ranks agree on, and what this one does: for a StreamEngine, which runs it on a device.
+  struct Plan {
+    Call call;
+    std::shared_ptr<const Schedule> schedule;
+  };
+  Plan plan(const Operands& operands, const Options& options) const;
+  Call callOfMessages() const;
+  // Of a position; throws InvalidUsage for one that does not exist.
+  int globalRank(int position, const char* what) const;
+  const Ranks& sharedRanks() const { return ranks_; }
+
   // Starts an operation; it proceeds in the background. World::wait() ends it.
   std::shared_ptr<Work> startCollective(const Operands& operands, const Options& options) const;
   std::shared_ptr<Work> startExchange(std::span<const Message> sends,
@@ -67,6 +78,7 @@ class Communicator {
   Ranks ranks_;
   int rank_;
   uint64_t hash_;
+  std::vector<int> nodes_;  // of the ranks; empty when they share one
 };
 
 }  // namespace hdpcomm

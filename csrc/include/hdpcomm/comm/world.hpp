@@ -20,6 +20,14 @@
 
 namespace hdpcomm {
 
+// What joined the world beside its transport, and leaves with it.
+class WorldPart {
+ public:
+  virtual ~WorldPart() = default;
+  virtual void abort(const std::string& reason) = 0;
+  virtual void close(const std::string& reason) = 0;
+};
+
 class World {
  public:
   // Called a few times a second on a thread that waits; may throw to give up (Ctrl-C).
@@ -51,8 +59,15 @@ class World {
 
   // What kAuto goes by; must be equal on all ranks.
   void setCosts(const TransportCosts& costs);
+  // The node of each rank, and what kAuto goes by between nodes; equal on all ranks.
+  void setNodes(std::vector<int> node_of_rank, const TransportCosts& remote);
+  // Of the given ranks, numbered by first appearance; empty when all share a node.
+  std::vector<int> nodesOf(const std::vector<int>& ranks) const;
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
+
+  // At most one, for the rest of the world's life.
+  void attach(std::shared_ptr<WorldPart> part);
 
   // Ends all pending operations here with Aborted, tells their members, and refuses new ones.
   void abort(const std::string& reason);
@@ -90,7 +105,11 @@ class World {
   std::atomic<bool> closed_{false};
   std::string abort_reason_;  // not empty after abort()
 
+  std::shared_ptr<WorldPart> part_;
+
   TransportCosts costs_;
+  TransportCosts remote_costs_;
+  std::vector<int> node_of_rank_;  // empty: one node. Set before the first operation
   struct HashRequest {
     size_t operator()(const ScheduleRequest& request) const noexcept;
   };

@@ -23,8 +23,9 @@ struct CrossEntropyShape {
   DType dtype = DType::kFloat32;
 };
 
-// stats: fp32 [2, tokens]: log(sum(exp(logits))) over the shard (-inf for no column), and the
-// label's logit if its column is here, else 0. The statistics of a token that is ignored are 0.
+// stats: fp32 [3, tokens]: the largest logit of the shard (-inf for no column), the sum of
+// exp(logit - largest), and the label's logit if its column is here, else 0. The statistics of a
+// token that is ignored are 0.
 struct CrossEntropyStatsArgs {
   CrossEntropyShape shape;
   const void* logits = nullptr;
@@ -39,13 +40,14 @@ void crossEntropyStatsCpu(const CrossEntropyStatsArgs& args, int num_threads);
 // InvalidUsage or, when the launch fails, DeviceError.
 void crossEntropyStatsCuda(const CrossEntropyStatsArgs& args, void* stream);
 
-// From the statistics of all shards, in their order (every rank gets the same bits): lse [tokens]
-// over the whole vocabulary, and loss [tokens] = weight * (lse - label's logit), 0 where ignored.
+// From the statistics of all shards, in their order (every rank gets the same bits): sums [2,
+// tokens], the largest logit and the sum over the whole vocabulary, and loss [tokens] = weight *
+// (log(sum(exp(logits))) - label's logit), 0 where ignored.
 struct CrossEntropyLossArgs {
-  const float* stats = nullptr;  // [shards, 2, tokens]
+  const float* stats = nullptr;  // [shards, 3, tokens]
   const int64_t* labels = nullptr;
   const float* weights = nullptr;  // [tokens], or null: 1
-  float* lse = nullptr;
+  float* sums = nullptr;
   float* loss = nullptr;
   int64_t shards = 1;
   int64_t tokens = 0;
@@ -55,14 +57,14 @@ struct CrossEntropyLossArgs {
 void crossEntropyLossCpu(const CrossEntropyLossArgs& args);
 void crossEntropyLossCuda(const CrossEntropyLossArgs& args, void* stream);
 
-// grad[i, j] = scale_i * (exp(logits[i, j] - lse[i]) - [column j is the label]), with
+// grad[i, j] = scale_i * (softmax(logits[i])[j] - [column j is the label]), with
 // scale_i = upstream[i * upstream_stride] * weights[i]; 0 where ignored, whatever the logits. grad
 // has the logits' type and layout, and may be the logits.
 struct CrossEntropyGradArgs {
   CrossEntropyShape shape;
   const void* logits = nullptr;
   const int64_t* labels = nullptr;
-  const float* lse = nullptr;
+  const float* sums = nullptr;     // of crossEntropyLoss
   const float* weights = nullptr;  // [tokens], or null: 1
   const float* upstream = nullptr;
   int64_t upstream_stride = 1;  // 0: one number for all tokens

@@ -1,7 +1,7 @@
 // The maths of softmax cross-entropy in fp32, element by element.
 //
-// A row of logits x gives lse = log(sum(exp(x))) and, with the label t, the loss lse - x_t and the
-// gradient exp(x_j - lse) - [j == t]. The sum is kept online: (max, sum of exp(x - max)).
+// A row of logits x and its label t have the loss log(sum(exp(x))) - x_t and the gradient
+// softmax(x)_j - [j == t]. The sum is kept online: (max, sum of exp(x - max)).
 #pragma once
 
 #include <cmath>
@@ -62,29 +62,40 @@ HDP_HOST_DEVICE OnlineSum joinSums(OnlineSum a, OnlineSum b) {
   return {max, a.sum * expNegative(a.max - offset) + b.sum * expNegative(b.max - offset)};
 }
 
-HDP_HOST_DEVICE float lseOf(OnlineSum row) { return row.max + logf(row.sum); }
+// What the gradients of a token's logits have in common. `scale` is what its loss is multiplied
+// with.
+struct TokenScale {
+  float max;
+  float share;  // scale / sum: times exp(x - max) it is scale times the softmax
+  float scale;
+};
 
-// The gradient of one logit; `scale` is what the token's loss is multiplied with.
-HDP_HOST_DEVICE float softmaxGradient(float logit, float lse, float scale, bool is_label) {
-  return scale * (expNegative(logit - lse) - (is_label ? 1.0f : 0.0f));
+HDP_HOST_DEVICE TokenScale scaleOf(OnlineSum row, float scale) {
+  return {row.max, scale / row.sum, scale};
+}
+
+HDP_HOST_DEVICE float softmaxGradient(float logit, TokenScale token, bool is_label) {
+  return token.share * expNegative(logit - token.max) - (is_label ? token.scale : 0.0f);
 }
 
 struct TokenLoss {
-  float lse;   // over the whole vocabulary
-  float loss;  // lse - the label's logit
+  OnlineSum row;  // over the whole vocabulary
+  float loss;     // log(sum of exp(x)) - the label's logit
 };
 
-// From stats [shards, 2, tokens] (cross_entropy.hpp), in the order of the shards.
+// From stats [shards, 3, tokens] (cross_entropy.hpp), in the order of the shards. The maximum and
+// the logarithm of the sum stay apart: added up, they would round a small loss of large logits
+// away.
 HDP_HOST_DEVICE TokenLoss lossOfToken(const float* stats, int64_t shards, int64_t tokens,
                                       int64_t token) {
   OnlineSum row;
   float logit = 0.0f;
   for (int64_t s = 0; s < shards; ++s) {
-    row = joinSums(row, {stats[2 * s * tokens + token], 1.0f});
-    logit += stats[(2 * s + 1) * tokens + token];
+    const float* of_shard = stats + 3 * s * tokens + token;
+    row = joinSums(row, {of_shard[0], of_shard[tokens]});
+    logit += of_shard[2 * tokens];
   }
-  const float lse = shards == 1 ? stats[token] : lseOf(row);
-  return {lse, lse - logit};
+  return {row, (row.max - logit) + logf(row.sum)};
 }
 
 // What a label asks for.

@@ -40,8 +40,9 @@ enum class Algorithm : uint8_t {
   kRabenseifner,      // reduce-scatter + all-gather
   kScatterAllGather,  // broadcast
   kChain,             // pipelined
+  kHierarchical,      // inside the nodes, then across
 };
-inline constexpr int kNumAlgorithms = 11;
+inline constexpr int kNumAlgorithms = 12;
 const char* opName(OpCode op);
 const char* redOpName(RedOp op);
 const char* algorithmName(Algorithm algorithm);

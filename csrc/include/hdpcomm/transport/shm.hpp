@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "hdpcomm/transport/transport.hpp"
 
@@ -31,7 +32,9 @@ bool processVmReadvWorks();
 bool memfdWorks();
 
 // Marks `rank` as present. Other ranks may be absent until shmWaitAllReady() has returned.
-std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank);
+// `members`: the ranks of the segment that will come and with which there are messages; empty: all.
+std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank,
+                                            std::vector<int> members = {});
 // Waits until all ranks of the transport's segment are present. Throws CommTimeout naming those
 // that are not.
 void shmWaitAllReady(Transport& transport, double timeout_s);

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -59,6 +60,8 @@ struct TransportStats {
   uint64_t bytes_received = 0;
   uint64_t messages_sent = 0;
   uint64_t messages_received = 0;
+  uint64_t remote_bytes_sent = 0;  // of these, to and from other hosts
+  uint64_t remote_bytes_received = 0;
   int peers_used = 0;  // distinct peers to which a message was sent or from which one came
 };
 
@@ -100,6 +103,8 @@ class Transport {
   virtual uint32_t idleTicket() = 0;
   // Sleeps until something may have changed since `ticket` was read, or `until`.
   virtual void idle(uint32_t ticket, Clock::time_point until) = 0;
+  // Ends an idle() of this rank, from any thread, also when the transport is gone by then.
+  virtual std::function<void()> waker() = 0;
   // True when ranks share cores, so that busy waiting steals time from the peer that is awaited.
   virtual bool oversubscribed() const noexcept = 0;
 

@@ -323,30 +323,30 @@ void testCrossEntropy() {
     labels.as<int64_t>()[i] =
         pick(0, 3) == 0 ? shape.ignore_index : pick(0, shape.total_columns - 1);
   }
-  Memory stats = fresh(2 * shape.tokens, DType::kFloat32, 0);
-  Memory want_stats = fresh(2 * shape.tokens, DType::kFloat32, 0);
+  Memory stats = fresh(3 * shape.tokens, DType::kFloat32, 0);
+  Memory want_stats = fresh(3 * shape.tokens, DType::kFloat32, 0);
   crossEntropyStatsCpu({shape, logits.get(), labels.as<int64_t>(), want_stats.as<float>()}, 1);
   crossEntropyStatsCuda({shape, logits.get(), labels.as<int64_t>(), stats.as<float>()}, nullptr);
-  expect(close(stats.as<float>(), want_stats.as<float>(), 2 * shape.tokens, 2e-6), "stats differ");
+  expect(close(stats.as<float>(), want_stats.as<float>(), 3 * shape.tokens, 2e-6), "stats differ");
 
   Memory weights = fresh(shape.tokens, DType::kFloat32, 0);
-  Memory lse = fresh(shape.tokens, DType::kFloat32, 0);
-  Memory want_lse = fresh(shape.tokens, DType::kFloat32, 0);
+  Memory sums = fresh(2 * shape.tokens, DType::kFloat32, 0);
+  Memory want_sums = fresh(2 * shape.tokens, DType::kFloat32, 0);
   Memory loss = fresh(shape.tokens, DType::kFloat32, 0);
   Memory want_loss = fresh(shape.tokens, DType::kFloat32, 0);
   CrossEntropyLossArgs args{.stats = stats.as<float>(),
                             .labels = labels.as<int64_t>(),
                             .weights = pick(0, 1) == 0 ? nullptr : weights.as<float>(),
-                            .lse = want_lse.as<float>(),
+                            .sums = want_sums.as<float>(),
                             .loss = want_loss.as<float>(),
                             .shards = 1,
                             .tokens = shape.tokens,
                             .ignore_index = shape.ignore_index};
   crossEntropyLossCpu(args);
-  args.lse = lse.as<float>();
+  args.sums = sums.as<float>();
   args.loss = loss.as<float>();
   crossEntropyLossCuda(args, nullptr);
-  expect(lse.equals(want_lse) && loss.equals(want_loss), "losses differ");
+  expect(sums.equals(want_sums) && loss.equals(want_loss), "losses differ");
 
   Memory upstream = fresh(shape.tokens + 1, DType::kFloat32, 0);
   Memory grad = fresh(logits_count, shape.dtype, pick(0, 17));
@@ -356,7 +356,7 @@ void testCrossEntropy() {
   CrossEntropyGradArgs grads{.shape = shape,
                              .logits = logits.get(),
                              .labels = labels.as<int64_t>(),
-                             .lse = lse.as<float>(),
+                             .sums = sums.as<float>(),
                              .weights = args.weights,
                              .upstream = upstream.as<float>(),
                              .upstream_stride = pick(0, 1),

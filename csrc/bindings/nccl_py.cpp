@@ -1,0 +1,173 @@
+// NCCL's table of functions, a rank's end of its communicator, and the fake one for tests. Buffers
+// cross as addresses.
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "../transport/nccl/fake_nccl.hpp"
+#include "../transport/nccl/groups.hpp"
+#include "hdpcomm/base/error.hpp"
+#include "rooms.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm {
+namespace {
+
+using nccl::FakeNccl;
+
+py::bytes uniqueId(const NcclApi& api) {
+  NcclUniqueId id;
+  ncclCheck(api, api.getUniqueId(&id), "ncclGetUniqueId", nullptr, -1);
+  return py::bytes(id.bytes, sizeof id.bytes);
+}
+
+NcclUniqueId idOf(const py::bytes& bytes) {
+  const std::string_view view = bytes;
+  NcclUniqueId id;
+  if (view.size() != sizeof id.bytes) {
+    throwInvalidUsage("an NCCL id has " + std::to_string(sizeof id.bytes) + " bytes, this one " +
+                      std::to_string(view.size()) + "; give what unique_id() returned");
+  }
+  std::memcpy(id.bytes, view.data(), view.size());
+  return id;
+}
+
+template <typename T = void>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A world and the stream that its operations go to.
+struct Member {
+  std::shared_ptr<NcclWorld> world;
+  NcclStream stream;
+};
+
+using Message = std::tuple<uintptr_t, size_t, int>;  // address, bytes, global rank
+
+std::vector<NcclWorld::Message> messagesOf(const std::vector<Message>& tuples) {
+  std::vector<NcclWorld::Message> messages;
+  for (const auto& [address, bytes, peer] : tuples)
+    messages.push_back({pointer(address), bytes, peer});
+  return messages;
+}
+
+void bindMember(py::module_& module) {
+  py::class_<Member>(module, "NcclMember")
+      .def(
+          "collective",
+          [](Member& m, int op, int algorithm, std::vector<int> ranks, uintptr_t in, uintptr_t out,
+             size_t count, int dtype, int redop, int root, std::vector<int> nodes) {
+            NcclWorld::Operation operation;
+            operation.request.op = static_cast<OpCode>(op);
+            operation.request.algorithm = static_cast<Algorithm>(algorithm);
+            operation.request.count = count;
+            operation.request.root = root;
+            operation.request.nodes = std::move(nodes);
+            operation.redop = static_cast<RedOp>(redop);
+            operation.request.average = operation.redop == RedOp::kAvg;
+            operation.ranks = std::move(ranks);
+            operation.in = pointer(in);
+            operation.out = pointer(out);
+            operation.dtype = static_cast<DType>(dtype);
+            m.world->collective(operation, m.stream);
+          },
+          py::arg("op"), py::arg("algorithm"), py::arg("ranks"), py::arg("source"),
+          py::arg("target"), py::arg("count"), py::arg("dtype"), py::arg("redop"), py::arg("root"),
+          py::arg("nodes"))
+      .def(
+          "exchange",
+          [](Member& m, const std::vector<Message>& sends, const std::vector<Message>& recvs) {
+            m.world->exchange(messagesOf(sends), messagesOf(recvs), m.stream);
+          },
+          py::arg("sends"), py::arg("recvs"))
+      .def(
+          "connect_ahead",
+          [](Member& m, int max_distance) { m.world->connectAhead(max_distance, m.stream); },
+          py::arg("max_distance"))
+      .def("check_async", [](Member& m) { m.world->checkAsync(); })
+      .def("abort", [](Member& m) { m.world->abort(); })
+      .def("stats", [](const Member& m) {
+        const NcclStats stats = m.world->stats();
+        py::dict result;
+        result["groups"] = stats.groups;
+        result["messages_sent"] = stats.messages_sent;
+        result["bytes_sent"] = stats.bytes_sent;
+        result["peers"] = stats.peers;
+        result["buffer_bytes"] = stats.buffer_bytes;
+        result["whole_world_ops"] = stats.whole_world_ops;
+        return result;
+      });
+}
+
+void bindFake(py::module_& module) {
+  py::class_<FakeNccl, std::shared_ptr<FakeNccl>>(module, "FakeNccl")
+      .def(py::init([](int num_ranks) { return std::make_shared<FakeNccl>(num_ranks); }),
+           py::arg("num_ranks"))
+      .def("label", &FakeNccl::label, py::arg("rank"), py::arg("text"))
+      .def("fail_next", &FakeNccl::failNext, py::arg("function"), py::arg("rank"), py::arg("code"))
+      .def("set_async_error", &FakeNccl::setAsyncError, py::arg("rank"), py::arg("code"))
+      .def("stall_init", &FakeNccl::stallInit)
+      .def(
+          "join",
+          [](FakeNccl& fake, int rank, double timeout_s, std::vector<int> nodes) {
+            const auto api = fake.api();
+            const auto size = static_cast<int>(fake.ranks().size());
+            return Member{std::make_shared<NcclWorld>(api, fake.device(rank), idOf(uniqueId(*api)),
+                                                      rank, size, timeout_s, std::move(nodes)),
+                          fake.stream(rank)};
+          },
+          py::arg("rank"), py::arg("timeout") = 1.0, py::arg("nodes") = std::vector<int>{})
+      .def("run", &FakeNccl::run, py::arg("seed"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bindNccl(py::module_& module) {
+  module.attr("OLDEST_NCCL") = kOldestNccl;
+  module.def("nccl_version_text", &ncclVersionText, py::arg("version"));
+  module.def("nccl_buffer_bytes", &ncclBufferBytes, py::arg("local_peers"), py::arg("channels"));
+  // The largest group of three of the ranks.
+  module.def(
+      "nccl_groups",
+      [](int op, int algorithm, int group_size, size_t count) {
+        size_t most = 0;
+        for (const int rank : {0, group_size / 2, group_size - 1}) {
+          ScheduleRequest request;
+          request.op = static_cast<OpCode>(op);
+          request.algorithm = static_cast<Algorithm>(algorithm);
+          request.group_size = group_size;
+          request.rank = rank;
+          request.count = count;
+          request.root = 0;
+          for (const auto& group : nccl::groupsOf(request, makeSchedule(request))) {
+            most = std::max(most, group.sends.size() + group.recvs.size());
+          }
+        }
+        return most;
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"));
+  py::class_<NcclApi, std::shared_ptr<NcclApi>>(module, "NcclLibrary")
+      .def_readonly("path", &NcclApi::path)
+      .def_readonly("version", &NcclApi::version)
+      .def("unique_id", [](const NcclApi& api) { return uniqueId(api); })
+      .def(
+          "try_init",  // joins a world of one and leaves it: shows what NCCL says on this machine
+          [](const std::shared_ptr<NcclApi>& api, double timeout_s) {
+            const NcclUniqueId id = idOf(uniqueId(*api));
+            const py::gil_scoped_release release;
+            NcclWorld(api, nullptr, id, 0, 1, timeout_s);
+          },
+          py::arg("timeout"));
+  module.def(
+      "load_nccl",
+      [](const std::vector<std::string>& candidates) {
+        return std::const_pointer_cast<NcclApi>(loadNccl(candidates));
+      },
+      py::arg("candidates"));
+  bindMember(module);
+  bindFake(module);
+}
+
+}  // namespace hdpcomm

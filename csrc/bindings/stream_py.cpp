@@ -1,0 +1,153 @@
+// StreamEngine and its works. Buffers come as addresses and streams as handles;
+// hdpcomm/comm/devices.py checks them and keeps them alive.
+#include <pybind11/stl.h>
+
+#include "hdpcomm/comm/stream_engine.hpp"
+#include "rooms.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm {
+namespace {
+
+void checkSignals() {
+  const py::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+struct StreamHandle {
+  std::shared_ptr<StreamEngine> engine;
+  std::shared_ptr<StreamWork> work;
+
+  void wait(double timeout_s) const {
+    const py::gil_scoped_release release;
+    engine->waitFor(work, timeout_s > 0 ? timeout_s : engine->timeout(), checkSignals);
+  }
+  void waitOn(uintptr_t stream) const {
+    const py::gil_scoped_release release;
+    engine->waitOn(*work, Stream{stream});
+  }
+  bool done() const {
+    const py::gil_scoped_release release;
+    return engine->test(*work);
+  }
+};
+
+// address, count, dtype, peer, landing
+using MessageTuple = std::tuple<uintptr_t, size_t, int, int, std::optional<uint64_t>>;
+
+std::vector<StreamEngine::Message> messagesOf(const Communicator& comm,
+                                              const std::vector<MessageTuple>& tuples,
+                                              const char* what) {
+  std::vector<StreamEngine::Message> messages;
+  messages.reserve(tuples.size());
+  for (const auto& [address, count, dtype, peer, landing] : tuples) {
+    messages.push_back({.peer = comm.globalRank(peer, what),
+                        .data = reinterpret_cast<std::byte*>(address),
+                        .count = count,
+                        .dtype = static_cast<DType>(dtype),
+                        .landing = landing.value_or(StreamEngine::kNoLanding)});
+  }
+  return messages;
+}
+
+StreamHandle exchange(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
+                      const std::vector<MessageTuple>& sends,
+                      const std::vector<MessageTuple>& recvs, uintptr_t stream, bool background) {
+  const py::gil_scoped_release release;
+  const auto outgoing = messagesOf(comm, sends, "send");
+  const auto incoming = messagesOf(comm, recvs, "recv");
+  const auto work = engine->exchange(comm.callOfMessages(), comm.sharedRanks(), outgoing, incoming,
+                                     Stream{stream}, background);
+  return {engine, work};
+}
+
+StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
+                        int op, uintptr_t in, uintptr_t out, size_t count, int dtype, int redop,
+                        int root, int algorithm, uintptr_t stream, bool background) {
+  const py::gil_scoped_release release;
+  const Communicator::Plan plan = comm.plan({.count = count, .dtype = static_cast<DType>(dtype)},
+                                            {static_cast<OpCode>(op), static_cast<RedOp>(redop),
+                                             root, static_cast<Algorithm>(algorithm)});
+  const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
+                                       reinterpret_cast<void*>(out), Stream{stream}, background);
+  return {engine, work};
+}
+
+StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
+                      uintptr_t in, uintptr_t out, int dtype, std::vector<size_t> out_counts,
+                      std::vector<size_t> in_counts, int algorithm, uintptr_t stream,
+                      bool background) {
+  const py::gil_scoped_release release;
+  const Communicator::Plan plan =
+      comm.plan({.count = 0,
+                 .dtype = static_cast<DType>(dtype),
+                 .in_counts = std::move(in_counts),
+                 .out_counts = std::move(out_counts)},
+                {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)});
+  const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
+                                       reinterpret_cast<void*>(out), Stream{stream}, background);
+  return {engine, work};
+}
+
+std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& device,
+                                   size_t slot_bytes, int num_slots, int num_lanes,
+                                   size_t landing_bytes) {
+  const py::gil_scoped_release release;
+  auto engine = StreamEngine::join(comm, device,
+                                   {.slot_bytes = slot_bytes,
+                                    .num_slots = num_slots,
+                                    .num_lanes = num_lanes,
+                                    .landing_bytes = landing_bytes});
+  comm.world().attach(engine);
+  return engine;
+}
+
+}  // namespace
+
+void bindStream(py::module_& module) {
+  py::class_<StreamHandle>(module, "StreamWork")
+      .def("wait", &StreamHandle::wait, py::arg("timeout") = -1.0)
+      .def("wait_on", &StreamHandle::waitOn, py::arg("stream"))
+      .def("done", &StreamHandle::done)
+      .def("__repr__", [](const StreamHandle& handle) {
+        return "<Work " + describe(handle.work->call()) + ">";
+      });
+  py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine")
+      .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
+                  py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"))
+      .def_property_readonly("device", &StreamEngine::device)
+      .def_property_readonly("host_stream",
+                             [](const StreamEngine& engine) { return engine.hostStream().handle; })
+      .def_property_readonly("landing",
+                             [](const StreamEngine& engine) {
+                               return py::make_tuple(reinterpret_cast<uintptr_t>(engine.landing()),
+                                                     engine.landingBytes());
+                             })
+      .def_property_readonly("scratch_bytes", &StreamEngine::scratchBytes)
+      .def("exchange", &exchange, py::arg("comm"), py::arg("sends"), py::arg("recvs"),
+           py::arg("stream"), py::arg("background"))
+      .def("collective", &collective, py::arg("comm"), py::arg("op"), py::arg("source"),
+           py::arg("target"), py::arg("count"), py::arg("dtype"), py::arg("redop"), py::arg("root"),
+           py::arg("algorithm"), py::arg("stream"), py::arg("background"))
+      .def("all_to_all", &allToAll, py::arg("comm"), py::arg("source"), py::arg("target"),
+           py::arg("dtype"), py::arg("out_counts"), py::arg("in_counts"), py::arg("algorithm"),
+           py::arg("stream"), py::arg("background"))
+      .def("synchronize",
+           [](StreamEngine& engine, double timeout_s) {
+             const py::gil_scoped_release release;
+             engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
+           })
+      .def("stats", [](const StreamEngine& engine) {
+        const TransportStats stats = engine.stats();
+        py::dict result;
+        result["bytes_sent"] = stats.bytes_sent;
+        result["bytes_received"] = stats.bytes_received;
+        result["messages_sent"] = stats.messages_sent;
+        result["messages_received"] = stats.messages_received;
+        result["peers"] = stats.peers_used;
+        return result;
+      });
+}
+
+}  // namespace hdpcomm

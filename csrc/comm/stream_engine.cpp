@@ -1,0 +1,355 @@
+#include "hdpcomm/comm/stream_engine.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+namespace hdpcomm {
+
+using device::Arena;
+using device::ArenaConfig;
+using device::CallBoard;
+using device::CallEntry;
+
+OwnedEvent EventPool::take() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      OwnedEvent event = std::move(free_.back());
+      free_.pop_back();
+      return event;
+    }
+  }
+  return OwnedEvent(device_, device_->createEvent());
+}
+
+void EventPool::give(OwnedEvent event) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(std::move(event));
+}
+
+// Waits that were enqueued keep the point that they wait for, so the events can be lent again.
+StreamWork::~StreamWork() {
+  if (begin_) events_->give(std::move(begin_));
+  for (OwnedEvent& event : ends_) events_->give(std::move(event));
+}
+
+StreamWork::Share& StreamWork::shareOf(int peer) {
+  for (Share& share : shares_) {
+    if (share.peer == peer) return share;
+  }
+  return shares_.emplace_back(Share{.peer = peer});
+}
+
+namespace {
+
+// What every rank tells every other one as it joins.
+struct Introduction {
+  MemoryHandle arena;
+  ArenaConfig config;
+  int32_t ordinal;
+  int32_t sim;
+};
+
+std::vector<Introduction> introduce(const Communicator& comm, const Introduction& own) {
+  std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
+  const Communicator::Operands operands{.in = &own, .out = everyone.data(), .count = sizeof own};
+  comm.collective(operands, {.op = OpCode::kAllGather}, 0, {});
+  return everyone;
+}
+
+std::shared_ptr<CallBoard> shareBoard(const Communicator& comm) {
+  char address[64] = {};
+  std::shared_ptr<CallBoard> board;
+  if (comm.rank() == 0) {
+    board = CallBoard::create(comm.size());
+    std::snprintf(address, sizeof address, "%s", board->address().c_str());
+  }
+  const Communicator::Operands operands{.in = address, .out = address, .count = sizeof address};
+  comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
+  return board != nullptr ? board : CallBoard::open(address, comm.size());
+}
+
+void checkIntroductions(const Communicator& comm, const DevicePtr& device,
+                        const std::vector<Introduction>& everyone) {
+  const Introduction& own = everyone[static_cast<size_t>(comm.rank())];
+  for (int peer = 0; peer < comm.size(); ++peer) {
+    const Introduction& other = everyone[static_cast<size_t>(peer)];
+    const ErrorContext context{
+        .rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1};
+    if (other.sim != own.sim || !(other.config == own.config)) {
+      throw Error(ErrorKind::kMismatch,
+                  "ranks " + std::to_string(comm.rank()) + " and " + std::to_string(peer) +
+                      " joined with different transports or HDPCOMM_DEVICE_* settings: start all "
+                      "ranks with the same ones",
+                  context);
+    }
+    if (!device->canAccessPeer(other.ordinal)) {
+      throw Error(ErrorKind::kInvalidUsage,
+                  "device " + std::to_string(own.ordinal) + " of rank " +
+                      std::to_string(comm.rank()) + " cannot read the memory of device " +
+                      std::to_string(other.ordinal) + " of rank " + std::to_string(peer) +
+                      ": this transport needs peer access between all GPUs; use another one",
+                  context);
+    }
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<StreamEngine> StreamEngine::join(const Communicator& comm, DevicePtr device,
+                                                 const ArenaConfig& config) {
+  auto arena = std::make_unique<Arena>(device, config, comm.size(), comm.rank());
+  const Introduction own{arena->exportOwn(), config, device->ordinal(), device->isSim()};
+  const std::vector<Introduction> everyone = introduce(comm, own);
+  checkIntroductions(comm, device, everyone);
+  std::vector<MemoryHandle> handles;
+  for (const Introduction& each : everyone) handles.push_back(each.arena);
+  arena->importPeers(handles);
+  const std::shared_ptr<CallBoard> board = shareBoard(comm);
+  board->enter(comm.rank());
+  // Every rank has mapped every arena and the board before anybody goes on.
+  device->annotateRelease(board->key());
+  comm.collective({}, {.op = OpCode::kBarrier}, 0, {});
+  device->annotateAcquire(board->key());
+  board->release();
+  return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), board, std::move(arena),
+                                                        comm.size(), comm.rank(),
+                                                        comm.world().timeout()));
+}
+
+StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
+                           std::unique_ptr<Arena> arena, int num_ranks, int rank, double timeout_s)
+    : device_(std::move(device)),
+      num_ranks_(num_ranks),
+      rank_(rank),
+      timeout_s_(timeout_s),
+      board_(std::move(board)),
+      events_(std::make_shared<EventPool>(device_)),
+      arena_(std::move(arena)),
+      host_stream_(device_, device_->createStream()),
+      background_stream_(device_, device_->createStream()),
+      control_stream_(device_, device_->createStream()),
+      step_event_(device_, device_->createEvent()),
+      scratch_(device_),
+      peers_(static_cast<size_t>(num_ranks)),
+      watcher_([this] { watch(); }) {}
+
+StreamEngine::~StreamEngine() { close("the communicator was destroyed"); }
+
+void StreamEngine::checkUsable() const {
+  const ErrorContext context{.rank = rank_, .peer = -1, .op = {}, .ranks = {}, .seq = -1};
+  if (closed_) {
+    throw Error(ErrorKind::kInvalidUsage,
+                "this communicator is closed: call its operations before close(), or make a new "
+                "one with init()",
+                context);
+  }
+  if (failed_) {
+    throw Error(ErrorKind::kAborted,
+                std::string("the device operations of this communicator ended with an error, and "
+                            "their streams were released: make a new one with init(). The error "
+                            "was: ") +
+                    failed_->what(),
+                context);
+  }
+}
+
+// Before anything of the operation is told to anybody: a member that has failed or left will not
+// take part, unless it did so before.
+void StreamEngine::checkMembers(const StreamWork& work) const {
+  for (const StreamWork::Share& share : work.shares_) {
+    const bool only_sent_to = share.expects == 0;
+    if (share.peer == rank_ || (sound(share) && !only_sent_to)) continue;
+    if (std::optional<Error> refusal = refusalOf(work, share)) throw *refusal;
+  }
+}
+
+device::Link& StreamEngine::link(int peer) {
+  Peer& entry = peers_[static_cast<size_t>(peer)];
+  if (entry.link == nullptr) {
+    entry.link = std::make_unique<device::Link>(device_, *arena_, rank_, peer);
+  }
+  if (!entry.used && peer != rank_) {
+    entry.used = true;
+    ++stats_.peers_used;
+  }
+  return *entry.link;
+}
+
+StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream caller) {
+  checkUsable();
+  auto work = std::make_shared<StreamWork>(call, std::move(ranks), events_);
+  work->seq_ = next_seq_++;
+  work->captured_ = device_->isCapturing(caller);
+  if (!work->captured_ && running_.size() >= 64) settleEnded();
+  return work;
+}
+
+void StreamEngine::plan(StreamWork& work, int peer, int posts, int expects) {
+  const Peer& other = peers_[static_cast<size_t>(peer)];
+  StreamWork::Share& share = work.shareOf(peer);
+  share.posted = other.num_posted;
+  share.posts += static_cast<uint64_t>(posts);
+  share.expects += static_cast<uint64_t>(expects);
+  if (share.expects > 0) share.expected = other.num_expected + share.expects;
+}
+
+// Entries wait here for room on the board; the watcher posts them.
+void StreamEngine::post(int peer, const CallEntry& entry) {
+  Peer& other = peers_[static_cast<size_t>(peer)];
+  ++other.num_posted;
+  if (!other.unposted.empty() || !board_->post(rank_, peer, entry)) other.unposted.push_back(entry);
+}
+
+void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
+  Peer& other = peers_[static_cast<size_t>(peer)];
+  ++other.num_expected;
+  ++work->uncompared_;
+  other.expected.push_back({work, entry});
+}
+
+// Tells the others, then enqueues. What goes wrong after the telling ends the engine: the others
+// count on this rank.
+template <typename Tell, typename Enqueue>
+void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue) {
+  checkMembers(*work);
+  if (!work->captured_) running_.push_back(work);
+  tell();
+  compareCalls();
+  if (failed_) throw work->error_ ? *work->error_ : *failed_;
+  try {
+    work->begin_ = events_->take();
+    device_->record(work->begin_.get(), caller);
+    enqueue();
+  } catch (const Error& error) {
+    failWork(*work, error);
+    throw placed(error, *work);
+  }
+  work->submitted_ = true;
+}
+
+void StreamEngine::checkLanding(const Message& message, bool received) const {
+  if (message.landing == kNoLanding) return;
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing > landingBytes() || bytes > landingBytes() - message.landing) {
+    throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
+                      std::to_string(message.landing) + "; the zone has " +
+                      std::to_string(landingBytes()) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
+  }
+  if (received && message.data != landing() + message.landing) {
+    throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
+                      std::to_string(message.landing) +
+                      " of the landing zone; pass a view of landing_zone().memory there");
+  }
+}
+
+std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
+                                                   const std::vector<Message>& sends,
+                                                   const std::vector<Message>& recvs, Stream caller,
+                                                   bool background) {
+  for (const Message& message : sends) checkLanding(message, false);
+  for (const Message& message : recvs) checkLanding(message, true);
+  const std::lock_guard lock(mutex_);
+  Call described = call;
+  if (sends.size() + recvs.size() == 1) {  // for messages about it
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    described.count = only.count;
+    described.dtype = only.dtype;
+  }
+  const WorkPtr work = begin(described, std::move(ranks), caller);
+  for (const Message& message : sends) plan(*work, message.peer, 1, 0);
+  for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
+  const auto entryOf = [&](const Message& message) {
+    CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype)};
+    entry.call.count = message.count;
+    entry.call.dtype = message.dtype;
+    return entry;
+  };
+  const auto tell = [&] {
+    for (const Message& message : sends) post(message.peer, entryOf(message));
+    for (const Message& message : recvs) expect(work, message.peer, entryOf(message));
+  };
+  submit(work, caller, tell, [&] {
+    device::Fork fork(*device_, work->begin_.get());
+    for (const Message& message : recvs) receive(message, fork);
+    for (const Message& message : sends) send(message, fork);
+    for (const device::Lane* lane : fork.lanes()) {
+      work->ends_.push_back(events_->take());
+      device_->record(work->ends_.back().get(), lane->stream());
+      if (!background) device_->wait(caller, work->ends_.back().get());
+    }
+  });
+  return work;
+}
+
+void StreamEngine::receive(const Message& message, device::Fork& fork) {
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing == kNoLanding) {
+    link(message.peer).receive({.data = message.data, .bytes = bytes}, fork);
+  } else {
+    link(message.peer).land(bytes, fork);
+  }
+  ++stats_.messages_received;
+  stats_.bytes_received += bytes;
+}
+
+void StreamEngine::send(const Message& message, device::Fork& fork) {
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing == kNoLanding) {
+    link(message.peer).send(message.data, bytes, fork);
+  } else {
+    link(message.peer).put(message.data, bytes, message.landing, fork);
+  }
+  ++stats_.messages_sent;
+  stats_.bytes_sent += bytes;
+}
+
+std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& plan, Ranks ranks,
+                                                     const void* in, void* out, Stream caller,
+                                                     bool background) {
+  if (plan.call.redop != RedOp::kNone) reduceFunction(plan.call.dtype, plan.call.redop);  // throws
+  const std::lock_guard lock(mutex_);
+  const WorkPtr work = begin(plan.call, std::move(ranks), caller);
+  const Stream stream = background ? background_stream_.get() : caller;
+  const size_t temp_bytes = plan.schedule->temp_bytes;
+  std::byte* temp = temp_bytes > 0 ? scratch_.take(temp_bytes, stream, work->captured_) : nullptr;
+  std::vector<uint64_t> sent(work->ranks_->size());
+  std::vector<uint64_t> received(work->ranks_->size());
+  for (const Step& step : plan.schedule->steps) {
+    for (const Send& each : step.sends) sent[static_cast<size_t>(each.peer)] += each.from.bytes;
+    for (const Recv& each : step.recvs) received[static_cast<size_t>(each.peer)] += each.to.bytes;
+  }
+  for (const int peer : *work->ranks_) {
+    if (peer != rank_) this->plan(*work, peer, 1, 1);
+  }
+  const auto tell = [&] {
+    for (size_t i = 0; i < sent.size(); ++i) {
+      const int peer = (*work->ranks_)[i];
+      if (peer == rank_) continue;
+      post(peer, {plan.call, kNoLanding, sent[i]});
+      expect(work, peer, {plan.call, kNoLanding, received[i]});
+    }
+  };
+  submit(work, caller, tell, [&] {
+    if (background) device_->wait(stream, work->begin_.get());
+    const Buffers buffers{static_cast<std::byte*>(const_cast<void*>(in)),
+                          static_cast<std::byte*>(out), temp};
+    runSchedule(*plan.schedule, *work, buffers, stream);
+    work->ends_.push_back(events_->take());
+    device_->record(work->ends_.back().get(), stream);
+  });
+  return work;
+}
+
+size_t StreamEngine::scratchBytes() const {
+  const std::lock_guard lock(mutex_);
+  return scratch_.bytes();
+}
+
+TransportStats StreamEngine::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+}  // namespace hdpcomm

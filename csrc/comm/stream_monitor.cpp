@@ -1,0 +1,390 @@
+// What the streams cannot know: whether both sides called the same, whether the peers live, the
+// deadline; and the end of an engine, good or bad.
+#include <algorithm>
+
+#include "hdpcomm/base/env.hpp"
+#include "hdpcomm/comm/stream_engine.hpp"
+#include "hdpcomm/transport/device/retired.hpp"
+
+namespace hdpcomm {
+namespace {
+
+using device::BoardState;
+using device::CallEntry;
+using std::chrono::milliseconds;
+
+constexpr auto kWatch = milliseconds(50);
+constexpr auto kReleaseAgain = milliseconds(2);
+// For what a lost peer has already set in motion.
+constexpr auto kGrace = milliseconds(300);
+// At the board, before a waiting host sleeps between them.
+constexpr int kLooks = 1000;
+// For streams to run dry once all that they wait for is given.
+constexpr double kDrain = 5;
+
+double secondsBetween(Clock::time_point from, Clock::time_point to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
+std::string landingOf(const CallEntry& entry) {
+  return entry.landing == StreamEngine::kNoLanding
+             ? std::string()
+             : " (landing at " + std::to_string(entry.landing) + ")";
+}
+
+std::string listOf(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  return ranks.size() > 32 ? text + ", ..." : text;
+}
+
+}  // namespace
+
+// The n-th entry of a pair on one side is the n-th on the other.
+void StreamEngine::compareCalls() {
+  for (int rank = 0; rank < num_ranks_ && !failed_; ++rank) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    while (!peer.unposted.empty() && board_->post(rank_, rank, peer.unposted.front())) {
+      peer.unposted.pop_front();
+    }
+    while (!peer.expected.empty()) {
+      const std::optional<CallEntry> theirs = board_->take(rank, rank_);
+      if (!theirs) break;
+      const Expected ours = std::move(peer.expected.front());
+      peer.expected.pop_front();
+      if (*theirs == ours.entry) {
+        board_->accept(rank, rank_);
+        --ours.work->uncompared_;
+        continue;
+      }
+      failWork(
+          *ours.work,
+          Error(ErrorKind::kMismatch,
+                "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
+                    landingOf(ours.entry) + " and expected " + std::to_string(ours.entry.bytes) +
+                    " bytes, but rank " + std::to_string(rank) + " called " +
+                    describe(theirs->call) + landingOf(*theirs) + " and sent " +
+                    std::to_string(theirs->bytes) +
+                    " bytes: call the same operations with the same arguments in the same order",
+                {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));
+      return;
+    }
+  }
+}
+
+Error StreamEngine::placed(const Error& error, const StreamWork& work) const {
+  ErrorContext context = error.context();
+  context.rank = rank_;
+  context.op = opName(work.call_.op);
+  context.ranks = *work.ranks_;
+  context.seq = work.seq_;
+  return Error(error.kind(), error.what(), context);
+}
+
+Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
+  return placed(Error(ErrorKind::kTimeout,
+                      "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) +
+                          " s in " + describe(work.call_) + " (ranks " + listOf(*work.ranks_) +
+                          "): look for a rank that did not call it, or raise timeout="),
+                work);
+}
+
+// A device that has failed says so on every call; what it held never ends.
+bool StreamEngine::ended(const StreamWork& work) const {
+  if (!work.submitted_ || device_lost_) return false;
+  try {
+    return std::all_of(work.ends_.begin(), work.ends_.end(),
+                       [&](const OwnedEvent& e) { return device_->query(e.get()); });
+  } catch (const Error&) {
+    device_lost_ = true;
+    return false;
+  }
+}
+
+void StreamEngine::settleEnded() {
+  std::erase_if(running_, [&](const WorkPtr& work) {
+    // At the end nobody compares any more: the messages came, and that has to do.
+    const bool compared = work->uncompared_ == 0 || closed_;
+    if (work->state_ != StreamWork::State::kRunning || !compared || !ended(*work)) return false;
+    work->state_ = StreamWork::State::kDone;
+    return true;
+  });
+}
+
+// What a member that has failed or left says to an operation for which it did not do its part.
+std::optional<Error> StreamEngine::refusalOf(const StreamWork& work,
+                                             const StreamWork::Share& share) const {
+  const BoardState state = board_->state(share.peer);
+  if (share.peer == rank_ || state == BoardState::kReady) return std::nullopt;
+  const Error words = board_->lastWords(share.peer);
+  std::string text = words.what();
+  ErrorContext context = words.context();
+  context.peer = share.peer;
+  if (state == BoardState::kClosed) {
+    text += " while rank " + std::to_string(rank_) + " waited for it in " + describe(work.call_);
+  } else if (text.find("(told by") == std::string::npos) {
+    text += " (told by rank " + std::to_string(share.peer) + ")";
+  }
+  return placed(Error(words.kind(), text, context), work);
+}
+
+bool StreamEngine::sound(const StreamWork::Share& share) const {
+  return board_->state(share.peer) == BoardState::kReady ||
+         share.expected <= board_->sound(share.peer, rank_);
+}
+
+// Of a member that left, failed or died before it had done its part.
+std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point now) {
+  for (const StreamWork::Share& share : work.shares_) {
+    if (share.peer == rank_) continue;
+    const bool announced = board_->state(share.peer) != BoardState::kReady;
+    if (!announced && board_->processAlive(share.peer)) continue;
+    if (!work.bereft_) work.bereft_ = now;
+    // Its part may still be under way.
+    if (sound(share) && now - *work.bereft_ < kGrace) continue;
+    if (announced) return refusalOf(work, share);
+    return placed(Error(ErrorKind::kPeerLost,
+                        "rank " + std::to_string(share.peer) + " died while rank " +
+                            std::to_string(rank_) + " waited for it in " + describe(work.call_),
+                        {.rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1}),
+                  work);
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> StreamEngine::lookAfter(StreamWork& work, Clock::time_point now) {
+  if (std::optional<Error> loss = lossOf(work, now)) return loss;
+  if (!work.started_) {
+    if (device_->query(work.begin_.get())) work.started_ = now;
+  } else if (const double seconds = secondsBetween(*work.started_, now); seconds > timeout_s_) {
+    return timeoutOf(work, seconds);
+  }
+  return std::nullopt;
+}
+
+// This operation has failed, whatever its streams did.
+void StreamEngine::failWork(StreamWork& work, const Error& error) {
+  if (failed_) return;
+  work.error_ = placed(error, work);
+  work.state_ = StreamWork::State::kFailed;
+  fail(*work.error_);
+}
+
+// All that has not ended ends with the error; the watcher then gives its streams what they wait
+// for. The others hear of it first, so that they do not take what these streams then write for
+// messages.
+void StreamEngine::fail(const Error& error) {
+  if (failed_) return;
+  settleEnded();
+  failed_ = error;
+  std::vector<uint64_t> sound;
+  for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
+  for (const WorkPtr& work : running_) {
+    for (const StreamWork::Share& share : work->shares_) {
+      uint64_t& limit = sound[static_cast<size_t>(share.peer)];
+      if (share.posts > 0) limit = std::min(limit, share.posted);
+    }
+    work->state_ = StreamWork::State::kFailed;
+    if (!work->error_) work->error_ = placed(error, *work);
+  }
+  board_->fail(rank_, error, sound);
+  released_.swap(running_);
+  for (Peer& peer : peers_) peer.expected.clear();
+  wake_.notify_all();
+}
+
+// Returns whether all released operations have ended.
+bool StreamEngine::releaseOnce() {
+  std::erase_if(released_, [&](const WorkPtr& work) { return !work->submitted_ || ended(*work); });
+  if (device_lost_) released_.clear();
+  if (released_.empty()) return true;
+  for (const Peer& peer : peers_) {
+    if (peer.link != nullptr) peer.link->release(control_stream_.get());
+  }
+  device_->synchronize(control_stream_.get(), kDrain);
+  return false;
+}
+
+void StreamEngine::lookAround() {
+  if (failed_) {
+    releaseOnce();
+    return;
+  }
+  compareCalls();
+  const auto now = Clock::now();
+  for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
+    if (failed_ || !work->submitted_) return;
+    if (ended(*work)) continue;
+    if (const std::optional<Error> error = lookAfter(*work, now)) failWork(*work, *error);
+  }
+}
+
+void StreamEngine::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    wake_.wait_for(lock, failed_ && !released_.empty() ? kReleaseAgain : kWatch);
+    if (stop_) return;
+    try {
+      lookAround();
+    } catch (const Error& error) {
+      device_lost_ = device_lost_ || error.kind() == ErrorKind::kDevice;
+      fail(error);
+    }
+  }
+}
+
+void StreamEngine::waitOn(StreamWork& work, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (work.state_ == StreamWork::State::kFailed) throw *work.error_;
+  for (const OwnedEvent& end : work.ends_) device_->wait(stream, end.get());
+}
+
+bool StreamEngine::test(StreamWork& work) {
+  const std::lock_guard lock(mutex_);
+  return work.state_ != StreamWork::State::kRunning || (!work.captured_ && ended(work));
+}
+
+// Only after this may the buffers of an operation that failed be used again.
+void StreamEngine::awaitRelease(const StreamWork& work) {
+  for (const OwnedEvent& end : work.ends_) {
+    try {
+      device_->synchronize(end.get(), kDrain);
+    } catch (const Error&) {  // the error that led here says more
+      return;
+    }
+  }
+}
+
+void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
+                           const World::InterruptCheck& check) {
+  if (work->captured_) {
+    throwInvalidUsage(
+        "an operation that is captured into a graph cannot be waited for on the "
+        "host: wait for the graph's replay");
+  }
+  const auto start = Clock::now();
+  const double limit = std::min(timeout_s, 1e9);
+  const auto left = [&] { return std::max(0.0, limit - secondsBetween(start, Clock::now())); };
+  try {
+    for (const OwnedEvent& end : work->ends_) device_->synchronize(end.get(), left(), check);
+    for (int looks = 0; !conclude(work); ++looks) {
+      if (left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
+      if (looks % kLooks == kLooks - 1 && check) check();
+      looks < kLooks ? std::this_thread::yield()
+                     : std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return;
+  } catch (const Error& error) {
+    std::unique_lock lock(mutex_);
+    if (work->state_ == StreamWork::State::kFailed) {
+      const Error told = *work->error_;
+      lock.unlock();
+      awaitRelease(*work);
+      throw told;
+    }
+    const bool late = error.kind() == ErrorKind::kTimeout;
+    failWork(*work, late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : error);
+    lock.unlock();
+    awaitRelease(*work);
+  } catch (...) {  // Ctrl-C
+    std::unique_lock lock(mutex_);
+    failWork(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
+                                                   " was interrupted in " + describe(work->call_)));
+    lock.unlock();
+    awaitRelease(*work);
+    throw;
+  }
+  const std::lock_guard lock(mutex_);
+  throw work->error_ ? *work->error_ : placed(*failed_, *work);
+}
+
+// The streams are through; was it the operation that went through them? A host that waits also
+// hears whether its peers agreed: a send ends when the receiver has called the same.
+bool StreamEngine::conclude(const WorkPtr& work) {
+  const std::lock_guard lock(mutex_);
+  compareCalls();
+  bool agreed = true;
+  for (const StreamWork::Share& share : work->shares_) {
+    if (work->state_ != StreamWork::State::kRunning || failed_) break;
+    const bool heard =
+        share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
+    if (!sound(share) || (!heard && board_->state(share.peer) != BoardState::kReady)) {
+      if (share.peer != rank_) failWork(*work, *refusalOf(*work, share));
+    }
+    agreed = agreed && heard;
+  }
+  if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
+  if (!agreed) return false;
+  work->state_ = StreamWork::State::kDone;
+  std::erase(running_, work);
+  return true;
+}
+
+void StreamEngine::waitForAll(double timeout_s, const World::InterruptCheck& check) {
+  std::vector<WorkPtr> works;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_ && !closed_) throw *failed_;
+    checkUsable();
+    works = running_;
+  }
+  const auto start = Clock::now();
+  for (const WorkPtr& work : works) {
+    waitFor(work, std::max(0.0, timeout_s - secondsBetween(start, Clock::now())), check);
+  }
+}
+
+void StreamEngine::abort(const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) + " aborted: " +
+                                        (reason.empty() ? "no reason given" : reason)));
+  }
+  close("aborted: " + reason);
+}
+
+void StreamEngine::close(const std::string& reason) {
+  std::unique_lock lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  // On a GPU the host is ahead of its streams, and what they still hold is meant to run.
+  const auto limit = Clock::now() + (reason.empty() && !device_->isSim() ? std::chrono::seconds(5)
+                                                                         : std::chrono::seconds(0));
+  compareCalls();
+  settleEnded();
+  while (!running_.empty() && Clock::now() < limit) {
+    wake_.wait_for(lock, kReleaseAgain);
+    settleEnded();
+  }
+  if (!running_.empty()) {
+    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
+                                        " closed its communicator during " +
+                                        describe(running_.front()->call_)));
+  }
+  std::vector<uint64_t> sound;
+  for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
+  board_->leave(rank_, reason, sound);
+  const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrain);
+  try {
+    while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseAgain);
+  } catch (const Error&) {  // of the device; it was told to whoever waited
+    device_lost_ = true;
+  }
+  stop_ = true;
+  lock.unlock();
+  wake_.notify_all();
+  watcher_.join();
+  if (released_.empty() && !device_lost_) retire();
+}
+
+// Peers may still write into this rank's arena: a slot's credit, say. It goes when nobody does.
+void StreamEngine::retire() {
+  device_->annotateRelease(board_->key());
+  peers_.clear();
+  board_->depart(rank_);
+  device::retireArena(std::move(arena_), board_);
+}
+
+}  // namespace hdpcomm

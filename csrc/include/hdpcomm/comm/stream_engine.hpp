@@ -1,0 +1,166 @@
+// One rank's end of a device world: operations on device memory, enqueued whole on streams.
+//
+// The host only enqueues; it never waits between the steps of an operation. A thread of the engine
+// looks after what the streams cannot know: whether both sides called the same, whether the peers
+// live, and the deadline. When one of these fails, the engine writes the flags that its streams
+// wait for until they have run dry, and from then on refuses device operations
+// (docs/architecture.md).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hdpcomm/comm/communicator.hpp"
+#include "hdpcomm/comm/scratch.hpp"
+#include "hdpcomm/comm/stream_work.hpp"
+#include "hdpcomm/transport/device/call_board.hpp"
+#include "hdpcomm/transport/device/link.hpp"
+
+namespace hdpcomm {
+
+class StreamEngine final : public WorldPart {
+ public:
+  // Collective over the host world of `comm`, whose transport carries the addresses. All ranks give
+  // the same configuration. Throws Mismatch where they differ, InvalidUsage where devices cannot
+  // reach each other.
+  static std::shared_ptr<StreamEngine> join(const Communicator& comm, DevicePtr device,
+                                            const device::ArenaConfig& config);
+  ~StreamEngine() override;
+
+  const DevicePtr& device() const { return device_; }
+  // The stream that stands for the host where tensors have none (CPU tensors of a SimDevice).
+  Stream hostStream() const { return host_stream_.get(); }
+  // This rank's landing zone, for messages with a landing place; zone offsets are the same on all
+  // ranks.
+  std::byte* landing() const { return arena_->landing(rank_); }
+  size_t landingBytes() const { return arena_->config().landing_bytes; }
+  double timeout() const { return timeout_s_; }
+  size_t scratchBytes() const;
+
+  static constexpr uint64_t kNoLanding = ~0ULL;
+  struct Message {
+    int peer = -1;  // global rank
+    std::byte* data = nullptr;
+    size_t count = 0;
+    DType dtype = DType::kUint8;
+    uint64_t landing =
+        kNoLanding;  // offset in the receiver's landing zone (`data` of the receiver)
+  };
+
+  // Enqueue an operation behind what `caller` holds now. In the foreground later work of `caller`
+  // comes after it; in the background after waitOn(). Data must stay until the operation has ended.
+  std::shared_ptr<StreamWork> exchange(const Call& call, Ranks ranks,
+                                       const std::vector<Message>& sends,
+                                       const std::vector<Message>& recvs, Stream caller,
+                                       bool background);
+  std::shared_ptr<StreamWork> collective(const Communicator::Plan& plan, Ranks ranks,
+                                         const void* in, void* out, Stream caller, bool background);
+
+  // Later work of `stream` comes after the operation. Throws its error if it has failed already.
+  void waitOn(StreamWork& work, Stream stream);
+  // The host waits; throws the operation's error. Past the deadline the engine fails.
+  void waitFor(const std::shared_ptr<StreamWork>& work, double timeout_s,
+               const World::InterruptCheck& check);
+  // The host waits for all operations so far.
+  void waitForAll(double timeout_s, const World::InterruptCheck& check);
+  // True when the work has ended, well or not.
+  bool test(StreamWork& work);
+
+  // In, out and temporary memory of a schedule, by Buffer.
+  using Buffers = std::array<std::byte*, 3>;
+
+  TransportStats stats() const;
+  void abort(const std::string& reason) override;
+  void close(const std::string& reason) override;
+
+ private:
+  struct Expected {
+    std::shared_ptr<StreamWork> work;
+    device::CallEntry entry;
+  };
+  struct Peer {
+    std::unique_ptr<device::Link> link;      // made on first use
+    std::deque<device::CallEntry> unposted;  // the ring on the board was full
+    std::deque<Expected> expected;           // not yet compared
+    uint64_t num_posted = 0;                 // with the unposted
+    uint64_t num_expected = 0;
+    bool used = false;
+  };
+  using WorkPtr = std::shared_ptr<StreamWork>;
+
+  StreamEngine(DevicePtr device, std::shared_ptr<device::CallBoard> board,
+               std::unique_ptr<device::Arena> arena, int num_ranks, int rank, double timeout_s);
+
+  // stream_engine.cpp
+  WorkPtr begin(const Call& call, Ranks ranks, Stream caller);
+  void checkUsable() const;
+  void checkMembers(const StreamWork& work) const;
+  device::Link& link(int peer);
+  void plan(StreamWork& work, int peer, int posts, int expects);
+  void post(int peer, const device::CallEntry& entry);
+  void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
+  template <typename Tell, typename Enqueue>
+  void submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue);
+  void checkLanding(const Message& message, bool received) const;
+  void send(const Message& message, device::Fork& fork);
+  void receive(const Message& message, device::Fork& fork);
+
+  // stream_executor.cpp
+  void runSchedule(const Schedule& schedule, const StreamWork& work, const Buffers& buffers,
+                   Stream stream);
+  void runMoves(const Step& step, const Call& call, const Buffers& buffers, Stream stream);
+
+  // stream_monitor.cpp
+  void compareCalls();
+  std::optional<Error> lookAfter(StreamWork& work, Clock::time_point now);
+  std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
+  std::optional<Error> refusalOf(const StreamWork& work, const StreamWork::Share& share) const;
+  bool sound(const StreamWork::Share& share) const;
+  bool ended(const StreamWork& work) const;
+  void settleEnded();
+  bool conclude(const WorkPtr& work);
+  void awaitRelease(const StreamWork& work);
+  void fail(const Error& error);
+  void failWork(StreamWork& work, const Error& error);
+  Error placed(const Error& error, const StreamWork& work) const;
+  Error timeoutOf(const StreamWork& work, double seconds) const;
+  bool releaseOnce();
+  void retire();
+  void lookAround();
+  void watch();
+
+  const DevicePtr device_;
+  const int num_ranks_;
+  const int rank_;
+  const double timeout_s_;
+  const std::shared_ptr<device::CallBoard> board_;
+  std::shared_ptr<EventPool> events_;
+  std::unique_ptr<device::Arena> arena_;
+  OwnedStream host_stream_;
+  OwnedStream background_stream_;  // collectives in the background
+  OwnedStream control_stream_;     // releases the others
+  OwnedEvent step_event_;
+  ScratchPool scratch_;
+
+  mutable std::mutex mutex_;
+  std::vector<Peer> peers_;
+  std::vector<WorkPtr> running_;   // in order of submission; without captured ones
+  std::vector<WorkPtr> released_;  // failed, until their streams have run dry
+  int64_t next_seq_ = 0;
+  std::optional<Error> failed_;
+  mutable bool device_lost_ = false;
+  bool closed_ = false;
+  TransportStats stats_;
+
+  std::condition_variable wake_;
+  bool stop_ = false;
+  std::thread watcher_;  // last: it uses all of the above from its start
+};
+
+}  // namespace hdpcomm

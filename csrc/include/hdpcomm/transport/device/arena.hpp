@@ -1,0 +1,76 @@
+// The symmetric arena: one block of device memory a rank, laid out alike on all ranks and mapped by
+// all of them. It holds, for every peer, the slots that the peer's messages arrive in and the flags
+// that both sides' streams wait for; and one landing zone for messages that are put at their final
+// place.
+//
+// A flag is 0 or 1: one side writes 1, the stream that waited for it writes 0 again. So whatever
+// was enqueued once may run many times (a CUDA graph), and no counter has to live on the device.
+//
+//   flag          lies on    1 means
+//   credit[slot]  sender     the receiver has emptied the slot (at the start: all)
+//   full[slot]    receiver   the sender has filled the slot
+//   clear[lane]   sender     the receiver's landing place may be written
+//   landed[lane]  receiver   the lane's share of the message is at its landing place
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "hdpcomm/device/handles.hpp"
+
+namespace hdpcomm::device {
+
+inline constexpr int kMaxSlots = 16;
+inline constexpr int kMaxLanes = 4;  // streams of a direction of a pair
+
+struct ArenaConfig {
+  size_t slot_bytes = 2 << 20;  // a multiple of 4096
+  int num_slots = 4;            // of a pair; a multiple of num_lanes
+  int num_lanes = 2;
+  size_t landing_bytes = 64 << 20;
+
+  bool operator==(const ArenaConfig&) const = default;
+};
+
+// Throws InvalidUsage with the limits.
+void checkArenaConfig(const ArenaConfig& config);
+
+struct alignas(64) PairFlags {
+  uint32_t credit[kMaxSlots];
+  uint32_t full[kMaxSlots];
+  uint32_t clear[kMaxLanes];
+  uint32_t landed[kMaxLanes];
+};
+
+class Arena {
+ public:
+  // Allocates this rank's block and sets its flags to their start; synchronizes.
+  Arena(DevicePtr device, ArenaConfig config, int num_ranks, int rank);
+
+  MemoryHandle exportOwn() const;
+  // Maps the other ranks' blocks; handles by rank.
+  void importPeers(const std::vector<MemoryHandle>& handles);
+
+  DeviceApi& device() const { return *device_; }
+  const ArenaConfig& config() const { return config_; }
+  // The flags in the block of `owner` that concern it and `peer`.
+  PairFlags& flags(int owner, int peer) const;
+  // The slot in the block of `owner` for messages of `peer`.
+  std::byte* slot(int owner, int peer, int slot) const;
+  std::byte* landing(int owner) const;
+  size_t bytes() const;
+
+ private:
+  size_t slotsOffset() const;
+  size_t landingOffset() const;
+
+  DevicePtr device_;
+  ArenaConfig config_;
+  int num_ranks_;
+  int rank_;
+  DeviceMemory own_;
+  std::vector<ImportedMemory> imports_;
+  std::vector<std::byte*> blocks_;  // by rank
+};
+
+}  // namespace hdpcomm::device

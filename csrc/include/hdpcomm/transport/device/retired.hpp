@@ -1,0 +1,15 @@
+// Arenas whose rank has closed while others may still write into them.
+#pragma once
+
+#include <memory>
+
+#include "hdpcomm/transport/device/arena.hpp"
+#include "hdpcomm/transport/device/call_board.hpp"
+
+namespace hdpcomm::device {
+
+// Keeps the arena until every rank of its board has departed or died; looks at each call, and at
+// the end of the process the system does the rest. Never waits.
+void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<CallBoard> board);
+
+}  // namespace hdpcomm::device

@@ -1,0 +1,114 @@
+// A rank's end of one global NCCL communicator: schedules as groups on the caller's stream.
+//
+// There is one communicator for all subsets; nothing is created for a subset. All ranks enqueue
+// their operations in one global order (docs/architecture.md), so messages of a pair need no tags
+// and no mix of overlapping subsets can deadlock.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hdpcomm/collective/schedule.hpp"
+#include "hdpcomm/kernels/reduce.hpp"
+#include "hdpcomm/transport/nccl_api.hpp"
+
+namespace hdpcomm {
+
+// What an operation does on a stream besides NCCL's calls. Everything is ordered by the stream.
+class NcclDevice {
+ public:
+  virtual ~NcclDevice() = default;
+  // Memory that may be used by what is enqueued from now on, until release() in the same stream.
+  virtual void* allocate(size_t bytes, NcclStream stream) = 0;
+  virtual void release(void* memory, NcclStream stream) = 0;
+  virtual void copy(void* to, const void* from, size_t bytes, NcclStream stream) = 0;
+  // out[i] = a[i] op b[i]
+  virtual void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
+                      NcclStream stream) = 0;
+  virtual void scale(void* data, size_t count, DType dtype, double divisor, NcclStream stream) = 0;
+};
+
+struct NcclStats {
+  uint64_t groups = 0;
+  uint64_t messages_sent = 0;
+  uint64_t bytes_sent = 0;
+  int peers = 0;                 // distinct ones with which there were messages
+  uint64_t buffer_bytes = 0;     // that NCCL has for them, by its source (see ncclBufferBytes)
+  uint64_t whole_world_ops = 0;  // that went to NCCL's own collectives
+};
+
+// What NCCL takes of device memory for peers of the same host: a receive buffer of 10,485,760 and a
+// send buffer of 2,097,152 bytes for each channel (nccl#1685; src/init.cc, src/transport/p2p.cc).
+uint64_t ncclBufferBytes(int local_peers, int channels);
+
+class NcclWorld {
+ public:
+  // Joins the communicator. All ranks call it with rank 0's id. Throws Timeout past the deadline
+  // (the attempt is aborted), Device when NCCL fails. `node_of_rank`: for the prediction of memory;
+  // empty: one node.
+  NcclWorld(std::shared_ptr<const NcclApi> api, std::shared_ptr<NcclDevice> device,
+            const NcclUniqueId& id, int rank, int size, double timeout_s,
+            std::vector<int> node_of_rank = {});
+  ~NcclWorld();
+  NcclWorld(const NcclWorld&) = delete;
+  NcclWorld& operator=(const NcclWorld&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // Exchanges a byte with each of the peers up to a distance, in an order that is fixed for all
+  // ranks, so that NCCL connects the pairs now and not inside an operation (nccl#783). Collective
+  // over all ranks.
+  void connectAhead(int max_distance, NcclStream stream);
+
+  struct Operation {
+    ScheduleRequest request;  // op, algorithm, sizes; rank and group_size are those of `ranks`
+    std::vector<int> ranks;   // global, in order; this rank is one of them
+    const void* in = nullptr;
+    void* out = nullptr;
+    DType dtype = DType::kUint8;
+    RedOp redop = RedOp::kNone;
+  };
+  // Enqueues a collective. The whole world in its own order goes to NCCL's own collective where
+  // there is one and the algorithm is kAuto.
+  void collective(const Operation& operation, NcclStream stream);
+
+  struct Message {
+    void* data = nullptr;
+    size_t bytes = 0;
+    int peer = -1;  // global rank
+  };
+  // Enqueues sends and receives as one exchange; at most 256 in all.
+  void exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs,
+                NcclStream stream);
+
+  // Throws when the communicator has failed since. Cheap; called while something is waited for.
+  void checkAsync();
+  // Gives up everything that is under way; the world cannot be used any more.
+  void abort() noexcept;
+
+  NcclStats stats() const;
+
+ private:
+  void group(const std::function<void()>& calls);
+  void runSchedule(const Operation& operation, NcclStream stream);
+  bool runWhole(const Operation& operation, NcclStream stream);
+  void send(const void* data, size_t bytes, int peer, NcclStream stream);
+  void recv(void* data, size_t bytes, int peer, NcclStream stream);
+  void use(int peer);
+  void checkUsable() const;
+  void check(int result, const char* call);
+
+  std::shared_ptr<const NcclApi> api_;
+  std::shared_ptr<NcclDevice> device_;
+  int rank_;
+  int size_;
+  std::vector<int> node_of_rank_;
+  NcclComm comm_ = nullptr;
+  std::vector<bool> used_;
+  NcclStats stats_;
+};
+
+}  // namespace hdpcomm

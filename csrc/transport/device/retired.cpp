@@ -1,0 +1,43 @@
+#include "hdpcomm/transport/device/retired.hpp"
+
+#include <mutex>
+#include <vector>
+
+namespace hdpcomm::device {
+namespace {
+
+struct Retired {
+  std::unique_ptr<Arena> arena;
+  std::shared_ptr<CallBoard> board;
+};
+
+struct Home {
+  std::mutex mutex;
+  std::vector<Retired> arenas;
+};
+
+// Never destroyed: at the end of the process a device may be gone before its memory.
+Home& home() {
+  static Home* const instance = new Home;
+  return *instance;
+}
+
+}  // namespace
+
+void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<CallBoard> board) {
+  std::vector<Retired> over;
+  {
+    const std::lock_guard lock(home().mutex);
+    auto& arenas = home().arenas;
+    arenas.push_back({std::move(arena), std::move(board)});
+    std::erase_if(arenas, [&](Retired& each) {
+      if (!each.board->allDeparted()) return false;
+      over.push_back(std::move(each));
+      return true;
+    });
+  }
+  for (const Retired& each : over) each.arena->device().annotateAcquire(each.board->key());
+  // `over` goes here, and its memory with it: outside the lock, since freeing may take long.
+}
+
+}  // namespace hdpcomm::device

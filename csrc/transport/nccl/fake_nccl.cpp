@@ -1,0 +1,331 @@
+#include "fake_nccl.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "groups.hpp"
+#include "hdpcomm/base/error.hpp"
+
+namespace hdpcomm::nccl {
+namespace {
+
+DType dtypeOfType(int type) {
+  for (int i = 0; i < kNumDTypes; ++i) {
+    if (ncclTypeOf(static_cast<DType>(i)) == type) return static_cast<DType>(i);
+  }
+  return DType::kUint8;
+}
+
+RedOp redOpOf(int op) {
+  for (const RedOp each : {RedOp::kSum, RedOp::kProd, RedOp::kMax, RedOp::kMin, RedOp::kAvg}) {
+    if (ncclOpOf(each) == op) return each;
+  }
+  return RedOp::kSum;
+}
+
+class FakeDevice final : public NcclDevice {
+ public:
+  FakeDevice(std::shared_ptr<FakeNccl> fake, int rank) : fake_(std::move(fake)), rank_(rank) {}
+
+  void* allocate(size_t bytes, NcclStream) override {
+    FakeNccl::Rank& rank = fake_->ranks()[static_cast<size_t>(rank_)];
+    rank.memory.push_back(std::make_unique<std::byte[]>(bytes));
+    std::byte* data = rank.memory.back().get();
+    std::memset(data, 0xCD, bytes);
+    rank.allocated[data] = bytes;
+    return data;
+  }
+  // Poisoned when the stream gets there: whatever reads it later gets rubbish.
+  void release(void* memory, NcclStream) override {
+    FakeNccl::Rank& rank = fake_->ranks()[static_cast<size_t>(rank_)];
+    const size_t bytes = rank.allocated.at(static_cast<std::byte*>(memory));
+    fake_->enqueueLocal(rank_, [memory, bytes] { std::memset(memory, 0xDD, bytes); });
+  }
+  void copy(void* to, const void* from, size_t bytes, NcclStream) override {
+    fake_->enqueueLocal(rank_, [=] { std::memmove(to, from, bytes); });
+  }
+  void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
+              NcclStream) override {
+    fake_->enqueueLocal(rank_, [=] { reduceFunction(dtype, op)(out, a, b, count); });
+  }
+  void scale(void* data, size_t count, DType dtype, double divisor, NcclStream) override {
+    fake_->enqueueLocal(rank_, [=] { scaleFunction(dtype)(data, count, divisor); });
+  }
+
+ private:
+  std::shared_ptr<FakeNccl> fake_;
+  int rank_;
+};
+
+}  // namespace
+
+FakeNccl::FakeNccl(int num_ranks) : ranks_(static_cast<size_t>(num_ranks)) {
+  if (num_ranks < 1 || num_ranks > 256) {
+    throwInvalidUsage("a fake NCCL has 1 to 256 ranks, not " + std::to_string(num_ranks));
+  }
+  for (int i = 0; i < num_ranks; ++i) {
+    ranks_[static_cast<size_t>(i)].owner = this;
+    ranks_[static_cast<size_t>(i)].rank = i;
+  }
+}
+
+std::shared_ptr<NcclDevice> FakeNccl::device(int rank) {
+  return std::make_shared<FakeDevice>(shared_from_this(), rank);
+}
+
+NcclStream FakeNccl::stream(int rank) { return &ranks_[static_cast<size_t>(rank)]; }
+
+void FakeNccl::label(int rank, const std::string& text) {
+  Rank& own = ranks_.at(static_cast<size_t>(rank));
+  own.label = text;
+  own.order.push_back(text);
+}
+
+void FakeNccl::failNext(const std::string& function, int rank, int code) {
+  failures_[{function, rank}] = code;
+}
+
+void FakeNccl::setAsyncError(int rank, int code) {
+  ranks_.at(static_cast<size_t>(rank)).async_error = code;
+}
+
+int FakeNccl::failureOf(const std::string& function, int rank) {
+  for (const int who : {rank, -1}) {
+    const auto found = failures_.find({function, who});
+    if (found == failures_.end()) continue;
+    const int code = found->second;
+    failures_.erase(found);
+    last_error_ = "planted in " + function;
+    return code;
+  }
+  return kNcclSuccess;
+}
+
+int FakeNccl::join(NcclComm* comm, int num_ranks, int rank) {
+  if (num_ranks != static_cast<int>(ranks_.size()) || rank < 0 || rank >= num_ranks ||
+      ranks_[static_cast<size_t>(rank)].joined) {
+    last_error_ = "rank " + std::to_string(rank) + " of " + std::to_string(num_ranks);
+    return kNcclInvalidArgument;
+  }
+  ranks_[static_cast<size_t>(rank)].joined = true;
+  *comm = reinterpret_cast<NcclComm>(&ranks_[static_cast<size_t>(rank)]);
+  return kNcclInProgress;
+}
+
+void FakeNccl::enqueueLocal(int rank, std::function<void()> work) {
+  Rank& own = ranks_[static_cast<size_t>(rank)];
+  Item item;
+  item.local = std::move(work);
+  own.stream.push_back(std::move(item));
+}
+
+int FakeNccl::enqueue(Rank& rank, Transfer transfer) {
+  if (transfer.peer < 0 || transfer.peer >= static_cast<int>(ranks_.size())) {
+    last_error_ = "peer " + std::to_string(transfer.peer);
+    return kNcclInvalidArgument;
+  }
+  ++rank.group_depth;  // a call outside a group is a group of one
+  rank.collecting.push_back(transfer);
+  return endGroup(rank);
+}
+
+int FakeNccl::enqueueWhole(Rank& rank, Whole whole) {
+  Item item;
+  item.whole = std::make_shared<Whole>(std::move(whole));
+  item.label = rank.label;
+  rank.stream.push_back(std::move(item));
+  return kNcclSuccess;
+}
+
+int FakeNccl::endGroup(Rank& rank) {
+  if (--rank.group_depth > 0 || rank.collecting.empty()) return kNcclSuccess;
+  Item item;
+  item.group = std::exchange(rank.collecting, {});
+  item.label = rank.label;
+  const size_t size = item.group.size();
+  rank.stream.push_back(std::move(item));
+  if (size <= kMaxGroup) return kNcclSuccess;
+  last_error_ = "a group of " + std::to_string(size) + " operations";
+  return kNcclInvalidUsage;
+}
+
+// Runs local work at the head of the stream, or posts the group there. True: something happened.
+bool FakeNccl::start(Rank& rank) {
+  if (rank.stream.empty()) return false;
+  Item& item = rank.stream.front();
+  if (item.local) {
+    item.local();
+    rank.stream.pop_front();
+    return true;
+  }
+  if (item.whole || item.posted) return false;
+  item.posted = true;
+  for (Transfer& transfer : item.group) {
+    const auto pair = transfer.is_send ? std::pair(rank.rank, transfer.peer)
+                                       : std::pair(transfer.peer, rank.rank);
+    auto& own = (transfer.is_send ? sends_ : recvs_)[pair];
+    own.push_back({&rank, &item, &transfer});
+    if (own.size() == 1 && !(transfer.is_send ? recvs_ : sends_)[pair].empty()) {
+      ready_.push_back(pair);
+    }
+  }
+  return true;
+}
+
+std::string FakeNccl::who(const Posted& posted) const {
+  return "rank " + std::to_string(posted.rank->rank) + " in " +
+         (posted.item->label.empty() ? "an operation" : posted.item->label);
+}
+
+std::string FakeNccl::match(int source, int target) {
+  auto& sends = sends_[{source, target}];
+  auto& recvs = recvs_[{source, target}];
+  const Posted send = sends.front();
+  const Posted recv = recvs.front();
+  sends.pop_front();
+  recvs.pop_front();
+  if (send.transfer->bytes != recv.transfer->bytes || send.item->label != recv.item->label) {
+    return who(send) + " sends " + std::to_string(send.transfer->bytes) + " bytes, which " +
+           who(recv) + " takes for its " + std::to_string(recv.transfer->bytes) + culprit();
+  }
+  std::memmove(recv.transfer->data, send.transfer->data, send.transfer->bytes);
+  if (!sends.empty() && !recvs.empty()) ready_.push_back({source, target});
+  for (const Posted& posted : {send, recv}) posted.transfer->done = true;
+  for (const Posted& posted : {send, recv}) {
+    auto& stream = posted.rank->stream;
+    if (stream.empty() || &stream.front() != posted.item) continue;  // ended by the first of both
+    const auto& group = posted.item->group;
+    if (std::all_of(group.begin(), group.end(), [](const Transfer& each) { return each.done; })) {
+      stream.pop_front();
+    }
+  }
+  return "";
+}
+
+// The collective at the head of all streams, if there is one.
+std::string FakeNccl::runWhole() {
+  const Whole& first = *ranks_[0].stream.front().whole;
+  for (const Rank& rank : ranks_) {
+    const Whole& other = *rank.stream.front().whole;
+    if (other.op == first.op && other.count == first.count && other.type == first.type &&
+        other.redop == first.redop && other.root == first.root) {
+      continue;
+    }
+    return "rank " + std::to_string(rank.rank) + " called " + other.name + "(" +
+           std::to_string(other.count) + ") where rank 0 called " + first.name + "(" +
+           std::to_string(first.count) + ")" + culprit();
+  }
+  const DType dtype = dtypeOfType(first.type);
+  const size_t bytes = first.count * dtypeBytes(dtype);
+  const size_t p = ranks_.size();
+  const bool reduces = first.op == OpCode::kAllReduce || first.op == OpCode::kReduceScatter;
+  const size_t whole = first.op == OpCode::kReduceScatter ? bytes * p : bytes;
+  std::vector<std::byte> result(first.op == OpCode::kAllGather ? bytes * p : whole);
+  for (size_t i = 0; i < p; ++i) {
+    const auto* in = static_cast<const std::byte*>(ranks_[i].stream.front().whole->in);
+    if (first.op == OpCode::kAllGather) {
+      std::memcpy(result.data() + i * bytes, in, bytes);
+    } else if (reduces && i > 0) {
+      reduceFunction(dtype, redOpOf(first.redop))(result.data(), result.data(), in,
+                                                  whole / dtypeBytes(dtype));
+    } else if (reduces || static_cast<int>(i) == first.root) {
+      std::memcpy(result.data(), in, whole);
+    }
+  }
+  if (reduces && redOpOf(first.redop) == RedOp::kAvg) {
+    scaleFunction(dtype)(result.data(), whole / dtypeBytes(dtype), static_cast<double>(p));
+  }
+  for (size_t i = 0; i < p; ++i) {
+    auto* out = static_cast<std::byte*>(ranks_[i].stream.front().whole->out);
+    const size_t offset = first.op == OpCode::kReduceScatter ? i * bytes : 0;
+    const size_t size = first.op == OpCode::kReduceScatter ? bytes : result.size();
+    std::memcpy(out, result.data() + offset, size);
+    ranks_[i].stream.pop_front();
+  }
+  return "";
+}
+
+// The rank whose order of operations differs from most of those with which it shares some.
+std::string FakeNccl::culprit() const {
+  std::vector<int> disagreements(ranks_.size());
+  for (size_t a = 0; a < ranks_.size(); ++a) {
+    for (size_t b = a + 1; b < ranks_.size(); ++b) {
+      const std::set<std::string> in_a(ranks_[a].order.begin(), ranks_[a].order.end());
+      const std::set<std::string> in_b(ranks_[b].order.begin(), ranks_[b].order.end());
+      std::vector<std::string> shared_a;
+      std::vector<std::string> shared_b;
+      for (const auto& label : ranks_[a].order) {
+        if (in_b.count(label) > 0) shared_a.push_back(label);
+      }
+      for (const auto& label : ranks_[b].order) {
+        if (in_a.count(label) > 0) shared_b.push_back(label);
+      }
+      if (shared_a == shared_b) continue;
+      ++disagreements[a];
+      ++disagreements[b];
+    }
+  }
+  const int most = *std::max_element(disagreements.begin(), disagreements.end());
+  std::string ranks;
+  for (size_t i = 0; i < ranks_.size() && most > 0; ++i) {
+    if (disagreements[i] == most) ranks += (ranks.empty() ? "" : ", ") + std::to_string(i);
+  }
+  return ranks.empty() ? "" : "; the order of rank " + ranks + " differs from the others'";
+}
+
+std::string FakeNccl::stuck() {
+  std::string text = "the ranks wait for each other for ever:";
+  for (const Rank& rank : ranks_) {
+    if (rank.stream.empty()) continue;
+    const Item& item = rank.stream.front();
+    text += " rank " + std::to_string(rank.rank) + " in " +
+            (item.label.empty() ? "an operation" : item.label);
+    if (item.whole) text += " (" + item.whole->name + ")";
+    for (const Transfer& transfer : item.group) {
+      if (transfer.done) continue;
+      text += std::string(transfer.is_send ? " sends to " : " receives from ") +
+              std::to_string(transfer.peer);
+      break;
+    }
+    text += ";";
+  }
+  return text.substr(0, text.size() - 1) + culprit();
+}
+
+std::string FakeNccl::run(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<size_t> order(ranks_.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  for (;;) {
+    bool moved = false;
+    std::shuffle(order.begin(), order.end(), random);
+    for (const size_t i : order) {
+      if (random() % 3 != 0) moved |= start(ranks_[i]);
+    }
+    if (!ready_.empty()) {
+      const size_t pick = random() % ready_.size();
+      const auto pair = ready_[pick];
+      ready_[pick] = ready_.back();
+      ready_.pop_back();
+      if (std::string wrong = match(pair.first, pair.second); !wrong.empty()) return wrong;
+      continue;
+    }
+    if (moved) continue;
+    for (Rank& rank : ranks_) moved |= start(rank);
+    if (moved) continue;
+    const bool whole = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
+      return !rank.stream.empty() && rank.stream.front().whole;
+    });
+    if (whole) {
+      if (std::string wrong = runWhole(); !wrong.empty()) return wrong;
+      continue;
+    }
+    const bool over = std::all_of(ranks_.begin(), ranks_.end(),
+                                  [](const Rank& rank) { return rank.stream.empty(); });
+    return over ? "" : stuck();
+  }
+}
+
+}  // namespace hdpcomm::nccl

@@ -1,0 +1,120 @@
+// NCCL's semantics in one process and without a GPU, for tests: streams are queues, and run() works
+// them off in a random order that the rules allow.
+//
+// A send blocks until its receive is posted and the other way round; messages of a pair match in
+// the order of posting; the operations of a group progress independently, but the group's stream
+// goes on only when all have ended; collectives wait for all ranks. Found are: messages that match
+// with different sizes, collectives that differ, waits that never end, groups that are too large,
+// memory that is used after its release. Every call can be told to fail.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "hdpcomm/transport/nccl_world.hpp"
+
+namespace hdpcomm::nccl {
+
+class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
+ public:
+  explicit FakeNccl(int num_ranks);
+  ~FakeNccl();
+
+  // The table; its functions find the fake by the communicator, or by the thread (see Use).
+  std::shared_ptr<const NcclApi> api();
+  std::shared_ptr<NcclDevice> device(int rank);
+  NcclStream stream(int rank);
+
+  // What the rank enqueues from now on belongs to this operation; for messages.
+  void label(int rank, const std::string& text);
+  // The next call of the function on the rank returns `code`; rank -1: on any.
+  void failNext(const std::string& function, int rank, int code);
+  // The rank's communicator reports `code` from now on.
+  void setAsyncError(int rank, int code);
+  // ncclCommInitRankConfig never ends.
+  void stallInit() { stall_init_ = true; }
+
+  // Works off all streams. Returns an empty string, or what is wrong; then the fake is spent.
+  std::string run(uint64_t seed);
+
+  // --- for the functions of the table
+  struct Transfer {
+    bool is_send;
+    int peer;
+    void* data;
+    size_t bytes;
+    bool done = false;
+  };
+  struct Whole {
+    std::string name;
+    OpCode op;
+    const void* in;
+    void* out;
+    size_t count;
+    int type;
+    int redop;
+    int root;
+  };
+  // A piece of work of a stream: something local, a group, or a collective.
+  struct Item {
+    std::function<void()> local;
+    std::vector<Transfer> group;
+    std::shared_ptr<Whole> whole;
+    std::string label;
+    bool posted = false;
+  };
+  struct Rank {
+    FakeNccl* owner = nullptr;
+    int rank = -1;
+    bool joined = false;
+    int polls = 0;  // of a state that was not final
+    int async_error = kNcclSuccess;
+    int group_depth = 0;
+    std::vector<Transfer> collecting;
+    std::deque<Item> stream;
+    std::string label;
+    std::vector<std::string> order;  // labels as enqueued, each once
+    std::map<std::byte*, size_t> allocated;
+    std::vector<std::unique_ptr<std::byte[]>> memory;
+  };
+  int join(NcclComm* comm, int num_ranks, int rank);
+  int failureOf(const std::string& function, int rank);
+  int enqueue(Rank& rank, Transfer transfer);
+  int enqueueWhole(Rank& rank, Whole whole);
+  void enqueueLocal(int rank, std::function<void()> work);
+  int endGroup(Rank& rank);
+  std::vector<Rank>& ranks() { return ranks_; }
+  int version() const { return version_; }
+  const std::string& lastError() const { return last_error_; }
+  bool stalled() const { return stall_init_; }
+
+ private:
+  struct Posted {
+    Rank* rank;
+    Item* item;
+    Transfer* transfer;
+  };
+  bool start(Rank& rank);
+  std::string match(int source, int target);
+  std::string runWhole();
+  std::string stuck();
+  std::string culprit() const;
+  std::string who(const Posted& posted) const;
+
+  std::vector<Rank> ranks_;
+  std::map<std::pair<std::string, int>, int> failures_;
+  std::map<std::pair<int, int>, std::deque<Posted>> sends_;
+  std::map<std::pair<int, int>, std::deque<Posted>> recvs_;
+  std::vector<std::pair<int, int>> ready_;
+  std::string last_error_;
+  bool stall_init_ = false;
+  int version_ = 22809;
+};
+
+}  // namespace hdpcomm::nccl

@@ -1,0 +1,211 @@
+// The receiving half: matching, copies and reductions out of frames, and failure notices.
+#include <algorithm>
+#include <cstring>
+
+#include "framed_transport.hpp"
+
+namespace hdpcomm::framed {
+namespace {
+
+// data[offset...] = message piece, or operand op piece.
+void store(const RecvRequest& request, size_t offset, const std::byte* piece, size_t bytes) {
+  auto* out = static_cast<std::byte*>(request.data) + offset;
+  if (request.reduce == nullptr) {
+    if (bytes > 0) std::memcpy(out, piece, bytes);
+  } else {
+    request.reduce(out, static_cast<const std::byte*>(request.operand) + offset, piece,
+                   bytes / request.element_bytes);
+  }
+}
+
+std::string textOf(Frame& frame, const Header& header) {
+  return std::string(reinterpret_cast<const char*>(payload(frame)), header.piece);
+}
+
+bool above(std::optional<uint32_t> limit, uint32_t number) {
+  return limit && static_cast<int32_t>(*limit - number) > 0;
+}
+
+}  // namespace
+
+void FramedTransport::route(Peer& peer, FramePtr frame) {
+  const Header header = readHeader(*frame);
+  peer.credited_units = std::max(peer.credited_units, header.consumed);
+  switch (header.kind) {
+    case Kind::kData:
+    case Kind::kFailure:
+      peer.used = true;
+      peer.incoming.push(std::move(frame));
+      drain(peer);
+      return;
+    case Kind::kAccepted:
+      endAccepted(peer, header);
+      return;
+    case Kind::kRejected:
+      endRejected(peer, header);
+      return;
+    case Kind::kGoodbye:
+      peer.gone = true;
+      peer.farewell = textOf(*frame, header);
+      return;
+    case Kind::kCredit:
+    case Kind::kPing:
+    case Kind::kPong:
+      return;
+  }
+}
+
+void FramedTransport::endAccepted(Peer& peer, const Header& header) {
+  peer.inflight.filter([&](const Outgoing& out) {
+    if (out.index != header.index) return true;
+    --out.request.completion->pending;
+    return false;
+  });
+}
+
+void FramedTransport::endRejected(Peer& peer, const Header& header) {
+  const auto end = [&](const Outgoing& out) {
+    if (out.notice || !out.started || out.index != header.index) return true;
+    Completion& completion = *out.request.completion;
+    --completion.pending;
+    if (!completion.failure) {
+      completion.failure =
+          Error(ErrorKind::kMismatch,
+                "rank " + std::to_string(rank()) + " called " + describe(out.request.call) +
+                    " and sent " + std::to_string(out.request.bytes) + " bytes, but rank " +
+                    std::to_string(peer.rank) + " called " + describe(header.call) +
+                    " and expected " + std::to_string(header.bytes) +
+                    " bytes: call the same operations with the same arguments in the same order",
+                {.rank = rank(), .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+    }
+    return false;
+  };
+  peer.inflight.filter(end);
+  peer.queue.filter(end);
+}
+
+// Counts a piece as taken, and tells the sender now and then.
+void FramedTransport::consume(Peer& peer, const Header& header) {
+  peer.consumed_units += header.piece + kPieceUnits;
+  if (peer.consumed_units - peer.told_units < kWindow / 4) return;
+  Header credit;
+  credit.kind = Kind::kCredit;
+  control(peer, credit);
+}
+
+// Takes pieces while there are receives for them; a notice is taken in any case.
+void FramedTransport::drain(Peer& peer) {
+  while (!peer.incoming.empty()) {
+    const FramePtr frame = peer.incoming.front();
+    const Header header = readHeader(*frame);
+    if (header.kind == Kind::kFailure) {
+      peer.incoming.pop();
+      handleNotice(peer, *frame, header);
+    } else if (deliver(peer, *frame, header)) {
+      peer.incoming.pop();
+    } else {
+      return;
+    }
+  }
+}
+
+// False: the piece cannot be taken now.
+bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
+  if (peer.refused && header.index <= *peer.refused) {
+    consume(peer, header);
+    return true;
+  }
+  if (peer.recvs.empty()) return false;
+  RecvRequest& request = peer.recvs.front();
+  const auto ahead = static_cast<int32_t>(header.number - request.number);
+  if (ahead < 0) {  // of an operation that this rank gave up
+    consume(peer, header);
+    return true;
+  }
+  if (request.completion->failure) return false;  // its owner is about to cancel it
+  if (ahead > 0 || header.call != request.call || header.bytes != request.bytes) {
+    reject(peer, header, request);
+    return true;
+  }
+  store(request, header.offset, payload(frame), header.piece);
+  peer.in_offset = header.offset + header.piece;
+  consume(peer, header);
+  if (peer.in_offset < header.bytes) return true;
+  ++stats_.messages_received;
+  stats_.bytes_received += header.bytes;
+  if ((header.flags & kConfirm) != 0) {
+    Header accepted;
+    accepted.kind = Kind::kAccepted;
+    accepted.index = header.index;
+    control(peer, accepted);
+  }
+  --request.completion->pending;
+  peer.in_offset = 0;
+  peer.recvs.pop();
+  return true;
+}
+
+// The receiver's call goes back, so that the sender can name both sides.
+void FramedTransport::reject(Peer& peer, const Header& header, const RecvRequest& request) {
+  request.completion->failure = Error(
+      ErrorKind::kMismatch,
+      "rank " + std::to_string(rank()) + " called " + describe(request.call) + " and expected " +
+          std::to_string(request.bytes) + " bytes, but rank " + std::to_string(peer.rank) +
+          " called " + describe(header.call) + " and sent " + std::to_string(header.bytes) +
+          " bytes: call the same operations with the same arguments in the same order",
+      {.rank = rank(), .peer = peer.rank, .op = opName(request.call.op), .ranks = {}, .seq = -1});
+  Header rejected;
+  rejected.kind = Kind::kRejected;
+  rejected.index = header.index;
+  rejected.bytes = request.bytes;
+  rejected.call = request.call;
+  control(peer, rejected);
+  peer.refused = header.index;
+  consume(peer, header);
+}
+
+void FramedTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& call,
+                                       Completion* completion) {
+  Peer& peer = at(peer_rank);
+  if (!peer.recvs.empty() || completion->failure) return;
+  drain(peer);
+  if (peer.incoming.empty()) return;
+  const Header header = readHeader(*peer.incoming.front());
+  if (static_cast<int32_t>(header.number - number) > 0) return;
+  RecvRequest request;
+  request.call = call;
+  request.completion = completion;
+  reject(peer, header, request);
+  peer.incoming.pop();
+}
+
+void FramedTransport::handleNotice(Peer& peer, Frame& frame, const Header& header) {
+  const std::string text = textOf(frame, header);
+  const bool told = text.find("(told by") != std::string::npos;
+  // An error about this rank is, seen from here, one about the peer.
+  const int concerned = header.cause == rank() || header.cause < 0 ? peer.rank : header.cause;
+  // The peer's sends are our receives.
+  GiveUp ours;
+  if ((header.flags & kEndsSends) != 0) ours.recvs = header.number;
+  if ((header.flags & kEndsRecvs) != 0) ours.sends = header.other;
+  const Error error(static_cast<ErrorKind>(header.detail),
+                    told ? text : text + " (told by rank " + std::to_string(peer.rank) + ")",
+                    {.rank = rank(), .peer = concerned, .op = {}, .ranks = {}, .seq = -1});
+  const bool met_active = failRequests(peer, error, ours);
+  const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
+    return a && b && *a == *b;
+  };
+  if (met_active || equal(ours.sends, peer.failed.sends) || equal(ours.recvs, peer.failed.recvs)) {
+    // Both ranks failed here, perhaps in different calls: from now on they count alike.
+    if (above(ours.sends, peer.send_number)) peer.send_number = *ours.sends;
+    if (above(ours.recvs, peer.recv_number)) peer.recv_number = *ours.recvs;
+  }
+  // Whatever this rank has yet to post of those operations fails then.
+  if (ours.sends && (!peer.dead.sends || above(ours.sends, *peer.dead.sends)))
+    peer.dead.sends = ours.sends;
+  if (ours.recvs && (!peer.dead.recvs || above(ours.recvs, *peer.dead.recvs)))
+    peer.dead.recvs = ours.recvs;
+  peer.death = error;
+}
+
+}  // namespace hdpcomm::framed

@@ -1,0 +1,82 @@
+"""``hdpcomm doctor --topology``: hosts, devices and links of a world, and what messages cost on them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hdpcomm.cli.output import check_writable, count, write_json
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm.topology import LinkCost, Topology
+
+__all__ = ["add_topology_options", "show_topology"]
+
+
+def add_topology_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the report on several ranks."""
+    group = parser.add_argument_group("topology")
+    group.add_argument(
+        "--topology",
+        action="store_true",
+        help="describe the hosts of a world and measure its messages instead; under a launcher its ranks, "
+        "else new ones on this host",
+    )
+    group.add_argument("--ranks", type=count, default=2, metavar="N", help="ranks to start here (default %(default)s)")
+    group.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="write the cluster with its measured links, for plan --cluster"
+    )
+    group.add_argument(
+        "--device", default="h100", metavar="NAME", help="preset of its other figures (default %(default)s)"
+    )
+
+
+def show_topology(options: argparse.Namespace) -> int:
+    """Measures and prints on rank 0; returns the exit code."""
+    from hdpcomm.comm.launch import run_ranks
+    from hdpcomm.comm.launchers import joined
+    from hdpcomm.plan import DEVICES, save_cluster
+
+    check_writable(options.cluster)
+    if options.device not in DEVICES:
+        raise InvalidUsage(f"unknown device {options.device!r}, expected one of {', '.join(DEVICES)}")
+    topology = _on_rank() if joined() else run_ranks(_on_rank, options.ranks)[0]
+    if topology is None:
+        return 0
+    print("\n".join(_lines(topology)))
+    if options.cluster:
+        save_cluster(topology.to_cluster(options.device), options.cluster)
+    if options.json:
+        write_json(options.json, asdict(topology))
+    return 0
+
+
+def _on_rank() -> Topology | None:
+    from hdpcomm.comm import init
+    from hdpcomm.comm.topology import measure_topology
+
+    with init() as comm:
+        topology = measure_topology(comm)
+        return topology if comm.rank == 0 else None
+
+
+def _lines(topology: Topology) -> list[str]:
+    lines = [f"{topology.ranks} ranks on {len(topology.hosts)} hosts, transport {topology.transport}"]
+    for host in topology.hosts:
+        links = ", ".join(f"{name} {speed:g} Gbit/s" if speed else name for name, speed in host.links) or "none found"
+        gpus = ", ".join(host.gpus) or "none"
+        lines.append(f"  {host.name}: ranks {list(host.ranks)}, {host.cores} cores, GPUs: {gpus}, links: {links}")
+    for name, cost in (("inside a host", topology.intra), ("between hosts", topology.inter)):
+        lines.append(f"  {name:<15}{_cost(cost)}")
+    return lines
+
+
+def _cost(cost: LinkCost | None) -> str:
+    if cost is None:
+        return "no such pair of ranks"
+    return (
+        f"{cost.latency_s * 1e6:.1f} us one way (8 bytes), {cost.bandwidth / 1e9:.2f} GB/s (16 MiB); {cost.pairs} pairs"
+    )

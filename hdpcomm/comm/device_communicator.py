@@ -1,0 +1,195 @@
+"""Communicators of a world with device streams: operations on device tensors are enqueued, others go by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.comm.communicator import Communicator, Work
+from hdpcomm.comm.device_paths import DevicePath, Devices
+from hdpcomm.comm.landing import LandingZone
+from hdpcomm.comm.tensors import Buffer, describe
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["DeviceCommunicator", "DeviceWork"]
+
+_OPS = _core.comm.OPS
+_REDOPS = _core.comm.REDOPS
+_NO_REDOP = 255
+_ENDED = Work(None, ())
+
+
+class DeviceWork(Work):
+    """An operation on device tensors; it keeps them alive until it was waited for.
+
+    On CUDA it is work of streams: ``wait()`` makes the current stream wait, and the host goes on (with a ``timeout``
+    the host waits). What the operation reads and writes may be freed or changed by that stream afterwards; no
+    ``record_stream`` is needed. On a simulated device the host waits.
+    """
+
+    __slots__ = ("_path", "_stream_work")
+
+    def __init__(self, handle: _core.comm.StreamWork, buffers: tuple[Any, ...], path: DevicePath) -> None:
+        super().__init__(handle, buffers)
+        self._stream_work = handle
+        self._path = path
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As the class says. Raises: CommTimeout, PeerLost, Mismatch, Aborted."""
+        self._path.wait(self._stream_work, timeout)
+        self._buffers = ()
+
+
+class DeviceCommunicator(Communicator):
+    """A communicator whose ranks have device streams; see :class:`Communicator`."""
+
+    __slots__ = ("_devices",)
+
+    def __init__(self, core: _core.comm.Communicator, rank: int, size: int, devices: Devices) -> None:
+        super().__init__(core, rank, size)
+        self._devices = devices
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport that moves device tensors."""
+        return self._devices.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors should be."""
+        return self._devices.torch_device
+
+    @property
+    def streams(self) -> _core.comm.StreamEngine:
+        """The engine that runs the device operations."""
+        return self._devices.engine
+
+    def stats(self) -> dict[str, int]:
+        """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
+        counts, devices = super().stats(), self._devices.engine.stats()
+        return {name: max(n, devices[name]) if name == "peers" else n + devices[name] for name, n in counts.items()}
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""
+        if any(n < 0 for n in shape):
+            raise InvalidUsage(f"empty() got the shape {shape}; sizes must not be negative")
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def landing_zone(self, x: Any) -> LandingZone | None:
+        """See :meth:`Communicator.landing_zone`."""
+        return None if self._devices.path(x) is None else self._devices.landing_zone()
+
+    def subset(self, ranks: Sequence[int]) -> DeviceCommunicator | None:
+        """See :meth:`Communicator.subset`."""
+        made = super().subset(ranks)
+        return None if made is None else DeviceCommunicator(made._core, made.rank, made.size, self._devices)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """See :meth:`Communicator.synchronize`."""
+        self._devices.engine.synchronize(-1.0 if timeout is None else timeout)
+
+    def send(self, x: Any, dst: int, *, async_op: bool = False) -> Work:
+        """See :meth:`Communicator.send`; on CUDA it ends when the message is in the receiver's memory."""
+        if self._devices.path(x) is None:
+            return super().send(x, dst, async_op=async_op)
+        if dst == self.rank and not async_op:
+            raise self._self_message("send")
+        return self.exchange([(x, dst)], (), async_op=async_op)
+
+    def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
+        """See :meth:`Communicator.recv`."""
+        if self._devices.path(x) is None:
+            return super().recv(x, src, async_op=async_op)
+        if src == self.rank and not async_op:
+            raise self._self_message("recv")
+        return self.exchange((), [(x, src)], async_op=async_op)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[Any, ...]] = (),
+        recvs: Sequence[tuple[Any, ...]] = (),
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """See :meth:`Communicator.exchange`."""
+        path = self._common_path(*(message[0] for message in (*sends, *recvs)))
+        if path is None:
+            return super().exchange(sends, recvs, async_op=async_op)
+        outgoing = [(*path.describe(x, f"sends[{i}]"), *_to(place)) for i, (x, *place) in enumerate(sends)]
+        incoming = [
+            (*path.describe(y, f"recvs[{i}]", writable=True), *_to(place)) for i, (y, *place) in enumerate(recvs)
+        ]
+        work = path.exchange(self._core, outgoing, incoming, async_op)
+        return _finish(work, (tuple(sends), tuple(recvs)), path, async_op)
+
+    # --- helpers ---------------------------------------------------------------------------------------------------
+
+    def _describe(self, x: Any, what: str, *, writable: bool = False) -> Buffer:
+        path = self._devices.path(x)
+        return describe(x, what, writable=writable) if path is None else path.describe(x, what, writable=writable)
+
+    def _common_path(self, *tensors: Any) -> DevicePath | None:
+        """The path of the tensors of one operation; None: by the host."""
+        paths = [self._devices.path(x) for x in tensors if x is not None]
+        if any((path is None) != (paths[0] is None) for path in paths):
+            raise InvalidUsage(
+                "one operation got tensors in host memory and on a device; give all of one kind (x.cpu(), x.cuda())"
+            )
+        return paths[0] if paths else self._devices.path(None)
+
+    def _collective(
+        self,
+        name: str,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        count: int,
+        op: str | None,
+        root: int,
+        algorithm: str,
+        async_op: bool,
+        buffers: tuple[Any, ...],
+    ) -> Work:
+        path = self._common_path(*buffers)
+        if path is None:
+            return super()._collective(name, source, target, count, op, root, algorithm, async_op, buffers)
+        redop = _NO_REDOP if op is None else _REDOPS.get(op)
+        if redop is None:
+            raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
+        code = self._algorithm(algorithm)
+        operands = _OPS[name], source[0], target[0], count, source[2], redop, root, code
+        work = path.collective(self._core, operands, background=async_op)
+        return _finish(work, buffers, path, async_op)
+
+    def _ragged(
+        self,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        out_splits: list[int],
+        in_splits: list[int],
+        algorithm: int,
+        async_op: bool,
+        buffers: tuple[Any, ...],
+    ) -> Work:
+        path = self._common_path(*buffers)
+        if path is None:
+            return super()._ragged(source, target, out_splits, in_splits, algorithm, async_op, buffers)
+        operands = source[0], target[0], source[2], out_splits, in_splits, algorithm
+        work = path.all_to_all(self._core, operands, background=async_op)
+        return _finish(work, buffers, path, async_op)
+
+
+def _to(place: Sequence[int]) -> tuple[int, int | None]:
+    """(peer, landing offset) of a message."""
+    return place[0], place[1] if len(place) > 1 else None
+
+
+def _finish(handle: _core.comm.StreamWork, buffers: tuple[Any, ...], path: DevicePath, async_op: bool) -> Work:
+    work = DeviceWork(handle, buffers, path)
+    if async_op:
+        return work
+    if path.blocking:
+        work.wait()
+    return _ENDED

@@ -1,0 +1,91 @@
+"""How an operation on device tensors reaches the core: which engine runs it, behind which stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
+from hdpcomm.comm.landing import LandingZone
+
+__all__ = ["DevicePath", "Devices"]
+
+Core = _core.comm.Communicator
+Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
+Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
+Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
+
+
+class DevicePath:
+    """Device memory, by a stream engine: operations are enqueued behind the current stream of the tensors' library."""
+
+    __slots__ = ("_engine", "_tensors", "blocking", "describe")
+
+    def __init__(self, engine: _core.comm.StreamEngine, tensors: Tensors) -> None:
+        self._engine, self._tensors = engine, tensors
+        self.blocking = tensors.blocking
+        self.describe = tensors.describe
+
+    def exchange(
+        self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool
+    ) -> _core.comm.StreamWork:
+        return self._engine.exchange(core, sends, recvs, self._tensors.stream(), background)
+
+    def collective(self, core: Core, operands: Collective, *, background: bool) -> _core.comm.StreamWork:
+        return self._engine.collective(core, *operands, self._tensors.stream(), background)
+
+    def all_to_all(self, core: Core, operands: Ragged, *, background: bool) -> _core.comm.StreamWork:
+        return self._engine.all_to_all(core, *operands, self._tensors.stream(), background)
+
+    def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
+        """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""
+        if self.blocking or timeout is not None:
+            handle.wait(-1.0 if timeout is None else timeout)
+        else:
+            handle.wait_on(self._tensors.stream())
+
+
+class Devices:
+    """The device side of a world: which tensors go over its streams, and how."""
+
+    __slots__ = ("_path", "_zone", "engine", "name")
+
+    def __init__(self, engine: _core.comm.StreamEngine) -> None:
+        self.engine = engine
+        #: The name of the transport.
+        self.name = "sim" if engine.device.is_sim else "cuda"
+        tensors: Tensors = (
+            SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
+        )
+        self._path = DevicePath(engine, tensors)
+        self._zone: LandingZone | None = None
+
+    def landing_zone(self) -> LandingZone | None:
+        """This rank's landing zone, if it has any bytes."""
+        address, size = self.engine.landing
+        if self._zone is None and size > 0:
+            self._zone = LandingZone(address, size, self.torch_device)
+        return self._zone
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where torch's tensors for these streams are."""
+        return torch.device("cpu") if self.is_sim else torch.device("cuda", self.engine.device.ordinal)
+
+    @property
+    def is_sim(self) -> bool:
+        """Whether host tensors stand for device memory."""
+        return self._path.blocking
+
+    def path(self, x: Any) -> DevicePath | None:
+        """The path of a tensor; None for one in host memory."""
+        if self.is_sim:
+            return self._path
+        if not on_cuda(x):
+            return None
+        if not hasattr(x, "__cuda_array_interface__") or type(x).__module__.split(".")[0] == "torch":
+            return self._path
+        return DevicePath(self.engine, arrays_of(x, self.engine.device.ordinal))

@@ -1,0 +1,59 @@
+"""Device streams beside a host world: which device a rank gets, and the engine that runs its operations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.comm.device_paths import Devices
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["DEVICE_TRANSPORTS", "automatic", "join_devices"]
+
+
+def _sim(rank: int) -> Any:
+    return _core.device.open_sim(rank)
+
+
+def _cuda(rank: int) -> Any:
+    """The current CUDA device if the program has chosen one, else the local rank's, modulo their number."""
+    # A pair of ranks has streams that wait for each other's. Streams that share one of the device's queues wait for
+    # whatever is ahead of them; the default of 8 queues is soon used up. Read when CUDA is initialised.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise InvalidUsage(
+            f"rank {rank} asked for the cuda transport, but torch sees no CUDA device: look at nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES, or take transport='sim' to try the same on the CPU",
+            rank=rank,
+        )
+    if torch.cuda.current_device() == 0:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % count)
+    return _core.device.open_cuda(torch.cuda.current_device())
+
+
+#: Opens a rank's device, by the name of the transport.
+DEVICE_TRANSPORTS: dict[str, Callable[[int], Any]] = {"sim": _sim, "cuda": _cuda}
+
+
+def automatic() -> str | None:
+    """The device transport that ``auto`` adds to the host's, if any: cuda where torch sees a GPU."""
+    return "cuda" if torch.cuda.is_available() else None
+
+
+def join_devices(transport: str, world: _core.comm.World) -> Devices:
+    """Collective over the world, on its host transport. Raises InvalidUsage, Mismatch, DeviceError."""
+    settings = {name: int(value) for name, value, _, _ in _core.environment() if name.startswith("HDPCOMM_DEVICE_")}
+    engine = _core.comm.StreamEngine.join(
+        world.communicator(),
+        DEVICE_TRANSPORTS[transport](world.rank),
+        slot_bytes=settings["HDPCOMM_DEVICE_SLOT_BYTES"],
+        num_slots=settings["HDPCOMM_DEVICE_SLOTS"],
+        num_lanes=settings["HDPCOMM_DEVICE_LANES"],
+        landing_bytes=settings["HDPCOMM_DEVICE_LANDING_BYTES"],
+    )
+    return Devices(engine)

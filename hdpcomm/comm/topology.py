@@ -1,0 +1,170 @@
+"""What a world runs on: its hosts, their devices and links, and what messages cost inside and between hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import DEVICES, ClusterSpec
+
+__all__ = ["Host", "LinkCost", "Topology", "host_facts", "measure_topology"]
+
+_FACT_BYTES = 4096  # of a rank's description
+_PAIRS = 3  # measured of each class
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host of the world.
+
+    Attributes:
+        ranks: global ranks on it.
+        gpus: names of its GPUs.
+        links: network interfaces with their speed in Gbit/s (0: not told), by sysfs: ``("eth0", 25.0)``.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    cores: int
+    gpus: tuple[str, ...]
+    links: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """Of the messages of a class of pairs: one way; medians over the pairs that were measured.
+
+    Attributes:
+        pairs: how many.
+        latency_s: of 8 bytes.
+        bandwidth: bytes/s of 16 MiB.
+    """
+
+    pairs: int
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Of a world; ``intra`` and ``inter`` are ``None`` where there is no such pair."""
+
+    transport: str
+    hosts: tuple[Host, ...]
+    intra: LinkCost | None
+    inter: LinkCost | None
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return sum(len(host.ranks) for host in self.hosts)
+
+    def to_cluster(self, device: str) -> ClusterSpec:
+        """The planner's view: the preset ``device`` with the links as measured; nodes as large as the smallest host.
+
+        Raises: InvalidUsage for an unknown device.
+        """
+        if device not in DEVICES:
+            raise InvalidUsage(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
+        changes: dict[str, float] = {}
+        for name, cost in (("intra", self.intra), ("inter", self.inter)):
+            if cost is not None:
+                changes |= {f"{name}_bandwidth": cost.bandwidth, f"{name}_latency_s": cost.latency_s}
+        measured = dataclasses.replace(DEVICES[device], name=f"{device}, links measured", **changes)
+        smallest = min(len(host.ranks) for host in self.hosts)
+        return ClusterSpec(ranks=self.ranks, ranks_per_node=smallest, device=measured)
+
+
+def host_facts() -> dict[str, object]:
+    """This host's name, cores, GPUs and network interfaces; what is not there is left out. Local."""
+    links = []
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
+        links.append([port.parts[-4], float(port.read_text().split()[0])])
+    for interface in sorted(Path("/sys/class/net").glob("*")):
+        if interface.name == "lo" or _read(interface / "operstate") not in ("up", "unknown"):
+            continue
+        speed = _read(interface / "speed")
+        links.append([interface.name, max(0.0, float(speed) / 1000) if speed.lstrip("-").isdigit() else 0.0])
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"name": platform.node(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus, "links": links[:32]}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the speed of an interface without a carrier cannot be read
+        return ""
+
+
+def measure_topology(comm: Communicator) -> Topology:
+    """Describes the hosts and measures messages of a few pairs of each class. Collective over the whole world.
+
+    Raises: InvalidUsage unless ``comm`` is the whole world in its order; the errors of the messages.
+    """
+    world = comm._core.world
+    if comm.ranks != tuple(range(world.size)):
+        raise InvalidUsage(f"measure_topology() got the ranks {comm.ranks}; give what init() returned")
+    node_of_rank = _core.scale.nodes_of(world)
+    own = host_facts()
+    text = json.dumps(own).encode()
+    if len(text) > _FACT_BYTES:
+        text = json.dumps(own | {"links": []}).encode()
+    text = text.ljust(_FACT_BYTES)
+    facts = torch.empty(comm.size * _FACT_BYTES, dtype=torch.uint8)
+    comm.all_gather(facts, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    described = [json.loads(bytes(row.tolist())) for row in facts.view(comm.size, _FACT_BYTES)]
+    hosts = []
+    for node in sorted(set(node_of_rank)):
+        ranks = tuple(rank for rank, where in enumerate(node_of_rank) if where == node)
+        fact = described[ranks[0]]
+        links = tuple((str(name), float(speed)) for name, speed in fact["links"])
+        hosts.append(Host(fact["name"], ranks, fact["cores"], tuple(fact["gpus"]), links))
+    pairs = [(a, b) for a in range(comm.size) for b in range(a + 1, comm.size)]
+    intra = [pair for pair in pairs if node_of_rank[pair[0]] == node_of_rank[pair[1]]]
+    inter = [pair for pair in pairs if node_of_rank[pair[0]] != node_of_rank[pair[1]]]
+    return Topology(comm.transport, tuple(hosts), _measure(comm, intra), _measure(comm, inter))
+
+
+def _measure(comm: Communicator, pairs: list[tuple[int, int]]) -> LinkCost | None:
+    if not pairs:
+        return None
+    chosen = pairs[:: max(1, len(pairs) // _PAIRS)][:_PAIRS]
+    figures = []
+    for a, b in chosen:
+        comm.barrier()
+        mine = torch.zeros(2, dtype=torch.float64)
+        if comm.rank in (a, b):
+            mine[:] = torch.tensor(_ping_pong(comm, b if comm.rank == a else a, first=comm.rank == a))
+        comm.broadcast(mine, a)
+        figures.append(mine.tolist())
+    latency, bandwidth = (statistics.median(column) for column in zip(*figures, strict=True))
+    return LinkCost(len(chosen), latency, bandwidth)
+
+
+def _ping_pong(comm: Communicator, peer: int, *, first: bool) -> tuple[float, float]:
+    """Seconds of 8 bytes one way (median of 30), and bytes/s of 16 MiB one way (the best of 3)."""
+
+    def one_way(buffer: torch.Tensor) -> float:
+        started = time.perf_counter()
+        for send in (first, not first):
+            if send:
+                comm.send(buffer, peer)
+            else:
+                comm.recv(buffer, peer)
+        return (time.perf_counter() - started) / 2
+
+    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(16 << 20, dtype=torch.uint8)
+    latency = statistics.median([one_way(small) for _ in range(35)][5:])
+    bandwidth = large.numel() / min([one_way(large) for _ in range(4)][1:])
+    return latency, bandwidth

@@ -1,0 +1,204 @@
+"""The torch transport: a torch.distributed process group carries the frames of the core to other hosts.
+
+The core cuts messages into frames and keeps all the rules (numbers, matching, deadlines, failures); the group only has
+to move tensors in order between two ranks, by ``send`` and ``recv`` with a tag, which gloo, UCC and MPI offer. None of
+its operations is ever withdrawn: giving up a message happens above, and what is under way arrives and is dropped.
+
+Two threads serve a peer, one a direction. They hold frames, never a user's tensor, and end with the goodbyes that the
+ranks send when they close.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hdpcomm._core import scale
+from hdpcomm.comm.launchers import master
+from hdpcomm.errors import CommTimeout, Error
+
+__all__ = ["GroupCarrier", "make_group", "own_address"]
+
+_DEPTH = 4  # frames of a direction under way; receives are posted ahead, so that a send needs no round trip
+_HEAD_TAG = 0x4844_0000  # tags are below 2^31, as MPI wants them; a frame's are counted modulo the depth
+_BULK_TAG = _HEAD_TAG + _DEPTH
+_END_TAG = _BULK_TAG + _DEPTH
+_FOREVER = datetime.timedelta(days=20)  # deadlines are the core's
+_GRACE_S = 2.0  # for the last frames and the peers' goodbyes, before the connections are cut
+
+_carriers: weakref.WeakSet[GroupCarrier] = weakref.WeakSet()
+
+
+class GroupCarrier:
+    """Moves the frames of a link through a process group until both ends of every pair have said goodbye.
+
+    group: a backend object with ``send(tensors, peer, tag)`` and ``recv(tensors, peer, tag)`` that return works with
+        ``wait(timeout)``; its ranks are the link's.
+    owned: nobody else uses the group, so its connections may be cut at the end.
+    """
+
+    def __init__(self, group: Any, link: scale.FrameLink, *, owned: bool) -> None:
+        self._group = group
+        self._link = link
+        self._owned = owned
+        peers = [peer for peer in range(link.size) if peer != link.rank]
+        self._senders = [self._thread(self._send, peer) for peer in peers]
+        self._receivers = [self._thread(self._receive, peer) for peer in peers]
+        self._closer = threading.Thread(target=self._close, name="hdpcomm-torch-close", daemon=True)
+        for thread in (*self._receivers, *self._senders, self._closer):
+            thread.start()
+        _carriers.add(self)
+
+    def _thread(self, target: Any, peer: int) -> threading.Thread:
+        return threading.Thread(target=self._run, args=(target, peer), name=f"hdpcomm-torch-{peer}", daemon=True)
+
+    def _run(self, target: Any, peer: int) -> None:
+        try:
+            target(peer)
+        except Exception as error:  # whatever a backend raises: the core tells the user when it matters
+            self._link.lost(peer, _first_line(error))
+
+    def _send(self, peer: int) -> None:
+        under_way: deque[tuple[scale.Frame, list[Any]]] = deque()
+        count = 0
+        while (frame := self._link.next(peer)) is not None:
+            works = [self._group.send([_tensor(frame.head)], peer, _HEAD_TAG + count % _DEPTH)]
+            if frame.bulk_bytes:
+                works.append(self._group.send([_tensor(frame.bulk)], peer, _BULK_TAG + count % _DEPTH))
+            under_way.append((frame, works))
+            count += 1
+            if len(under_way) == _DEPTH:
+                oldest = under_way.popleft()  # its frame is read until the waits are over
+                _wait(oldest[1])
+        for _, works in under_way:
+            _wait(works)
+
+    def _receive(self, peer: int) -> None:
+        posted: deque[tuple[scale.Frame, Any]] = deque()
+
+        def post(count: int) -> None:
+            frame = scale.Frame()
+            posted.append((frame, self._group.recv([_tensor(frame.head)], peer, _HEAD_TAG + count % _DEPTH)))
+
+        for count in range(_DEPTH):
+            post(count)
+        count = 0
+        while True:
+            frame, work = posted.popleft()
+            _wait([work])
+            if frame.expect_bulk():
+                _wait([self._group.recv([_tensor(frame.bulk)], peer, _BULK_TAG + count % _DEPTH)])
+            post(count + _DEPTH)
+            count += 1
+            if not self._link.deliver(peer, frame):
+                return
+
+    def _close(self) -> None:
+        """After our goodbyes, gives the peers a moment for theirs; then ends what nobody will answer."""
+        self._link.wait_closed()
+        deadline = time.monotonic() + _GRACE_S
+        threads = [*self._senders, *self._receivers]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._owned and any(thread.is_alive() for thread in threads):
+            self.cut()
+            for thread in threads:
+                thread.join(_GRACE_S)
+
+    def cut(self) -> None:
+        """Ends all connections of the group at once. Gloo has no call for it, but a wait that times out does it.
+
+        Every peer is tried: on a connection that has failed already the call fails at once, and ends no other.
+        """
+        for peer in range(self._link.size):
+            if peer != self._link.rank:
+                with contextlib.suppress(Exception):
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _END_TAG).wait(
+                        datetime.timedelta(milliseconds=1)
+                    )
+
+    def join(self, timeout: float) -> bool:
+        """Waits until the threads have ended, after the world was closed; returns whether they have."""
+        self._closer.join(timeout)
+        return not self._closer.is_alive()
+
+
+def _join_all() -> None:
+    # Worlds were closed before: handlers run in reverse order of registration.
+    limit = time.monotonic() + 2 * _GRACE_S
+    for carrier in list(_carriers):
+        carrier.join(max(0.0, limit - time.monotonic()))
+
+
+atexit.register(_join_all)
+
+
+def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any, bool]:
+    """The group that carries the frames, and whether it is ours alone. Collective over all ranks of the store.
+
+    A gloo group of our own over the interface that leads to the job's store (``GLOO_SOCKET_IFNAME`` names another). If
+    torch.distributed runs on MPI or UCC, a new group of that kind.
+
+    Raises: CommTimeout, Error.
+    """
+    if dist.is_initialized() and dist.get_backend() in ("mpi", "ucc"):
+        made = dist.new_group(backend=dist.get_backend())
+        return made._get_backend(torch.device("cpu")), True
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    where = {"interface": interface.split(",")[0]} if interface else {"hostname": own_address()}
+    try:
+        options._devices = [dist.ProcessGroupGloo.create_device(**where)]
+        return dist.ProcessGroupGloo(store, rank, size, options), True
+    except RuntimeError as error:
+        text = _first_line(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise CommTimeout(
+                f"rank {rank} did not connect to all ranks within {timeout} s over {where}: {text}; check that the "
+                "hosts reach each other there, or name another interface by GLOO_SOCKET_IFNAME",
+                rank=rank,
+                op="init",
+            ) from error
+        raise Error(
+            f"gloo cannot be set up over {where}: {text}; name the interface to use by GLOO_SOCKET_IFNAME", rank=rank
+        ) from error
+
+
+def own_address() -> str:
+    """The address of this host on the way to the job's store; no packet is sent."""
+    target = master()[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise Error(
+            f"there is no way from this host to MASTER_ADDR={target}: {error}; check the name and the network"
+        ) from error
+
+
+def _tensor(view: memoryview) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait(_FOREVER)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

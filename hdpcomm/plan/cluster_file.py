@@ -1,0 +1,34 @@
+"""Clusters as files: what ``hdpcomm doctor --topology`` measured, for the planner and the simulator to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.specs import ClusterSpec, DeviceSpec
+
+__all__ = ["load_cluster", "save_cluster"]
+
+
+def save_cluster(cluster: ClusterSpec, path: Path) -> None:
+    """Writes a cluster with its device's figures as JSON."""
+    content = dataclasses.asdict(cluster) | {"device": dataclasses.asdict(cluster.hardware)}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_cluster(path: Path) -> ClusterSpec:
+    """Reads what :func:`save_cluster` wrote.
+
+    Raises: InvalidUsage for a file that cannot be read or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+        device = DeviceSpec(**content.pop("device"))
+        return ClusterSpec(**content, device=device)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise InvalidUsage(
+            f"{path} holds no cluster ({type(error).__name__}: {error}); write one with hdpcomm doctor --topology "
+            "--cluster FILE"
+        ) from error

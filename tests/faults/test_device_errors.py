@@ -1,0 +1,243 @@
+"""Ranks of a device world that disagree, come late, leave or die: the right error on both sides, soon, and no hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.testing import run_threads, spawn
+from tests.faults.test_comm_errors import DISAGREEMENTS, bad_arguments, caught, still_works
+
+
+def refuses_device_operations(comm: hdp.Communicator) -> None:
+    """After an error the engine says clearly that it is over; a new world works."""
+    with pytest.raises(hdp.Error, match=r"streams were released: make a new one with init\(\)|told by") as info:
+        comm.all_reduce(torch.zeros(3))
+    assert isinstance(info.value, (hdp.Aborted, hdp.Mismatch))
+
+
+def disagree(name: str) -> str:
+    with hdp.init(transport="sim", timeout=20) as comm:
+        still_works(comm)
+        error = caught(lambda: DISAGREEMENTS[name](comm))
+        assert isinstance(error, hdp.Mismatch), error
+        assert error.rank == comm.rank
+        assert error.peer == 1 - comm.rank
+        assert f"rank {1 - comm.rank}" in str(error)
+        assert "call the same operations" in str(error)
+        refuses_device_operations(comm)
+        return str(error)
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_both_sides_raise_mismatch(name: str) -> None:
+    messages = run_threads(disagree, 2, name)
+    if name == "size":
+        assert all("4 x float32" in message and "5 x float32" in message for message in messages)
+
+
+def processes_disagree() -> None:
+    disagree("large size")
+    comm = hdp.init(transport="sim", timeout=20)
+    still_works(comm)
+
+
+def test_processes_raise_mismatch_and_a_new_world_works(ranks: Any) -> None:
+    ranks(2, processes_disagree)
+
+
+def one_of_three_disagrees() -> None:
+    comm = hdp.init(timeout=20)
+    error = caught(lambda: comm.all_gather(torch.zeros(3 * (2 + (comm.rank == 1))), torch.zeros(2 + (comm.rank == 1))))
+    assert isinstance(error, hdp.Mismatch)
+    refuses_device_operations(comm)
+
+
+def test_all_members_hear_of_a_mismatch() -> None:
+    run_threads(one_of_three_disagrees, 3, transport="sim")
+
+
+def late_rank() -> None:
+    comm = hdp.init(transport="sim", timeout=20)
+    x = torch.ones(50_000)
+    if comm.rank == 0:
+        started = time.monotonic()
+        with pytest.raises(hdp.CommTimeout, match=r"rank 0 waited 0\.[0-9]+ s in all_reduce.*raise timeout=") as info:
+            comm.all_reduce(x, async_op=True).wait(timeout=0.3)
+        assert 0.29 < time.monotonic() - started < 1.0
+        assert (info.value.op, info.value.ranks) == ("all_reduce", (0, 1))
+    else:
+        time.sleep(0.7)
+        with pytest.raises(hdp.CommTimeout, match="told by rank 0"):  # not 20 s later
+            comm.all_reduce(x)
+    with hdp.init(transport="sim", timeout=20) as again:
+        still_works(again)
+
+
+def test_timeout_reaches_the_late_rank(ranks: Any) -> None:
+    ranks(2, late_rank)
+
+
+def nobody_waits() -> None:
+    """The engine itself looks after the deadline of what is in flight."""
+    comm = hdp.init(transport="sim", timeout=0.4)
+    if comm.rank == 0:
+        work = comm.recv(torch.zeros(4), 1, async_op=True)
+        limit = time.monotonic() + 2
+        while not work.done() and time.monotonic() < limit:
+            time.sleep(0.01)
+        with pytest.raises(hdp.CommTimeout, match="rank 0 waited"):
+            comm.synchronize()
+        with pytest.raises(hdp.CommTimeout, match="rank 0 waited"):
+            work.wait()
+    else:
+        time.sleep(1)
+
+
+def test_deadline_without_a_wait(ranks: Any) -> None:
+    ranks(2, nobody_waits)
+
+
+def bad_device_arguments() -> None:
+    with hdp.init(transport="sim") as comm:
+        zone = comm.landing_zone(torch.zeros(1))
+        assert zone is not None
+        size = zone.memory.numel()
+        y = torch.zeros(64, dtype=torch.uint8)
+        with pytest.raises(hdp.InvalidUsage, match="HDPCOMM_DEVICE_LANDING_BYTES"):
+            comm.exchange([(y, 1 - comm.rank, size - 63)], [])
+        with pytest.raises(hdp.InvalidUsage, match="is not at offset 128"):
+            comm.exchange([], [(y, 1 - comm.rank, 128)])
+        still_works(comm)
+    with hdp.init(transport="shm") as comm:
+        assert comm.landing_zone(y) is None
+        with pytest.raises(hdp.InvalidUsage, match="only device messages have one"):
+            comm.exchange([(y, 1 - comm.rank, 0)], [])
+
+
+def test_bad_arguments(ranks: Any) -> None:
+    ranks(2, bad_device_arguments)
+    run_threads(bad_arguments, 2, transport="sim")
+
+
+def aborts() -> None:
+    comm = hdp.init(transport="sim", timeout=20)
+    if comm.rank == 0:
+        work = comm.all_reduce(torch.zeros(100_000), async_op=True)
+        comm.abort("the user had enough")
+        with pytest.raises(hdp.Aborted, match="the user had enough"):
+            work.wait()
+        with pytest.raises((hdp.Aborted, hdp.InvalidUsage), match="make a new one"):
+            comm.all_reduce(torch.zeros(1))
+    else:
+        error = caught(lambda: comm.all_reduce(torch.zeros(100_000)))
+        assert isinstance(error, (hdp.Aborted, hdp.PeerLost))
+        assert "the user had enough" in str(error)
+    with hdp.init(transport="sim", timeout=20) as comm:
+        still_works(comm)
+
+
+def test_abort(ranks: Any) -> None:
+    ranks(2, aborts)
+
+
+def leave_early() -> None:
+    comm = hdp.init(transport="sim", timeout=20)
+    if comm.rank == 1:
+        comm.send(torch.arange(4.0), 0)
+        comm.close()
+        return
+    x = torch.zeros(4)
+    comm.recv(x, 1)
+    assert x.tolist() == [0, 1, 2, 3]
+    time.sleep(0.2)  # so that it is known when the next operation begins
+    with pytest.raises(
+        hdp.PeerLost, match=r"rank 1 closed its communicator while rank 0 .*send/recv\(4 x float"
+    ) as info:
+        comm.recv(x, 1)
+    assert info.value.peer == 1
+    with pytest.raises(hdp.PeerLost, match="rank 1 closed its communicator"):
+        comm.send(x, 1)
+
+
+def test_rank_that_leaves(ranks: Any) -> None:
+    ranks(2, leave_early)
+
+
+def exit_by_exception() -> None:
+    comm = hdp.init(transport="sim", timeout=20)
+    if comm.rank == 1:
+        with pytest.raises(KeyError), comm:
+            raise KeyError("no such shard")
+        return
+    with pytest.raises(hdp.PeerLost, match="no such shard"):
+        comm.all_reduce(torch.zeros(4))
+
+
+def test_reason_of_a_rank_that_failed_is_told(ranks: Any) -> None:
+    ranks(2, exit_by_exception)
+
+
+def killed(victim: int, count: int) -> float:
+    comm = hdp.init(transport="sim", timeout=30)
+    comm.barrier()
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    work: Callable[[], Any] = lambda: [comm.all_reduce(torch.zeros(count), algorithm="ring") for _ in range(3)]
+    with pytest.raises(hdp.PeerLost, match=f"rank {victim}") as info:
+        work()
+    assert info.value.peer == victim or f"rank {victim}" in str(info.value)
+    return time.monotonic() - started
+
+
+def detection_time(path: str, count: int) -> None:
+    with open(f"{path}/{os.environ['RANK']}", "w") as file:
+        file.write(str(killed(0, count)))
+
+
+@pytest.mark.parametrize("count", [4, 1_000_000])
+def test_survivors_stop_within_two_seconds(tmp_path: Any, count: int) -> None:
+    with pytest.raises(hdp.PeerLost):
+        spawn(detection_time, 3, str(tmp_path), count, timeout=30)
+    times = [float((tmp_path / str(rank)).read_text()) for rank in (1, 2)]
+    assert max(times) < 2.0
+
+
+def interrupted() -> None:
+    comm = hdp.init(transport="sim", timeout=30)
+    if comm.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            comm.recv(torch.zeros(1), 1)
+    else:
+        time.sleep(0.6)
+        with pytest.raises(hdp.Aborted, match="interrupted"):
+            comm.all_reduce(torch.zeros(1))
+
+
+def test_ctrl_c_ends_a_wait(ranks: Any) -> None:
+    ranks(2, interrupted)
+
+
+def differently() -> None:
+    os.environ["HDPCOMM_DEVICE_SLOTS"] = "4" if os.environ["RANK"] == "0" else "8"
+    with pytest.raises(hdp.Mismatch, match="different transports or HDPCOMM_DEVICE_"):
+        hdp.init(transport="sim", timeout=20)
+    os.environ["HDPCOMM_DEVICE_SLOTS"] = "3"
+    with pytest.raises(hdp.InvalidUsage, match="a multiple of the 2 lanes"):
+        hdp.init(transport="sim", timeout=20)
+    del os.environ["HDPCOMM_DEVICE_SLOTS"]
+
+
+def test_settings_must_agree(ranks: Any) -> None:
+    ranks(2, differently)

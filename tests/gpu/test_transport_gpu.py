@@ -1,0 +1,185 @@
+"""The device transport on a GPU that several ranks share: bodies of tests/ranks/device, and what only CUDA has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.attention import ring_attention, shard
+from hdpcomm.testing import run_threads, spawn
+from tests.ranks.device.test_device_collectives import bits, messages
+from tests.ranks.device.test_device_training import training
+from tests.ranks.device.worlds import small_slots
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_messages(world_size: int) -> None:
+    with small_slots():
+        run_threads(messages, world_size, transport="cuda")
+    spawn(messages, world_size, transport="cuda")
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(2, 5000), (2, 1_000_003)])
+def test_the_same_bits_as_shared_memory(world_size: int, count: int) -> None:
+    want = run_threads(bits, world_size, count, transport="shm")
+    assert spawn(bits, world_size, count, transport="cuda") == want
+
+
+def host_tensors() -> None:
+    with hdp.init() as comm:
+        x = torch.full((7,), float(comm.rank))
+        comm.all_reduce(x)  # by shared memory
+        assert (x == sum(range(comm.size))).all()
+        with pytest.raises(hdp.InvalidUsage, match="in host memory and on a device"):
+            comm.all_gather(x.new_zeros(7 * comm.size, device=comm.device), x)
+
+
+def test_host_tensors_go_by_the_host() -> None:
+    spawn(host_tensors, 2, transport="cuda")
+
+
+class Foreign:
+    """A tensor as another library shows it."""
+
+    def __init__(self, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        self.x = x
+        self.__cuda_array_interface__ = dict(x.__cuda_array_interface__) | {"stream": stream.cuda_stream, "version": 3}
+
+
+def foreign_arrays() -> None:
+    with hdp.init() as comm:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x = torch.full((1000,), float(comm.rank + 1), device=comm.device)
+        comm.all_reduce(Foreign(x, side))
+        side.synchronize()
+        assert (x == sum(range(1, comm.size + 1))).all()
+
+
+def test_cuda_array_interface_and_its_stream() -> None:
+    spawn(foreign_arrays, 2, transport="cuda")
+
+
+def cupy_arrays() -> None:
+    import cupy
+
+    with hdp.init() as comm, cupy.cuda.Stream(non_blocking=True) as stream:
+        x = cupy.full(1000, comm.rank + 1, dtype=cupy.float32)
+        comm.all_reduce(x)
+        stream.synchronize()
+        assert bool((x == sum(range(1, comm.size + 1))).all())
+
+
+def test_cupy() -> None:
+    pytest.importorskip("cupy")
+    spawn(cupy_arrays, 2, transport="cuda")
+
+
+def on_streams() -> None:
+    """Operations follow the current stream, and the host does not wait for them."""
+    with hdp.init() as comm:
+        x, y = (torch.zeros(1 << 20, device=comm.device) for _ in range(2))
+        to, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for turn in range(1, 20):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                x.fill_(turn * (comm.rank + 1))
+                work = comm.exchange([(x, to)], [(y, back)], async_op=turn % 2 == 0)
+                work.wait()
+                expected = turn * (back + 1)
+                assert bool((y == expected).all())
+                torch.cuda.current_stream().synchronize()
+
+
+def test_current_stream() -> None:
+    spawn(on_streams, 2, transport="cuda")
+
+
+def graphs() -> None:
+    with hdp.init() as comm:
+        to, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        zone = comm.landing_zone(torch.empty(0, device=comm.device))
+        assert zone is not None
+        landed = zone.memory[:8192].view(torch.float32)
+        x = torch.zeros(2048, device=comm.device)
+        y, total = torch.empty_like(x), torch.empty_like(x)
+
+        def step() -> None:
+            comm.exchange([(x, to)], [(y, back)])
+            comm.all_reduce(x, out=total, algorithm="ring")
+            work = comm.exchange([(x, to, 0)], [(landed, back, 0)], async_op=True)
+            work.wait()
+            y.add_(landed)
+
+        step()
+        comm.synchronize()
+        torch.cuda.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        for turn in range(1, 8):
+            x.fill_(turn * (comm.rank + 1))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert bool((y == 2 * turn * (back + 1)).all())
+            assert bool((total == turn * sum(range(1, comm.size + 1))).all())
+
+
+def test_graphs_of_exchange_collective_and_ring_step() -> None:
+    spawn(graphs, 2, transport="cuda")
+
+
+def attention(transport: str) -> list[torch.Tensor]:
+    with hdp.init(transport=transport) as comm:
+        dtype = torch.bfloat16 if comm.device.type == "cuda" else torch.float32
+        cu = torch.tensor([0, 700, 1024], dtype=torch.int32)
+        generator = torch.Generator().manual_seed(3)
+        leaves = [
+            shard(torch.randn(1024, heads, 64, generator=generator), cu, rank=comm.rank, size=comm.size)
+            .to(comm.device, dtype)
+            .requires_grad_()
+            for heads in (8, 2, 2)
+        ]
+        out = ring_attention(*leaves, comm=comm, cu_seqlens=cu, variant="ring")
+        assert isinstance(out, torch.Tensor)
+        out.float().square().sum().backward()
+        return [out.detach().float().cpu(), *(leaf.grad.float().cpu() for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ring_attention_to_bf16_tolerance(world_size: int) -> None:
+    for got, want in zip(spawn(attention, world_size, "cuda"), run_threads(attention, world_size, "shm"), strict=True):
+        for mine, expected in zip(got, want, strict=True):
+            assert float((mine - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_trainer() -> None:
+    first, *others = spawn(training, 2, transport="cuda")
+    for losses, weights in others:
+        assert losses == first[0]
+        assert torch.equal(weights, first[1])
+
+
+def disagree() -> str:
+    comm = hdp.init(timeout=20)
+    x = torch.zeros(1000 + comm.rank, device=comm.device)
+
+    def reduce_and_look() -> None:
+        comm.all_reduce(x)
+        comm.synchronize()
+
+    with pytest.raises(hdp.Mismatch) as info:
+        reduce_and_look()
+    with pytest.raises(hdp.Aborted, match="make a new one"):
+        comm.all_reduce(x)
+    return str(info.value)
+
+
+def test_mismatch_releases_the_streams() -> None:
+    messages: list[Any] = spawn(disagree, 2, transport="cuda")
+    assert all("1000 x float32" in message and "1001 x float32" in message for message in messages)

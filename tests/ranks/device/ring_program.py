@@ -1,0 +1,50 @@
+"""Ring attention for the check mode: what the attention kernels read of the travelling keys is told to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.attention import ring
+from hdpcomm.attention import ring_attention as attend
+
+__all__ = ["annotated", "ring_attention"]
+
+LENGTHS = [37, 1, 12, 6]
+
+
+@contextmanager
+def annotated() -> Iterator[None]:
+    """The backends' reads of KV count as reads of the host, after the exchange of the next block was posted."""
+    kv = ring._Carrier.kv
+
+    def reading(self: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if step > 0 and self._comm is not None and self._comm.transport == "sim":
+            buffer = self._kv[step]
+            self._comm.streams.device.annotate_read(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+        return kv(self, step)
+
+    with mock.patch.object(ring._Carrier, "kv", reading):
+        yield
+
+
+def ring_attention() -> None:
+    """Forward and backward, causal and with a window (whose blocks go through slots)."""
+    with hdp.init(transport="sim") as comm:
+        cu = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(7)
+        for window in (None, 9):
+            q, k, v = (
+                hdp.attention.shard(
+                    torch.randn(sum(LENGTHS), 2, 8, generator=generator), cu, rank=comm.rank, size=comm.size
+                ).requires_grad_()
+                for _ in range(3)
+            )
+            out = attend(q, k, v, comm=comm, cu_seqlens=cu, window=window, variant="ring", check=False)
+            assert isinstance(out, torch.Tensor)
+            out.sum().backward()

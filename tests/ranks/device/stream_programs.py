@@ -1,0 +1,180 @@
+"""Programs as a GPU's user writes them, for the check mode of simulated devices.
+
+Inputs are made and outputs are read by work of the caller's own stream, and the host waits for nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+import hdpcomm as hdp
+from hdpcomm import _core
+from hdpcomm.comm.device_communicator import DeviceCommunicator
+
+__all__ = ["PROGRAMS", "Caller", "joined"]
+
+_FLOAT = _core.DTYPES["float32"]
+_SUM, _NONE = _core.comm.REDOPS["sum"], 255
+
+
+@dataclass
+class Caller:
+    """A rank with a stream of its own, and device memory by address."""
+
+    comm: hdp.Communicator
+    stream: int
+
+    @property
+    def engine(self) -> _core.comm.StreamEngine:
+        assert isinstance(self.comm, DeviceCommunicator)
+        return self.comm.streams
+
+    @property
+    def device(self) -> _core.device.Device:
+        return self.engine.device
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        """Bytes written by work of the stream."""
+        size = x.numel() * x.element_size()
+        self.device.fill(x.data_ptr(), self.comm.rank + 1, bytes=size, stream=self.stream)
+        return x
+
+    def used(self, x: torch.Tensor) -> None:
+        """Bytes read by work of the stream, into memory that the host looks at in the end."""
+        copy = torch.empty_like(x)
+        size = x.numel() * x.element_size()
+        self.device.copy(copy.data_ptr(), x.data_ptr(), bytes=size, stream=self.stream)
+        self.device.synchronize_stream(self.stream)
+        self.device.annotate_read(copy.data_ptr(), size)
+
+    def exchange(
+        self,
+        sends: list[tuple[torch.Tensor, int, int | None]],
+        recvs: list[tuple[torch.Tensor, int, int | None]],
+        *,
+        background: bool = False,
+    ) -> _core.comm.StreamWork:
+        def message(item: tuple[torch.Tensor, int, int | None]) -> tuple[int, int, int, int, int | None]:
+            x, peer, place = item
+            return x.data_ptr(), x.numel(), _FLOAT, peer, place
+
+        return self.engine.exchange(
+            self.comm._core, [message(x) for x in sends], [message(x) for x in recvs], self.stream, background
+        )
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, algorithm: str) -> _core.comm.StreamWork:
+        count, code = x.numel() // self.comm.size, _core.comm.ALGORITHMS[algorithm]
+        op, place = _core.comm.OPS["all_to_all"], (x.data_ptr(), out.data_ptr(), count, _FLOAT)
+        return self.engine.collective(self.comm._core, op, *place, _NONE, -1, code, self.stream, False)
+
+    def all_reduce(self, x: torch.Tensor, algorithm: str, *, background: bool = False) -> _core.comm.StreamWork:
+        place = x.data_ptr(), x.data_ptr(), x.numel(), _FLOAT
+        code = _core.comm.ALGORITHMS[algorithm]
+        op = _core.comm.OPS["all_reduce"]
+        return self.engine.collective(self.comm._core, op, *place, _SUM, -1, code, self.stream, background)
+
+
+@contextmanager
+def joined() -> Iterator[Caller]:
+    """A rank of the run's world. Its own stream is destroyed when all is done."""
+    with hdp.init(transport="sim") as comm:
+        assert isinstance(comm, DeviceCommunicator)
+        device = comm.streams.device
+        caller = Caller(comm, device.create_stream())
+        yield caller
+        device.synchronize_stream(caller.stream)
+        device.destroy_stream(caller.stream)
+
+
+def exchanges() -> None:
+    """Small and large messages round a ring, in the foreground and in the background, over and over."""
+    with joined() as rank:
+        n, r = rank.comm.size, rank.comm.rank
+        to, back = (r + 1) % n, (r - 1) % n
+        for count in (5, 6000, 0):
+            x, y = torch.empty(count), torch.empty(count)
+            for background in (False, True, False):
+                rank.made(x)
+                work = rank.exchange([(x, to, None)], [(y, back, None)], background=background)
+                if background:
+                    work.wait_on(rank.stream)
+                rank.used(y)
+
+
+def landings() -> None:
+    """A ring that passes blocks on from where they landed, two places in turn, with work on them in between."""
+    with joined() as rank:
+        n, r = rank.comm.size, rank.comm.rank
+        zone = rank.comm.landing_zone(torch.empty(0))
+        assert zone is not None
+        place = 16384
+        block = rank.made(torch.empty(4000))
+        kept = [block]  # until the streams are done: nothing else holds what they read and write
+        for step in range(6):
+            at = step % 2 * place
+            arriving = zone.memory[at : at + 16000].view(torch.float32)
+            work = rank.exchange([(block, (r - 1) % n, at)], [(arriving, (r + 1) % n, at)], background=True)
+            kept.append(used := torch.empty_like(block))  # the work of this step reads what arrived in the one before
+            rank.device.copy(used.data_ptr(), block.data_ptr(), bytes=16000, stream=rank.stream)
+            work.wait_on(rank.stream)
+            block = arriving
+        rank.used(block)
+
+
+def collectives() -> None:
+    """Every algorithm of all-reduce, from one stream and in the background, on memory that is used again."""
+    with joined() as rank:
+        x = torch.empty(2500)
+        for algorithm in hdp.Communicator.algorithms("all_reduce"):
+            for background in (True, False, True):
+                rank.made(x)
+                work = rank.all_reduce(x, algorithm, background=background)
+                if background:
+                    work.wait_on(rank.stream)
+                rank.used(x)
+
+
+def two_streams() -> None:
+    """Collectives of two streams at once, with scratch memory; nothing orders the streams."""
+    with joined() as rank:
+        other = Caller(rank.comm, rank.device.create_stream())
+        kept = []
+        for caller in (rank, other, rank, other):
+            x, out = caller.made(torch.empty(2400)), torch.empty(2400)
+            kept += [x, out]
+            caller.all_to_all(out, x, "bruck")
+        rank.used(kept[-3])
+        other.used(kept[-1])
+        rank.device.destroy_stream(other.stream)
+
+
+def through_the_api() -> None:
+    """All collectives and messages as host tensors: the host waits for each."""
+    with hdp.init(transport="sim") as comm:
+        n, r = comm.size, comm.rank
+        x, whole, out = torch.ones(1500), torch.ones(1500 * n), torch.zeros(1500 * n)
+        for _ in range(2):
+            comm.all_gather(out, x)
+            comm.reduce_scatter(x, whole, "avg")
+            comm.all_reduce(x)
+            comm.broadcast(x, n - 1)
+            comm.reduce(x, 0)
+            comm.gather(out, x, 0)
+            comm.scatter(x, whole, 0)
+            comm.all_to_all(out, whole)
+            comm.barrier()
+            comm.exchange([(x, (r + 1) % n)], [(out[:1500], (r - 1) % n)])
+            works = [comm.send(x, (r + 1) % n, async_op=True) for _ in range(6)]
+            for _ in range(6):
+                comm.recv(out[:1500], (r - 1) % n)
+            for work in works:
+                work.wait()
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    program.__name__: program for program in (exchanges, landings, collectives, two_streams, through_the_api)
+}

@@ -1,0 +1,89 @@
+"""Attention and training over streams: the bits of the shm transport."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.testing import run_threads, spawn
+from tests.ranks.attention.attention_oracle import GRADS, Case, on_rank
+from tests.ranks.device.worlds import small_slots
+from tests.ranks.train.test_trainer import LENGTHS, fetch, trainer_of
+
+
+def attention(case: Case) -> tuple[dict[str, torch.Tensor], int]:
+    with hdp.init() as comm:
+        return on_rank(case, comm), comm.stats()["messages_sent"]
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "sliding": {"window": 20},  # blocks that do not go straight to the next rank
+    "longer keys": {"keys": [300, 20, 5, 61]},
+}
+
+
+@pytest.mark.parametrize("variant", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_forward_and_backward(variant: str, mask: str) -> None:
+    options = {"variant": variant}
+    case = Case(4, [150, 7, 1, 61], heads=4, kv_heads=4, dtype=torch.float32, **MASKS[mask], options=options)
+    with small_slots():
+        streams = run_threads(attention, 4, case, transport="sim")
+    for (got, messages), (want, _) in zip(streams, run_threads(attention, 4, case), strict=True):
+        assert messages > 0
+        for name in GRADS:
+            assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("landing_bytes", [0, 4096, 1 << 20])
+def test_zones_of_any_size(landing_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that do not fit into the landing zone go through slots."""
+    case = Case(3, [150, 7, 61], heads=2, kv_heads=2, dtype=torch.float32, options={"variant": "ring"})
+    monkeypatch.setenv("HDPCOMM_DEVICE_LANDING_BYTES", str(landing_bytes))
+    for (got, _), (want, _) in zip(
+        run_threads(attention, 3, case, transport="sim"), run_threads(attention, 3, case), strict=True
+    ):
+        for name in GRADS:
+            assert torch.equal(got[name], want[name]), name
+
+
+def test_processes() -> None:
+    case = Case(2, [100, 3], heads=4, kv_heads=2, dtype=torch.float32, options={"variant": "ring"})
+    for (got, _), (want, _) in zip(
+        spawn(attention, 2, case, transport="sim"), run_threads(attention, 2, case), strict=True
+    ):
+        for name in GRADS:
+            assert torch.equal(got[name], want[name]), name
+
+
+def training() -> tuple[list[float], torch.Tensor]:
+    with hdp.init() as comm:
+        trainer = trainer_of(comm)
+        losses = [trainer.step(LENGTHS, fetch).loss for _ in range(4)]
+        return losses, torch.cat([p.detach().cpu().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_trainer(world_size: int) -> None:
+    streams = run_threads(training, world_size, transport="sim")
+    for (losses, weights), (want_losses, want_weights) in zip(
+        streams, run_threads(training, world_size, transport="shm"), strict=True
+    ):
+        assert losses == want_losses
+        assert torch.equal(weights, want_weights)
+
+
+def environment() -> tuple[str, str]:
+    with hdp.init() as comm:
+        comm.barrier()
+        return comm.transport, os.environ["HDPCOMM_TRANSPORT"]
+
+
+def test_the_transport_of_spawn() -> None:
+    assert spawn(environment, 2, transport="sim") == [("sim", "sim")] * 2

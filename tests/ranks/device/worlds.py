@@ -1,0 +1,23 @@
+"""Settings that make small messages go the ways of large ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+__all__ = ["small_slots"]
+
+
+@contextmanager
+def small_slots(slots: int = 4, lanes: int = 2) -> Iterator[None]:
+    """Slots of a page, so that 4 KB make a message of several pieces; for ranks that are threads."""
+    settings = {
+        "HDPCOMM_DEVICE_SLOT_BYTES": "4096",
+        "HDPCOMM_DEVICE_SLOTS": str(slots),
+        "HDPCOMM_DEVICE_LANES": str(lanes),
+        "HDPCOMM_DEVICE_LANDING_BYTES": str(1 << 20),
+    }
+    with mock.patch.dict(os.environ, settings):
+        yield

@@ -1,0 +1,35 @@
+"""Ranks whose ``init()`` joins over the torch transport, kept between tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hdpcomm.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def _torch_pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def torch_ranks(_torch_pools: dict[int, RankPool], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """As ``ranks`` of the suite; the processes have ``HDPCOMM_TRANSPORT=torch``."""
+
+    def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        pool = _torch_pools.get(world_size)
+        if pool is None or not pool.healthy:
+            with monkeypatch.context() as patch:
+                patch.setenv("HDPCOMM_TRANSPORT", "torch")
+                pool = _torch_pools[world_size] = RankPool(world_size)
+            assert os.environ.get("HDPCOMM_TRANSPORT") != "torch"
+        return pool.run(fn, *args, timeout=timeout)
+
+    return run

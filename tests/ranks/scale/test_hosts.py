@@ -1,0 +1,112 @@
+"""Worlds of two and three hosts: network namespaces with their own processes and /dev/shm, under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdpcomm.attention import unshard
+from hdpcomm.cli.main import main
+from tests.ranks.attention.attention_oracle import GRADS, error, expected
+from tests.ranks.scale.host_program import RING, TRAFFIC_BYTES, TRAFFIC_SUBSETS
+from tests.ranks.scale.hosts import Hosts, why_not
+
+PROGRAM = "tests.ranks.scale.host_program"
+TRAIN = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
+TRAIN += ["--context", "300", "--tokens-per-step", "700", "--capacity", "100", "--no-compare"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def two() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+def load(folder: Path, name: str) -> Any:
+    return torch.load(folder / name, weights_only=False)
+
+
+def test_collectives_and_ring_attention_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
+    two.torchrun([PROGRAM, "everything", str(tmp_path)], per_host=2)
+    two.finish(90)
+    assert {load(tmp_path, f"transport{rank}") for rank in range(4)} == {"shm+torch"}
+    parts = [load(tmp_path, f"ring{rank}") for rank in range(4)]
+    want = expected(RING)
+    for name, cuts in zip(GRADS, (RING.cu, RING.cu, RING.cu_k, RING.cu_k), strict=True):
+        assert error(unshard([part[name] for part in parts], cuts), want[name]) <= 1e-12
+    check_traffic([load(tmp_path, f"traffic{rank}") for rank in range(4)])
+
+
+def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]]) -> None:
+    """Of two hosts with ranks 0, 1 and 2, 3: every byte that must cross crosses once, by both counts."""
+    for ranks in TRAFFIC_SUBSETS:
+        for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+            minimum = TRAFFIC_BYTES * (2 if op == "all_reduce" else 1) if {*ranks} - {2, 3} else 0
+            counted = sum(rank[op, ranks][0] for rank in found)
+            wire = found[0][op, ranks][1] + found[2][op, ranks][1]  # of the two interfaces
+            assert minimum <= counted <= 1.01 * minimum + 1000, (op, ranks, counted)
+            assert wire <= 1.1 * minimum + 100_000, (op, ranks, wire)  # and the barriers
+
+
+def test_training_on_two_hosts_has_the_losses_of_one(two: Hosts, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(10):
+        (data / f"{i}.txt").write_text(f"the {i}th text; " * (i * i + 1))
+    command = ["train", "--data", str(data), *TRAIN, "--json"]
+    two.torchrun(["hdpcomm.cli.main", *command, str(tmp_path / "two.json")], per_host=2)
+    two.finish(90)
+    assert main([*command, str(tmp_path / "one.json"), "--ranks", "4"]) == 0
+    one, several = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert several["ranks"] == 4
+    assert one["transport"] != several["transport"]
+    for here, there in zip(one["steps"], several["steps"], strict=True):
+        assert here["tokens"] == there["tokens"]
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+
+
+def test_a_host_that_is_cut_off_is_lost_on_all_others(tmp_path: Path) -> None:
+    with Hosts(3) as hosts:
+        hosts.ranks([PROGRAM, "cut", str(tmp_path)], [0, 0, 1, 2], {"HDPCOMM_SILENCE_S": "2"})
+        limit = time.monotonic() + 60
+        while len(list(tmp_path.glob("ready?"))) < 4:
+            assert time.monotonic() < limit, hosts.finish(1)
+            time.sleep(0.05)
+        hosts.cut(2)
+        (tmp_path / "cut").touch()
+        outputs = hosts.finish(40)
+    for rank in range(4):
+        found = load(tmp_path, f"found{rank}")
+        assert found["type"] in ("PeerLost", "CommTimeout"), found
+        assert found["waited"] < 9
+        if rank < 3:
+            assert "rank 3" in found["text"], found
+            assert found["sum"] == 3.0  # the others work on
+    assert "terminate" not in "".join(outputs)
+
+
+def test_shm_alone_is_refused_across_hosts(two: Hosts) -> None:
+    code = (
+        "import hdpcomm as hdp\n"
+        "try:\n    hdp.init(transport='shm', timeout=30)\n"
+        "except hdp.InvalidUsage as error:\n    print(error)"
+    )
+    for rank in range(2):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": two.address(0), "MASTER_PORT": "29400"}
+        two.start(rank, [sys.executable, "-c", code], environment)
+    for output in two.finish(60):
+        assert "ranks [1] run on another host" in output
+        assert "transport='auto'" in output

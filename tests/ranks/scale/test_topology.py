@@ -1,0 +1,57 @@
+"""``hdpcomm doctor --topology`` on ranks of one host and of two that share a machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hdpcomm as hdp
+from hdpcomm.cli.main import main
+from hdpcomm.comm.topology import Topology, measure_topology
+from hdpcomm.plan import load_cluster
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    report, cluster = tmp_path / "report.json", tmp_path / "cluster.json"
+    assert main(["doctor", "--topology", "--ranks", "2", "--json", str(report), "--cluster", str(cluster)]) == 0
+    told = capsys.readouterr().out
+    assert "2 ranks on 1 hosts, transport shm" in told
+    assert "between hosts  no such pair" in told
+    found = json.loads(report.read_text())
+    assert found["inter"] is None
+    spec = load_cluster(cluster)
+    assert (spec.ranks, spec.ranks_per_node) == (2, 2)
+    assert spec.hardware.intra_bandwidth == found["intra"]["bandwidth"]
+    assert main(["doctor", "--topology", "--device", "abacus"]) == 6
+    assert "unknown device 'abacus'" in capsys.readouterr().err
+
+
+def on_two_hosts() -> Topology:
+    import os
+
+    os.environ["HDPCOMM_HOSTID"] = "b" if int(os.environ["RANK"]) > 1 else "a"
+    try:
+        comm = hdp.init()
+    finally:
+        del os.environ["HDPCOMM_HOSTID"]
+    with pytest.raises(hdp.InvalidUsage, match="give what init"):
+        measure_topology(comm.subset([comm.rank]))  # type: ignore[arg-type]
+    return measure_topology(comm)
+
+
+def test_two_hosts(ranks: Any) -> None:
+    found = ranks(3, on_two_hosts)
+    assert all(each == found[0] for each in found)
+    topology = found[0]
+    assert topology.transport == "shm+torch"
+    assert [host.ranks for host in topology.hosts] == [(0, 1), (2,)]
+    assert topology.ranks == 3
+    assert topology.intra.pairs == 1
+    assert topology.inter.pairs == 2
+    assert topology.intra.latency_s > 0
+    assert topology.inter.bandwidth > 0

@@ -1,0 +1,210 @@
+"""What a network adds to the faults: connections that break, hosts that fall silent, foreign bytes, any group."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections import defaultdict
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm._core import scale
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.torch_transport import GroupCarrier, own_address
+from hdpcomm.testing import spawn
+
+
+@pytest.fixture(autouse=True)
+def over_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDPCOMM_TRANSPORT", "torch")
+    monkeypatch.setenv("HDPCOMM_SILENCE_S", "0.6")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_rank_that_dies_is_named_by_all(large: bool, tmp_path: Any) -> None:
+    with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
+        spawn(killed_and_told, 3, str(tmp_path), large, timeout=30)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+def killed_and_told(path: str, large: bool) -> None:
+    comm = hdp.init(timeout=20)
+    comm.barrier()
+    time.sleep(0.2)  # a send has ended when the carrier has it; what a killed process still held is lost with it
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(hdp.PeerLost, match="rank 2"):
+        comm.all_reduce(torch.zeros(1_000_000 if large else 4), algorithm="ring")
+    assert time.monotonic() - started < 3
+    (open(f"{path}/{comm.rank}", "w")).close()
+
+
+def stopped() -> str:
+    """Rank 1 stops its own process, as a host does that is cut off: no goodbye, and no connection that breaks."""
+    comm = hdp.init(timeout=20)
+    comm.barrier()
+    if comm.rank == 1:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(2.5)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(pid, 0)
+        return ""
+    started = time.monotonic()
+    with pytest.raises(hdp.PeerLost, match="rank 1 gave no sign of life") as info:
+        comm.recv(torch.zeros(1), 1)
+    assert info.value.peer == 1
+    assert time.monotonic() - started < 2.5
+    return str(info.value)
+
+
+def test_a_silent_peer_is_lost() -> None:
+    assert "HDPCOMM_SILENCE_S" in spawn(stopped, 2, timeout=30)[0]
+
+
+def busy() -> None:
+    """A peer that computes for longer than the silence allows is alive: its threads answer."""
+    comm = hdp.init(timeout=20)
+    if comm.rank == 1:
+        time.sleep(2.2)
+        comm.send(torch.ones(1), 0)
+    else:
+        comm.recv(torch.zeros(1), 1)
+
+
+def test_a_busy_peer_is_not_lost() -> None:
+    spawn(busy, 2, timeout=30)
+
+
+class QueueWork:
+    """Of :class:`QueueGroup`."""
+
+    def __init__(self, source: queue.Queue[torch.Tensor | None] | None = None, target: Any = None) -> None:
+        self.source, self.target = source, target
+
+    def wait(self, timeout: timedelta) -> None:
+        if self.source is not None:
+            message = self.source.get(timeout=timeout.total_seconds())
+            if message is None:
+                raise RuntimeError("the wire was cut\nsecond line")
+            assert message.numel() == self.target.numel()
+            self.target.copy_(message)
+
+
+class QueueGroup:
+    """A process group between threads: what any backend of torch offers, and no more."""
+
+    def __init__(self, wires: dict[tuple[int, int, int], Any], rank: int) -> None:
+        self.wires, self.rank = wires, rank
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> QueueWork:
+        self.wires[self.rank, peer, tag].put(tensors[0].clone())
+        return QueueWork()
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> QueueWork:
+        return QueueWork(self.wires[peer, self.rank, tag], tensors[0])
+
+
+def pair() -> tuple[list[Communicator], list[GroupCarrier], dict[tuple[int, int, int], Any]]:
+    wires: dict[tuple[int, int, int], Any] = defaultdict(queue.Queue)
+    links = [scale.FrameLink(rank, 2) for rank in range(2)]
+    worlds = [Communicator(scale.join_framed_world(link, "torch", 5.0).communicator()) for link in links]
+    carriers = [GroupCarrier(QueueGroup(wires, rank), link, owned=False) for rank, link in enumerate(links)]
+    return worlds, carriers, wires
+
+
+def together(comms: list[Communicator], call: Any) -> list[BaseException | None]:
+    errors: list[BaseException | None] = [None] * len(comms)
+
+    def run(comm: Communicator) -> None:
+        try:
+            call(comm)
+        except BaseException as error:
+            errors[comm.rank] = error
+
+    threads = [threading.Thread(target=run, args=(comm,)) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return errors
+
+
+def test_any_group_with_send_and_recv_carries_frames() -> None:
+    comms, carriers, _ = pair()
+    for count in (0, 3, 2_000_000):  # the last has more pieces than the window
+        x = [torch.full((count,), float(rank + 1)) for rank in range(2)]
+        assert together(comms, lambda comm, x=x: comm.all_reduce(x[comm.rank])) == [None, None]
+        assert all((each == 3).all() for each in x)
+    for comm in comms:
+        comm.close()
+    assert all(carrier.join(10) for carrier in carriers)
+
+
+def test_a_large_unexpected_message_waits_in_its_window() -> None:
+    comms, _, wires = pair()
+    x = torch.arange(4_000_000.0)  # 16 MB; a window has 4 MiB
+    work = comms[0].send(x, 1, async_op=True)
+    time.sleep(0.5)
+    assert not work.done()
+    assert sum(wire.qsize() for wire in wires.values()) == 0  # all that was sent lies at the receiver
+    y = torch.zeros_like(x)
+    comms[1].recv(y, 0)
+    work.wait()
+    assert torch.equal(x, y)
+    for comm in comms:
+        comm.close()
+
+
+def test_a_broken_connection_is_told_with_its_cause() -> None:
+    comms, _, wires = pair()
+    assert together(comms, lambda comm: comm.barrier()) == [None, None]
+    for key in list(wires):
+        if key[:2] == (1, 0):
+            wires[key].put(None)
+    with pytest.raises(hdp.PeerLost, match="rank 1 was lost while rank 0 waited for it: the wire was cut ") as info:
+        comms[0].recv(torch.zeros(3), 1)
+    assert info.value.peer == 1
+    for comm in comms:
+        comm.close()
+
+
+def test_foreign_bytes_are_no_frame() -> None:
+    comms, _, wires = pair()
+    tag = min(key[2] for key in wires)
+    wires[1, 0, tag].put(torch.full((scale.FRAME_HEAD_BYTES,), 7, dtype=torch.uint8))
+    with pytest.raises(hdp.PeerLost, match=r"no frame of this version.*same version on all hosts"):
+        comms[0].recv(torch.zeros(3), 1)
+    for comm in comms:
+        comm.close()
+
+
+def test_no_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(hdp.Error, match=r"no way from this host to MASTER_ADDR=no-such-host\.invalid"):
+        own_address()
+
+
+def test_unknown_transport_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDPCOMM_TRANSPORT", "smoke")
+    with pytest.raises(
+        hdp.InvalidUsage, match="'smoke' of HDPCOMM_TRANSPORT is unknown; give one of: auto, shm, torch"
+    ):
+        hdp.init()
+
+
+def test_bad_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(hdp.Error, match=r"gloo cannot be set up over .*nosuch0.*GLOO_SOCKET_IFNAME"):
+        spawn(hdp.init, 2, timeout=30)

@@ -1,0 +1,56 @@
+"""The torch transport under the suite that shared memory passes: results, disagreements, ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.faults import test_comm_errors as faults
+from tests.ranks.comm import test_collectives as collectives
+from tests.ranks.comm import test_subsets as subsets
+
+
+def test_collectives(torch_ranks: Any) -> None:
+    torch_ranks(3, collectives.everything, ((0, 1, 2),))
+
+
+@pytest.mark.parametrize("name", faults.DISAGREEMENTS)
+def test_both_sides_raise_mismatch(torch_ranks: Any, name: str) -> None:
+    messages = torch_ranks(2, faults.disagree, name)
+    if name == "size":
+        assert all("4 x float32" in message and "5 x float32" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fn"),
+    [
+        (3, faults.one_of_three_disagrees),
+        (2, faults.late_rank),
+        (2, faults.bad_arguments),
+        (2, faults.aborts),
+        (2, faults.leave_early),
+        (2, faults.exit_by_exception),
+        (2, faults.interrupted),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_errors(torch_ranks: Any, world_size: int, fn: Any) -> None:
+    torch_ranks(world_size, fn)
+
+
+def test_order_and_nesting(torch_ranks: Any) -> None:
+    torch_ranks(4, subsets.order_and_nesting)
+
+
+def test_stats_count_the_peers_that_were_used(torch_ranks: Any) -> None:
+    assert torch_ranks(3, subsets.talk_to_one) == [[0, 1], [0, 0], [0, 1]]
+
+
+def test_subsets_leave_nothing_behind(torch_ranks: Any) -> None:
+    for before, after in torch_ranks(3, subsets.churn, 200):
+        assert all(late <= early for early, late in zip(before, after, strict=True))
+
+
+def test_random_mixes(torch_ranks: Any) -> None:
+    torch_ranks(4, subsets.random_mix, 0, 300)
