@@ -41,8 +41,11 @@ class Lane:
 
     def sweep(self) -> None:
         """Gives back the blocks of records that nothing in a graph stands for any more."""
-        while self.released:
-            record = self.released.popleft()
+        while True:
+            try:
+                record = self.released.popleft()
+            except IndexError:  # empty, or another thread was faster
+                return
             record.handles -= 1
             record.waiting = min(record.waiting, record.handles)
             if record.handles == 0:

@@ -172,7 +172,7 @@ def _host_memory(comm: Communicator, config: RunConfig) -> tuple[PinnedPool | No
     if not config.offload_bytes:
         return None, None
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-    model = Llama(config.model, seed=config.seed)
+    model = Llama(config.model, seed=config.seed).to(comm.device)
     pool = PinnedPool(config.offload_bytes, device=next(model.parameters()).device, sharers=sharers)
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
     profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
