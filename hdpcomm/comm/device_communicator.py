@@ -70,7 +70,10 @@ class DeviceCommunicator(Communicator):
     def stats(self) -> dict[str, int]:
         """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
         counts, devices = super().stats(), self._devices.engine.stats()
-        return {name: max(n, devices[name]) if name == "peers" else n + devices[name] for name, n in counts.items()}
+        # The device's messages stay on the host: it counts no remote bytes.
+        return {
+            name: max(n, devices[name]) if name == "peers" else n + devices.get(name, 0) for name, n in counts.items()
+        }
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""

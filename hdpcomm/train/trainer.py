@@ -97,7 +97,6 @@ class Trainer:
             )
         self.offload = offload
         self._memory = planner.memory
-        self._memory = planner.memory
         self._loss = loss
         self._device = self.gradients.flat.device
         self._same_start()

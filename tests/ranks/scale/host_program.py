@@ -19,7 +19,7 @@ from tests.ranks.attention.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
 from tests.ranks.comm.test_subsets import random_mix
 
-RING = Case(size=4, lengths=[150, 7, 0, 61], heads=4, kv_heads=2)
+RING = Case(size=4, lengths=[150, 7, 1, 61], heads=4, kv_heads=2)
 
 
 def write(folder: Path, name: str, value: Any) -> None:

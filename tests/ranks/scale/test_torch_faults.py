@@ -118,7 +118,8 @@ class QueueGroup:
 def pair() -> tuple[list[Communicator], list[GroupCarrier], dict[tuple[int, int, int], Any]]:
     wires: dict[tuple[int, int, int], Any] = defaultdict(queue.Queue)
     links = [scale.FrameLink(rank, 2) for rank in range(2)]
-    worlds = [Communicator(scale.join_framed_world(link, "torch", 5.0).communicator()) for link in links]
+    joined = [scale.join_framed_world(link, "torch", 5.0) for link in links]
+    worlds = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
     carriers = [GroupCarrier(QueueGroup(wires, rank), link, owned=False) for rank, link in enumerate(links)]
     return worlds, carriers, wires
 

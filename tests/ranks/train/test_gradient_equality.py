@@ -39,6 +39,7 @@ class FixedPlanner:
 
     def __init__(self, ranks, batches):
         self.cluster = ClusterSpec(ranks=ranks, capacity=1000)
+        self.memory = Planner(None, self.cluster, cost_model=COST).memory
         self._batches = batches
 
     def plan(self, lengths):
