@@ -51,14 +51,16 @@ def test_collectives_and_ring_attention_on_two_hosts(two: Hosts, tmp_path: Path)
 
 
 def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]]) -> None:
-    """Of two hosts with ranks 0, 1 and 2, 3: every byte that must cross crosses once, by both counts."""
+    """Of two hosts with ranks 0, 1 and 2, 3: what must cross crosses once, by both counts."""
     for ranks in TRAFFIC_SUBSETS:
         for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
             minimum = TRAFFIC_BYTES * (2 if op == "all_reduce" else 1) if {*ranks} - {2, 3} else 0
             counted = sum(rank[op, ranks][0] for rank in found)
             wire = found[0][op, ranks][1] + found[2][op, ranks][1]  # of the two interfaces
-            assert minimum <= counted <= 1.01 * minimum + 1000, (op, ranks, counted)
-            assert wire <= 1.1 * minimum + 100_000, (op, ranks, wire)  # and the barriers
+            # By the costs of this machine a ring is the faster reduce-scatter of three ranks, though more crosses.
+            most = minimum * 4 / 3 if op == "reduce_scatter" else minimum
+            assert minimum <= counted <= 1.01 * most + 1000, (op, ranks, counted)
+            assert wire <= 1.1 * most + 100_000, (op, ranks, wire)  # and the barriers
 
 
 def test_training_on_two_hosts_has_the_losses_of_one(two: Hosts, tmp_path: Path) -> None:

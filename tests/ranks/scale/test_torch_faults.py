@@ -191,6 +191,7 @@ def test_foreign_bytes_are_no_frame() -> None:
 
 
 def test_no_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert own_address() == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(hdp.Error, match=r"no way from this host to MASTER_ADDR=no-such-host\.invalid"):
