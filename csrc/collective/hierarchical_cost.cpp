@@ -60,12 +60,12 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
   const double crossing = remote.alpha_s + (num_nodes - 1) * remote.message_s;
   const double lanes = std::ceil((p - spread.smallest) / spread.smallest);  // ranks that one serves
   const double inside = 2 * local.alpha_s + (m - 1) * (1 + lanes) * local.message_s;
-  // A node gives its blocks to all others and takes in theirs; every byte is then moved once
-  // inside.
+  // A node gives its blocks to all others and takes in theirs; a member then gets from the others
+  // of its node all but the lane that it took in itself.
   const double share = (1 + (num_nodes - 2) * spread.largest / p) / 2;
   const auto gather = [&](double whole) {
     return crossing + inside + whole * share * remote.beta_s_per_byte +
-           whole * local.beta_s_per_byte;
+           whole * (m - 1) / m * local.beta_s_per_byte;
   };
   const double depth = std::ceil(std::log2(num_nodes));
   switch (request.op) {
