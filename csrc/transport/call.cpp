@@ -51,7 +51,7 @@ const char* redOpName(RedOp op) {
 const char* algorithmName(Algorithm algorithm) {
   static constexpr const char* kNames[kNumAlgorithms] = {
       "auto",  "ring", "direct",       "binomial",          "dissemination", "recursive",
-      "bruck", "pat",  "rabenseifner", "scatter_allgather", "chain", "hierarchical"};
+      "bruck", "pat",  "rabenseifner", "scatter_allgather", "chain",         "hierarchical"};
   const auto index = static_cast<size_t>(algorithm);
   return index < kNumAlgorithms ? kNames[index] : "unknown algorithm";
 }

@@ -149,9 +149,11 @@ void ShmTransport::completeInflight(Peer& peer) {
   // Acquire: sees the state that the receiver stored before it counted the message as consumed.
   peer.consumed_seen = peer.out->consumed.load(std::memory_order_acquire);
   while (!peer.inflight.empty() && peer.inflight.front().index < peer.consumed_seen) {
+    const Slot& slot = peer.out->slots[peer.inflight.front().index % kSlots];
+    // A receiver that gave the operation up told so before it dropped the message: hear it first.
+    if (slot.state.load(std::memory_order_relaxed) == SlotState::kRejected) drain(peer);
     const Inflight inflight = peer.inflight.front();
     peer.inflight.pop();
-    const Slot& slot = peer.out->slots[inflight.index % kSlots];
     Completion& completion = *inflight.request.completion;
     --completion.pending;
     if (slot.state.load(std::memory_order_relaxed) == SlotState::kRejected && !completion.failure) {

@@ -11,8 +11,8 @@
 namespace hdpcomm {
 
 // route[i]: which of `members` reaches rank i; all members have the world's size and this rank.
-// This rank sleeps in the first member, and has its memory (allocate) from it. The events of the others must end that sleep: whoever makes
-// them connects their sources to members[0]->waker().
+// This rank sleeps in the first member, and has its memory (allocate) from it. The events of the
+// others must end that sleep: whoever makes them connects their sources to members[0]->waker().
 std::unique_ptr<Transport> makeCompositeTransport(std::vector<std::unique_ptr<Transport>> members,
                                                   std::vector<int> route, const std::string& name);
 
