@@ -71,7 +71,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
     if joining is not None:
         seconds = joining.timeout if timeout is None else seconds
-        world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
+        world = _core.comm.join_shm_world(joining.segment, joining.rank, timeout=seconds, joining=seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
         return _communicator(world, transport)
@@ -106,7 +106,7 @@ def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:
     if transport == "torch":
         return _core.scale.join_framed_world(_core.scale.FrameLink(0, 1), "torch", timeout)
-    return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout)
+    return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout=timeout, joining=timeout)
 
 
 def _communicator(world: _core.comm.World, transport: str) -> Communicator:
@@ -280,7 +280,7 @@ def _join_shm(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, li
     made = _core.comm.create_segment(joining.size) if rank == 0 else None
     address = joining.from_rank_0("segment", lambda: made.address() if made else "")
     segment = made or _core.comm.open_segment(address, joining.size)
-    world = _core.comm.join_shm_world(segment, rank, joining.left)
+    world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left)
     segment.release()
     return world, hosts
 
@@ -314,7 +314,7 @@ def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, l
     hosts = [host if reached[peer] == "yes" else peer for peer, host in enumerate(hosts)]
     segment = segment or _core.comm.create_segment(joining.size)
     if len(set(hosts)) == 1:
-        world = _core.comm.join_shm_world(segment, rank, joining.left)
+        world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left)
     else:
         link = _core.scale.FrameLink(rank, joining.size)
         world = _core.scale.join_hosts(segment, link, hosts, "torch", joining.seconds)
