@@ -22,6 +22,7 @@ from hdpcomm.comm.costs import load_costs
 from hdpcomm.comm.device_communicator import DeviceCommunicator
 from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
 from hdpcomm.comm.launchers import master, place
+from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
@@ -130,17 +131,13 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
-def _setting(name: str) -> str:
-    return {row[0]: row[1] for row in _core.environment()}[name]
-
-
 def _default_timeout() -> float:
-    return float(_setting("HDPCOMM_TIMEOUT"))
+    return float(setting("HDPCOMM_TIMEOUT"))
 
 
 def _chosen(transport: str) -> str:
     """The transport that the program or, for ``auto``, the environment names."""
-    given = transport if transport != "auto" else _setting("HDPCOMM_TRANSPORT")
+    given = transport if transport != "auto" else setting("HDPCOMM_TRANSPORT")
     if given not in TRANSPORTS:
         source = "" if given == transport else " of HDPCOMM_TRANSPORT"
         raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(TRANSPORTS)}")
@@ -248,7 +245,7 @@ def _join_processes(
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
     joining = _Joining(store, prefix, rank, size, seconds, deadline)
-    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{_setting('HDPCOMM_HOSTID')}")
+    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
     world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
     # Rank 0's costs are everybody's, so that all choose the same algorithms. "shm+torch": inside and between hosts.
     kinds = world.transport.split("+")

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from hdpcomm import _core
+from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["costs_path", "load_costs", "save_costs"]
@@ -25,7 +26,7 @@ def _defaults(transport: str) -> dict[str, float]:
 
 def costs_path() -> Path:
     """``HDPCOMM_COSTS``, or ``costs.json`` in the user's cache folder (``XDG_CACHE_HOME``)."""
-    if named := os.environ.get("HDPCOMM_COSTS"):
+    if named := setting("HDPCOMM_COSTS"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hdpcomm" / "costs.json"
 
@@ -39,7 +40,7 @@ def load_costs(transport: str) -> dict[str, float]:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        if os.environ.get("HDPCOMM_COSTS"):
+        if setting("HDPCOMM_COSTS"):
             raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
         return dict(_defaults(transport))
     except OSError as error:
