@@ -222,7 +222,7 @@ def cpp_commands(build: Path, mpis: list[Mpi], ranks: int, folder: Path, free: b
     free_option = ["2000", "free"] if free else []
     yield "hdpcomm", [str(build / "benchmarks" / "collectives"), str(ranks), *free_option]
     if ranks == 2:
-        yield "hdpcomm", [str(build / "benchmarks" / "latency")]
+        yield "hdpcomm", [str(build / "benchmarks" / "latency"), *(["20000", "free"] if free else [])]
     for one in mpis:
         if one.compiler is None:
             continue

@@ -3,7 +3,6 @@
 // MPI. Built with -DHDPCOMM_BUILD_BENCHMARKS=ON; run:
 //   BUILD/benchmarks/collectives RANKS [ITERATIONS [free]]
 // Each rank is bound to a core where there are enough, as mpirun does; with "free" it is not.
-#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,6 +14,7 @@
 #include <numeric>
 #include <vector>
 
+#include "bind.hpp"
 #include "hdpcomm/comm/communicator.hpp"
 #include "hdpcomm/transport/shm.hpp"
 
@@ -76,19 +76,6 @@ SubsetTimes subsetTimes(const Communicator& comm, int iterations) {
     created.push_back(std::chrono::duration<double, std::micro>(made - started).count());
   }
   return {median(created), median(used)};
-}
-
-void bind(int rank, int ranks) {
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < ranks) return;
-  int core = -1;
-  for (int seen = 0; seen <= rank; ++core) {
-    if (CPU_ISSET(core + 1, &allowed)) ++seen;
-  }
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(core, &one);
-  sched_setaffinity(0, sizeof(one), &one);
 }
 
 void run(const Communicator& comm, int iterations) {

@@ -1,6 +1,8 @@
 // From C++: the time of an 8-byte message between two processes, one way, and of making and first
 // using a subset of 64 ranks. Prints one JSON object. Built with -DHDPCOMM_BUILD_BENCHMARKS=ON;
-// run: build/<...>/benchmarks/latency [round trips]
+// run:
+//   BUILD/benchmarks/latency [ROUND TRIPS [free]]
+// Each process is bound to a core where there are two; with "free" it is not.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +14,7 @@
 #include <numeric>
 #include <vector>
 
+#include "bind.hpp"
 #include "hdpcomm/comm/communicator.hpp"
 #include "hdpcomm/transport/shm.hpp"
 
@@ -70,12 +73,13 @@ double subsetSeconds() {
 int main(int argc, char** argv) {
   const int trips = argc > 1 ? std::atoi(argv[1]) : 20000;
   if (trips < 1) {
-    std::fprintf(stderr, "usage: %s [ROUND TRIPS], 1 or more\n", argv[0]);
+    std::fprintf(stderr, "usage: %s [ROUND TRIPS [free]], 1 or more\n", argv[0]);
     return 6;
   }
   const auto segment = createShmSegment(2);
   const pid_t child = fork();
   if (child < 0) return 1;
+  if (argc < 3) bind(child == 0 ? 1 : 0, 2);
   Communicator comm(join(segment, child == 0 ? 1 : 0));
   const double seconds = pingPong(comm, trips);
   if (child == 0) _exit(0);

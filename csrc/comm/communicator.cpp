@@ -18,6 +18,10 @@ uint64_t hashRanks(const std::vector<int>& ranks) {
   return hash;
 }
 
+// For an operation that ends before the call of its owner: counting owners would be two atomic
+// operations for each message.
+Ranks borrow(const Ranks& ranks) { return Ranks(Ranks(), ranks.get()); }
+
 Ranks allRanks(int size) {
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -105,22 +109,23 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
   return {call, std::move(schedule)};
 }
 
-CollectiveWork Communicator::makeCollective(const Operands& operands,
+CollectiveWork Communicator::makeCollective(Ranks ranks, const Operands& operands,
                                             const Options& options) const {
   Plan made = plan(operands, options);
-  return CollectiveWork(made.call, ranks_, std::move(made.schedule), operands.in, operands.out);
+  return CollectiveWork(made.call, std::move(ranks), std::move(made.schedule), operands.in,
+                        operands.out);
 }
 
 std::shared_ptr<Work> Communicator::startCollective(const Operands& operands,
                                                     const Options& options) const {
-  std::shared_ptr<Work> work(new CollectiveWork(makeCollective(operands, options)));
+  std::shared_ptr<Work> work(new CollectiveWork(makeCollective(ranks_, operands, options)));
   world_->submit(work);
   return work;
 }
 
 void Communicator::collective(const Operands& operands, const Options& options, double timeout_s,
                               const InterruptCheck& check_interrupt) const {
-  CollectiveWork work = makeCollective(operands, options);
+  CollectiveWork work = makeCollective(borrow(ranks_), operands, options);
   world_->run(work, timeout_s, check_interrupt);
 }
 
@@ -136,7 +141,7 @@ Call Communicator::callOfMessages() const {
   return call;
 }
 
-ExchangeWork Communicator::makeExchange(std::span<const Message> sends,
+ExchangeWork Communicator::makeExchange(Ranks ranks, std::span<const Message> sends,
                                         std::span<const Message> recvs) const {
   for (const Message& message : sends) checkPosition(message.peer, "send");
   for (const Message& message : recvs) checkPosition(message.peer, "recv");
@@ -146,19 +151,19 @@ ExchangeWork Communicator::makeExchange(std::span<const Message> sends,
     call.count = only.count;
     call.dtype = only.dtype;
   }
-  return ExchangeWork(call, ranks_, sends, recvs);
+  return ExchangeWork(call, std::move(ranks), sends, recvs);
 }
 
 std::shared_ptr<Work> Communicator::startExchange(std::span<const Message> sends,
                                                   std::span<const Message> recvs) const {
-  std::shared_ptr<Work> work(new ExchangeWork(makeExchange(sends, recvs)));
+  std::shared_ptr<Work> work(new ExchangeWork(makeExchange(ranks_, sends, recvs)));
   world_->submit(work);
   return work;
 }
 
 void Communicator::exchange(std::span<const Message> sends, std::span<const Message> recvs,
                             double timeout_s, const InterruptCheck& check_interrupt) const {
-  ExchangeWork work = makeExchange(sends, recvs);
+  ExchangeWork work = makeExchange(borrow(ranks_), sends, recvs);
   world_->run(work, timeout_s, check_interrupt);
 }
 

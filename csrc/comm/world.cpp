@@ -41,7 +41,7 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
   const Env& env = Env::get();
   spin_s_ = env.spin_us * 1e-6;
   yield_s_ = env.yield_us * 1e-6;
-  spins_ = transport_->oversubscribed() ? 4 : 16;
+  spins_ = transport_->oversubscribed() ? 4 : 64;
 }
 
 World::~World() { close("the communicator was destroyed"); }
@@ -87,7 +87,7 @@ void World::submitLocked(const std::shared_ptr<Work>& work) {
   work->takeNumbers(*transport_);
   queue_.push_back(work);
   if (work->background_) ++background_works_;
-  progressLocked();
+  if (queue_.size() > 1 || advanceLocked()) progressLocked();
 }
 
 void World::progressLocked() {
@@ -216,8 +216,6 @@ void World::forgetLocked(Work& work) {
 bool World::spinLocked(Work& work) {
   for (int i = 0; i < spins_ && !ended(work); ++i) {
     progressLocked();
-    if (ended(work)) break;
-    HDP_PAUSE();
   }
   if (work.state_ == Work::State::kFailed) throw *work.error_;
   return work.state_ == Work::State::kDone;

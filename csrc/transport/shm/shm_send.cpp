@@ -14,6 +14,7 @@ void ShmTransport::postSend(const SendRequest& request) {
     return;
   }
   ++request.completion->pending;
+  if (peer.queue.empty() && !needsFragments(peer, request) && pushMessage(peer, request)) return;
   PendingSend send;
   send.request = request;
   if (!peer.queue.empty() || !tryPush(peer, send)) {
@@ -55,23 +56,31 @@ void ShmTransport::publish(Peer& peer, Slot& slot) {
   ring(*peer.control);
 }
 
+bool ShmTransport::inSharedHeap(const Peer& peer, const SendRequest& request) const {
+  return heap_ && !peer.same_process && heap_->contains(request.data, request.bytes);
+}
+
+bool ShmTransport::needsFragments(const Peer& peer, const SendRequest& request) const {
+  return request.bytes > eager_bytes_ && !inSharedHeap(peer, request) &&
+         peer.out->direct_allowed.load(std::memory_order_relaxed) == 0;
+}
+
 // True when the whole message is on the channel (or its request has ended).
 bool ShmTransport::tryPush(Peer& peer, PendingSend& send) {
   if (send.kind == Kind::kFailure) return pushFailure(peer, send);
-  if (send.kind == Kind::kFragment) return pushFragments(peer, send);
-  const SendRequest& request = send.request;
-  const bool shared = request.bytes > eager_bytes_ && heap_ && !peer.same_process &&
-                      heap_->contains(request.data, request.bytes);
-  const bool direct = shared || (request.bytes > eager_bytes_ &&
-                                 peer.out->direct_allowed.load(std::memory_order_relaxed) != 0);
-  if (request.bytes > eager_bytes_ && !direct) {
-    send.kind = Kind::kFragment;
-    return pushFragments(peer, send);
+  if (send.kind != Kind::kFragment && !needsFragments(peer, send.request)) {
+    return pushMessage(peer, send.request);
   }
+  send.kind = Kind::kFragment;
+  return pushFragments(peer, send);
+}
+
+bool ShmTransport::pushMessage(Peer& peer, const SendRequest& request) {
+  const bool direct = request.bytes > eager_bytes_;
   Slot* slot = claimSlot(peer);
   if (slot == nullptr) return false;
   if (direct) {
-    slot->kind = shared ? Kind::kShared : Kind::kDirect;
+    slot->kind = inSharedHeap(peer, request) ? Kind::kShared : Kind::kDirect;
     slot->at.address = reinterpret_cast<uint64_t>(request.data);
   } else if (request.bytes <= kInlineBytes) {
     slot->kind = Kind::kInline;

@@ -33,11 +33,16 @@ void futexWakeAll(std::atomic<uint32_t>& word) {
             0);
 }
 
-int usableCores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(std::thread::hardware_concurrency());
+// Cores on which at least one of the processes may run.
+int coresOf(const std::vector<int>& pids) {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  for (const int pid : pids) {
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    if (::sched_getaffinity(pid, sizeof own, &own) == 0) CPU_OR(&all, &all, &own);
+  }
+  return CPU_COUNT(&all);
 }
 
 long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command, 0, 0); }
@@ -59,7 +64,6 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
     members_.resize(static_cast<size_t>(num_ranks));
     std::iota(members_.begin(), members_.end(), 0);
   }
-  oversubscribed_ = static_cast<int>(members_.size()) > usableCores();
   peers_.resize(num_ranks);
   for (int i = 0; i < num_ranks; ++i) {
     Peer& peer = peers_[i];
@@ -116,6 +120,9 @@ void ShmTransport::waitAllReady(double timeout_s) {
     }
     peer.in->direct_allowed.store(readable ? 1 : 0, std::memory_order_release);
   }
+  std::vector<int> pids;
+  for (const int member : members_) pids.push_back(peers_[member].control->pid);
+  oversubscribed_ = static_cast<int>(members_.size()) > coresOf(pids);
 }
 
 void ShmTransport::activate(Peer& peer) {

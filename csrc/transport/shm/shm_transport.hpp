@@ -92,7 +92,10 @@ class ShmTransport final : public Transport {
 
  private:
   // shm_send.cpp
+  bool inSharedHeap(const Peer& peer, const SendRequest& request) const;
+  bool needsFragments(const Peer& peer, const SendRequest& request) const;
   bool tryPush(Peer& peer, PendingSend& send);
+  bool pushMessage(Peer& peer, const SendRequest& request);  // in one piece
   bool pushFragments(Peer& peer, PendingSend& send);
   bool pushFailure(Peer& peer, PendingSend& send);
   Slot* claimSlot(Peer& peer);

@@ -71,8 +71,10 @@ class Communicator {
  private:
   Communicator(std::shared_ptr<World> world, Ranks ranks, int rank);
   void checkPosition(int position, const char* what) const;
-  CollectiveWork makeCollective(const Operands& operands, const Options& options) const;
-  ExchangeWork makeExchange(std::span<const Message> sends, std::span<const Message> recvs) const;
+  CollectiveWork makeCollective(Ranks ranks, const Operands& operands,
+                                const Options& options) const;
+  ExchangeWork makeExchange(Ranks ranks, std::span<const Message> sends,
+                            std::span<const Message> recvs) const;
 
   std::shared_ptr<World> world_;
   Ranks ranks_;
