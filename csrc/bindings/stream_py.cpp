@@ -2,6 +2,7 @@
 // hdpcomm/comm/devices.py checks them and keeps them alive.
 #include <pybind11/stl.h>
 
+#include "hdpcomm/comm/link_mover.hpp"
 #include "hdpcomm/comm/stream_engine.hpp"
 #include "rooms.hpp"
 
@@ -94,11 +95,11 @@ std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& de
                                    size_t slot_bytes, int num_slots, int num_lanes,
                                    size_t landing_bytes) {
   const py::gil_scoped_release release;
-  auto engine = StreamEngine::join(comm, device,
-                                   {.slot_bytes = slot_bytes,
-                                    .num_slots = num_slots,
-                                    .num_lanes = num_lanes,
-                                    .landing_bytes = landing_bytes});
+  auto engine = joinLinks(comm, device,
+                          {.slot_bytes = slot_bytes,
+                           .num_slots = num_slots,
+                           .num_lanes = num_lanes,
+                           .landing_bytes = landing_bytes});
   comm.world().attach(engine);
   return engine;
 }
@@ -116,6 +117,7 @@ void bindStream(py::module_& module) {
   py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine")
       .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
                   py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"))
+      .def_property_readonly("name", &StreamEngine::name)
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })

@@ -56,7 +56,7 @@ class Devices:
     def __init__(self, engine: _core.comm.StreamEngine) -> None:
         self.engine = engine
         #: The name of the transport.
-        self.name = "sim" if engine.device.is_sim else "cuda"
+        self.name = engine.name
         tensors: Tensors = (
             SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
         )
