@@ -11,7 +11,7 @@ namespace hdpcomm {
 
 using device::Arena;
 using device::ArenaConfig;
-using device::CallBoard;
+using device::SharedBoard;
 
 namespace {
 
@@ -70,14 +70,14 @@ std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr devi
   std::vector<MemoryHandle> handles;
   for (const Introduction& each : everyone) handles.push_back(each.arena);
   arena->importPeers(handles);
-  const std::shared_ptr<CallBoard> board = StreamEngine::shareBoard(comm);
+  const std::shared_ptr<SharedBoard> board = StreamEngine::shareBoard(comm);
   auto mover =
       std::make_unique<LinkMover>(device, std::move(arena), board, comm.size(), comm.rank());
   return StreamEngine::start(comm, std::move(device), board, std::move(mover));
 }
 
 LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
-                     std::shared_ptr<CallBoard> board, int num_ranks, int rank)
+                     std::shared_ptr<SharedBoard> board, int num_ranks, int rank)
     : device_(std::move(device)),
       rank_(rank),
       arena_(std::move(arena)),

@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 
 from hdpcomm._core.device import Device
+from hdpcomm._core.scale import NcclLibrary
 
 OPS: dict[str, int]
 REDOPS: dict[str, int]
@@ -81,6 +82,8 @@ class StreamEngine:
     def join(
         comm: Communicator, device: Device, slot_bytes: int, num_slots: int, num_lanes: int, landing_bytes: int
     ) -> StreamEngine: ...
+    @staticmethod
+    def join_nccl(comm: Communicator, device: Device, library: NcclLibrary, connect_distance: int) -> StreamEngine: ...
     @property
     def name(self) -> str: ...  # of the transport
     @property

@@ -68,12 +68,14 @@ class DeviceCommunicator(Communicator):
         return self._devices.engine
 
     def stats(self) -> dict[str, int]:
-        """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
+        """See :meth:`Communicator.stats`; with nccl also ``predicted_buffer_bytes``."""
         counts, devices = super().stats(), self._devices.engine.stats()
-        # The device's messages stay on the host: it counts no remote bytes.
-        return {
+        both = {
             name: max(n, devices[name]) if name == "peers" else n + devices.get(name, 0) for name, n in counts.items()
         }
+        if self.transport == "nccl":  # device memory that NCCL's source says it takes for the peers
+            both["predicted_buffer_bytes"] = devices["predicted_buffer_bytes"]
+        return both
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""

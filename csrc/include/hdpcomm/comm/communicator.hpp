@@ -50,6 +50,7 @@ class Communicator {
   // What the ranks agree on, and what this one does: for a StreamEngine, which runs it on a device.
   struct Plan {
     Call call;
+    ScheduleRequest request;  // as asked: the algorithm may be kAuto
     std::shared_ptr<const Schedule> schedule;
   };
   Plan plan(const Operands& operands, const Options& options) const;

@@ -17,7 +17,7 @@ class StreamEngine;
 class LinkMover final : public StreamMover {
  public:
   LinkMover(DevicePtr device, std::unique_ptr<device::Arena> arena,
-            std::shared_ptr<device::CallBoard> board, int num_ranks, int rank);
+            std::shared_ptr<device::SharedBoard> board, int num_ranks, int rank);
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
   std::byte* landing() const override { return arena_->landing(rank_); }
@@ -49,7 +49,7 @@ class LinkMover final : public StreamMover {
   const DevicePtr device_;
   const int rank_;
   std::unique_ptr<device::Arena> arena_;
-  const std::shared_ptr<device::CallBoard> board_;
+  const std::shared_ptr<device::SharedBoard> board_;
   ScratchPool scratch_;
   std::byte* temp_ = nullptr;  // of the operation prepared last
   OwnedEvent step_event_;
