@@ -13,9 +13,55 @@ using std::chrono::milliseconds;
 
 constexpr auto kAskAgain = milliseconds(50);
 constexpr auto kGoodbye = std::chrono::seconds(2);
-// "board": not the hash of any ranks in practice, so that a message of the program never passes for
-// an entry.
+// "board": so that a message of the program never passes for an entry of the same call.
 constexpr uint64_t kBoardHash = 0x626f617264ULL;
+
+// One entry to or from a peer. Its call is the entry's, so that the world compares it.
+class EntryWork final : public Work {
+ public:
+  EntryWork(const Ranks& ranks, CallEntry& entry, int peer, bool sent)
+      : Work(entry.call, ranks), entry_(entry), peer_(peer), sent_(sent) {
+    call_.subset_hash ^= kBoardHash;
+  }
+
+ protected:
+  void takeNumbers(Transport& transport) override {
+    Numbers numbers{peer_, {}, {}};
+    (sent_ ? numbers.send : numbers.recv) =
+        sent_ ? transport.nextSendNumber(peer_) : transport.nextRecvNumber(peer_);
+    numbers_.push_back(numbers);
+  }
+  bool advance(Transport& transport) override {
+    if (posted_) return false;
+    posted_ = true;
+    if (sent_) {
+      transport.postSend({.peer = peer_,
+                          .data = &entry_,
+                          .bytes = sizeof entry_,
+                          .number = *numbers_[0].send,
+                          .confirm = true,
+                          .call = call_,
+                          .completion = &completion_});
+    } else {
+      RecvRequest request;
+      request.peer = peer_;
+      request.data = &entry_;
+      request.bytes = sizeof entry_;
+      request.number = *numbers_[0].recv;
+      request.call = call_;
+      request.completion = &completion_;
+      transport.postRecv(request);
+    }
+    return true;
+  }
+  bool allPosted() const override { return posted_; }
+
+ private:
+  CallEntry& entry_;
+  int peer_;
+  bool sent_;
+  bool posted_ = false;
+};
 
 }  // namespace
 
@@ -27,13 +73,7 @@ HostBoard::HostBoard(World& world) : world_(world), peers_(static_cast<size_t>(w
 
 std::unique_ptr<HostBoard::Parcel> HostBoard::parcel(const CallEntry& entry, int peer, bool sent) {
   auto made = std::make_unique<Parcel>(Parcel{entry, nullptr});
-  Call call;
-  call.subset_hash = kBoardHash;
-  call.group_size = static_cast<uint16_t>(world_.size());
-  const ExchangeWork::Message message{&made->entry, sizeof made->entry, DType::kUint8, peer};
-  const std::span<const ExchangeWork::Message> one(&message, 1);
-  const std::span<const ExchangeWork::Message> none;
-  made->work = std::make_shared<ExchangeWork>(call, ranks_, sent ? one : none, sent ? none : one);
+  made->work = std::make_shared<EntryWork>(ranks_, made->entry, peer, sent);
   world_.submit(made->work);
   return made;
 }
@@ -55,13 +95,17 @@ bool HostBoard::post(int /*own*/, int dst, const CallEntry& entry) {
   return true;
 }
 
-void HostBoard::expect(int src, int /*own*/) {
-  peers_[static_cast<size_t>(src)].receives.push_back(parcel({}, src, false));
+void HostBoard::expect(int src, int /*own*/, const CallEntry& entry) {
+  peers_[static_cast<size_t>(src)].receives.push_back(parcel(entry, src, false));
 }
 
 std::optional<CallEntry> HostBoard::take(int src, int /*own*/) {
   Peer& peer = peers_[static_cast<size_t>(src)];
-  if (peer.receives.empty() || !ended(peer, *peer.receives.front())) return std::nullopt;
+  if (peer.receives.empty()) return std::nullopt;
+  if (!ended(peer, *peer.receives.front())) {
+    if (peer.words && peer.words->kind() == ErrorKind::kMismatch) throw Error(*peer.words);
+    return std::nullopt;
+  }
   const CallEntry entry = peer.receives.front()->entry;
   peer.receives.pop_front();
   return entry;

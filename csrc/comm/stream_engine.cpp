@@ -140,7 +140,7 @@ void StreamEngine::post(int peer, const CallEntry& entry) {
 void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
   Peer& other = peers_[static_cast<size_t>(peer)];
   ++other.num_expected;
-  board_->expect(peer, rank_);
+  board_->expect(peer, rank_, entry);
   ++work->uncompared_;
   other.expected.push_back({work, entry});
 }

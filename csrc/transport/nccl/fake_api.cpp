@@ -85,7 +85,7 @@ int groupStart() {
 // A communicator that does not block says at once that the call is in progress.
 int inProgress(Rank& rank, int result) {
   if (result != kNcclSuccess) return result;
-  rank.owner->launch(rank);
+  if (!rank.stalled) rank.owner->launch(rank);
   const auto held = rank.owner->lock();
   rank.polls_left = 1;
   return kNcclInProgress;

@@ -1,4 +1,5 @@
-// The call board of ranks on several hosts: its entries are messages of the host world, one a call.
+// The call board of ranks on several hosts: its entries are messages of the host world, one a call,
+// and the world compares the calls as it does those of its own messages.
 //
 // They take their places among the world's other messages, so what the ranks' programs do with host
 // tensors and with device tensors is held to one order. A rank that fails aborts its end of the
@@ -32,7 +33,8 @@ class HostBoard final : public device::CallBoard {
   Error lastWords(int rank) override;
   bool processAlive(int /*rank*/) override { return true; }  // state() knows of the dead
   bool post(int own, int dst, const device::CallEntry& entry) override;
-  void expect(int src, int own) override;
+  void expect(int src, int own, const device::CallEntry& entry) override;
+  // Throws Mismatch where the peer called something else.
   std::optional<device::CallEntry> take(int src, int own) override;
   void accept(int /*src*/, int /*own*/) override {}  // the message's end says it
   uint64_t accepted(int own, int dst) override;

@@ -51,8 +51,9 @@ class CallBoard {
   // Of the pair src -> dst, in order; one thread on each side at a time. post() returns false when
   // there is no room.
   virtual bool post(int own, int dst, const CallEntry& entry) = 0;
-  // One more entry will be taken.
-  virtual void expect(int /*src*/, int /*own*/) {}
+  // One more entry will be taken; this one, if both sides agree.
+  virtual void expect(int /*src*/, int /*own*/, const CallEntry& /*entry*/) {}
+  // May throw what the board has found out itself.
   virtual std::optional<CallEntry> take(int src, int own) = 0;
   // The receiver has compared what it took last and agrees; how many entries it has agreed to.
   virtual void accept(int src, int own) = 0;
