@@ -119,8 +119,8 @@ def test_sends_that_wait_for_each_other_end_at_the_deadline(hosts: tuple[int, ..
 
     def both_send_first() -> None:
         comm = hdp.init(timeout=0.5)
+        comm.send(torch.zeros(100), 1 - comm.rank, async_op=True)
         with pytest.raises(hdp.Error, match=r"rank [01] waited 0\.[0-9]+ s in send/recv"):
-            comm.send(torch.zeros(100), 1 - comm.rank, async_op=True)
             comm.recv(torch.zeros(100), 1 - comm.rank)
 
     ranks(both_send_first, 2, hosts=hosts)
