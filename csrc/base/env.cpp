@@ -41,6 +41,8 @@ constexpr Row kTable[] = {
      "streams of an ordered pair of ranks, that is, copy engines that share a message"},
     {"HDPCOMM_DEVICE_LANDING_BYTES", "67108864",
      "device memory of a rank in which ring attention's keys and values arrive"},
+    {"HDPCOMM_DEVICE_WINDOW_BYTES", "33554432",
+     "device memory of a rank in which the kernels of its peers read and write"},
 };
 
 std::string read(const Row& row) {

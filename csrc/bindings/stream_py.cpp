@@ -68,9 +68,10 @@ StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Commu
                         int op, uintptr_t in, uintptr_t out, size_t count, int dtype, int redop,
                         int root, int algorithm, uintptr_t stream, bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan = comm.plan({.count = count, .dtype = static_cast<DType>(dtype)},
-                                            {static_cast<OpCode>(op), static_cast<RedOp>(redop),
-                                             root, static_cast<Algorithm>(algorithm)});
+  const Communicator::Plan plan = comm.plan(
+      {.count = count, .dtype = static_cast<DType>(dtype)},
+      {static_cast<OpCode>(op), static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm)},
+      engine->planning());
   const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
                                        reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
@@ -81,12 +82,12 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
                       std::vector<size_t> in_counts, int algorithm, uintptr_t stream,
                       bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan =
-      comm.plan({.count = 0,
-                 .dtype = static_cast<DType>(dtype),
-                 .in_counts = std::move(in_counts),
-                 .out_counts = std::move(out_counts)},
-                {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)});
+  const Communicator::Plan plan = comm.plan(
+      {.count = 0,
+       .dtype = static_cast<DType>(dtype),
+       .in_counts = std::move(in_counts),
+       .out_counts = std::move(out_counts)},
+      {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)}, engine->planning());
   const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
                                        reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
@@ -94,13 +95,16 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
 
 std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& device,
                                    size_t slot_bytes, int num_slots, int num_lanes,
-                                   size_t landing_bytes) {
+                                   size_t landing_bytes, size_t window_bytes,
+                                   const DeviceCosts& costs) {
   const py::gil_scoped_release release;
   auto engine = joinLinks(comm, device,
                           {.slot_bytes = slot_bytes,
                            .num_slots = num_slots,
                            .num_lanes = num_lanes,
-                           .landing_bytes = landing_bytes});
+                           .landing_bytes = landing_bytes,
+                           .window_bytes = window_bytes},
+                          costs);
   comm.world().attach(engine);
   return engine;
 }
@@ -126,7 +130,8 @@ void bindStream(py::module_& module) {
       });
   py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine")
       .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
-                  py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"))
+                  py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"),
+                  py::arg("window_bytes"), py::arg("costs"))
       .def_static("join_nccl", &joinByNccl, py::arg("comm"), py::arg("device"), py::arg("library"),
                   py::arg("connect_distance"))
       .def_property_readonly("name", &StreamEngine::name)

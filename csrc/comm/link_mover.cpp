@@ -62,7 +62,7 @@ std::byte* at(const std::array<std::byte*, 3>& buffers, const Span& span) {
 }  // namespace
 
 std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr device,
-                                        const ArenaConfig& config) {
+                                        const ArenaConfig& config, DeviceCosts costs) {
   auto arena = std::make_unique<Arena>(device, config, comm.size(), comm.rank());
   const Introduction own{arena->exportOwn(), config, device->ordinal(), device->isSim()};
   const std::vector<Introduction> everyone = introduce(comm, own);
@@ -70,32 +70,49 @@ std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr devi
   std::vector<MemoryHandle> handles;
   for (const Introduction& each : everyone) handles.push_back(each.arena);
   arena->importPeers(handles);
+  costs.window_bytes = static_cast<double>(config.window_bytes);
+  comm.collective({.in = &costs, .out = &costs, .count = sizeof costs},
+                  {.op = OpCode::kBroadcast, .root = 0}, 0, {});
   const std::shared_ptr<SharedBoard> board = StreamEngine::shareBoard(comm);
   auto mover =
-      std::make_unique<LinkMover>(device, std::move(arena), board, comm.size(), comm.rank());
+      std::make_unique<LinkMover>(device, std::move(arena), board, costs, comm.size(), comm.rank());
   return StreamEngine::start(comm, std::move(device), board, std::move(mover));
 }
 
 LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
-                     std::shared_ptr<SharedBoard> board, int num_ranks, int rank)
+                     std::shared_ptr<SharedBoard> board, const DeviceCosts& costs, int num_ranks,
+                     int rank)
     : device_(std::move(device)),
       rank_(rank),
       arena_(std::move(arena)),
       board_(std::move(board)),
       scratch_(device_),
       step_event_(device_, device_->createEvent()),
+      costs_(costs),
+      reads_(device_, *arena_, rank),
       peers_(static_cast<size_t>(num_ranks)) {}
+
+void LinkMover::use(int peer) {
+  Peer& entry = peers_[static_cast<size_t>(peer)];
+  if (!entry.used && peer != rank_) {
+    entry.used = true;
+    ++stats_.peers_used;
+  }
+}
 
 device::Link& LinkMover::link(int peer) {
   Peer& entry = peers_[static_cast<size_t>(peer)];
   if (entry.link == nullptr) {
     entry.link = std::make_unique<device::Link>(device_, *arena_, rank_, peer);
   }
-  if (!entry.used && peer != rank_) {
-    entry.used = true;
-    ++stats_.peers_used;
-  }
+  use(peer);
   return *entry.link;
+}
+
+Communicator::Planning LinkMover::planning() const {
+  return {
+      .choose = [this](const ScheduleRequest& request) { return chooseAlgorithm(request, costs_); },
+      .peer_reads = true};
 }
 
 void LinkMover::checkLanding(const Message& message, bool received) const {
@@ -118,7 +135,47 @@ void LinkMover::prepare(const Messages& sends, const Messages& recvs) {
   for (const Message& message : recvs) checkLanding(message, true);
 }
 
+namespace {
+
+device::PeerReads::Operation readsOf(const StreamMover::Collective& operation) {
+  return {operation.plan.call, &operation.ranks, operation.in, operation.out};
+}
+
+}  // namespace
+
+StreamMover::Traffic LinkMover::trafficOf(const Collective& operation) const {
+  if (operation.plan.schedule != nullptr) return StreamMover::trafficOf(operation);
+  const auto reads = readsOf(operation);
+  Traffic traffic;
+  for (int i = 0; i < static_cast<int>(operation.ranks.size()); ++i) {
+    traffic.sent.push_back(reads_.bytesWith(reads, i));
+  }
+  traffic.received = traffic.sent;
+  traffic.landing = reads_.placeOf(reads).value_or(kNoLanding);
+  return traffic;
+}
+
+// Beside the caller's stream: all such operations of the rank share its window, in order.
+void LinkMover::readPeers(const Collective& operation) {
+  device_->record(step_event_.get(), operation.stream);
+  device::Fork fork(*device_, step_event_.get());
+  const auto reads = readsOf(operation);
+  reads_.run(reads, fork.enter(reads_.lane()));
+  fork.join(operation.stream);
+  for (int i = 0; i < static_cast<int>(operation.ranks.size()); ++i) {
+    const int peer = operation.ranks[static_cast<size_t>(i)];
+    if (peer == rank_) continue;
+    use(peer);
+    const size_t bytes = reads_.bytesWith(reads, i);
+    ++stats_.messages_sent;
+    ++stats_.messages_received;
+    stats_.bytes_sent += bytes;
+    stats_.bytes_received += bytes;
+  }
+}
+
 void LinkMover::prepare(const Collective& operation) {
+  if (operation.plan.schedule == nullptr) return;
   const size_t bytes = operation.plan.schedule->temp_bytes;
   temp_ = bytes > 0 ? scratch_.take(bytes, operation.stream, operation.captured) : nullptr;
 }
@@ -155,6 +212,7 @@ void LinkMover::send(const Message& message, device::Fork& fork) {
 }
 
 void LinkMover::collective(const Collective& operation, const Look& /*look*/) {
+  if (operation.plan.schedule == nullptr) return readPeers(operation);
   runSchedule(operation, {operation.in, operation.out, temp_});
 }
 
@@ -215,6 +273,7 @@ void LinkMover::runSchedule(const Collective& operation, const Buffers& buffers)
 }
 
 void LinkMover::release(Stream control) {
+  reads_.release(control);
   for (const Peer& peer : peers_) {
     if (peer.link != nullptr) peer.link->release(control);
   }

@@ -33,6 +33,20 @@ StreamWork::~StreamWork() {
   for (OwnedEvent& event : ends_) events_->give(std::move(event));
 }
 
+StreamMover::Traffic StreamMover::trafficOf(const Collective& operation) const {
+  Traffic traffic{.sent = std::vector<uint64_t>(operation.ranks.size()),
+                  .received = std::vector<uint64_t>(operation.ranks.size())};
+  for (const Step& step : operation.plan.schedule->steps) {
+    for (const Send& each : step.sends) {
+      traffic.sent[static_cast<size_t>(each.peer)] += each.from.bytes;
+    }
+    for (const Recv& each : step.recvs) {
+      traffic.received[static_cast<size_t>(each.peer)] += each.to.bytes;
+    }
+  }
+  return traffic;
+}
+
 StreamWork::Share& StreamWork::shareOf(int peer) {
   for (Share& share : shares_) {
     if (share.peer == peer) return share;
@@ -215,21 +229,16 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
                                           .stream = stream,
                                           .captured = work->captured_};
   mover_->prepare(operation);
-  std::vector<uint64_t> sent(work->ranks_->size());
-  std::vector<uint64_t> received(work->ranks_->size());
-  for (const Step& step : plan.schedule->steps) {
-    for (const Send& each : step.sends) sent[static_cast<size_t>(each.peer)] += each.from.bytes;
-    for (const Recv& each : step.recvs) received[static_cast<size_t>(each.peer)] += each.to.bytes;
-  }
+  const StreamMover::Traffic traffic = mover_->trafficOf(operation);
   for (const int peer : *work->ranks_) {
     if (peer != rank_) this->plan(*work, peer, 1, 1);
   }
   const auto tell = [&] {
-    for (size_t i = 0; i < sent.size(); ++i) {
+    for (size_t i = 0; i < work->ranks_->size(); ++i) {
       const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;
-      post(peer, {plan.call, kNoLanding, sent[i]});
-      expect(work, peer, {plan.call, kNoLanding, received[i]});
+      post(peer, {plan.call, traffic.landing, traffic.sent[i]});
+      expect(work, peer, {plan.call, traffic.landing, traffic.received[i]});
     }
   };
   submit(work, caller, tell, [&] {

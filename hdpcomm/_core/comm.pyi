@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 
+from hdpcomm._core.collective import DeviceCosts
 from hdpcomm._core.device import Device
 from hdpcomm._core.scale import NcclLibrary
 
@@ -8,6 +9,7 @@ REDOPS: dict[str, int]
 ALGORITHMS: dict[str, int]
 
 def algorithms_of(op: int) -> list[str]: ...
+def peer_readers_of(op: int) -> list[str]: ...
 def create_segment(num_ranks: int) -> ShmSegment: ...
 def open_segment(address: str, num_ranks: int) -> ShmSegment: ...
 def host_identity() -> str: ...
@@ -80,7 +82,14 @@ class StreamWork:
 class StreamEngine:
     @staticmethod
     def join(
-        comm: Communicator, device: Device, slot_bytes: int, num_slots: int, num_lanes: int, landing_bytes: int
+        comm: Communicator,
+        device: Device,
+        slot_bytes: int,
+        num_slots: int,
+        num_lanes: int,
+        landing_bytes: int,
+        window_bytes: int,
+        costs: DeviceCosts,
     ) -> StreamEngine: ...
     @staticmethod
     def join_nccl(comm: Communicator, device: Device, library: NcclLibrary, connect_distance: int) -> StreamEngine: ...

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
 from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
 from hdpcomm.comm.launchers import master, place
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
@@ -119,7 +119,8 @@ def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSour
     if transport not in DEVICE_TRANSPORTS:
         return Communicator(*place)
     try:
-        return DeviceCommunicator(*place, join_devices(transport, world, nccl_source))
+        kind = NcclCommunicator if transport == "nccl" else DeviceCommunicator
+        return kind(*place, join_devices(transport, world, nccl_source))
     except BaseException as error:  # the others must not wait for this rank
         world.close(f"{type(error).__name__}: {error}")
         raise

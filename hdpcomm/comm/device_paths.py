@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.communicator import Collective, Ragged
 from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 from hdpcomm.comm.landing import LandingZone
 
 __all__ = ["DevicePath", "Devices"]
 
 Core = _core.comm.Communicator
-Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
-Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
 Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.costs import load_costs
 from hdpcomm.comm.device_paths import Devices
 from hdpcomm.comm.nccl import load as load_nccl
 from hdpcomm.errors import InvalidUsage
@@ -67,6 +68,8 @@ def join_devices(transport: str, world: _core.comm.World, nccl_source: NcclSourc
         num_slots=settings["HDPCOMM_DEVICE_SLOTS"],
         num_lanes=settings["HDPCOMM_DEVICE_LANES"],
         landing_bytes=settings["HDPCOMM_DEVICE_LANDING_BYTES"],
+        window_bytes=settings["HDPCOMM_DEVICE_WINDOW_BYTES"],
+        costs=_core.collective.DeviceCosts(**load_costs(transport)),  # rank 0's count
     )
     return Devices(engine)
 

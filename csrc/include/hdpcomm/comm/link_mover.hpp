@@ -5,10 +5,12 @@
 #include <memory>
 #include <vector>
 
+#include "hdpcomm/collective/peer_reads.hpp"
 #include "hdpcomm/comm/scratch.hpp"
 #include "hdpcomm/comm/stream_mover.hpp"
 #include "hdpcomm/transport/device/call_board.hpp"
 #include "hdpcomm/transport/device/link.hpp"
+#include "hdpcomm/transport/device/peer_reads.hpp"
 
 namespace hdpcomm {
 
@@ -17,12 +19,15 @@ class StreamEngine;
 class LinkMover final : public StreamMover {
  public:
   LinkMover(DevicePtr device, std::unique_ptr<device::Arena> arena,
-            std::shared_ptr<device::SharedBoard> board, int num_ranks, int rank);
+            std::shared_ptr<device::SharedBoard> board, const DeviceCosts& costs, int num_ranks,
+            int rank);
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
   std::byte* landing() const override { return arena_->landing(rank_); }
   size_t landingBytes() const override { return arena_->config().landing_bytes; }
   size_t scratchBytes() const override { return scratch_.bytes(); }
+  Communicator::Planning planning() const override;
+  Traffic trafficOf(const Collective& operation) const override;
   void prepare(const Messages& sends, const Messages& recvs) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
@@ -39,11 +44,13 @@ class LinkMover final : public StreamMover {
     bool used = false;
   };
 
+  void use(int peer);
   device::Link& link(int peer);
   void checkLanding(const Message& message, bool received) const;
   void send(const Message& message, device::Fork& fork);
   void receive(const Message& message, device::Fork& fork);
   void runSchedule(const Collective& operation, const Buffers& buffers);
+  void readPeers(const Collective& operation);
   void runMoves(const Step& step, const Call& call, const Buffers& buffers, Stream stream);
 
   const DevicePtr device_;
@@ -53,14 +60,16 @@ class LinkMover final : public StreamMover {
   ScratchPool scratch_;
   std::byte* temp_ = nullptr;  // of the operation prepared last
   OwnedEvent step_event_;
+  const DeviceCosts costs_;
+  device::PeerReads reads_;
   std::vector<Peer> peers_;
   TransportStats stats_;
 };
 
 // Collective over the host world of `comm`, whose transport carries the addresses. All ranks give
 // the same configuration. Throws Mismatch where they differ, InvalidUsage where devices cannot
-// reach each other.
+// reach each other. The costs of rank 0 are everybody's, so that all choose alike.
 std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr device,
-                                        const device::ArenaConfig& config);
+                                        const device::ArenaConfig& config, DeviceCosts costs);
 
 }  // namespace hdpcomm

@@ -42,6 +42,7 @@ class StreamEngine final : public WorldPart {
   size_t landingBytes() const { return mover_->landingBytes(); }
   double timeout() const { return timeout_s_; }
   size_t scratchBytes() const;
+  Communicator::Planning planning() const { return mover_->planning(); }
 
   static constexpr uint64_t kNoLanding = StreamMover::kNoLanding;
   using Message = StreamMover::Message;

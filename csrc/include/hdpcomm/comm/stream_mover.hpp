@@ -54,6 +54,17 @@ class StreamMover {
   virtual size_t landingBytes() const { return 0; }
   virtual size_t scratchBytes() const = 0;
 
+  // How its collectives are planned.
+  virtual Communicator::Planning planning() const { return {}; }
+  // What a collective moves between this rank and each member; as members post it on the board,
+  // they must agree on it.
+  struct Traffic {
+    std::vector<uint64_t> sent;  // by group rank
+    std::vector<uint64_t> received;
+    uint64_t landing = kNoLanding;  // where in their landing zones the operands lie
+  };
+  virtual Traffic trafficOf(const Collective& operation) const;
+
   // Before anybody is told of the operation: throws InvalidUsage for what cannot be done, and takes
   // the memory that it needs besides its tensors.
   virtual void prepare(const Messages& sends, const Messages& recvs) = 0;
