@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from hdpcomm.comm import Communicator, init
+from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.dtypes import ElementType, element_type
@@ -48,7 +50,8 @@ def check(config: PerfConfig, ranks: int) -> None:
     reason = check_modes(op, config)
     if reason:
         raise InvalidUsage(reason)
-    op.check_algorithm(config.algorithm, Communicator.algorithms(op.core_name) if op.core_name else ())
+    kind = DeviceCommunicator if config.transport in DEVICE_TRANSPORTS else Communicator
+    op.check_algorithm(config.algorithm, kind.algorithms(op.core_name) if op.core_name else ())
     for subset in config.subsets:
         bad = [rank for rank in subset if not 0 <= rank < ranks]
         if bad or len(set(subset)) != len(subset) or not subset:
