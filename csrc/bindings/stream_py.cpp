@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "hdpcomm/comm/link_mover.hpp"
+#include "hdpcomm/comm/nccl_mover.hpp"
 #include "hdpcomm/comm/stream_engine.hpp"
 #include "rooms.hpp"
 
@@ -108,6 +109,15 @@ std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& de
   return engine;
 }
 
+std::shared_ptr<StreamEngine> joinByNccl(const Communicator& comm, const DevicePtr& device,
+                                         const std::shared_ptr<NcclApi>& library,
+                                         int connect_distance) {
+  const py::gil_scoped_release release;
+  auto engine = joinNccl(comm, device, library, connect_distance);
+  comm.world().attach(engine);
+  return engine;
+}
+
 }  // namespace
 
 void bindStream(py::module_& module) {
@@ -122,7 +132,11 @@ void bindStream(py::module_& module) {
       .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
                   py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"),
                   py::arg("window_bytes"), py::arg("costs"))
+      .def_static("join_nccl", &joinByNccl, py::arg("comm"), py::arg("device"), py::arg("library"),
+                  py::arg("connect_distance"))
       .def_property_readonly("name", &StreamEngine::name)
+      .def_property_readonly("reads_peers",
+                             [](const StreamEngine& e) { return e.planning().peer_reads; })
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
@@ -152,7 +166,10 @@ void bindStream(py::module_& module) {
         result["bytes_received"] = stats.bytes_received;
         result["messages_sent"] = stats.messages_sent;
         result["messages_received"] = stats.messages_received;
+        result["remote_bytes_sent"] = stats.remote_bytes_sent;
+        result["remote_bytes_received"] = stats.remote_bytes_received;
         result["peers"] = stats.peers_used;
+        result["predicted_buffer_bytes"] = engine.predictedBufferBytes();
         return result;
       });
 }

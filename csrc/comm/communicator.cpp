@@ -123,7 +123,7 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
   call.algorithm = reads ? request.algorithm : schedule->algorithm;
   call.root = static_cast<int16_t>(options.root);
   call.group_size = static_cast<uint16_t>(size());
-  return {call, std::move(schedule)};
+  return {call, std::move(request), std::move(schedule)};
 }
 
 CollectiveWork Communicator::makeCollective(const Operands& operands,

@@ -11,7 +11,7 @@ namespace hdpcomm {
 
 using device::Arena;
 using device::ArenaConfig;
-using device::CallBoard;
+using device::SharedBoard;
 
 namespace {
 
@@ -73,14 +73,14 @@ std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr devi
   costs.window_bytes = static_cast<double>(config.window_bytes);
   comm.collective({.in = &costs, .out = &costs, .count = sizeof costs},
                   {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  const std::shared_ptr<CallBoard> board = StreamEngine::shareBoard(comm);
+  const std::shared_ptr<SharedBoard> board = StreamEngine::shareBoard(comm);
   auto mover =
       std::make_unique<LinkMover>(device, std::move(arena), board, costs, comm.size(), comm.rank());
   return StreamEngine::start(comm, std::move(device), board, std::move(mover));
 }
 
 LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
-                     std::shared_ptr<CallBoard> board, const DeviceCosts& costs, int num_ranks,
+                     std::shared_ptr<SharedBoard> board, const DeviceCosts& costs, int num_ranks,
                      int rank)
     : device_(std::move(device)),
       rank_(rank),

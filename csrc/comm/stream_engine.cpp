@@ -8,6 +8,7 @@ namespace hdpcomm {
 
 using device::CallBoard;
 using device::CallEntry;
+using device::SharedBoard;
 
 OwnedEvent EventPool::take() {
   {
@@ -53,16 +54,16 @@ StreamWork::Share& StreamWork::shareOf(int peer) {
   return shares_.emplace_back(Share{.peer = peer});
 }
 
-std::shared_ptr<CallBoard> StreamEngine::shareBoard(const Communicator& comm) {
+std::shared_ptr<SharedBoard> StreamEngine::shareBoard(const Communicator& comm) {
   char address[64] = {};
-  std::shared_ptr<CallBoard> board;
+  std::shared_ptr<SharedBoard> board;
   if (comm.rank() == 0) {
-    board = CallBoard::create(comm.size());
+    board = SharedBoard::create(comm.size());
     std::snprintf(address, sizeof address, "%s", board->address().c_str());
   }
   const Communicator::Operands operands{.in = address, .out = address, .count = sizeof address};
   comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  return board != nullptr ? board : CallBoard::open(address, comm.size());
+  return board != nullptr ? board : SharedBoard::open(address, comm.size());
 }
 
 std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, DevicePtr device,
@@ -73,7 +74,7 @@ std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, Devi
   device->annotateRelease(board->key());
   comm.collective({}, {.op = OpCode::kBarrier}, 0, {});
   device->annotateAcquire(board->key());
-  board->release();
+  board->opened();
   return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), std::move(board),
                                                         std::move(mover), comm.size(), comm.rank(),
                                                         comm.world().timeout()));
@@ -154,6 +155,7 @@ void StreamEngine::post(int peer, const CallEntry& entry) {
 void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
   Peer& other = peers_[static_cast<size_t>(peer)];
   ++other.num_expected;
+  board_->expect(peer, rank_, entry);
   ++work->uncompared_;
   other.expected.push_back({work, entry});
 }
@@ -164,10 +166,10 @@ template <typename Tell, typename Enqueue>
 void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue) {
   checkMembers(*work);
   if (!work->captured_) running_.push_back(work);
-  tell();
-  compareCalls();
-  if (failed_) throw work->error_ ? *work->error_ : *failed_;
   try {
+    tell();
+    compareCalls();
+    if (failed_) throw work->error_ ? *work->error_ : *failed_;
     work->begin_ = events_->take();
     device_->record(work->begin_.get(), caller);
     enqueue();
@@ -252,6 +254,11 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
 size_t StreamEngine::scratchBytes() const {
   const std::lock_guard lock(mutex_);
   return mover_->scratchBytes();
+}
+
+uint64_t StreamEngine::predictedBufferBytes() const {
+  const std::lock_guard lock(mutex_);
+  return mover_->predictedBufferBytes();
 }
 
 TransportStats StreamEngine::stats() const {

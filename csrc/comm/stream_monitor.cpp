@@ -123,7 +123,7 @@ std::optional<Error> StreamEngine::refusalOf(const StreamWork& work,
   context.peer = share.peer;
   if (state == BoardState::kClosed) {
     text += " while rank " + std::to_string(rank_) + " waited for it in " + describe(work.call_);
-  } else if (text.find("(told by") == std::string::npos) {
+  } else if (context.rank != rank_ && text.find("(told by") == std::string::npos) {
     text += " (told by rank " + std::to_string(share.peer) + ")";
   }
   return placed(Error(words.kind(), text, context), work);
@@ -222,8 +222,12 @@ void StreamEngine::lookAround() {
     releaseOnce();
     return;
   }
-  mover_->checkHealth();
   compareCalls();
+  try {
+    mover_->checkHealth();
+  } catch (const Error& error) {  // of the mover: the device itself goes on
+    fail(error);
+  }
   const auto now = Clock::now();
   for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
     if (failed_ || !work->submitted_) return;
@@ -325,6 +329,13 @@ bool StreamEngine::conclude(const WorkPtr& work) {
       if (share.peer != rank_) failWork(*work, *refusalOf(*work, share));
     }
     agreed = agreed && heard;
+    // What it was to be compared with may come later than its message.
+    if (work->uncompared_ > 0 && share.expects > 0) {
+      agreed = false;
+      if (share.peer != rank_ && board_->state(share.peer) != BoardState::kReady) {
+        failWork(*work, *refusalOf(*work, share));
+      }
+    }
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
   if (!agreed) return false;

@@ -2,6 +2,7 @@ from collections.abc import Sequence
 
 from hdpcomm._core.collective import DeviceCosts
 from hdpcomm._core.device import Device
+from hdpcomm._core.scale import NcclLibrary
 
 OPS: dict[str, int]
 REDOPS: dict[str, int]
@@ -90,10 +91,14 @@ class StreamEngine:
         window_bytes: int,
         costs: DeviceCosts,
     ) -> StreamEngine: ...
+    @staticmethod
+    def join_nccl(comm: Communicator, device: Device, library: NcclLibrary, connect_distance: int) -> StreamEngine: ...
     @property
     def name(self) -> str: ...  # of the transport
     @property
     def device(self) -> Device: ...
+    @property
+    def reads_peers(self) -> bool: ...  # has the algorithms of peer_readers_of()
     @property
     def host_stream(self) -> int: ...
     @property

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import load_costs
 from hdpcomm.comm.device_communicator import DeviceCommunicator
-from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
 from hdpcomm.comm.launchers import master, place
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
@@ -36,6 +36,8 @@ class ThreadRank:
     rank: int
     timeout: float
     transport: str = "shm"
+    nccl_source: NcclSource | None = None
+    hosts: tuple[int, ...] = ()
     worlds: list[_core.comm.World] = field(default_factory=list)
 
 
@@ -58,9 +60,10 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
 
     transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
         torch); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may
-        share a GPU); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each host and
-        torch between hosts, and cuda where torch sees a GPU and all ranks share a host. ``HDPCOMM_TRANSPORT`` says
-        what ``auto`` means.
+        share a GPU); ``nccl`` (ranks on any hosts, one GPU each; host tensors as with auto, and CUDA tensors by one
+        NCCL communicator); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each host
+        and torch between hosts, and where torch sees a GPU cuda if all ranks share a host, else nccl.
+        ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
@@ -74,7 +77,9 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
-        return _communicator(world, transport)
+        if joining.hosts:
+            _set_nodes(world, joining.hosts, load_costs("torch"))
+        return _communicator(world, transport, joining.nccl_source)
     rank, size = _rank_and_size()
     if size == 1:
         world = _join_alone(transport, seconds)
@@ -84,7 +89,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         store.set_timeout(datetime.timedelta(seconds=seconds))
         world = _join_processes(transport, store, rank, size, seconds, deadline)
     _open_worlds.add(world)
-    device = automatic() if transport == "auto" and world.transport == "shm" else None
+    device = automatic(world.transport) if transport == "auto" else None
     return _communicator(world, device or transport)
 
 
@@ -109,12 +114,12 @@ def _join_alone(transport: str, timeout: float) -> _core.comm.World:
     return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout)
 
 
-def _communicator(world: _core.comm.World, transport: str) -> Communicator:
+def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSource | None = None) -> Communicator:
     place = world.communicator(), world.rank, world.size
     if transport not in DEVICE_TRANSPORTS:
         return Communicator(*place)
     try:
-        return DeviceCommunicator(*place, join_devices(transport, world))
+        return DeviceCommunicator(*place, join_devices(transport, world, nccl_source))
     except BaseException as error:  # the others must not wait for this rank
         world.close(f"{type(error).__name__}: {error}")
         raise
@@ -255,10 +260,14 @@ def _join_processes(
     costs = joining.from_rank_0("costs", lambda: [load_costs(kind) for kind in kinds])
     world.set_costs(**costs[0])
     if len(set(hosts)) > 1:
-        remote = costs[-1]
-        order = ("alpha_s", "message_s", "beta_s_per_byte", "gamma_s_per_byte")
-        _core.scale.set_nodes(world, hosts, tuple(remote[name] for name in order))
+        _set_nodes(world, hosts, costs[-1])
     return world
+
+
+def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, float]) -> None:
+    """The host of each rank, and the costs between hosts."""
+    costs = remote["alpha_s"], remote["message_s"], remote["beta_s_per_byte"], remote["gamma_s_per_byte"]
+    _core.scale.set_nodes(world, hosts, costs)
 
 
 # How to join: the world, and the host of each rank as a number. The second argument has equal numbers for ranks with
@@ -323,8 +332,9 @@ def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, l
     return world, hosts
 
 
-_JOINS: dict[str, _Join] = {"auto": _join_auto, "shm": _join_shm, "torch": _join_torch}
-TRANSPORTS = (*_JOINS, *DEVICE_TRANSPORTS)  # a device's host world is shm
+# A device's host world is shm, but for nccl, whose ranks may be anywhere.
+_JOINS: dict[str, _Join] = {"auto": _join_auto, "shm": _join_shm, "torch": _join_torch, "nccl": _join_auto}
+TRANSPORTS = ("auto", "shm", "torch", *DEVICE_TRANSPORTS)
 
 
 def _wait_for_all(store: Any, keys: list[str], deadline: float, seconds: float, rank: int) -> None:

@@ -65,12 +65,14 @@ class DeviceCommunicator(Communicator):
         return self._devices.engine
 
     def stats(self) -> dict[str, int]:
-        """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
+        """See :meth:`Communicator.stats`; with nccl also ``predicted_buffer_bytes``."""
         counts, devices = super().stats(), self._devices.engine.stats()
-        # The device's messages stay on the host: it counts no remote bytes.
-        return {
+        both = {
             name: max(n, devices[name]) if name == "peers" else n + devices.get(name, 0) for name, n in counts.items()
         }
+        if self.transport == "nccl":  # device memory that NCCL's source says it takes for the peers
+            both["predicted_buffer_bytes"] = devices["predicted_buffer_bytes"]
+        return both
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""
@@ -87,10 +89,11 @@ class DeviceCommunicator(Communicator):
         made = super().subset(ranks)
         return None if made is None else DeviceCommunicator(made._core, made.rank, made.size, self._devices)
 
-    @staticmethod
-    def algorithms(op: str) -> tuple[str, ...]:
-        """See :meth:`Communicator.algorithms`; for device tensors."""
-        return Communicator.algorithms(op) + tuple(_core.comm.peer_readers_of(_core.comm.OPS[op]))
+    def algorithms(self, op: str) -> tuple[str, ...]:  # type: ignore[override]
+        """See :meth:`Communicator.algorithms`; for device tensors, with what this transport's kernels do."""
+        names = Communicator.algorithms(op)
+        reads = self._devices.engine.reads_peers
+        return names + tuple(_core.comm.peer_readers_of(_core.comm.OPS[op])) if reads else names
 
     def synchronize(self, timeout: float | None = None) -> None:
         """See :meth:`Communicator.synchronize`."""

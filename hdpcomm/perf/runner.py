@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
+from hdpcomm import _core
 from hdpcomm.comm import Communicator, init
-from hdpcomm.comm.device_communicator import DeviceCommunicator
-from hdpcomm.comm.device_world import DEVICE_TRANSPORTS
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.dtypes import ElementType, element_type
@@ -50,8 +49,10 @@ def check(config: PerfConfig, ranks: int) -> None:
     reason = check_modes(op, config)
     if reason:
         raise InvalidUsage(reason)
-    kind = DeviceCommunicator if config.transport in DEVICE_TRANSPORTS else Communicator
-    op.check_algorithm(config.algorithm, kind.algorithms(op.core_name) if op.core_name else ())
+    known = Communicator.algorithms(op.core_name) if op.core_name else ()
+    if op.core_name and config.transport in ("cuda", "sim"):
+        known += tuple(_core.comm.peer_readers_of(_core.comm.OPS[op.core_name]))
+    op.check_algorithm(config.algorithm, known)
     for subset in config.subsets:
         bad = [rank for rank in subset if not 0 <= rank < ranks]
         if bad or len(set(subset)) != len(subset) or not subset:

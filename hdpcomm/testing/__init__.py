@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -56,19 +56,33 @@ def _own_stream(transport: str, rank: int) -> AbstractContextManager[object]:
 
 
 def run_threads(
-    fn: Callable[..., Any], world_size: int, *args: Any, transport: str = "shm", timeout: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    transport: str = "shm",
+    timeout: float = 60.0,
+    fake_nccl: _core.scale.FakeNccl | None = None,
+    hosts: Sequence[int] = (),
 ) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` ranks that are threads of this process; returns the results by rank.
 
-    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda) unless it names one.
-    ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations.
+    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda, nccl) unless it names
+    one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations. nccl is a fake
+    one here, on simulated devices: ``fake_nccl``, or a new one. ``hosts``: the host of each rank, as the ranks are made
+    to believe.
     """
     segment = _core.comm.create_segment(world_size)
+    fake = _core.scale.FakeNccl(world_size) if fake_nccl is None else fake_nccl
+
+    def on_simulated_device(rank: int) -> tuple[Any, Any]:
+        device = _core.device.open_sim(rank)
+        return device, fake.library(rank, device)
+
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
 
     def main(rank: int) -> None:
-        thread_rank.value = ThreadRank(segment, rank, timeout, transport)
+        thread_rank.value = ThreadRank(segment, rank, timeout, transport, on_simulated_device, tuple(hosts))
         try:
             with _own_stream(transport, rank):
                 results[rank] = fn(*args)

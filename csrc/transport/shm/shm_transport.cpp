@@ -211,23 +211,30 @@ std::string ShmTransport::lastWords(const Control& control) const {
          std::string(control.reason, ::strnlen(control.reason, kFailureText));
 }
 
+std::optional<Error> ShmTransport::lossOf(const Peer& peer, const char* when) const {
+  const bool closed = peer.control->state.load(std::memory_order_acquire) == RankState::kClosed;
+  if (!closed && processAlive(*peer.control)) return std::nullopt;
+  const std::string who = "rank " + std::to_string(peer.rank) +
+                          (closed ? " closed its communicator"
+                                  : " died (process " + std::to_string(peer.control->pid) + ")");
+  return Error(ErrorKind::kPeerLost, who + when + lastWords(*peer.control),
+               {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+}
+
+std::optional<Error> ShmTransport::departure(int peer) {
+  return peer == rank_ ? std::nullopt : lossOf(peers_[peer], "");
+}
+
 void ShmTransport::checkPeers() {
+  const std::string when = " while rank " + std::to_string(rank_) + " waited for it";
   for (const int rank : active_) {
     Peer& peer = peers_[rank];
-    const bool closed = peer.control->state.load(std::memory_order_acquire) == RankState::kClosed;
-    if (!closed && processAlive(*peer.control)) continue;
+    const std::optional<Error> loss = lossOf(peer, when.c_str());
+    if (!loss) continue;
     // What the peer sent before it went is still valid.
     completeInflight(peer);
     drain(peer);
-    const std::string who = "rank " + std::to_string(rank) +
-                            (closed ? " closed its communicator"
-                                    : " died (process " + std::to_string(peer.control->pid) + ")");
-    failRequests(peer,
-                 Error(ErrorKind::kPeerLost,
-                       who + " while rank " + std::to_string(rank_) + " waited for it" +
-                           lastWords(*peer.control),
-                       {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}),
-                 {peer.send_number, peer.recv_number});
+    failRequests(peer, *loss, {peer.send_number, peer.recv_number});
   }
 }
 

@@ -86,6 +86,7 @@ class ShmTransport final : public Transport {
   void rejectUnexpected(int peer, uint32_t number, const Call& call,
                         Completion* completion) override;
   void checkPeers() override;
+  std::optional<Error> departure(int peer) override;
   uint32_t idleTicket() override;
   void idle(uint32_t ticket, Clock::time_point until) override;
   std::function<void()> waker() override;
@@ -124,6 +125,7 @@ class ShmTransport final : public Transport {
   bool isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
               Completion* completion) const;
   bool processAlive(const Control& control) const;
+  std::optional<Error> lossOf(const Peer& peer, const char* when) const;
   std::string lastWords(const Control& control) const;
 
   std::shared_ptr<Segment> segment_;

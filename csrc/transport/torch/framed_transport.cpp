@@ -182,29 +182,37 @@ bool FramedTransport::isDead(const Peer& peer, std::optional<uint32_t> limit, ui
   return true;
 }
 
+std::optional<Error> FramedTransport::lossOf(const Peer& peer, const std::string& when) {
+  std::string what;
+  if (peer.gone) {
+    what = " closed its communicator" + when +
+           (peer.farewell.empty() ? "" : "; its last words: " + peer.farewell);
+  } else if (const std::string loss = link_->lossOf(peer.rank); !loss.empty()) {
+    what = " was lost" + when + ": " + loss +
+           " (its process or its host died, or the network between them)";
+  } else if (const double silent = link_->silence(peer.rank); silent > silence_s_) {
+    what = " gave no sign of life for " + std::to_string(silent) + " s" + when +
+           ": its host is cut off or its process is stopped (HDPCOMM_SILENCE_S)";
+  } else {
+    return std::nullopt;
+  }
+  return Error(ErrorKind::kPeerLost, "rank " + std::to_string(peer.rank) + what,
+               {.rank = rank(), .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+}
+
+std::optional<Error> FramedTransport::departure(int peer) {
+  return peer == rank() ? std::nullopt : lossOf(at(peer), "");
+}
+
 void FramedTransport::checkPeers() {
+  const std::string when = " while rank " + std::to_string(this->rank()) + " waited for it";
   for (const int rank : active_) {
     Peer& peer = at(rank);
-    std::string what;
-    if (peer.gone) {
-      what = " closed its communicator while rank " + std::to_string(this->rank()) +
-             " waited for it" + (peer.farewell.empty() ? "" : "; its last words: " + peer.farewell);
-    } else if (const std::string loss = link_->lossOf(rank); !loss.empty()) {
-      what = " was lost while rank " + std::to_string(this->rank()) + " waited for it: " + loss +
-             " (its process or its host died, or the network between them)";
-    } else if (const double silent = link_->silence(rank); silent > silence_s_) {
-      what = " gave no sign of life for " + std::to_string(silent) + " s while rank " +
-             std::to_string(this->rank()) +
-             " waited for it: its host is cut off or its process is stopped (HDPCOMM_SILENCE_S)";
-    } else {
-      continue;
-    }
+    const std::optional<Error> loss = lossOf(peer, when);
+    if (!loss) continue;
     // What the peer sent before it went is still valid.
     drain(peer);
-    failRequests(peer,
-                 Error(ErrorKind::kPeerLost, "rank " + std::to_string(rank) + what,
-                       {.rank = this->rank(), .peer = rank, .op = {}, .ranks = {}, .seq = -1}),
-                 {peer.send_number, peer.recv_number});
+    failRequests(peer, *loss, {peer.send_number, peer.recv_number});
   }
 }
 

@@ -78,6 +78,7 @@ class FramedTransport final : public Transport {
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
   void checkPeers() override;
+  std::optional<Error> departure(int peer) override;
   uint32_t idleTicket() override { return link_->ticket(); }
   void idle(uint32_t ticket, Clock::time_point until) override { link_->wait(ticket, until); }
   std::function<void()> waker() override;
@@ -95,6 +96,7 @@ class FramedTransport final : public Transport {
   void push(Peer& peer);
   bool pushPiece(Peer& peer, Outgoing& out);
   bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
+  std::optional<Error> lossOf(const Peer& peer, const std::string& when);
   bool isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
               Completion* completion) const;
 

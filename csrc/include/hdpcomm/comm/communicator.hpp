@@ -51,6 +51,7 @@ class Communicator {
   // What the ranks agree on, and what this one does: for a StreamEngine, which runs it on a device.
   struct Plan {
     Call call;
+    ScheduleRequest request;                   // as asked: the algorithm may be kAuto
     std::shared_ptr<const Schedule> schedule;  // null where readsPeers(call.algorithm)
   };
   // How a plan is made: who chooses for kAuto (default: the world), and whether peerReadersOf() may

@@ -19,7 +19,7 @@ class StreamEngine;
 class LinkMover final : public StreamMover {
  public:
   LinkMover(DevicePtr device, std::unique_ptr<device::Arena> arena,
-            std::shared_ptr<device::CallBoard> board, const DeviceCosts& costs, int num_ranks,
+            std::shared_ptr<device::SharedBoard> board, const DeviceCosts& costs, int num_ranks,
             int rank);
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
@@ -56,7 +56,7 @@ class LinkMover final : public StreamMover {
   const DevicePtr device_;
   const int rank_;
   std::unique_ptr<device::Arena> arena_;
-  const std::shared_ptr<device::CallBoard> board_;
+  const std::shared_ptr<device::SharedBoard> board_;
   ScratchPool scratch_;
   std::byte* temp_ = nullptr;  // of the operation prepared last
   OwnedEvent step_event_;

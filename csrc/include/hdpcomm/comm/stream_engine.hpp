@@ -25,7 +25,7 @@ namespace hdpcomm {
 class StreamEngine final : public WorldPart {
  public:
   // The board of a world whose ranks share a host. Collective over the ranks of `comm`.
-  static std::shared_ptr<device::CallBoard> shareBoard(const Communicator& comm);
+  static std::shared_ptr<device::SharedBoard> shareBoard(const Communicator& comm);
   // Collective over the ranks of `comm`: after it everybody may begin.
   static std::shared_ptr<StreamEngine> start(const Communicator& comm, DevicePtr device,
                                              std::shared_ptr<device::CallBoard> board,
@@ -67,6 +67,7 @@ class StreamEngine final : public WorldPart {
   bool test(StreamWork& work);
 
   TransportStats stats() const;
+  uint64_t predictedBufferBytes() const;
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
 
