@@ -33,9 +33,14 @@ def shared_pool() -> object:
     return bench.PinnedPool(bench.parse_size(POOL), device=DEVICE if DEVICE == "cuda" else "cpu")
 
 
-def stack(layers: int, repeats: int = 2) -> bench.Bench:
-    gc.collect()  # the stack before this one
+def clean() -> None:
+    """Gives back what the stack before this one had."""
+    gc.collect()
     torch.cuda.empty_cache()
+
+
+def stack(layers: int, repeats: int = 2) -> bench.Bench:
+    clean()
     options = argparse.Namespace(device=DEVICE, layers=layers, pool=POOL, repeats=repeats)
     return bench.Bench(options, pool=shared_pool())
 
@@ -68,6 +73,7 @@ def bytes_of_a_token() -> tuple[float, float]:
 def fitting(tokens: int, most: int) -> int:
     """Layers of a stack that trains without offload on this device; at least 3, since the last two stay."""
     layer, outside = bytes_of_a_token()
+    clean()
     weights = 4 * 12 * bench.SHAPES[DEVICE].hidden ** 2  # bytes of a layer's weights and gradients, rounded up
     free = 0.92 * torch.cuda.mem_get_info()[0]
     return int(max(3, min(most, (free - outside * tokens) // (layer * tokens + weights))))

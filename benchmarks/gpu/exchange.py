@@ -18,7 +18,7 @@ from hdpcomm.testing import run_threads, spawn
 
 SMALL, LARGE = 8, 64 << 20
 LATENCY, BANDWIDTH, BESIDE = 2.0, 0.95, 0.98
-PRODUCTS, SIDE = 24, 8192
+PRODUCTS, SIDE, BESIDE_THEM = 96, 8192, 300  # some 0.15 s of products
 REDUCTIONS = ("one_shot", "two_shot", "ring")
 RANKS_S = 40.0
 
@@ -59,27 +59,29 @@ def memcpy(num_bytes: int, count: int) -> float:
 
 
 def product_beside(comm: hdp.Communicator) -> float:
-    """Speed of a matrix product while exchanges run on another stream, as a share of its speed alone (rank 0)."""
+    """Speed of a matrix product while exchanges run on another stream, as a share of its speed alone (rank 0).
+
+    The products are enqueued first, which takes the host no time, so that the exchanges run beside them from their
+    start to their end, however long the host takes to enqueue those.
+    """
     a, b = (torch.randn(SIDE, SIDE, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
     out, back = (torch.randint(0, 255, (LARGE,), dtype=torch.uint8, device=CUDA) for _ in range(2))
     side, times = torch.cuda.Stream(), []
     for busy in (False, False, True):
         torch.cuda.synchronize()
         comm.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(PRODUCTS if comm.rank == 0 else 0):
+            a @ b
+        end.record()
         if busy:
             with torch.cuda.stream(side):
-                for _ in range(400):
+                for _ in range(BESIDE_THEM):
                     comm.exchange(sends=[(out, 1 - comm.rank)], recvs=[(back, 1 - comm.rank)])
-        if comm.rank == 0:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(PRODUCTS):
-                a @ b
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
         torch.cuda.synchronize()
-    return times[1] / times[2] if times else 1.0
+        times.append(begin.elapsed_time(end))
+    return times[1] / times[2]
 
 
 def all_reduce(comm: hdp.Communicator, num_bytes: int, algorithm: str, count: int) -> float:

@@ -98,9 +98,11 @@ def find_gpu() -> tuple[dict[str, str], str]:
 
 
 def environment() -> dict[str, str]:
-    """Of every part: this tree's package, and queues enough for several ranks in a process (docs/architecture.md)."""
-    path = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH", ""))))
-    return os.environ | {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    """Of every part: this tree's package, the tools beside this Python and of the usual toolkit, and queues enough for
+    several ranks in a process (docs/architecture.md)."""
+    packages = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH", ""))))
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+    return os.environ | {"PYTHONPATH": packages, "PATH": tools, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def run_part(part: Part, limit_s: float, out: Path) -> dict:

@@ -1,5 +1,6 @@
 """`benchmarks/gpu.sh` where there is no GPU: exit codes, records, limits; its scripts on the CPU on small sizes."""
 
+import contextlib
 import importlib
 import json
 import subprocess
@@ -46,6 +47,8 @@ def on_cpu(script, monkeypatch):
     monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated"):
@@ -278,12 +281,15 @@ def _exchange_on_a_rank(module):
     with hdp.init() as comm:
         assert module.one_way(comm, 8, 3) > 0
         assert module.both_ways(comm, 1 << 16, 3) > 0
+        assert module.product_beside(comm) == 1.0
         for name in module.REDUCTIONS:
             assert module.all_reduce(comm, 1 << 16, name, 3) > 0
 
 
-def test_exchange_bodies(on_cpu):
+def test_exchange_bodies(on_cpu, monkeypatch):
     module = on_cpu("exchange")
+    for name, value in (("SIDE", 32), ("PRODUCTS", 2), ("BESIDE_THEM", 5), ("LARGE", 1 << 14)):
+        monkeypatch.setattr(module, name, value)
     run_threads(_exchange_on_a_rank, 2, module, transport="sim")
     assert module.memcpy(8, 2) == 0.5
 
