@@ -109,11 +109,18 @@ std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& de
   return engine;
 }
 
+using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
+
 std::shared_ptr<StreamEngine> joinByNccl(const Communicator& comm, const DevicePtr& device,
                                          const std::shared_ptr<NcclApi>& library,
-                                         int connect_distance) {
+                                         int connect_distance, const LinkCosts& inside,
+                                         const LinkCosts& between) {
   const py::gil_scoped_release release;
-  auto engine = joinNccl(comm, device, library, connect_distance);
+  const auto costsOf = [](const LinkCosts& costs) {
+    return std::make_from_tuple<TransportCosts>(costs);
+  };
+  auto engine = joinNccl(comm, device, library, connect_distance,
+                         {.inside = costsOf(inside), .between = costsOf(between)});
   comm.world().attach(engine);
   return engine;
 }
@@ -133,7 +140,7 @@ void bindStream(py::module_& module) {
                   py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"),
                   py::arg("window_bytes"), py::arg("costs"))
       .def_static("join_nccl", &joinByNccl, py::arg("comm"), py::arg("device"), py::arg("library"),
-                  py::arg("connect_distance"))
+                  py::arg("connect_distance"), py::arg("inside"), py::arg("between"))
       .def_property_readonly("name", &StreamEngine::name)
       .def_property_readonly("reads_peers",
                              [](const StreamEngine& e) { return e.planning().peer_reads; })

@@ -109,6 +109,7 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
   request.in_counts = operands.in_counts;
   request.out_counts = operands.out_counts;
   request.nodes = nodes_;
+  const ScheduleRequest asked = request;
   if (planning.choose && request.algorithm == Algorithm::kAuto) {
     request.algorithm = planning.choose(request);
   }
@@ -123,7 +124,7 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
   call.algorithm = reads ? request.algorithm : schedule->algorithm;
   call.root = static_cast<int16_t>(options.root);
   call.group_size = static_cast<uint16_t>(size());
-  return {call, std::move(request), std::move(schedule)};
+  return {call, asked, std::move(schedule)};
 }
 
 CollectiveWork Communicator::makeCollective(const Operands& operands,

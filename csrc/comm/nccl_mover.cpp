@@ -28,11 +28,13 @@ NcclWorld::Look lookForRanks(World& world) {
 
 std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
                                        const std::shared_ptr<const NcclApi>& api,
-                                       int connect_distance) {
+                                       int connect_distance, NcclCosts costs) {
   NcclUniqueId id{};
   if (comm.rank() == 0) ncclCheck(*api, api->getUniqueId(&id), "ncclGetUniqueId", nullptr, 0);
   const Communicator::Operands operands{.in = &id, .out = &id, .count = sizeof id};
   comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
+  comm.collective({.in = &costs, .out = &costs, .count = sizeof costs},
+                  {.op = OpCode::kBroadcast, .root = 0}, 0, {});
   World& host = comm.world();
   const std::vector<int> nodes = host.nodesOf(comm.ranks());
   const NcclWorld::Look look = lookForRanks(host);
@@ -43,7 +45,7 @@ std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr devic
   memory->reserve(2, stream.get(), false);
   world->connectAhead(connect_distance, ncclStreamOf(stream.get()), look);
   device->synchronize(stream.get(), host.timeout(), look);
-  auto mover = std::make_unique<NcclMover>(device, std::move(memory), std::move(world));
+  auto mover = std::make_unique<NcclMover>(device, std::move(memory), std::move(world), costs);
   std::shared_ptr<device::CallBoard> board;
   if (nodes.empty()) {
     board = StreamEngine::shareBoard(comm);
@@ -76,15 +78,22 @@ void StreamNcclDevice::scale(void* data, size_t count, DType dtype, double divis
 }
 
 NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
-                     std::unique_ptr<NcclWorld> world)
+                     std::unique_ptr<NcclWorld> world, const NcclCosts& costs)
     : device_(std::move(device)),
       memory_(std::move(memory)),
       background_stream_(device_, device_->createStream()),
+      costs_(costs),
       world_(std::move(world)) {}
 
 // Not retired: kernels may wait for ever.
 NcclMover::~NcclMover() {
   if (world_ != nullptr) world_->abort();
+}
+
+Communicator::Planning NcclMover::planning() const {
+  return {.choose = [this](const ScheduleRequest& request) {
+    return chooseAlgorithm(request, costs_.inside, costs_.between);
+  }};
 }
 
 void NcclMover::prepare(const Messages& sends, const Messages& recvs) {

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 from hdpcomm._core.collective import DeviceCosts
 from hdpcomm._core.device import Device
-from hdpcomm._core.scale import NcclLibrary
+from hdpcomm._core.scale import Costs, NcclLibrary
 
 OPS: dict[str, int]
 REDOPS: dict[str, int]
@@ -92,7 +92,14 @@ class StreamEngine:
         costs: DeviceCosts,
     ) -> StreamEngine: ...
     @staticmethod
-    def join_nccl(comm: Communicator, device: Device, library: NcclLibrary, connect_distance: int) -> StreamEngine: ...
+    def join_nccl(
+        comm: Communicator,
+        device: Device,
+        library: NcclLibrary,
+        connect_distance: int,
+        inside: Costs,
+        between: Costs,
+    ) -> StreamEngine: ...
     @property
     def name(self) -> str: ...  # of the transport
     @property

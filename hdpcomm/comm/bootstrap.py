@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.costs import load_costs
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.costs import link_costs, load_costs
+from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
 from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
-from hdpcomm.comm.launchers import master, place
+from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
@@ -119,7 +119,8 @@ def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSour
     if transport not in DEVICE_TRANSPORTS:
         return Communicator(*place)
     try:
-        return DeviceCommunicator(*place, join_devices(transport, world, nccl_source))
+        kind = NcclCommunicator if transport == "nccl" else DeviceCommunicator
+        return kind(*place, join_devices(transport, world, nccl_source))
     except BaseException as error:  # the others must not wait for this rank
         world.close(f"{type(error).__name__}: {error}")
         raise
@@ -152,29 +153,10 @@ def _chosen(transport: str) -> str:
     return given
 
 
-def _integer(name: str) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        raise InvalidUsage(f"{name} is not set, but WORLD_SIZE is; start the ranks with torchrun, or set both")
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InvalidUsage(f"{name}={text!r} is not an integer; torchrun sets it right") from error
-
-
 def _rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    if "WORLD_SIZE" not in os.environ:
-        found = place()
-        return (0, 1) if found is None else (found.rank, found.size)
-    size = _integer("WORLD_SIZE")
-    if size < 1:
-        raise InvalidUsage(f"WORLD_SIZE={size}; give at least 1")
-    rank = _integer("RANK")
-    if not 0 <= rank < size:
-        raise InvalidUsage(f"RANK={rank} is not in 0..{size - 1} (WORLD_SIZE={size})")
-    return rank, size
+    return rank_and_size() if joined() else (0, 1)
 
 
 def _open_store(rank: int, size: int, seconds: float) -> Any:
@@ -266,8 +248,7 @@ def _join_processes(
 
 def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, float]) -> None:
     """The host of each rank, and the costs between hosts."""
-    costs = remote["alpha_s"], remote["message_s"], remote["beta_s_per_byte"], remote["gamma_s_per_byte"]
-    _core.scale.set_nodes(world, hosts, costs)
+    _core.scale.set_nodes(world, hosts, link_costs(remote))
 
 
 # How to join: the world, and the host of each rank as a number. The second argument has equal numbers for ranks with

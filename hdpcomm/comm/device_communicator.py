@@ -14,7 +14,7 @@ from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DeviceCommunicator", "DeviceWork"]
+__all__ = ["DeviceCommunicator", "DeviceWork", "NcclCommunicator"]
 
 _ENDED = Work(None, ())
 
@@ -65,14 +65,11 @@ class DeviceCommunicator(Communicator):
         return self._devices.engine
 
     def stats(self) -> dict[str, int]:
-        """See :meth:`Communicator.stats`; with nccl also ``predicted_buffer_bytes``."""
+        """See :meth:`Communicator.stats`."""
         counts, devices = super().stats(), self._devices.engine.stats()
-        both = {
+        return {
             name: max(n, devices[name]) if name == "peers" else n + devices.get(name, 0) for name, n in counts.items()
         }
-        if self.transport == "nccl":  # device memory that NCCL's source says it takes for the peers
-            both["predicted_buffer_bytes"] = devices["predicted_buffer_bytes"]
-        return both
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""
@@ -87,7 +84,7 @@ class DeviceCommunicator(Communicator):
     def subset(self, ranks: Sequence[int]) -> DeviceCommunicator | None:
         """See :meth:`Communicator.subset`."""
         made = super().subset(ranks)
-        return None if made is None else DeviceCommunicator(made._core, made.rank, made.size, self._devices)
+        return None if made is None else type(self)(made._core, made.rank, made.size, self._devices)
 
     def algorithms(self, op: str) -> tuple[str, ...]:  # type: ignore[override]
         """See :meth:`Communicator.algorithms`; for device tensors, with what this transport's kernels do."""
@@ -159,6 +156,24 @@ class DeviceCommunicator(Communicator):
         if path is None:
             return super()._run_ragged(operands, async_op, buffers)
         return _finish(path.all_to_all(self._core, operands, background=async_op), buffers, path, async_op)
+
+
+class NcclCommunicator(DeviceCommunicator):
+    """A communicator whose device tensors go by NCCL."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def algorithms(op: str) -> tuple[str, ...]:
+        """See :meth:`Communicator.algorithms`."""
+        return Communicator.algorithms(op)
+
+    def stats(self) -> dict[str, int]:
+        """As elsewhere, and ``predicted_buffer_bytes``: device memory that NCCL, by its source, takes for the peers.
+
+        What NCCL's own collectives move is not counted.
+        """
+        return super().stats() | {"predicted_buffer_bytes": self.streams.stats()["predicted_buffer_bytes"]}
 
 
 def _to(place: Sequence[int]) -> tuple[int, int | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.costs import link_costs, load_costs
 from hdpcomm.comm.device_paths import Devices
 from hdpcomm.comm.nccl import load as load_nccl
 from hdpcomm.errors import InvalidUsage
@@ -83,5 +83,12 @@ def _join_nccl(world: _core.comm.World, source: NcclSource) -> Devices:
     distance = {row[0]: row[1] for row in _core.environment()}["HDPCOMM_NCCL_CONNECT"]
     if not distance.isdecimal():
         raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
-    engine = _core.comm.StreamEngine.join_nccl(world.communicator(), device, library, int(distance))
+    engine = _core.comm.StreamEngine.join_nccl(
+        world.communicator(),
+        device,
+        library,
+        connect_distance=int(distance),
+        inside=link_costs(load_costs("nccl")),  # rank 0's count
+        between=link_costs(load_costs("nccl between nodes")),
+    )
     return Devices(engine)

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "hdpcomm/collective/cost.hpp"
 #include "hdpcomm/comm/scratch.hpp"
 #include "hdpcomm/comm/stream_mover.hpp"
 #include "hdpcomm/transport/nccl_world.hpp"
@@ -34,14 +35,21 @@ class StreamNcclDevice final : public NcclDevice {
   std::byte* reserved_ = nullptr;
 };
 
+// What kAuto goes by.
+struct NcclCosts {
+  TransportCosts inside;  // a node
+  TransportCosts between;
+};
+
 class NcclMover final : public StreamMover {
  public:
   NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
-            std::unique_ptr<NcclWorld> world);
+            std::unique_ptr<NcclWorld> world, const NcclCosts& costs);
   ~NcclMover() override;
 
   const char* name() const override { return "nccl"; }
   size_t scratchBytes() const override { return memory_->bytes(); }
+  Communicator::Planning planning() const override;
   void prepare(const Messages& sends, const Messages& recvs) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
@@ -59,15 +67,17 @@ class NcclMover final : public StreamMover {
   const DevicePtr device_;
   const std::shared_ptr<StreamNcclDevice> memory_;
   const OwnedStream background_stream_;  // exchanges in the background
+  const NcclCosts costs_;
   std::unique_ptr<NcclWorld> world_;
   NcclStats last_;  // after retire()
 };
 
 // Collective over the host world of `comm`: rank 0's id goes round, all join one communicator, and
-// every rank connects with its neighbours up to `connect_distance` in the order of the ranks.
-// Throws what NcclWorld does; the ranks may be on several hosts.
+// every rank connects with its neighbours up to `connect_distance` in the order of the ranks. The
+// costs of rank 0 are everybody's, so that all choose alike. Throws what NcclWorld does; the ranks
+// may be on several hosts.
 std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
                                        const std::shared_ptr<const NcclApi>& api,
-                                       int connect_distance);
+                                       int connect_distance, NcclCosts costs);
 
 }  // namespace hdpcomm
