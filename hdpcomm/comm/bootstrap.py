@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hdpcomm import _core
@@ -89,8 +90,18 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         store.set_timeout(datetime.timedelta(seconds=seconds))
         world = _join_processes(transport, store, rank, size, seconds, deadline)
     _open_worlds.add(world)
-    device = automatic(world.transport) if transport == "auto" else None
+    device = _automatic(world) if transport == "auto" else None
     return _communicator(world, device or transport)
+
+
+def _automatic(world: _core.comm.World) -> str | None:
+    """The device transport that auto adds, if any; hosts without GPUs leave all ranks without."""
+    device = automatic(world.transport)
+    if world.transport != "shm":
+        seen = torch.tensor([device is not None], dtype=torch.int32)
+        Communicator(world.communicator(), world.rank, world.size).all_reduce(seen, "min")
+        device = device if seen.item() else None
+    return device
 
 
 def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto") -> Communicator:

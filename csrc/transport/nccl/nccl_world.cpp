@@ -14,8 +14,9 @@ namespace {
 constexpr int kByteType = 1;      // ncclUint8: messages are bytes
 constexpr int kP2pChannels = 32;  // at most, of a pair
 
-constexpr int kYields = 200;          // looks at a call in progress before sleeping between them
-constexpr size_t kMaxPrepared = 256;  // schedules
+constexpr int kYields = 200;  // looks at a call in progress before sleeping between them
+constexpr auto kLookAgain = std::chrono::milliseconds(1);  // around, meanwhile
+constexpr size_t kMaxPrepared = 256;                       // schedules
 
 size_t padded(size_t bytes) { return (bytes + 511) / 512 * 512; }
 
@@ -90,12 +91,17 @@ void NcclWorld::check(int result, const char* call) {
 // nothing else may be called, and what it enqueues may not be on its stream.
 void NcclWorld::settle(int result, const char* call, const Look& look) {
   const auto start = std::chrono::steady_clock::now();
+  auto next_look = start + kLookAgain;
   for (int looks = 0; result == kNcclInProgress && comm_ != nullptr; ++looks) {
     const int asked = api_->commGetAsyncError(comm_, &result);
     if (asked != kNcclSuccess) result = asked;
     if (result != kNcclInProgress) break;
-    if (look) look();
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    const auto now = std::chrono::steady_clock::now();
+    if (look && now >= next_look) {
+      look();
+      next_look = now + kLookAgain;
+    }
+    const std::chrono::duration<double> waited = now - start;
     if (waited.count() > timeout_s_) {
       throw Error(ErrorKind::kTimeout,
                   "rank " + std::to_string(rank_) + " waited " + std::to_string(timeout_s_) +
