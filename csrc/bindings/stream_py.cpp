@@ -142,6 +142,8 @@ void bindStream(py::module_& module) {
       .def_static("join_nccl", &joinByNccl, py::arg("comm"), py::arg("device"), py::arg("library"),
                   py::arg("connect_distance"), py::arg("inside"), py::arg("between"))
       .def_property_readonly("name", &StreamEngine::name)
+      .def_property_readonly("reads_peers",
+                             [](const StreamEngine& e) { return e.planning().peer_reads; })
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })

@@ -105,6 +105,8 @@ class StreamEngine:
     @property
     def device(self) -> Device: ...
     @property
+    def reads_peers(self) -> bool: ...  # has the algorithms of peer_readers_of()
+    @property
     def host_stream(self) -> int: ...
     @property
     def landing(self) -> tuple[int, int]: ...  # address and bytes

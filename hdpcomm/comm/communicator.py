@@ -229,7 +229,8 @@ class Communicator:
     def landing_zone(self, x: Any) -> LandingZone | None:
         """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
 
-        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Local.
+        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Collectives by
+        ``one_shot`` and ``two_shot`` read an operand there without a copy; it must have one place on all ranks. Local.
         """
         del x
         return None

@@ -86,10 +86,11 @@ class DeviceCommunicator(Communicator):
         made = super().subset(ranks)
         return None if made is None else type(self)(made._core, made.rank, made.size, self._devices)
 
-    @staticmethod
-    def algorithms(op: str) -> tuple[str, ...]:
-        """See :meth:`Communicator.algorithms`; for device tensors."""
-        return Communicator.algorithms(op) + tuple(_core.comm.peer_readers_of(_core.comm.OPS[op]))
+    def algorithms(self, op: str) -> tuple[str, ...]:  # type: ignore[override]
+        """See :meth:`Communicator.algorithms`; for device tensors, with what this transport's kernels do."""
+        names = Communicator.algorithms(op)
+        reads = self._devices.engine.reads_peers
+        return names + tuple(_core.comm.peer_readers_of(_core.comm.OPS[op])) if reads else names
 
     def synchronize(self, timeout: float | None = None) -> None:
         """See :meth:`Communicator.synchronize`."""

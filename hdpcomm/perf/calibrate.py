@@ -93,6 +93,8 @@ def fit_reads(of_two: float, of_all: float, num_ranks: int, large: float, gamma:
 def _steps_s(comm: Any, call: Callable[[], object], num_bytes: int) -> float:
     """Seconds of a call that moves ``num_bytes``; what it enqueued has ended."""
     steps = max(5, min(400, 20_000_000 // (num_bytes + 50_000)))
+    if comm.device.type == "cuda":  # processes that share a GPU wait for each other's time slices, of milliseconds
+        steps = min(steps, 60)
     for _ in range(3):
         call()
     _finish(comm)

@@ -7,7 +7,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.bootstrap import TRANSPORTS, ThreadRank, close_all, thread_rank
@@ -42,6 +45,16 @@ def _on_transport(transport: str, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
+def _own_stream(transport: str, rank: int) -> AbstractContextManager[object]:
+    """On CUDA a stream for the rank: on the default one, which threads share, ranks would wait behind each other."""
+    if transport != "cuda" or not torch.cuda.is_available():  # init() says what is missing
+        return nullcontext()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA is initialised; see device_world.py
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    return stream
+
+
 def run_threads(
     fn: Callable[..., Any],
     world_size: int,
@@ -71,7 +84,8 @@ def run_threads(
     def main(rank: int) -> None:
         thread_rank.value = ThreadRank(segment, rank, timeout, transport, on_simulated_device, tuple(hosts))
         try:
-            results[rank] = fn(*args)
+            with _own_stream(transport, rank):
+                results[rank] = fn(*args)
             close_all("")
         except BaseException as error:
             errors[rank] = error

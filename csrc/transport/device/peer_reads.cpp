@@ -80,7 +80,12 @@ class PeerReads::Group {
 };
 
 PeerReads::PeerReads(DevicePtr device, const Arena& arena, int rank)
-    : device_(std::move(device)), arena_(arena), rank_(rank), lane_(device_) {}
+    : device_(std::move(device)), arena_(arena), rank_(rank) {}
+
+Lane& PeerReads::lane() {
+  if (!lane_) lane_.emplace(device_);
+  return *lane_;
+}
 
 std::optional<uint64_t> PeerReads::placeOf(const Operation& operation) const {
   const Call& call = operation.call;

@@ -46,7 +46,7 @@ class PeerReads {
   size_t bytesWith(const Operation& operation, int group_rank) const;
 
   void run(const Operation& operation, Stream stream);
-  Lane& lane() { return lane_; }
+  Lane& lane();  // made on first use
   // Lets all waits of this rank's streams in meetings pass, once.
   void release(Stream stream) const;
 
@@ -64,7 +64,7 @@ class PeerReads {
   DevicePtr device_;
   const Arena& arena_;
   int rank_;
-  Lane lane_;
+  std::optional<Lane> lane_;
   std::vector<int> met_;  // the peers so far
 };
 
