@@ -72,11 +72,14 @@ def run_threads(
     to believe.
     """
     segment = _core.comm.create_segment(world_size)
-    fake = _core.scale.FakeNccl(world_size) if fake_nccl is None else fake_nccl
+    making = threading.Lock()
 
     def on_simulated_device(rank: int) -> tuple[Any, Any]:
+        nonlocal fake_nccl
+        with making:
+            fake_nccl = fake_nccl or _core.scale.FakeNccl(world_size)
         device = _core.device.open_sim(rank)
-        return device, fake.library(rank, device)
+        return device, fake_nccl.library(rank, device)
 
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}

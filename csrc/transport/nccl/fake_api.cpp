@@ -85,9 +85,11 @@ int groupStart() {
 // A communicator that does not block says at once that the call is in progress.
 int inProgress(Rank& rank, int result) {
   if (result != kNcclSuccess) return result;
-  if (!rank.stalled) rank.owner->launch(rank);
-  const auto held = rank.owner->lock();
+  auto held = rank.owner->lock();
+  const bool stalled = rank.stalled;
   rank.polls_left = 1;
+  held.unlock();
+  if (!stalled) rank.owner->launch(rank);
   return kNcclInProgress;
 }
 
