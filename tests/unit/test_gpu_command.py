@@ -110,7 +110,7 @@ def test_flags(script, capsys):
     batches = main.all_parts()
     assert [[part.name for part in batch] for batch in batches] == [
         ["build"], ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["graph"],
-        ["test_attention", "test_device", "test_kernels", "test_offload", "test_transport",
+        ["test_attention", "test_device", "test_kernels", "test_nccl", "test_offload", "test_transport",
          "memcheck", "racecheck", "synccheck"],
         ["offload"], ["calibrate"],
     ]  # fmt: skip
