@@ -69,6 +69,10 @@ double subsetSeconds() {
 
 int main(int argc, char** argv) {
   const int trips = argc > 1 ? std::atoi(argv[1]) : 20000;
+  if (trips < 1) {
+    std::fprintf(stderr, "usage: %s [ROUND TRIPS], 1 or more\n", argv[0]);
+    return 6;
+  }
   const auto segment = createShmSegment(2);
   const pid_t child = fork();
   if (child < 0) return 1;

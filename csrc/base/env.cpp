@@ -31,6 +31,9 @@ constexpr Row kTable[] = {
     {"HDPCOMM_TRANSPORT", "auto", "the transport of init() where the program names none"},
     {"HDPCOMM_HOSTID", "",
      "part of this rank's host identity: ranks with different values do not share memory"},
+    {"HDPCOMM_COSTS", "",
+     "file with the measured costs of the transports; unset: hdpcomm/costs.json in the user's "
+     "cache"},
     {"HDPCOMM_NCCL", "", "the libnccl.so.2 to use; unset: a wheel's, torch's, or the system's"},
     {"HDPCOMM_NCCL_CONNECT", "1",
      "nccl: init() connects each rank with those up to this distance; other pairs at first use"},

@@ -140,13 +140,13 @@ void bindWorld(py::module_& module) {
       .def("close", &World::close, py::call_guard<py::gil_scoped_release>());
   module.def(
       "join_shm_world",
-      [](const std::shared_ptr<ShmSegment>& segment, int rank, double timeout_s) {
+      [](const std::shared_ptr<ShmSegment>& segment, int rank, double timeout_s, double joining_s) {
         const py::gil_scoped_release release;
         auto transport = makeShmTransport(segment, rank);
-        shmWaitAllReady(*transport, timeout_s);
+        shmWaitAllReady(*transport, joining_s);
         return std::make_shared<World>(std::move(transport), timeout_s);
       },
-      py::arg("segment"), py::arg("rank"), py::arg("timeout"));
+      py::arg("segment"), py::arg("rank"), py::arg("timeout"), py::arg("joining"));
 }
 
 }  // namespace

@@ -55,6 +55,7 @@ class EntryWork final : public Work {
     return true;
   }
   bool allPosted() const override { return posted_; }
+  bool willNeed(int) const override { return !posted_; }
 
  private:
   CallEntry& entry_;

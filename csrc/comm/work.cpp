@@ -1,5 +1,6 @@
 #include "hdpcomm/comm/work.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 namespace hdpcomm {
@@ -38,6 +39,17 @@ bool CollectiveWork::advance(Transport& transport) {
     posted = true;
   }
   return posted;
+}
+
+bool CollectiveWork::willNeed(int peer) const {
+  const auto with = [&](const auto& transfer) {
+    return (*ranks_)[static_cast<size_t>(transfer.peer)] == peer;
+  };
+  return std::any_of(schedule_->steps.begin() + static_cast<ptrdiff_t>(next_step_),
+                     schedule_->steps.end(), [&](const Step& step) {
+                       return std::any_of(step.sends.begin(), step.sends.end(), with) ||
+                              std::any_of(step.recvs.begin(), step.recvs.end(), with);
+                     });
 }
 
 void CollectiveWork::post(const Step& step, Transport& transport) {

@@ -157,6 +157,18 @@ void World::rejectUnexpectedLocked() {
   }
 }
 
+// Peers that take part without a request at the moment (a third rank is awaited, say) may have
+// given up, too.
+void World::hearFailuresLocked() {
+  for (const auto& work : queue_) {
+    for (const Work::Numbers& numbers : work->numbers_) {
+      if (work->failure() || numbers.peer == rank()) continue;
+      work->completion_.failure =
+          transport_->lost(numbers.peer, numbers.send, numbers.recv, work->willNeed(numbers.peer));
+    }
+  }
+}
+
 bool World::test(Work& work) {
   std::lock_guard lock(mutex_);
   if (!ended(work)) progressLocked();
@@ -257,6 +269,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         std::lock_guard lock(mutex_);
         transport_->checkPeers();
         rejectUnexpectedLocked();
+        hearFailuresLocked();
         progressLocked();
         if (ended(work)) return;
         if (now >= deadline) {

@@ -23,6 +23,7 @@ from hdpcomm.comm.costs import link_costs, load_costs
 from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
 from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
 from hdpcomm.comm.launchers import joined, master, rank_and_size
+from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
@@ -75,7 +76,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
     if joining is not None:
         seconds = joining.timeout if timeout is None else seconds
-        world = _core.comm.join_shm_world(joining.segment, joining.rank, seconds)
+        world = _core.comm.join_shm_world(joining.segment, joining.rank, timeout=seconds, joining=seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
         if joining.hosts:
@@ -122,7 +123,7 @@ def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:
     if transport == "torch":
         return _core.scale.join_framed_world(_core.scale.FrameLink(0, 1), "torch", timeout)
-    return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout)
+    return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout=timeout, joining=timeout)
 
 
 def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSource | None = None) -> Communicator:
@@ -147,17 +148,13 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
-def _setting(name: str) -> str:
-    return {row[0]: row[1] for row in _core.environment()}[name]
-
-
 def _default_timeout() -> float:
-    return float(_setting("HDPCOMM_TIMEOUT"))
+    return float(setting("HDPCOMM_TIMEOUT"))
 
 
 def _chosen(transport: str) -> str:
     """The transport that the program or, for ``auto``, the environment names."""
-    given = transport if transport != "auto" else _setting("HDPCOMM_TRANSPORT")
+    given = transport if transport != "auto" else setting("HDPCOMM_TRANSPORT")
     if given not in TRANSPORTS:
         source = "" if given == transport else " of HDPCOMM_TRANSPORT"
         raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(TRANSPORTS)}")
@@ -246,7 +243,7 @@ def _join_processes(
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
     joining = _Joining(store, prefix, rank, size, seconds, deadline)
-    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{_setting('HDPCOMM_HOSTID')}")
+    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
     world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
     # Rank 0's costs are everybody's, so that all choose the same algorithms. "shm+torch": inside and between hosts.
     kinds = world.transport.split("+")
@@ -281,7 +278,7 @@ def _join_shm(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, li
     made = _core.comm.create_segment(joining.size) if rank == 0 else None
     address = joining.from_rank_0("segment", lambda: made.address() if made else "")
     segment = made or _core.comm.open_segment(address, joining.size)
-    world = _core.comm.join_shm_world(segment, rank, joining.left)
+    world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left)
     segment.release()
     return world, hosts
 
@@ -315,7 +312,7 @@ def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, l
     hosts = [host if reached[peer] == "yes" else peer for peer, host in enumerate(hosts)]
     segment = segment or _core.comm.create_segment(joining.size)
     if len(set(hosts)) == 1:
-        world = _core.comm.join_shm_world(segment, rank, joining.left)
+        world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left)
     else:
         link = _core.scale.FrameLink(rank, joining.size)
         world = _core.scale.join_hosts(segment, link, hosts, "torch", joining.seconds)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hdpcomm import _core
+from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.nccl import link_costs as nccl_link_costs
 from hdpcomm.plan.presets import DEVICES
@@ -44,7 +45,7 @@ def _defaults(transport: str) -> dict[str, float]:
 
 def costs_path() -> Path:
     """``HDPCOMM_COSTS``, or ``costs.json`` in the user's cache folder (``XDG_CACHE_HOME``)."""
-    if named := os.environ.get("HDPCOMM_COSTS"):
+    if named := setting("HDPCOMM_COSTS"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hdpcomm" / "costs.json"
 
@@ -60,7 +61,7 @@ def load_costs(transport: str) -> dict[str, float]:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        if os.environ.get("HDPCOMM_COSTS"):
+        if setting("HDPCOMM_COSTS"):
             raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
         return dict(_defaults(transport))
     except OSError as error:

@@ -12,6 +12,7 @@ from hdpcomm import _core
 from hdpcomm.comm.costs import link_costs, load_costs
 from hdpcomm.comm.device_paths import Devices
 from hdpcomm.comm.nccl import load as load_nccl
+from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["DEVICE_TRANSPORTS", "NcclSource", "automatic", "join_devices"]
@@ -80,7 +81,7 @@ def _real_nccl(rank: int) -> tuple[Any, Any]:
 
 def _join_nccl(world: _core.comm.World, source: NcclSource) -> Devices:
     device, library = source(world.rank)
-    distance = {row[0]: row[1] for row in _core.environment()}["HDPCOMM_NCCL_CONNECT"]
+    distance = setting("HDPCOMM_NCCL_CONNECT")
     if not distance.isdecimal():
         raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
     engine = _core.comm.StreamEngine.join_nccl(

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from hdpcomm import _core
+from hdpcomm.comm.settings import setting
 from hdpcomm.errors import DeviceError
 
 __all__ = ["describe", "library_candidates", "load"]
@@ -13,7 +14,7 @@ __all__ = ["describe", "library_candidates", "load"]
 
 def library_candidates() -> list[str]:
     """What to open, in order: paths of files that exist, then the name that the system's loader knows."""
-    named = {row[0]: row[1] for row in _core.environment()}["HDPCOMM_NCCL"]
+    named = setting("HDPCOMM_NCCL")
     if named:
         return [named]
     found = []

@@ -161,14 +161,14 @@ def test_bad_arguments(ranks: Any) -> None:
 def aborts() -> None:
     comm = hdp.init(timeout=20)
     if comm.rank == 0:
-        work = comm.recv(torch.zeros(100_000), 1, async_op=True)  # nobody sends: it cannot end before the abort
+        work = comm.all_reduce(torch.zeros(100_000), async_op=True)  # the last rank never calls it
         comm.abort("the user had enough")
         with pytest.raises(hdp.Aborted, match="the user had enough"):
             work.wait()
         with pytest.raises(hdp.Aborted, match="make a new one"):
             comm.barrier()
-    else:
-        error = caught(lambda: comm.recv(torch.zeros(100_000), 0))
+    elif comm.rank == 1:
+        error = caught(lambda: comm.all_reduce(torch.zeros(100_000)))
         assert isinstance(error, (hdp.Aborted, hdp.PeerLost))
         assert "the user had enough" in str(error)
     comm = hdp.init(timeout=20)  # a new world
@@ -176,7 +176,30 @@ def aborts() -> None:
 
 
 def test_abort(ranks: Any) -> None:
-    ranks(2, aborts)
+    ranks(3, aborts)
+
+
+def third_rank_is_absent() -> None:
+    """Ranks 0 and 1 have nothing to ask of each other any more, and wait for rank 2: one's failure is the other's."""
+    comm = hdp.init(timeout=20)
+    for count in (2, 3_000, 100_000):
+        for algorithm in ("direct", "ring"):
+            if comm.rank == 0:
+                with pytest.raises(hdp.CommTimeout, match="look for a rank that did not call it"):
+                    comm.all_reduce(torch.zeros(count), algorithm=algorithm, async_op=True).wait(timeout=0.3)
+            elif comm.rank == 1:
+                error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
+                assert isinstance(error, hdp.CommTimeout)
+                assert "(told by rank 0)" in str(error)
+            else:
+                time.sleep(0.6)
+                error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
+                assert isinstance(error, hdp.CommTimeout)
+            still_works(comm)
+
+
+def test_failure_while_a_third_rank_is_absent(ranks: Any) -> None:
+    ranks(3, third_rank_is_absent)
 
 
 def leave_early() -> None:

@@ -44,6 +44,10 @@ class CompositeTransport final : public Transport {
                      std::optional<uint32_t> recv_number) override {
     to(peer).notifyFailure(peer, error, send_number, recv_number);
   }
+  std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
+                            std::optional<uint32_t> recv_number, bool needed) override {
+    return to(peer).lost(peer, send_number, recv_number, needed);
+  }
   void checkPeers() override {
     for (const auto& member : members_) member->checkPeers();
   }

@@ -43,7 +43,10 @@ bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
 
 void ShmTransport::postRecv(const RecvRequest& request) {
   Peer& peer = peers_[request.peer];
-  if (isDead(peer, peer.dead.recvs, request.number, request.completion)) return;
+  if (const Error* error = peer.given_up.recv(request.number)) {
+    if (!request.completion->failure) request.completion->failure = *error;
+    return;
+  }
   ++request.completion->pending;
   peer.recvs.push(request);
   activate(peer);
@@ -236,21 +239,14 @@ void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
   const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
     return a && b && *a == *b;
   };
-  const auto below = [](uint32_t number, std::optional<uint32_t> other) {
-    return other && static_cast<int32_t>(*other - number) > 0;
-  };
   if (met_active || equal(ours.sends, peer.failed.sends) || equal(ours.recvs, peer.failed.recvs)) {
     // Both ranks failed here, perhaps in different calls: from now on they count alike.
-    if (below(peer.send_number, ours.sends)) peer.send_number = *ours.sends;
-    if (below(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
+    if (upTo(peer.send_number, ours.sends)) peer.send_number = *ours.sends;
+    if (upTo(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
   }
   // Whatever this rank has yet to post of those operations (later steps, or all where the peer was
   // ahead) fails then.
-  if (ours.sends && (!peer.dead.sends || below(*peer.dead.sends, ours.sends)))
-    peer.dead.sends = ours.sends;
-  if (ours.recvs && (!peer.dead.recvs || below(*peer.dead.recvs, ours.recvs)))
-    peer.dead.recvs = ours.recvs;
-  peer.death = error;
+  peer.given_up.add(ours, error);
 }
 
 }  // namespace hdpcomm::shm

@@ -9,7 +9,10 @@ namespace hdpcomm::shm {
 
 void ShmTransport::postSend(const SendRequest& request) {
   Peer& peer = peers_[request.peer];
-  if (isDead(peer, peer.dead.sends, request.number, request.completion)) return;
+  if (const Error* error = peer.given_up.send(request.number)) {
+    if (!request.completion->failure) request.completion->failure = *error;
+    return;
+  }
   ++request.completion->pending;
   PendingSend send;
   send.request = request;

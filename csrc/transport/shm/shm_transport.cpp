@@ -177,7 +177,7 @@ void ShmTransport::notifyFailure(int peer_rank, const Error& error,
 bool ShmTransport::failRequests(Peer& peer, const Error& error, const GiveUp& up_to) {
   bool met = false;
   const auto fail = [&](uint32_t number, std::optional<uint32_t> limit, Completion* completion) {
-    if (!limit || completion == nullptr || static_cast<int32_t>(*limit - number) < 0) return;
+    if (completion == nullptr || !upTo(number, limit)) return;
     met = true;
     if (!completion->failure) completion->failure = error;
   };
@@ -193,13 +193,6 @@ bool ShmTransport::failRequests(Peer& peer, const Error& error, const GiveUp& up
   return met;
 }
 
-bool ShmTransport::isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
-                          Completion* completion) const {
-  if (!limit || static_cast<int32_t>(*limit - number) < 0) return false;
-  if (!completion->failure) completion->failure = peer.death;
-  return true;
-}
-
 bool ShmTransport::processAlive(const Control& control) const {
   if (control.pid == segment_->control(rank_).pid) return true;
   return hdpcomm::processAlive(control.pid, control.start_time);
@@ -211,31 +204,44 @@ std::string ShmTransport::lastWords(const Control& control) const {
          std::string(control.reason, ::strnlen(control.reason, kFailureText));
 }
 
-std::optional<Error> ShmTransport::lossOf(const Peer& peer, const char* when) const {
+std::optional<Error> ShmTransport::goneError(const Peer& peer, bool awaited) const {
   const bool closed = peer.control->state.load(std::memory_order_acquire) == RankState::kClosed;
   if (!closed && processAlive(*peer.control)) return std::nullopt;
   const std::string who = "rank " + std::to_string(peer.rank) +
                           (closed ? " closed its communicator"
                                   : " died (process " + std::to_string(peer.control->pid) + ")");
+  const std::string when =
+      awaited ? " while rank " + std::to_string(rank_) + " waited for it" : std::string();
   return Error(ErrorKind::kPeerLost, who + when + lastWords(*peer.control),
                {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
 }
 
 std::optional<Error> ShmTransport::departure(int peer) {
-  return peer == rank_ ? std::nullopt : lossOf(peers_[peer], "");
+  return peer == rank_ ? std::nullopt : goneError(peers_[peer], false);
 }
 
 void ShmTransport::checkPeers() {
-  const std::string when = " while rank " + std::to_string(rank_) + " waited for it";
   for (const int rank : active_) {
     Peer& peer = peers_[rank];
-    const std::optional<Error> loss = lossOf(peer, when.c_str());
-    if (!loss) continue;
+    const auto gone = goneError(peer);
+    if (!gone) continue;
     // What the peer sent before it went is still valid.
     completeInflight(peer);
     drain(peer);
-    failRequests(peer, *loss, {peer.send_number, peer.recv_number});
+    failRequests(peer, *gone, {peer.send_number, peer.recv_number});
   }
+}
+
+std::optional<Error> ShmTransport::lost(int peer_rank, std::optional<uint32_t> send_number,
+                                        std::optional<uint32_t> recv_number, bool needed) {
+  Peer& peer = peers_[peer_rank];
+  const auto gone = needed ? goneError(peer) : std::nullopt;
+  drain(peer);
+  if (const Error* error = peer.given_up.operation(send_number, recv_number)) return *error;
+  if (!needed) return std::nullopt;
+  const Error* error = send_number ? peer.given_up.send(*send_number) : nullptr;
+  if (error == nullptr && recv_number) error = peer.given_up.recv(*recv_number);
+  return error != nullptr ? *error : gone;
 }
 
 void ShmTransport::ring(Control& control) {

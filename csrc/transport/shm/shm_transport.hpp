@@ -4,17 +4,11 @@
 #include <vector>
 
 #include "hdpcomm/base/ring_queue.hpp"
+#include "hdpcomm/transport/given_up.hpp"
 #include "heap.hpp"
 #include "segment.hpp"
 
 namespace hdpcomm::shm {
-
-// Which operations a failure notice ends: the sender's sends up to a number, its receives up to a
-// number, or both.
-struct GiveUp {
-  std::optional<uint32_t> sends;
-  std::optional<uint32_t> recvs;
-};
 
 // A message that waits for room on its channel, or a failure notice.
 struct PendingSend {
@@ -53,10 +47,8 @@ struct Peer {
   size_t fragment_offset = 0;  // of the message at the front of `recvs`
   uint32_t send_number = 0;    // of the last operation towards the peer
   uint32_t recv_number = 0;
-  GiveUp failed;  // numbers of this rank's last failed operation with the peer
-  GiveUp dead;    // what is posted of operations up to these fails: the peer gave them up
-
-  std::optional<Error> death;  // why
+  GiveUp failed;     // numbers of this rank's last failed operation with the peer
+  GivenUp given_up;  // by the peer: what is posted of that fails
 
   RingQueue<PendingSend> queue;
   RingQueue<Inflight> inflight;
@@ -85,6 +77,8 @@ class ShmTransport final : public Transport {
                      std::optional<uint32_t> recv_number) override;
   void rejectUnexpected(int peer, uint32_t number, const Call& call,
                         Completion* completion) override;
+  std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
+                            std::optional<uint32_t> recv_number, bool needed) override;
   void checkPeers() override;
   std::optional<Error> departure(int peer) override;
   uint32_t idleTicket() override;
@@ -122,10 +116,8 @@ class ShmTransport final : public Transport {
   void ring(Control& control);
   // Fails the requests up to the given numbers; returns whether there were any.
   bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
-  bool isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
-              Completion* completion) const;
+  std::optional<Error> goneError(const Peer& peer, bool awaited = true) const;
   bool processAlive(const Control& control) const;
-  std::optional<Error> lossOf(const Peer& peer, const char* when) const;
   std::string lastWords(const Control& control) const;
 
   std::shared_ptr<Segment> segment_;

@@ -22,10 +22,6 @@ std::string textOf(Frame& frame, const Header& header) {
   return std::string(reinterpret_cast<const char*>(payload(frame)), header.piece);
 }
 
-bool above(std::optional<uint32_t> limit, uint32_t number) {
-  return limit && static_cast<int32_t>(*limit - number) > 0;
-}
-
 }  // namespace
 
 void FramedTransport::route(Peer& peer, FramePtr frame) {
@@ -197,15 +193,11 @@ void FramedTransport::handleNotice(Peer& peer, Frame& frame, const Header& heade
   };
   if (met_active || equal(ours.sends, peer.failed.sends) || equal(ours.recvs, peer.failed.recvs)) {
     // Both ranks failed here, perhaps in different calls: from now on they count alike.
-    if (above(ours.sends, peer.send_number)) peer.send_number = *ours.sends;
-    if (above(ours.recvs, peer.recv_number)) peer.recv_number = *ours.recvs;
+    if (upTo(peer.send_number, ours.sends)) peer.send_number = *ours.sends;
+    if (upTo(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
   }
   // Whatever this rank has yet to post of those operations fails then.
-  if (ours.sends && (!peer.dead.sends || above(ours.sends, *peer.dead.sends)))
-    peer.dead.sends = ours.sends;
-  if (ours.recvs && (!peer.dead.recvs || above(ours.recvs, *peer.dead.recvs)))
-    peer.dead.recvs = ours.recvs;
-  peer.death = error;
+  peer.given_up.add(ours, error);
 }
 
 }  // namespace hdpcomm::framed

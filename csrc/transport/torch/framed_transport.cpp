@@ -9,11 +9,6 @@ namespace hdpcomm {
 namespace framed {
 namespace {
 
-// Whether `number` is at most `limit`; right across the wrap of the numbers.
-bool upTo(uint32_t number, std::optional<uint32_t> limit) {
-  return limit && static_cast<int32_t>(*limit - number) >= 0;
-}
-
 bool wantsAnswer(const SendRequest& request) {
   return request.confirm || request.bytes > kEagerBytes;
 }
@@ -42,7 +37,10 @@ void FramedTransport::control(Peer& peer, Header header, const std::string& text
 
 void FramedTransport::postSend(const SendRequest& request) {
   Peer& peer = at(request.peer);
-  if (isDead(peer, peer.dead.sends, request.number, request.completion)) return;
+  if (const Error* error = peer.given_up.send(request.number)) {
+    if (!request.completion->failure) request.completion->failure = *error;
+    return;
+  }
   ++request.completion->pending;
   Outgoing out;
   out.request = request;
@@ -53,7 +51,10 @@ void FramedTransport::postSend(const SendRequest& request) {
 
 void FramedTransport::postRecv(const RecvRequest& request) {
   Peer& peer = at(request.peer);
-  if (isDead(peer, peer.dead.recvs, request.number, request.completion)) return;
+  if (const Error* error = peer.given_up.recv(request.number)) {
+    if (!request.completion->failure) request.completion->failure = *error;
+    return;
+  }
   ++request.completion->pending;
   peer.recvs.push(request);
   activate(peer);
@@ -175,23 +176,18 @@ bool FramedTransport::failRequests(Peer& peer, const Error& error, const GiveUp&
   return met;
 }
 
-bool FramedTransport::isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
-                             Completion* completion) const {
-  if (!upTo(number, limit)) return false;
-  if (!completion->failure) completion->failure = peer.death;
-  return true;
-}
-
-std::optional<Error> FramedTransport::lossOf(const Peer& peer, const std::string& when) {
+std::optional<Error> FramedTransport::goneError(const Peer& peer, bool awaited) {
+  const std::string waited =
+      awaited ? " while rank " + std::to_string(rank()) + " waited for it" : std::string();
   std::string what;
   if (peer.gone) {
-    what = " closed its communicator" + when +
+    what = " closed its communicator" + waited +
            (peer.farewell.empty() ? "" : "; its last words: " + peer.farewell);
   } else if (const std::string loss = link_->lossOf(peer.rank); !loss.empty()) {
-    what = " was lost" + when + ": " + loss +
+    what = " was lost" + waited + ": " + loss +
            " (its process or its host died, or the network between them)";
   } else if (const double silent = link_->silence(peer.rank); silent > silence_s_) {
-    what = " gave no sign of life for " + std::to_string(silent) + " s" + when +
+    what = " gave no sign of life for " + std::to_string(silent) + " s" + waited +
            ": its host is cut off or its process is stopped (HDPCOMM_SILENCE_S)";
   } else {
     return std::nullopt;
@@ -201,19 +197,28 @@ std::optional<Error> FramedTransport::lossOf(const Peer& peer, const std::string
 }
 
 std::optional<Error> FramedTransport::departure(int peer) {
-  return peer == rank() ? std::nullopt : lossOf(at(peer), "");
+  return peer == rank() ? std::nullopt : goneError(at(peer), false);
 }
 
 void FramedTransport::checkPeers() {
-  const std::string when = " while rank " + std::to_string(this->rank()) + " waited for it";
   for (const int rank : active_) {
     Peer& peer = at(rank);
-    const std::optional<Error> loss = lossOf(peer, when);
-    if (!loss) continue;
-    // What the peer sent before it went is still valid.
-    drain(peer);
-    failRequests(peer, *loss, {peer.send_number, peer.recv_number});
+    const auto gone = goneError(peer);
+    if (!gone) continue;
+    drain(peer);  // what the peer sent before it went is still valid
+    failRequests(peer, *gone, {peer.send_number, peer.recv_number});
   }
+}
+
+std::optional<Error> FramedTransport::lost(int peer_rank, std::optional<uint32_t> send_number,
+                                           std::optional<uint32_t> recv_number, bool needed) {
+  Peer& peer = at(peer_rank);
+  drain(peer);
+  if (const Error* error = peer.given_up.operation(send_number, recv_number)) return *error;
+  if (!needed) return std::nullopt;
+  const Error* error = send_number ? peer.given_up.send(*send_number) : nullptr;
+  if (error == nullptr && recv_number) error = peer.given_up.recv(*recv_number);
+  return error != nullptr ? *error : goneError(peer);
 }
 
 std::function<void()> FramedTransport::waker() {

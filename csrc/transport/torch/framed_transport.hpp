@@ -11,14 +11,9 @@
 
 #include "frame.hpp"
 #include "hdpcomm/base/ring_queue.hpp"
+#include "hdpcomm/transport/given_up.hpp"
 
 namespace hdpcomm::framed {
-
-// Which operations a failure ends: sends up to a number, receives up to a number, or both.
-struct GiveUp {
-  std::optional<uint32_t> sends;
-  std::optional<uint32_t> recvs;
-};
 
 // A message, or a notice of a failure, on its way out.
 struct Outgoing {
@@ -37,9 +32,8 @@ struct Peer {
   bool in_active_list = false;
   uint32_t send_number = 0;  // of the last operation towards the peer
   uint32_t recv_number = 0;
-  GiveUp failed;  // numbers of this rank's last failed operation with the peer
-  GiveUp dead;    // what is posted of operations up to these fails: the peer gave them up
-  std::optional<Error> death;
+  GiveUp failed;         // numbers of this rank's last failed operation with the peer
+  GivenUp given_up;      // by the peer: what is posted of that fails
   std::string farewell;  // of the peer's goodbye
   bool gone = false;     // the goodbye came
 
@@ -77,6 +71,8 @@ class FramedTransport final : public Transport {
   void cancel(const Completion* completion) override;
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
+  std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
+                            std::optional<uint32_t> recv_number, bool needed) override;
   void checkPeers() override;
   std::optional<Error> departure(int peer) override;
   uint32_t idleTicket() override { return link_->ticket(); }
@@ -96,9 +92,7 @@ class FramedTransport final : public Transport {
   void push(Peer& peer);
   bool pushPiece(Peer& peer, Outgoing& out);
   bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
-  std::optional<Error> lossOf(const Peer& peer, const std::string& when);
-  bool isDead(const Peer& peer, std::optional<uint32_t> limit, uint32_t number,
-              Completion* completion) const;
+  std::optional<Error> goneError(const Peer& peer, bool awaited = true);
 
   // framed_receive.cpp
   void route(Peer& peer, FramePtr frame);

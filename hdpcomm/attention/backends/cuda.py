@@ -6,6 +6,7 @@ it to a multiple of 32 queries; cuDNN adds a last dimension of 1.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,25 +80,26 @@ class FlashBackend(VarlenBackend):
         return parts
 
 
-class _DenseBackend:
+class _DenseBackend(ABC):
     """One call a tile, [1, heads, rows, dim], aligned at the top left."""
 
-    name = "dense"
+    name: str
 
-    def refuses(self, problem: Problem) -> str | None:
-        raise NotImplementedError
+    @abstractmethod
+    def refuses(self, problem: Problem) -> str | None: ...
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    @abstractmethod
     def call_forward(self, qkv: _Tensors, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [1, heads, rows, dim], lse [1, heads, rows])."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_backward(
         self, dout: torch.Tensor, qkv: _Tensors, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
     ) -> _Tensors:
-        raise NotImplementedError
+        """(dq, dk, dv), shaped like ``qkv``."""
 
     def forward(
         self,

@@ -7,6 +7,7 @@ within a call, and the order of additions is fixed. Kernels of this kind align q
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,23 +95,24 @@ def batches_of(tiles: tuple[Tile, ...], device: torch.device) -> tuple[Batch, ..
     )
 
 
-class VarlenBackend:
+class VarlenBackend(ABC):
     """What all backends with a varlen kernel share; a subclass gives the two calls."""
 
-    name = "varlen"
+    name: str
 
-    def refuses(self, problem: Problem) -> str | None:
-        raise NotImplementedError
+    @abstractmethod
+    def refuses(self, problem: Problem) -> str | None: ...
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    @abstractmethod
     def call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [rows, heads, dim], lse [heads, rows] in float32)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call_backward(
         self,
         dout: torch.Tensor,
@@ -121,7 +123,6 @@ class VarlenBackend:
         score: Score,
     ) -> Three:
         """(dq, dk, dv) of the rows; ``lse``: [heads, rows], contiguous."""
-        raise NotImplementedError
 
     def forward(
         self,

@@ -49,6 +49,8 @@ class Work {
   }
   // True when nothing more will be posted, so that the next operation may post.
   virtual bool allPosted() const = 0;
+  // Whether a transfer to or from the peer (a global rank) is still to be posted.
+  virtual bool willNeed(int peer) const = 0;
 
   Call call_;
   Ranks ranks_;
@@ -71,6 +73,7 @@ class CollectiveWork final : public Work {
   void takeNumbers(Transport& transport) override;
   bool advance(Transport& transport) override;
   bool allPosted() const override { return next_step_ == schedule_->steps.size(); }
+  bool willNeed(int peer) const override;
 
  private:
   std::byte* at(const Span& span) const;
@@ -102,6 +105,7 @@ class ExchangeWork final : public Work {
   void takeNumbers(Transport& transport) override;
   bool advance(Transport& transport) override;
   bool allPosted() const override { return posted_; }
+  bool willNeed(int) const override { return !posted_; }
 
  private:
   struct Transfer {

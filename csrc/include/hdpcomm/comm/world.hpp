@@ -87,6 +87,7 @@ class World {
   void progressLocked();
   bool advanceLocked();
   void rejectUnexpectedLocked();
+  void hearFailuresLocked();
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
   void checkUsable() const;

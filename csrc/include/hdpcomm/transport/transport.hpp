@@ -7,8 +7,9 @@
 // n-th from the sender): a message with a lower number than the receive's belongs to an operation
 // that the receiver gave up, and is dropped. So a pair is usable again after any failure.
 //
-// No member function blocks but idle(). Calls are serialised by the owner (comm/world.hpp holds the
-// lock).
+// No member function blocks but idle(), and cancel() where a receiver is copying from the memory of
+// a request: until the copy has ended or its rank has died, 10 s at most. Calls are serialised by
+// the owner (comm/world.hpp holds the lock).
 #pragma once
 
 #include <chrono>
@@ -95,6 +96,12 @@ class Transport {
   // receives up to another.
   virtual void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                              std::optional<uint32_t> recv_number) = 0;
+  // Why an operation with these numbers on its pairs with `peer` cannot end: the peer gave up this
+  // very operation, or, where `needed` says that requests to or from it are still to be posted, a
+  // later one, or it is dead or closed. Hears failures from peers without requests, too. Not cheap,
+  // like checkPeers().
+  virtual std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
+                                    std::optional<uint32_t> recv_number, bool needed) = 0;
   // Sets the failure of requests whose peer is dead or closed. Not cheap: called a few times a
   // second while waiting.
   virtual void checkPeers() = 0;
