@@ -16,6 +16,7 @@ import torch
 from common import Row, Rows, main, row
 
 from hdpcomm.offload import measure_copies
+from hdpcomm.offload.host_memory import host_memory
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end: this folder has no offload.py
 import offload as bench
@@ -30,7 +31,13 @@ CAP_BYTES = 40e9  # of device memory, for the longest sequence: beyond what host
 @functools.cache
 def shared_pool() -> object:
     """One for all models: reserving it takes seconds for each GB."""
-    return bench.PinnedPool(bench.parse_size(POOL), device=DEVICE if DEVICE == "cuda" else "cpu")
+    return bench.PinnedPool(pool_bytes(), device=DEVICE if DEVICE == "cuda" else "cpu")
+
+
+@functools.cache
+def pool_bytes() -> int:
+    """POOL, or half of the host memory that there is."""
+    return min(bench.parse_size(POOL), host_memory().lockable // 2 // 4096 * 4096)
 
 
 def clean() -> None:
@@ -115,7 +122,7 @@ def longest_rows() -> list[Row]:
         rows = []
         for ratio, resident in ((0.0, 8), (1.0, 3)):
             by_device = free / (layer * resident + outside)
-            by_host = bench.parse_size(POOL) / (layer * 6) if ratio else float("inf")
+            by_host = pool_bytes() / (layer * 6) if ratio else float("inf")
             start = int(0.8 * min(by_device, by_host)) // K * K
             tokens = bench.longest_of(on, ratio, start)
             name = "r=1" if ratio else "without offload"
