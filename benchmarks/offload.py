@@ -51,7 +51,7 @@ class Row:
 class Bench:
     """A model on a device, and steps of it under some way to save activations."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, pool: PinnedPool | None = None) -> None:
         cuda = options.device == "cuda"
         if not cuda:
             torch.set_num_threads(1)
@@ -63,8 +63,8 @@ class Bench:
         self.model = Llama(self.shape, dtype=dtype, device=self.place)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self.comm = hdp.init()
-        pool = PinnedPool(parse_size(options.pool or POOL[options.device]), device=self.place)
+        self.comm = hdp.init(transport="cuda" if cuda else "shm")
+        pool = pool or PinnedPool(parse_size(options.pool or POOL[options.device]), device=self.place)
         self.offload = ActivationOffload(pool, self.model, min_bytes=1 << 20 if cuda else 1)
         self.repeats = options.repeats
 
@@ -140,20 +140,28 @@ def table(bench: Bench, lengths: list[int], ratios: list[float]) -> list[Row]:
 
 def longest(bench: Bench, start: int) -> dict[str, int]:
     """Tokens of the longest sequence that runs, to 1/8, without offload and at ratio 1; CUDA only."""
-    found = {}
-    for method, ratio in (("none", 0.0), ("r=1", 1.0)):
-        tokens = start
-        while True:
-            nxt = tokens + max(1024, tokens // 8 // 1024 * 1024)
-            row = bench.measure(
-                method, nxt, lambda ratio=ratio, nxt=nxt: bench.offload.micro_batch(ratio, tokens=nxt), None
-            )
-            if row.seconds is None:
-                print(f"longest {method}: {tokens} tokens ({nxt}: {row.error})", flush=True)
-                break
-            tokens = nxt
-        found[method] = tokens
-    return found
+    return {method: longest_of(bench, ratio, start) for method, ratio in (("none", 0.0), ("r=1", 1.0))}
+
+
+def longest_of(bench: Bench, ratio: float, start: int) -> int:
+    """Of one ratio, from ``start`` tokens up, or down where they do not run; 0 if not even 1024 do."""
+
+    def runs(tokens: int) -> bool:
+        way = lambda: bench.offload.micro_batch(ratio, tokens=tokens)
+        row = bench.measure(f"r={ratio:g}", tokens, way, None)
+        print(f"r={ratio:g}, {tokens} tokens: {row.error or 'runs'}", flush=True)
+        return not row.error
+
+    tokens = max(1024, start)
+    if not runs(tokens):
+        while tokens > 1024:
+            tokens = max(1024, tokens - max(1024, tokens // 8 // 1024 * 1024))
+            if runs(tokens):
+                return tokens
+        return 0
+    while runs(longer := tokens + max(1024, tokens // 8 // 1024 * 1024)):
+        tokens = longer
+    return tokens
 
 
 def main() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 CUDA = torch.device("cuda")
 Row = dict[str, object]
+Rows = Callable[[], list[Row]]
 
 
 def row(name: str, value: float, unit: str, *, at_least: float | None = None, at_most: float | None = None) -> Row:
@@ -21,7 +24,7 @@ def row(name: str, value: float, unit: str, *, at_least: float | None = None, at
         target, met = f">= {at_least:g}", value >= at_least
     elif at_most is not None:
         target, met = f"<= {at_most:g}", value <= at_most
-    return {"name": name, "value": value, "unit": unit, "target": target, "met": met}
+    return {"name": name, "value": float(value), "unit": unit, "target": target, "met": met}
 
 
 def seconds(call: Callable[[int], object], *, rounds: int = 15, inner: int = 4, warmup: int = 3) -> float:
@@ -46,15 +49,34 @@ def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
     return 2 * num_bytes / seconds(lambda i: (a if i % 2 else b).copy_(b if i % 2 else a))
 
 
-def main(description: str, measure: Callable[[], list[Row]]) -> None:
-    """Runs a benchmark script: prints its rows, and writes them where ``--json`` says."""
+def collect(groups: Sequence[Rows], keep: Callable[[list[Row]], None]) -> tuple[list[Row], int]:
+    """The rows of all groups, and how many groups failed: one that does costs no other's; ``keep`` gets all so far."""
+    rows: list[Row] = []
+    failed = 0
+    for group in groups:
+        try:
+            rows += group()
+        except Exception:  # whatever it is, the figures of the others count
+            traceback.print_exc()
+            failed += 1
+        keep(rows)
+        torch.cuda.empty_cache()
+    return rows, failed
+
+
+def main(description: str, groups: Sequence[Rows]) -> None:
+    """Runs a benchmark script: prints its rows, and writes them where ``--json`` says. Exit code 1: a group failed."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(3, "no GPU: torch sees no CUDA device\n")
-    rows = measure()
+
+    def keep(rows: list[Row]) -> None:
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+    rows, failed = collect(groups, keep)
     for line in rows:
         print(f"{line['name']:<58} {line['value']:>12.4g} {line['unit']:<7} {line['target']}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    sys.exit(1 if failed else 0)

@@ -6,17 +6,21 @@ them by time slices, so these figures are shown without a target).
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 
 import torch
-from common import CUDA, Row, main, row, seconds
+from common import CUDA, Row, Rows, main, row, seconds
 
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads, spawn
 
 SMALL, LARGE = 8, 64 << 20
 LATENCY, BANDWIDTH, BESIDE = 2.0, 0.95, 0.98
-PRODUCTS, SIDE = 24, 8192
+PRODUCTS, SIDE, BESIDE_THEM = 96, 8192, 300  # some 0.15 s of products
+REDUCTIONS = ("one_shot", "two_shot", "ring")
+RANKS_S = 40.0
 
 
 def one_way(comm: hdp.Communicator, num_bytes: int, trips: int) -> float:
@@ -55,27 +59,42 @@ def memcpy(num_bytes: int, count: int) -> float:
 
 
 def product_beside(comm: hdp.Communicator) -> float:
-    """Speed of a matrix product while exchanges run on another stream, as a share of its speed alone (rank 0)."""
+    """Speed of a matrix product while exchanges run on another stream, as a share of its speed alone (rank 0).
+
+    The products are enqueued first, which takes the host no time, so that the exchanges run beside them from their
+    start to their end, however long the host takes to enqueue those.
+    """
     a, b = (torch.randn(SIDE, SIDE, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
     out, back = (torch.randint(0, 255, (LARGE,), dtype=torch.uint8, device=CUDA) for _ in range(2))
     side, times = torch.cuda.Stream(), []
     for busy in (False, False, True):
         torch.cuda.synchronize()
         comm.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(PRODUCTS if comm.rank == 0 else 0):
+            a @ b
+        end.record()
         if busy:
             with torch.cuda.stream(side):
-                for _ in range(400):
+                for _ in range(BESIDE_THEM):
                     comm.exchange(sends=[(out, 1 - comm.rank)], recvs=[(back, 1 - comm.rank)])
-        if comm.rank == 0:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(PRODUCTS):
-                a @ b
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
         torch.cuda.synchronize()
-    return times[1] / times[2] if times else 1.0
+        times.append(begin.elapsed_time(end))
+    return times[1] / times[2]
+
+
+def all_reduce(comm: hdp.Communicator, num_bytes: int, algorithm: str, count: int) -> float:
+    """Seconds of an all-reduce in a chain of them."""
+    x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=CUDA)
+    for repeat in (2, count):
+        torch.cuda.synchronize()
+        comm.barrier()
+        started = time.perf_counter()
+        for _ in range(repeat):
+            comm.all_reduce(x, algorithm=algorithm)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / count
 
 
 def on_a_rank() -> dict[str, float]:
@@ -85,32 +104,49 @@ def on_a_rank() -> dict[str, float]:
             "large": one_way(comm, LARGE, 20),
             "both": both_ways(comm, LARGE, 20),
             "beside": product_beside(comm),
+            **{f"{name} small": all_reduce(comm, SMALL, name, 200) for name in REDUCTIONS},
+            **{f"{name} large": all_reduce(comm, LARGE, name, 10) for name in REDUCTIONS},
         }
 
 
-def measure() -> list[Row]:
-    copy_small, copy_large = memcpy(SMALL, 200), memcpy(LARGE, 10)
-    rows = [
-        row("cudaMemcpyAsync of 8 B", copy_small * 1e6, "us"),
-        row("cudaMemcpyAsync of 64 MiB", LARGE / copy_large / 1e9, "GB/s"),
+@functools.cache
+def copies() -> tuple[float, float]:
+    """Seconds of cudaMemcpyAsync of either size."""
+    return memcpy(SMALL, 200), memcpy(LARGE, 10)
+
+
+def copy_rows() -> list[Row]:
+    small, large = copies()
+    return [
+        row("cudaMemcpyAsync of 8 B", small * 1e6, "us"),
+        row("cudaMemcpyAsync of 64 MiB", LARGE / large / 1e9, "GB/s"),
     ]
-    for kind, run in (
-        ("threads", lambda: run_threads(on_a_rank, 2, transport="cuda", timeout=25)),
-        ("processes", lambda: spawn(on_a_rank, 2, transport="cuda", timeout=25)),
-    ):
-        found = run()[0]
-        limits = kind == "threads"
-        ratio, share = found["small"] / copy_small, copy_large / found["large"]
-        rows += [
-            row(f"{kind}: message of 8 B", found["small"] * 1e6, "us"),
-            row(f"{kind}: 8 B, times cudaMemcpyAsync", ratio, "x", at_most=LATENCY if limits else None),
-            row(f"{kind}: message of 64 MiB", LARGE / found["large"] / 1e9, "GB/s"),
-            row(f"{kind}: 64 MiB, share of cudaMemcpyAsync", share, "", at_least=BANDWIDTH if limits else None),
-            row(f"{kind}: exchange of 64 MiB, both ways", 2 * LARGE / found["both"] / 1e9, "GB/s"),
-            row(f"{kind}: matrix product beside", found["beside"], "", at_least=BESIDE if limits else None),
-        ]
+
+
+def rank_rows(kind: str, run: Callable[..., list[dict[str, float]]]) -> list[Row]:
+    found = run(on_a_rank, 2, transport="cuda", timeout=RANKS_S)[0]
+    copy_small, copy_large = copies()
+    limits = kind == "threads"
+    ratio, share = found["small"] / copy_small, copy_large / found["large"]
+    rows = [
+        row(f"{kind}: message of 8 B", found["small"] * 1e6, "us"),
+        row(f"{kind}: 8 B, times cudaMemcpyAsync", ratio, "x", at_most=LATENCY if limits else None),
+        row(f"{kind}: message of 64 MiB", LARGE / found["large"] / 1e9, "GB/s"),
+        row(f"{kind}: 64 MiB, share of cudaMemcpyAsync", share, "", at_least=BANDWIDTH if limits else None),
+        row(f"{kind}: exchange of 64 MiB, both ways", 2 * LARGE / found["both"] / 1e9, "GB/s"),
+        row(f"{kind}: matrix product beside", found["beside"], "", at_least=BESIDE if limits else None),
+    ]
+    for name in REDUCTIONS:
+        rows.append(row(f"{kind}: all_reduce of 8 B, {name}", found[f"{name} small"] * 1e6, "us"))
+        rows.append(row(f"{kind}: all_reduce of 64 MiB, {name}", LARGE / found[f"{name} large"] / 1e9, "GB/s"))
     return rows
 
 
+GROUPS: list[Rows] = [
+    copy_rows,
+    lambda: rank_rows("threads", run_threads),
+    lambda: rank_rows("processes", spawn),
+]
+
 if __name__ == "__main__":
-    main(__doc__.splitlines()[0], measure)
+    main(__doc__.splitlines()[0], GROUPS)

@@ -6,13 +6,15 @@ and two sets take turns.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from common import CUDA, Row, copy_bandwidth, main, row, seconds
+from common import CUDA, Row, Rows, copy_bandwidth, main, row, seconds
 
 from hdpcomm import kernels
-from hdpcomm.attention import shard_with_positions
-from hdpcomm.attention._kernels import Rows, copy_rows, merge
+from hdpcomm.attention import _kernels, shard_with_positions
 from hdpcomm.attention.layout import layout_of
 
 SHARE = 0.85
@@ -30,19 +32,21 @@ def merge_rows() -> list[tuple[str, float, float]]:
             lse, part_lse = (torch.randn(TOKENS, HEADS, device=CUDA) for _ in range(2))
             sets.append((out, lse, part.to(block), part_lse))
         num_bytes = TOKENS * HEADS * (DIM * (8 + sets[0][2].element_size()) + 12)
-        results.append((f"merge of a {str(block)[6:]} block", num_bytes, seconds(lambda i, s=sets: merge(*s[i % 2]))))
+        results.append(
+            (f"merge of a {str(block)[6:]} block", num_bytes, seconds(lambda i, s=sets: _kernels.merge(*s[i % 2])))
+        )
     return results
 
 
 def zigzag_rows() -> list[tuple[str, float, float]]:
     cu = np.cumsum([0, *LENGTHS])
     wide = [torch.randn(int(cu[-1]), 8192, device=CUDA).bfloat16() for _ in range(2)]
-    rows = Rows(layout_of(cu, size=2).segments(0))
+    rows = _kernels.Rows(layout_of(cu, size=2).segments(0))
     local = [shard_with_positions(x, cu, rank=0, size=2)[0] for x in wide]
     num_bytes = 2 * local[0].numel() * 2
-    gather = seconds(lambda i: copy_rows(local[i % 2], wide[i % 2], rows))
+    gather = seconds(lambda i: _kernels.copy_rows(local[i % 2], wide[i % 2], rows))
     back = rows.inverse()
-    scatter = seconds(lambda i: copy_rows(wide[i % 2], local[i % 2], back))
+    scatter = seconds(lambda i: _kernels.copy_rows(wide[i % 2], local[i % 2], back))
     return [("zigzag gather", num_bytes, gather), ("zigzag scatter", num_bytes, scatter)]
 
 
@@ -73,15 +77,24 @@ def random(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-100, 100, (count,), device=CUDA, dtype=dtype)
 
 
-def measure() -> list[Row]:
-    copy = copy_bandwidth()
-    rows = [row("copy, read and write", copy / 1e9, "GB/s")]
-    for part in (merge_rows, zigzag_rows, buffer_rows):
-        for name, num_bytes, time in part():
-            rows.append(row(f"{name}: share of the copy", num_bytes / time / copy, "", at_least=SHARE))
-        torch.cuda.empty_cache()
-    return rows
+@functools.cache
+def copied() -> float:
+    return copy_bandwidth()
 
+
+def shares(part: Callable[[], list[tuple[str, float, float]]]) -> list[Row]:
+    return [
+        row(f"{name}: share of the copy", num_bytes / time / copied(), "", at_least=SHARE)
+        for name, num_bytes, time in part()
+    ]
+
+
+GROUPS: list[Rows] = [
+    lambda: [row("copy, read and write", copied() / 1e9, "GB/s")],
+    lambda: shares(merge_rows),
+    lambda: shares(zigzag_rows),
+    lambda: shares(buffer_rows),
+]
 
 if __name__ == "__main__":
-    main(__doc__.splitlines()[0], measure)
+    main(__doc__.splitlines()[0], GROUPS)

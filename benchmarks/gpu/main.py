@@ -1,13 +1,15 @@
 """Builds hdpcomm on a machine with a GPU, tests it there and measures it; offline, under 9 minutes (docs/gpu.md).
 
-Every part is a process with a time limit of its own; one that fails is reported and the others go on. Exit code 0: all
-parts ran and all targets are met. 1: a part failed. 3: there is no GPU. 4: all parts ran, a target is missed.
+Every part is a process with a time limit of its own; one that fails is reported and the others go on. Parts of a batch
+run at the same time: tests do, figures are measured alone. Exit code 0: all parts ran and all targets are met. 1: a
+part failed. 3: there is no GPU. 4: all parts ran, a target is missed.
 """
 
 import argparse
 import contextlib
 import ctypes
 import datetime
+import functools
 import json
 import os
 import platform
@@ -16,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +30,7 @@ NO_GPU, FAILED, MISSED = 3, 1, 4
 
 @dataclass(frozen=True)
 class Part:
-    """One process. ``{json}`` in its command stands for the file that takes its rows."""
+    """One process. ``{json}`` in its command stands for the file that takes its rows, ``{out}`` for OUT."""
 
     name: str
     command: tuple[str, ...]
@@ -39,23 +42,38 @@ def sanitizer(tool: str) -> Part:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     missing = "" if Path(program).exists() else "compute-sanitizer is not installed (it comes with the CUDA toolkit)"
     command = (program, "--tool", tool, "--error-exitcode", "9", sys.executable, str(HERE / "sanitizer_driver.py"))
-    return Part(tool, command, 70, missing)
+    return Part(tool, command, 110, missing)
 
 
-def benchmark(name: str, limit_s: float) -> Part:
-    return Part(name, (sys.executable, str(HERE / f"{name}.py"), "--json", "{json}"), limit_s)
+def tests(name: str) -> Part:
+    """A file of tests/gpu: a test that hangs costs its file only."""
+    options = ("-q", "-p", "no:cacheprovider", "-o", "timeout=60")
+    return Part(f"test_{name}", (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}_gpu.py"), 110)
 
 
-def all_parts() -> list[Part]:
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", ".")
-    tests = (sys.executable, "-m", "pytest", "-q", "tests/gpu")
-    parts = [Part("build", pip, 200), Part("tests", tests, 150)]
-    parts += [sanitizer(tool) for tool in ("memcheck", "racecheck", "synccheck")]
-    limits = {"kernels": 60, "cross_entropy": 60, "exchange": 70, "ring": 90}
-    parts += [benchmark(name, limit_s) for name, limit_s in limits.items()]
-    if (HERE / "offload.py").exists():
-        parts.append(benchmark("offload", 60))
-    return parts
+def benchmark(name: str, limit_s: float, script: str = "") -> Part:
+    return Part(name, (sys.executable, str(HERE / f"{script or name}.py"), "--json", "{json}"), limit_s)
+
+
+def calibration() -> Part:
+    command = ("-m", "hdpcomm.cli.main", "perf", "--calibrate", "{out}/costs.json", "--transport", "cuda")
+    return Part("calibrate", (sys.executable, *command, "--ranks", "2"), 40)
+
+
+def all_parts() -> list[list[Part]]:
+    """In batches, the figures that say most first: the time may not do for all."""
+    kinds = [path.name[5:-7] for path in sorted((TOP / "tests/gpu").glob("test_*_gpu.py"))]
+    return [
+        [Part("build", (sys.executable, str(HERE / "build.py")), 200)],
+        [benchmark("kernels", 60)],
+        [benchmark("cross_entropy", 75)],
+        [benchmark("exchange", 90)],
+        [benchmark("ring", 110)],
+        [benchmark("graph", 45)],
+        [*map(tests, kinds), *map(sanitizer, ("memcheck", "racecheck", "synccheck"))],
+        [benchmark("offload", 180, "activations")],
+        [calibration()],
+    ]
 
 
 def find_gpu() -> tuple[dict[str, str], str]:
@@ -72,29 +90,43 @@ def find_gpu() -> tuple[dict[str, str], str]:
     driver.cuDriverGetVersion(ctypes.byref(version))
     found = {"device": name.value.decode(), "devices": str(count.value)}
     found["cuda_of_driver"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    if smi := shutil.which("nvidia-smi"):
-        query = subprocess.run(
-            [smi, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
-        )
-        found["driver"] = (query.stdout.splitlines() or ["unknown"])[0].strip()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired, IndexError):
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+        found["driver"] = answer.stdout.splitlines()[0].strip()
     return found, ""
 
 
-def run_part(part: Part, limit_s: float, log: Path, rows_file: Path) -> dict:
-    """The part's record: status (ok, failed, timeout, missing, skipped), seconds, rows, note."""
+def environment() -> dict[str, str]:
+    """Of every part: this tree's package, the tools beside this Python and of the usual toolkit, and queues enough for
+    several ranks in a process (docs/architecture.md)."""
+    packages = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH", ""))))
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+    return os.environ | {"PYTHONPATH": packages, "PATH": tools, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def run_part(part: Part, limit_s: float, out: Path) -> dict:
+    """The part's record: status (ok, failed, timeout, missing, skipped), seconds, rows, note. Its output is appended to
+    ``part.log`` of ``out``."""
     record = {"part": part.name, "status": "ok", "seconds": 0.0, "rows": [], "note": part.missing}
     if part.missing:
         return record | {"status": "missing"}
     if limit_s < 1:
         return record | {"status": "skipped", "note": "no time was left; run it alone with --only"}
+    rows_file = out / f"{part.name}.rows.json"
     rows_file.unlink(missing_ok=True)
-    command = [word.replace("{json}", str(rows_file)) for word in part.command]
+    names = {"{json}": str(rows_file), "{out}": str(out)}
+    command = [
+        functools.reduce(lambda text, name: text.replace(name, names[name]), names, word) for word in part.command
+    ]
     started = time.monotonic()
-    with log.open("a") as output:
+    with (out / f"{part.name}.log").open("w") as output:
         output.write(f"\n=== {part.name}: {' '.join(command)}\n")
         output.flush()
         try:  # a session of its own, so that its ranks end with it
-            process = subprocess.Popen(command, cwd=TOP, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=TOP, env=environment(), stdout=output, stderr=output, start_new_session=True
+            )
         except OSError as error:
             return record | {"status": "failed", "note": str(error)}
         try:
@@ -127,7 +159,9 @@ def versions() -> dict[str, str]:
     script = "import torch, hdpcomm, json; print(json.dumps([torch.__version__, hdpcomm.__version__]))"
     found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
     try:
-        answer = subprocess.run([sys.executable, "-c", script], cwd=TOP, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(
+            [sys.executable, "-c", script], cwd=TOP, env=environment(), capture_output=True, text=True, timeout=60
+        )
         found["torch"], found["hdpcomm"] = json.loads(answer.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         found["torch"] = "cannot be imported"
@@ -151,28 +185,43 @@ def exit_code(records: list[dict]) -> int:
     return MISSED if any(row["met"] is False for record in records for row in record["rows"]) else 0
 
 
-def run_all(parts: list[Part], out: Path, about: dict, total_s: float = TOTAL_S) -> int:
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "gpu.log"
-    log.write_text("")
-    end = time.monotonic() + total_s
-    records = []
-    for part in parts:
-        limit_s = min(part.limit_s, end - time.monotonic())
+def run_batch(batch: list[Part], left_s: float, out: Path) -> list[dict]:
+    """The records of parts that run at the same time."""
+    limits = [min(part.limit_s, left_s) for part in batch]
+    for part, limit_s in zip(batch, limits, strict=True):
         print(f"{part.name} (at most {max(limit_s, 0):.0f} s)", file=sys.stderr, flush=True)
-        records.append(run_part(part, limit_s, log, out / "rows.json"))
-        result = {**about, "versions": versions() if part is parts[-1] else {}, "parts": records}
-        (out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")  # kept, whatever happens to the next part
+    with ThreadPoolExecutor(len(batch)) as pool:
+        return list(pool.map(run_part, batch, limits, [out] * len(batch)))
+
+
+def run_all(batches: list[list[Part]], out: Path, about: dict, total_s: float = TOTAL_S) -> int:
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + total_s
+    records: list[dict] = []
+    for batch in batches:
+        records += run_batch(batch, end - time.monotonic(), out)
+        if "versions" not in about:  # after the build
+            about = {**about, "versions": versions()}
+        with (out / "gpu.log").open("w") as log:
+            for record in records:
+                own = out / f"{record['part']}.log"
+                log.write(f"\n=== {record['part']}: {record['status']} {record['note']}\n")
+                log.write(own.read_text(errors="replace") if own.exists() else "")
+        # Kept, whatever happens to the next part.
+        (out / "gpu.json").write_text(json.dumps({**about, "parts": records}, indent=1) + "\n")
+    for record in records:
+        (out / f"{record['part']}.log").unlink(missing_ok=True)
     print(table(records))
     return exit_code(records)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parts = all_parts()
+    batches = all_parts()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     where = "directory of gpu.json and gpu.log (default: build/gpu)"
     parser.add_argument("out", nargs="?", type=Path, default=TOP / "build/gpu", metavar="OUT", help=where)
-    names = [part.name for part in parts]
+    names = [part.name for batch in batches for part in batch]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"only these of: {', '.join(names)}")
     options = parser.parse_args(arguments)
     gpu, why = find_gpu()
@@ -180,8 +229,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no GPU: {why}. Nothing was run.", file=sys.stderr)
         return NO_GPU
     about = {"date": datetime.date.today().isoformat(), **gpu}
-    print(f"{gpu['device']}, driver {gpu.get('driver', 'unknown')}, {about['date']}")
-    return run_all([part for part in parts if options.only is None or part.name in options.only], options.out, about)
+    print(f"{gpu['device']}, driver {gpu.get('driver', 'unknown')}, {about['date']}", flush=True)
+    chosen = [[part for part in batch if options.only is None or part.name in options.only] for batch in batches]
+    return run_all([batch for batch in chosen if batch], options.out, about)
 
 
 if __name__ == "__main__":

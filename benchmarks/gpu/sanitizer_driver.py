@@ -28,6 +28,8 @@ def main() -> int:
     integers = torch.arange(9001, device=CUDA, dtype=torch.int8)
     kernels.reduce(integers[:9000], integers[:9000], integers[1:])
     kernels.collect(torch.empty(3, 3000, dtype=torch.int8, device=CUDA), list(integers[1:].view(3, 3000)))
+    apart = torch.empty(3, 3001, dtype=torch.int8, device=CUDA)[:, :3000]
+    kernels.collect(apart, list(integers[1:].view(3, 3000)), first=1)
     flag = torch.zeros(1, dtype=torch.int32, device=CUDA)
     kernels.put(torch.empty(777, dtype=torch.int8, device=CUDA), integers[3:780], flag, 1)
     for block in (torch.float32, torch.bfloat16):

@@ -35,6 +35,8 @@ constexpr Row kTable[] = {
      "file with the measured costs of the transports; unset: hdpcomm/costs.json in the user's "
      "cache"},
     {"HDPCOMM_NCCL", "", "the libnccl.so.2 to use; unset: a wheel's, torch's, or the system's"},
+    {"HDPCOMM_NCCL_CONNECT", "1",
+     "nccl: init() connects each rank with those up to this distance; other pairs at first use"},
     {"HDPCOMM_DEVICE_SLOT_BYTES", "2097152",
      "device memory of a slot, in which a piece of a message arrives; the same on all ranks"},
     {"HDPCOMM_DEVICE_SLOTS", "4", "slots of an ordered pair of ranks on a device"},
@@ -42,6 +44,8 @@ constexpr Row kTable[] = {
      "streams of an ordered pair of ranks, that is, copy engines that share a message"},
     {"HDPCOMM_DEVICE_LANDING_BYTES", "67108864",
      "device memory of a rank in which ring attention's keys and values arrive"},
+    {"HDPCOMM_DEVICE_WINDOW_BYTES", "33554432",
+     "device memory of a rank in which the kernels of its peers read and write"},
 };
 
 std::string read(const Row& row) {

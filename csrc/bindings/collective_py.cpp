@@ -3,6 +3,7 @@
 
 #include "hdpcomm/collective/checker.hpp"
 #include "hdpcomm/collective/cost.hpp"
+#include "hdpcomm/collective/peer_reads.hpp"
 #include "rooms.hpp"
 
 namespace py = pybind11;
@@ -75,7 +76,8 @@ void bindCollective(py::module_& module) {
       [](int op, int group_size, size_t count, size_t element_bytes, double alpha_s,
          double message_s, double beta, double gamma) {
         const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
-        return algorithmName(chooseAlgorithm(request, {alpha_s, message_s, beta, gamma}));
+        return algorithmName(
+            chooseAlgorithm(request, TransportCosts{alpha_s, message_s, beta, gamma}));
       },
       py::arg("op"), py::arg("group_size"), py::arg("count"), py::arg("element_bytes"),
       py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
@@ -86,18 +88,53 @@ void bindCollective(py::module_& module) {
          double message_s, double beta, double gamma) {
         const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
         return estimateSeconds(request, static_cast<Algorithm>(algorithm),
-                               {alpha_s, message_s, beta, gamma});
+                               TransportCosts{alpha_s, message_s, beta, gamma});
       },
       py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"),
       py::arg("element_bytes"), py::arg("alpha_s"), py::arg("message_s"),
       py::arg("beta_s_per_byte"), py::arg("gamma_s_per_byte"));
-  const TransportCosts defaults;
-  py::dict costs;
-  costs["alpha_s"] = defaults.alpha_s;
-  costs["message_s"] = defaults.message_s;
-  costs["beta_s_per_byte"] = defaults.beta_s_per_byte;
-  costs["gamma_s_per_byte"] = defaults.gamma_s_per_byte;
-  module.attr("DEFAULT_COSTS") = costs;
+  const auto named = [](const TransportCosts& each) {
+    py::dict costs;
+    costs["alpha_s"] = each.alpha_s;
+    costs["message_s"] = each.message_s;
+    costs["beta_s_per_byte"] = each.beta_s_per_byte;
+    costs["gamma_s_per_byte"] = each.gamma_s_per_byte;
+    return costs;
+  };
+  module.attr("DEFAULT_COSTS") = named({});
+  const DeviceCosts device;
+  py::dict device_costs = named(device.messages);
+  device_costs["round_s"] = device.reads.round_s;
+  device_costs["signal_s"] = device.reads.signal_s;
+  device_costs["read_s_per_byte"] = device.reads.read_s_per_byte;
+  module.attr("DEVICE_COSTS") = device_costs;
+
+  py::class_<DeviceCosts>(module, "DeviceCosts")
+      .def(py::init([](double alpha_s, double message_s, double beta, double gamma, double round_s,
+                       double signal_s, double read, double window_bytes) {
+             return DeviceCosts{.messages = {alpha_s, message_s, beta, gamma},
+                                .reads = {round_s, signal_s, read},
+                                .window_bytes = window_bytes};
+           }),
+           py::kw_only(), py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
+           py::arg("gamma_s_per_byte"), py::arg("round_s"), py::arg("signal_s"),
+           py::arg("read_s_per_byte"), py::arg("window_bytes") = DeviceCosts{}.window_bytes)
+      .def(
+          "choose",
+          [](const DeviceCosts& costs, int op, int group_size, size_t count, size_t element_bytes) {
+            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+            return algorithmName(chooseAlgorithm(request, costs));
+          },
+          py::arg("op"), py::arg("group_size"), py::arg("count"), py::arg("element_bytes"))
+      .def(
+          "estimate_s",
+          [](const DeviceCosts& costs, int op, int algorithm, int group_size, size_t count,
+             size_t element_bytes) {
+            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+            return estimateSeconds(request, static_cast<Algorithm>(algorithm), costs);
+          },
+          py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"),
+          py::arg("element_bytes"));
 
   using Operation = std::tuple<int, int, size_t, int, bool, bool, std::vector<int>>;
   module.def(

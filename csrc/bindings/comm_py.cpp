@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "hdpcomm/collective/peer_reads.hpp"
 #include "hdpcomm/transport/shm.hpp"
 #include "rooms.hpp"
 
@@ -183,6 +184,12 @@ void bindComm(py::module_& module) {
   module.def("algorithms_of", [](int op) {
     std::vector<std::string> names;
     for (const Algorithm algorithm : algorithmsOf(static_cast<OpCode>(op)))
+      names.push_back(algorithmName(algorithm));
+    return names;
+  });
+  module.def("peer_readers_of", [](int op) {
+    std::vector<std::string> names;
+    for (const Algorithm algorithm : peerReadersOf(static_cast<OpCode>(op)))
       names.push_back(algorithmName(algorithm));
     return names;
   });

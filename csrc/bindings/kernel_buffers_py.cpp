@@ -71,13 +71,14 @@ void fold(const Addresses& outputs, const Addresses& inputs, int64_t count, int 
   HDP_RUN_KERNEL(fold, args);
 }
 
-void collect(uint64_t out, const Addresses& inputs, int64_t bytes, int first, bool cuda,
-             uint64_t stream) {
+void collect(uint64_t out, const Addresses& inputs, int64_t bytes, int64_t stride, int first,
+             bool cuda, uint64_t stream) {
   kernels::CollectArgs args;
   args.num_inputs = fill(args.inputs, inputs);
   args.first = first;
   args.out = pointer(out);
   args.bytes = bytes;
+  args.stride = stride;
   HDP_RUN_KERNEL(collect, args);
 }
 
@@ -111,7 +112,7 @@ void bindKernelBuffers(py::module_& module) {
   module.def("fold", &fold, py::arg("outputs"), py::arg("inputs"), py::arg("count"),
              py::arg("dtype"), py::arg("op"), py::arg("cuda"), py::arg("stream"));
   module.def("collect", &collect, py::arg("out"), py::arg("inputs"), py::arg("bytes"),
-             py::arg("first"), py::arg("cuda"), py::arg("stream"));
+             py::arg("stride"), py::arg("first"), py::arg("cuda"), py::arg("stream"));
   module.def("put", &put, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("flag"),
              py::arg("value"), py::arg("cuda"), py::arg("stream"));
 }

@@ -109,6 +109,15 @@ void bindFake(py::module_& module) {
       .def("fail_next", &FakeNccl::failNext, py::arg("function"), py::arg("rank"), py::arg("code"))
       .def("set_async_error", &FakeNccl::setAsyncError, py::arg("rank"), py::arg("code"))
       .def("stall_init", &FakeNccl::stallInit)
+      .def("stall_groups", &FakeNccl::stallGroups, py::arg("rank"))
+      // The table for a rank of an engine: its operations go to the streams of this device.
+      .def(
+          "library",
+          [](FakeNccl& fake, int rank, const DevicePtr& device) {
+            fake.attach(rank, device);
+            return std::const_pointer_cast<NcclApi>(fake.api());
+          },
+          py::arg("rank"), py::arg("device"))
       .def(
           "join",
           [](FakeNccl& fake, int rank, double timeout_s, std::vector<int> nodes) {

@@ -2,6 +2,8 @@
 // hdpcomm/comm/devices.py checks them and keeps them alive.
 #include <pybind11/stl.h>
 
+#include "hdpcomm/comm/link_mover.hpp"
+#include "hdpcomm/comm/nccl_mover.hpp"
 #include "hdpcomm/comm/stream_engine.hpp"
 #include "rooms.hpp"
 
@@ -66,9 +68,10 @@ StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Commu
                         int op, uintptr_t in, uintptr_t out, size_t count, int dtype, int redop,
                         int root, int algorithm, uintptr_t stream, bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan = comm.plan({.count = count, .dtype = static_cast<DType>(dtype)},
-                                            {static_cast<OpCode>(op), static_cast<RedOp>(redop),
-                                             root, static_cast<Algorithm>(algorithm)});
+  const Communicator::Plan plan = comm.plan(
+      {.count = count, .dtype = static_cast<DType>(dtype)},
+      {static_cast<OpCode>(op), static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm)},
+      engine->planning());
   const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
                                        reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
@@ -79,12 +82,12 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
                       std::vector<size_t> in_counts, int algorithm, uintptr_t stream,
                       bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan =
-      comm.plan({.count = 0,
-                 .dtype = static_cast<DType>(dtype),
-                 .in_counts = std::move(in_counts),
-                 .out_counts = std::move(out_counts)},
-                {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)});
+  const Communicator::Plan plan = comm.plan(
+      {.count = 0,
+       .dtype = static_cast<DType>(dtype),
+       .in_counts = std::move(in_counts),
+       .out_counts = std::move(out_counts)},
+      {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)}, engine->planning());
   const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
                                        reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
@@ -92,13 +95,32 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
 
 std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& device,
                                    size_t slot_bytes, int num_slots, int num_lanes,
-                                   size_t landing_bytes) {
+                                   size_t landing_bytes, size_t window_bytes,
+                                   const DeviceCosts& costs) {
   const py::gil_scoped_release release;
-  auto engine = StreamEngine::join(comm, device,
-                                   {.slot_bytes = slot_bytes,
-                                    .num_slots = num_slots,
-                                    .num_lanes = num_lanes,
-                                    .landing_bytes = landing_bytes});
+  auto engine = joinLinks(comm, device,
+                          {.slot_bytes = slot_bytes,
+                           .num_slots = num_slots,
+                           .num_lanes = num_lanes,
+                           .landing_bytes = landing_bytes,
+                           .window_bytes = window_bytes},
+                          costs);
+  comm.world().attach(engine);
+  return engine;
+}
+
+using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
+
+std::shared_ptr<StreamEngine> joinByNccl(const Communicator& comm, const DevicePtr& device,
+                                         const std::shared_ptr<NcclApi>& library,
+                                         int connect_distance, const LinkCosts& inside,
+                                         const LinkCosts& between) {
+  const py::gil_scoped_release release;
+  const auto costsOf = [](const LinkCosts& costs) {
+    return std::make_from_tuple<TransportCosts>(costs);
+  };
+  auto engine = joinNccl(comm, device, library, connect_distance,
+                         {.inside = costsOf(inside), .between = costsOf(between)});
   comm.world().attach(engine);
   return engine;
 }
@@ -115,7 +137,13 @@ void bindStream(py::module_& module) {
       });
   py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine")
       .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
-                  py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"))
+                  py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"),
+                  py::arg("window_bytes"), py::arg("costs"))
+      .def_static("join_nccl", &joinByNccl, py::arg("comm"), py::arg("device"), py::arg("library"),
+                  py::arg("connect_distance"), py::arg("inside"), py::arg("between"))
+      .def_property_readonly("name", &StreamEngine::name)
+      .def_property_readonly("reads_peers",
+                             [](const StreamEngine& e) { return e.planning().peer_reads; })
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
@@ -145,7 +173,10 @@ void bindStream(py::module_& module) {
         result["bytes_received"] = stats.bytes_received;
         result["messages_sent"] = stats.messages_sent;
         result["messages_received"] = stats.messages_received;
+        result["remote_bytes_sent"] = stats.remote_bytes_sent;
+        result["remote_bytes_received"] = stats.remote_bytes_received;
         result["peers"] = stats.peers_used;
+        result["predicted_buffer_bytes"] = engine.predictedBufferBytes();
         return result;
       });
 }

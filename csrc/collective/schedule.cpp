@@ -6,6 +6,7 @@
 
 #include "algorithms.hpp"
 #include "hdpcomm/base/error.hpp"
+#include "hdpcomm/collective/peer_reads.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -166,7 +167,12 @@ Schedule makeSchedule(const ScheduleRequest& request) {
     for (const Entry& entry : entries)
       known += std::string(known.empty() ? "" : ", ") + algorithmName(entry.algorithm);
     throwInvalidUsage(std::string(opName(request.op)) + " has no algorithm '" +
-                      algorithmName(request.algorithm) + "'; it has: " + known);
+                      algorithmName(request.algorithm) + "'" +
+                      (readsPeers(request.algorithm)
+                           ? " of messages (its kernels read the peers' memory: it is for device "
+                             "tensors of the transports cuda and sim)"
+                           : "") +
+                      "; it has: " + known);
   }
   Builder builder(request);
   builder.schedule.algorithm = found->algorithm;

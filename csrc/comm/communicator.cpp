@@ -1,6 +1,9 @@
 #include "hdpcomm/comm/communicator.hpp"
 
+#include <algorithm>
 #include <numeric>
+
+#include "hdpcomm/collective/peer_reads.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -21,6 +24,19 @@ uint64_t hashRanks(const std::vector<int>& ranks) {
 // For an operation that ends before the call of its owner: counting owners would be two atomic
 // operations for each message.
 Ranks borrow(const Ranks& ranks) { return Ranks(Ranks(), ranks.get()); }
+
+// Of an algorithm that the caller named; another operation's is left to makeSchedule().
+bool hasPeerReader(const ScheduleRequest& request) {
+  const auto& readers = peerReadersOf(request.op);
+  if (std::find(readers.begin(), readers.end(), request.algorithm) == readers.end()) return false;
+  if (request.group_size > kMaxPeerReaders) {
+    throwInvalidUsage(std::string(opName(request.op)) + "() got algorithm '" +
+                      algorithmName(request.algorithm) + "' for " +
+                      std::to_string(request.group_size) + " ranks; its kernels read up to " +
+                      std::to_string(kMaxPeerReaders) + ": take another one, or 'auto'");
+  }
+  return true;
+}
 
 Ranks allRanks(int size) {
   std::vector<int> ranks(static_cast<size_t>(size));
@@ -78,7 +94,8 @@ void Communicator::checkPosition(int position, const char* what) const {
                     " (positions in it, not global ranks)");
 }
 
-Communicator::Plan Communicator::plan(const Operands& operands, const Options& options) const {
+Communicator::Plan Communicator::plan(const Operands& operands, const Options& options,
+                                      const Planning& planning) const {
   const OpCode op = options.op;
   if (options.root >= 0 || op == OpCode::kBroadcast || op == OpCode::kReduce ||
       op == OpCode::kGather || op == OpCode::kScatter) {
@@ -96,17 +113,22 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
   request.in_counts = operands.in_counts;
   request.out_counts = operands.out_counts;
   request.nodes = nodes_;
-  auto schedule = world_->schedule(request);
+  const ScheduleRequest asked = request;
+  if (planning.choose && request.algorithm == Algorithm::kAuto) {
+    request.algorithm = planning.choose(request);
+  }
+  const bool reads = planning.peer_reads && hasPeerReader(request);
+  auto schedule = reads ? nullptr : world_->schedule(request);
   Call call;
   call.subset_hash = hash_;
   call.count = operands.count;  // 0 when ragged: the pairs' sizes are checked message by message
   call.op = op;
   call.dtype = operands.dtype;
   call.redop = options.redop;
-  call.algorithm = schedule->algorithm;
+  call.algorithm = reads ? request.algorithm : schedule->algorithm;
   call.root = static_cast<int16_t>(options.root);
   call.group_size = static_cast<uint16_t>(size());
-  return {call, std::move(schedule)};
+  return {call, asked, std::move(schedule)};
 }
 
 CollectiveWork Communicator::makeCollective(Ranks ranks, const Operands& operands,

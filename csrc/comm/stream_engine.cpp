@@ -6,10 +6,9 @@
 
 namespace hdpcomm {
 
-using device::Arena;
-using device::ArenaConfig;
 using device::CallBoard;
 using device::CallEntry;
+using device::SharedBoard;
 
 OwnedEvent EventPool::take() {
   {
@@ -34,6 +33,20 @@ StreamWork::~StreamWork() {
   for (OwnedEvent& event : ends_) events_->give(std::move(event));
 }
 
+StreamMover::Traffic StreamMover::trafficOf(const Collective& operation) const {
+  Traffic traffic{.sent = std::vector<uint64_t>(operation.ranks.size()),
+                  .received = std::vector<uint64_t>(operation.ranks.size())};
+  for (const Step& step : operation.plan.schedule->steps) {
+    for (const Send& each : step.sends) {
+      traffic.sent[static_cast<size_t>(each.peer)] += each.from.bytes;
+    }
+    for (const Recv& each : step.recvs) {
+      traffic.received[static_cast<size_t>(each.peer)] += each.to.bytes;
+    }
+  }
+  return traffic;
+}
+
 StreamWork::Share& StreamWork::shareOf(int peer) {
   for (Share& share : shares_) {
     if (share.peer == peer) return share;
@@ -41,97 +54,46 @@ StreamWork::Share& StreamWork::shareOf(int peer) {
   return shares_.emplace_back(Share{.peer = peer});
 }
 
-namespace {
-
-// What every rank tells every other one as it joins.
-struct Introduction {
-  MemoryHandle arena;
-  ArenaConfig config;
-  int32_t ordinal;
-  int32_t sim;
-};
-
-std::vector<Introduction> introduce(const Communicator& comm, const Introduction& own) {
-  std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
-  const Communicator::Operands operands{.in = &own, .out = everyone.data(), .count = sizeof own};
-  comm.collective(operands, {.op = OpCode::kAllGather}, 0, {});
-  return everyone;
-}
-
-std::shared_ptr<CallBoard> shareBoard(const Communicator& comm) {
+std::shared_ptr<SharedBoard> StreamEngine::shareBoard(const Communicator& comm) {
   char address[64] = {};
-  std::shared_ptr<CallBoard> board;
+  std::shared_ptr<SharedBoard> board;
   if (comm.rank() == 0) {
-    board = CallBoard::create(comm.size());
+    board = SharedBoard::create(comm.size());
     std::snprintf(address, sizeof address, "%s", board->address().c_str());
   }
   const Communicator::Operands operands{.in = address, .out = address, .count = sizeof address};
   comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  return board != nullptr ? board : CallBoard::open(address, comm.size());
+  return board != nullptr ? board : SharedBoard::open(address, comm.size());
 }
 
-void checkIntroductions(const Communicator& comm, const DevicePtr& device,
-                        const std::vector<Introduction>& everyone) {
-  const Introduction& own = everyone[static_cast<size_t>(comm.rank())];
-  for (int peer = 0; peer < comm.size(); ++peer) {
-    const Introduction& other = everyone[static_cast<size_t>(peer)];
-    const ErrorContext context{
-        .rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1};
-    if (other.sim != own.sim || !(other.config == own.config)) {
-      throw Error(ErrorKind::kMismatch,
-                  "ranks " + std::to_string(comm.rank()) + " and " + std::to_string(peer) +
-                      " joined with different transports or HDPCOMM_DEVICE_* settings: start all "
-                      "ranks with the same ones",
-                  context);
-    }
-    if (!device->canAccessPeer(other.ordinal)) {
-      throw Error(ErrorKind::kInvalidUsage,
-                  "device " + std::to_string(own.ordinal) + " of rank " +
-                      std::to_string(comm.rank()) + " cannot read the memory of device " +
-                      std::to_string(other.ordinal) + " of rank " + std::to_string(peer) +
-                      ": this transport needs peer access between all GPUs; use another one",
-                  context);
-    }
-  }
-}
-
-}  // namespace
-
-std::shared_ptr<StreamEngine> StreamEngine::join(const Communicator& comm, DevicePtr device,
-                                                 const ArenaConfig& config) {
-  auto arena = std::make_unique<Arena>(device, config, comm.size(), comm.rank());
-  const Introduction own{arena->exportOwn(), config, device->ordinal(), device->isSim()};
-  const std::vector<Introduction> everyone = introduce(comm, own);
-  checkIntroductions(comm, device, everyone);
-  std::vector<MemoryHandle> handles;
-  for (const Introduction& each : everyone) handles.push_back(each.arena);
-  arena->importPeers(handles);
-  const std::shared_ptr<CallBoard> board = shareBoard(comm);
+std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, DevicePtr device,
+                                                  std::shared_ptr<CallBoard> board,
+                                                  std::unique_ptr<StreamMover> mover) {
   board->enter(comm.rank());
-  // Every rank has mapped every arena and the board before anybody goes on.
+  // Every rank has mapped the board, and all that its mover shares, before anybody goes on.
   device->annotateRelease(board->key());
   comm.collective({}, {.op = OpCode::kBarrier}, 0, {});
   device->annotateAcquire(board->key());
-  board->release();
-  return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), board, std::move(arena),
-                                                        comm.size(), comm.rank(),
+  board->opened();
+  return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), std::move(board),
+                                                        std::move(mover), comm.size(), comm.rank(),
                                                         comm.world().timeout()));
 }
 
 StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
-                           std::unique_ptr<Arena> arena, int num_ranks, int rank, double timeout_s)
+                           std::unique_ptr<StreamMover> mover, int num_ranks, int rank,
+                           double timeout_s)
     : device_(std::move(device)),
       num_ranks_(num_ranks),
       rank_(rank),
       timeout_s_(timeout_s),
       board_(std::move(board)),
       events_(std::make_shared<EventPool>(device_)),
-      arena_(std::move(arena)),
-      host_stream_(device_, device_->createStream()),
+      mover_(std::move(mover)),
+      host_stream_(device_->isSim() ? OwnedStream(device_, device_->createStream())
+                                    : OwnedStream()),
       background_stream_(device_, device_->createStream()),
       control_stream_(device_, device_->createStream()),
-      step_event_(device_, device_->createEvent()),
-      scratch_(device_),
       peers_(static_cast<size_t>(num_ranks)),
       watcher_([this] { watch(); }) {}
 
@@ -165,18 +127,6 @@ void StreamEngine::checkMembers(const StreamWork& work) const {
   }
 }
 
-device::Link& StreamEngine::link(int peer) {
-  Peer& entry = peers_[static_cast<size_t>(peer)];
-  if (entry.link == nullptr) {
-    entry.link = std::make_unique<device::Link>(device_, *arena_, rank_, peer);
-  }
-  if (!entry.used && peer != rank_) {
-    entry.used = true;
-    ++stats_.peers_used;
-  }
-  return *entry.link;
-}
-
 StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream caller) {
   checkUsable();
   auto work = std::make_shared<StreamWork>(call, std::move(ranks), events_);
@@ -205,6 +155,7 @@ void StreamEngine::post(int peer, const CallEntry& entry) {
 void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
   Peer& other = peers_[static_cast<size_t>(peer)];
   ++other.num_expected;
+  board_->expect(peer, rank_, entry);
   ++work->uncompared_;
   other.expected.push_back({work, entry});
 }
@@ -215,10 +166,10 @@ template <typename Tell, typename Enqueue>
 void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue) {
   checkMembers(*work);
   if (!work->captured_) running_.push_back(work);
-  tell();
-  compareCalls();
-  if (failed_) throw work->error_ ? *work->error_ : *failed_;
   try {
+    tell();
+    compareCalls();
+    if (failed_) throw work->error_ ? *work->error_ : *failed_;
     work->begin_ = events_->take();
     device_->record(work->begin_.get(), caller);
     enqueue();
@@ -229,28 +180,12 @@ void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue
   work->submitted_ = true;
 }
 
-void StreamEngine::checkLanding(const Message& message, bool received) const {
-  if (message.landing == kNoLanding) return;
-  const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing > landingBytes() || bytes > landingBytes() - message.landing) {
-    throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
-                      std::to_string(message.landing) + "; the zone has " +
-                      std::to_string(landingBytes()) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
-  }
-  if (received && message.data != landing() + message.landing) {
-    throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
-                      std::to_string(message.landing) +
-                      " of the landing zone; pass a view of landing_zone().memory there");
-  }
-}
-
 std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
                                                    const std::vector<Message>& sends,
                                                    const std::vector<Message>& recvs, Stream caller,
                                                    bool background) {
-  for (const Message& message : sends) checkLanding(message, false);
-  for (const Message& message : recvs) checkLanding(message, true);
   const std::lock_guard lock(mutex_);
+  mover_->prepare(sends, recvs);
   Call described = call;
   if (sends.size() + recvs.size() == 1) {  // for messages about it
     const Message& only = sends.empty() ? recvs[0] : sends[0];
@@ -271,38 +206,14 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     for (const Message& message : recvs) expect(work, message.peer, entryOf(message));
   };
   submit(work, caller, tell, [&] {
-    device::Fork fork(*device_, work->begin_.get());
-    for (const Message& message : recvs) receive(message, fork);
-    for (const Message& message : sends) send(message, fork);
-    for (const device::Lane* lane : fork.lanes()) {
+    const StreamMover::Exchange operation{sends, recvs, work->begin_.get(), caller, background};
+    for (const Stream stream : mover_->exchange(operation, lookOut(*work))) {
       work->ends_.push_back(events_->take());
-      device_->record(work->ends_.back().get(), lane->stream());
-      if (!background) device_->wait(caller, work->ends_.back().get());
+      device_->record(work->ends_.back().get(), stream);
+      if (!background && stream != caller) device_->wait(caller, work->ends_.back().get());
     }
   });
   return work;
-}
-
-void StreamEngine::receive(const Message& message, device::Fork& fork) {
-  const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing == kNoLanding) {
-    link(message.peer).receive({.data = message.data, .bytes = bytes}, fork);
-  } else {
-    link(message.peer).land(bytes, fork);
-  }
-  ++stats_.messages_received;
-  stats_.bytes_received += bytes;
-}
-
-void StreamEngine::send(const Message& message, device::Fork& fork) {
-  const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing == kNoLanding) {
-    link(message.peer).send(message.data, bytes, fork);
-  } else {
-    link(message.peer).put(message.data, bytes, message.landing, fork);
-  }
-  ++stats_.messages_sent;
-  stats_.bytes_sent += bytes;
 }
 
 std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& plan, Ranks ranks,
@@ -312,30 +223,28 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
   const std::lock_guard lock(mutex_);
   const WorkPtr work = begin(plan.call, std::move(ranks), caller);
   const Stream stream = background ? background_stream_.get() : caller;
-  const size_t temp_bytes = plan.schedule->temp_bytes;
-  std::byte* temp = temp_bytes > 0 ? scratch_.take(temp_bytes, stream, work->captured_) : nullptr;
-  std::vector<uint64_t> sent(work->ranks_->size());
-  std::vector<uint64_t> received(work->ranks_->size());
-  for (const Step& step : plan.schedule->steps) {
-    for (const Send& each : step.sends) sent[static_cast<size_t>(each.peer)] += each.from.bytes;
-    for (const Recv& each : step.recvs) received[static_cast<size_t>(each.peer)] += each.to.bytes;
-  }
+  const StreamMover::Collective operation{.plan = plan,
+                                          .ranks = *work->ranks_,
+                                          .in = static_cast<std::byte*>(const_cast<void*>(in)),
+                                          .out = static_cast<std::byte*>(out),
+                                          .stream = stream,
+                                          .captured = work->captured_};
+  mover_->prepare(operation);
+  const StreamMover::Traffic traffic = mover_->trafficOf(operation);
   for (const int peer : *work->ranks_) {
     if (peer != rank_) this->plan(*work, peer, 1, 1);
   }
   const auto tell = [&] {
-    for (size_t i = 0; i < sent.size(); ++i) {
+    for (size_t i = 0; i < work->ranks_->size(); ++i) {
       const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;
-      post(peer, {plan.call, kNoLanding, sent[i]});
-      expect(work, peer, {plan.call, kNoLanding, received[i]});
+      post(peer, {plan.call, traffic.landing, traffic.sent[i]});
+      expect(work, peer, {plan.call, traffic.landing, traffic.received[i]});
     }
   };
   submit(work, caller, tell, [&] {
     if (background) device_->wait(stream, work->begin_.get());
-    const Buffers buffers{static_cast<std::byte*>(const_cast<void*>(in)),
-                          static_cast<std::byte*>(out), temp};
-    runSchedule(*plan.schedule, *work, buffers, stream);
+    mover_->collective(operation, lookOut(*work));
     work->ends_.push_back(events_->take());
     device_->record(work->ends_.back().get(), stream);
   });
@@ -344,12 +253,17 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
 
 size_t StreamEngine::scratchBytes() const {
   const std::lock_guard lock(mutex_);
-  return scratch_.bytes();
+  return mover_->scratchBytes();
+}
+
+uint64_t StreamEngine::predictedBufferBytes() const {
+  const std::lock_guard lock(mutex_);
+  return mover_->predictedBufferBytes();
 }
 
 TransportStats StreamEngine::stats() const {
   const std::lock_guard lock(mutex_);
-  return stats_;
+  return mover_->stats();
 }
 
 }  // namespace hdpcomm

@@ -4,7 +4,6 @@
 
 #include "hdpcomm/base/env.hpp"
 #include "hdpcomm/comm/stream_engine.hpp"
-#include "hdpcomm/transport/device/retired.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -124,7 +123,7 @@ std::optional<Error> StreamEngine::refusalOf(const StreamWork& work,
   context.peer = share.peer;
   if (state == BoardState::kClosed) {
     text += " while rank " + std::to_string(rank_) + " waited for it in " + describe(work.call_);
-  } else if (text.find("(told by") == std::string::npos) {
+  } else if (context.rank != rank_ && text.find("(told by") == std::string::npos) {
     text += " (told by rank " + std::to_string(share.peer) + ")";
   }
   return placed(Error(words.kind(), text, context), work);
@@ -200,11 +199,22 @@ bool StreamEngine::releaseOnce() {
   std::erase_if(released_, [&](const WorkPtr& work) { return !work->submitted_ || ended(*work); });
   if (device_lost_) released_.clear();
   if (released_.empty()) return true;
-  for (const Peer& peer : peers_) {
-    if (peer.link != nullptr) peer.link->release(control_stream_.get());
-  }
+  mover_->release(control_stream_.get());
   device_->synchronize(control_stream_.get(), kDrain);
   return false;
+}
+
+// For a mover that waits on the host in the middle of an operation.
+StreamMover::Look StreamEngine::lookOut(StreamWork& work) {
+  return [this, &work, start = Clock::now()] {
+    compareCalls();
+    if (failed_) throw work.error_ ? *work.error_ : *failed_;
+    const auto now = Clock::now();
+    if (const std::optional<Error> loss = lossOf(work, now)) throw *loss;
+    if (const double seconds = secondsBetween(start, now); seconds > timeout_s_) {
+      throw timeoutOf(work, seconds);
+    }
+  };
 }
 
 void StreamEngine::lookAround() {
@@ -213,6 +223,11 @@ void StreamEngine::lookAround() {
     return;
   }
   compareCalls();
+  try {
+    mover_->checkHealth();
+  } catch (const Error& error) {  // of the mover: the device itself goes on
+    fail(error);
+  }
   const auto now = Clock::now();
   for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
     if (failed_ || !work->submitted_) return;
@@ -314,6 +329,13 @@ bool StreamEngine::conclude(const WorkPtr& work) {
       if (share.peer != rank_) failWork(*work, *refusalOf(*work, share));
     }
     agreed = agreed && heard;
+    // What it was to be compared with may come later than its message.
+    if (work->uncompared_ > 0 && share.expects > 0) {
+      agreed = false;
+      if (share.peer != rank_ && board_->state(share.peer) != BoardState::kReady) {
+        failWork(*work, *refusalOf(*work, share));
+      }
+    }
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
   if (!agreed) return false;
@@ -376,15 +398,7 @@ void StreamEngine::close(const std::string& reason) {
   lock.unlock();
   wake_.notify_all();
   watcher_.join();
-  if (released_.empty() && !device_lost_) retire();
-}
-
-// Peers may still write into this rank's arena: a slot's credit, say. It goes when nobody does.
-void StreamEngine::retire() {
-  device_->annotateRelease(board_->key());
-  peers_.clear();
-  board_->depart(rank_);
-  device::retireArena(std::move(arena_), board_);
+  if (released_.empty() && !device_lost_) mover_->retire();
 }
 
 }  // namespace hdpcomm

@@ -387,8 +387,18 @@ void World::attach(std::shared_ptr<WorldPart> part) {
   part_ = std::move(part);
 }
 
+std::optional<Error> World::departure(int peer) {
+  std::lock_guard lock(mutex_);
+  transport_->progress();
+  return transport_->departure(peer);
+}
+
 void World::abort(const std::string& reason) {
   if (const auto part = part_) part->abort(reason);
+  abortTransport(reason);
+}
+
+void World::abortTransport(const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (!abort_reason_.empty() || closed_.load(std::memory_order_relaxed)) return;
   abort_reason_ = reason.empty() ? "no reason given" : reason;

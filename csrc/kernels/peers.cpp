@@ -79,6 +79,11 @@ void foldCpu(const FoldArgs& args) {
 void checkCollect(const CollectArgs& args) {
   checkPeers("inputs of a collect", args.num_inputs);
   checkCount("collect", args.bytes);
+  if (args.stride < args.bytes) {
+    throwInvalidUsage("the places of a collect are " + std::to_string(args.stride) +
+                      " bytes apart; expected at least the " + std::to_string(args.bytes) +
+                      " bytes of an input");
+  }
   if (args.first < 0 || args.first >= args.num_inputs) {
     throwInvalidUsage("first is " + std::to_string(args.first) + "; expected 0 to " +
                       std::to_string(args.num_inputs - 1));
@@ -89,7 +94,7 @@ void collectCpu(const CollectArgs& args) {
   checkCollect(args);
   for (int i = 0; i < args.num_inputs && args.bytes > 0; ++i) {
     const int p = (args.first + i) % args.num_inputs;
-    char* place = static_cast<char*>(args.out) + p * args.bytes;
+    char* place = static_cast<char*>(args.out) + p * args.stride;
     if (place != args.inputs[p]) {
       std::memcpy(place, args.inputs[p], static_cast<size_t>(args.bytes));
     }

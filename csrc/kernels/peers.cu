@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
     collectKernel(const __grid_constant__ CollectArgs args) {
   const int p = (args.first + static_cast<int>(blockIdx.y)) % args.num_inputs;
   const auto* from = static_cast<const uint8_t*>(args.inputs[p]);
-  auto* to = static_cast<uint8_t*>(args.out) + p * args.bytes;
+  auto* to = static_cast<uint8_t*>(args.out) + p * args.stride;
   if (from == to) return;
   const Slices slices = sliceBuffer(to, args.bytes, 1, shiftedBy(to, from));
   const uint8_t* body = from + slices.head;

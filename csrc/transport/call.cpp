@@ -50,8 +50,9 @@ const char* redOpName(RedOp op) {
 
 const char* algorithmName(Algorithm algorithm) {
   static constexpr const char* kNames[kNumAlgorithms] = {
-      "auto",  "ring", "direct",       "binomial",          "dissemination", "recursive",
-      "bruck", "pat",  "rabenseifner", "scatter_allgather", "chain",         "hierarchical"};
+      "auto",      "ring",         "direct",   "binomial",     "dissemination",
+      "recursive", "bruck",        "pat",      "rabenseifner", "scatter_allgather",
+      "chain",     "hierarchical", "one_shot", "two_shot"};
   const auto index = static_cast<size_t>(algorithm);
   return index < kNumAlgorithms ? kNames[index] : "unknown algorithm";
 }

@@ -13,6 +13,23 @@ def schedule(
 ) -> dict[str, Any]: ...
 
 DEFAULT_COSTS: dict[str, float]
+DEVICE_COSTS: dict[str, float]
+
+class DeviceCosts:
+    def __init__(
+        self,
+        *,
+        alpha_s: float,
+        message_s: float,
+        beta_s_per_byte: float,
+        gamma_s_per_byte: float,
+        round_s: float,
+        signal_s: float,
+        read_s_per_byte: float,
+        window_bytes: float = ...,
+    ) -> None: ...
+    def choose(self, op: int, group_size: int, count: int, element_bytes: int) -> str: ...
+    def estimate_s(self, op: int, algorithm: int, group_size: int, count: int, element_bytes: int) -> float: ...
 
 def choose(
     op: int,

@@ -1,12 +1,15 @@
 from collections.abc import Sequence
 
+from hdpcomm._core.collective import DeviceCosts
 from hdpcomm._core.device import Device
+from hdpcomm._core.scale import Costs, NcclLibrary
 
 OPS: dict[str, int]
 REDOPS: dict[str, int]
 ALGORITHMS: dict[str, int]
 
 def algorithms_of(op: int) -> list[str]: ...
+def peer_readers_of(op: int) -> list[str]: ...
 def create_segment(num_ranks: int) -> ShmSegment: ...
 def open_segment(address: str, num_ranks: int) -> ShmSegment: ...
 def host_identity() -> str: ...
@@ -79,10 +82,30 @@ class StreamWork:
 class StreamEngine:
     @staticmethod
     def join(
-        comm: Communicator, device: Device, slot_bytes: int, num_slots: int, num_lanes: int, landing_bytes: int
+        comm: Communicator,
+        device: Device,
+        slot_bytes: int,
+        num_slots: int,
+        num_lanes: int,
+        landing_bytes: int,
+        window_bytes: int,
+        costs: DeviceCosts,
+    ) -> StreamEngine: ...
+    @staticmethod
+    def join_nccl(
+        comm: Communicator,
+        device: Device,
+        library: NcclLibrary,
+        connect_distance: int,
+        inside: Costs,
+        between: Costs,
     ) -> StreamEngine: ...
     @property
+    def name(self) -> str: ...  # of the transport
+    @property
     def device(self) -> Device: ...
+    @property
+    def reads_peers(self) -> bool: ...  # has the algorithms of peer_readers_of()
     @property
     def host_stream(self) -> int: ...
     @property

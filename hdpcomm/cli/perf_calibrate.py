@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from hdpcomm.cli.output import check_writable
 from hdpcomm.errors import InvalidUsage
@@ -20,37 +19,39 @@ def calibrate(file: Path | None, joined: bool, ranks: int, *, transport: str, ti
     ``ranks`` ranks; otherwise they are started here. Returns the exit code.
     """
     from hdpcomm.comm.costs import costs_path, save_costs
-    from hdpcomm.perf.calibrate import COSTS
 
     path = file or costs_path()
     _check_costs(path)
     os.environ.pop("HDPCOMM_COSTS", None)  # init() is not to look for the file that is made here
     if joined:
-        costs = calibrate_rank(transport, timeout)
+        name, costs = calibrate_rank(transport, timeout)
         if int(os.environ["RANK"]) != 0:
             return 0
     else:
         from hdpcomm.comm.launch import run_ranks
 
-        costs = run_ranks(calibrate_rank, ranks, transport, timeout)[0]
-    save_costs(costs["transport"], {name: costs[name] for name in COSTS}, path)
-    print(
-        f"{costs['transport']}: alpha {costs['alpha_s'] * 1e6:.2f} us, message {costs['message_s'] * 1e6:.2f} us, "
-        f"beta {costs['beta_s_per_byte'] * 1e9:.4f} ns/byte, gamma {costs['gamma_s_per_byte'] * 1e9:.4f} ns/byte"
-    )
+        name, costs = run_ranks(calibrate_rank, ranks, transport, timeout)[0]
+    save_costs(name, costs, path)
+    print(f"{name}: {', '.join(_shown(key, value) for key, value in costs.items())}")
     print(f"written to {path}")
     return 0
 
 
-def calibrate_rank(transport: str, timeout: float | None) -> dict[str, Any]:
-    """A rank of --calibrate."""
+def _shown(key: str, seconds: float) -> str:
+    """As "alpha 1.00 us", "beta 0.1200 ns/byte"."""
+    name = key.split("_")[0]
+    return f"{name} {seconds * 1e9:.4f} ns/byte" if key.endswith("_per_byte") else f"{name} {seconds * 1e6:.2f} us"
+
+
+def calibrate_rank(transport: str, timeout: float | None) -> tuple[str, dict[str, float]]:
+    """A rank of --calibrate: the name of the transport, and its costs."""
     from hdpcomm.comm import init
     from hdpcomm.perf.calibrate import measure
 
     with init(transport=transport, timeout=timeout) as comm:
         costs = measure(comm)
         comm.barrier()
-        return costs
+        return comm.transport, costs
 
 
 def _check_costs(path: Path) -> None:

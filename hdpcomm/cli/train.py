@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _DESCRIPTION = """Trains a Llama-style model on byte-level text with Hybrid Data Parallelism: every step plans how many
-ranks each sequence takes, from its length. Starts the ranks on this machine; under torchrun it joins the given world
-instead. Then it does the same on the same batches with a static DP x CP mesh, unless --no-compare."""
+ranks each sequence takes, from its length. Starts the ranks on this machine; under torchrun, srun or mpirun it joins
+the given world instead. Then it does the same on the same batches with a static DP x CP mesh, unless --no-compare."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -113,14 +113,16 @@ class _Job:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from hdpcomm.comm.launchers import joined, rank_and_size
+
     check_writable(options.json)
     check_writable(options.log)
-    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    ranks = _ranks(options.ranks, joined)
+    place = rank_and_size() if joined() else None
+    ranks = _ranks(options.ranks, None if place is None else place[1])
     job = _job(options, ranks)
-    if joined:
+    if place is not None:
         result = run_rank(job)
-        if int(os.environ["RANK"]) != 0:
+        if place[0] != 0:
             return 0
     else:
         result = _start_ranks(job, ranks)
@@ -128,14 +130,14 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _ranks(asked: int | None, joined: bool) -> int:
-    if not joined:
+def _ranks(asked: int | None, world: int | None) -> int:
+    """``world``: the ranks that a launcher has started."""
+    if world is None:
         return asked or 4
-    world = int(os.environ["WORLD_SIZE"])
     if asked is not None and asked != world:
         raise InvalidUsage(
-            f"--ranks {asked} was given, and this world of torchrun has {world} ranks; leave --ranks out or make "
-            "them equal"
+            f"--ranks {asked} was given, and the launcher has started {world} ranks; leave --ranks out or make them "
+            "equal"
         )
     return world
 

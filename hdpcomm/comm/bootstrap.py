@@ -10,18 +10,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.costs import load_costs
-from hdpcomm.comm.device_communicator import DeviceCommunicator
-from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, automatic, join_devices
-from hdpcomm.comm.launchers import master, place
+from hdpcomm.comm.costs import link_costs, load_costs
+from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
+from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
@@ -37,6 +38,8 @@ class ThreadRank:
     rank: int
     timeout: float
     transport: str = "shm"
+    nccl_source: NcclSource | None = None
+    hosts: tuple[int, ...] = ()
     worlds: list[_core.comm.World] = field(default_factory=list)
 
 
@@ -59,9 +62,10 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
 
     transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
         torch); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may
-        share a GPU); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each host and
-        torch between hosts, and cuda where torch sees a GPU and all ranks share a host. ``HDPCOMM_TRANSPORT`` says
-        what ``auto`` means.
+        share a GPU); ``nccl`` (ranks on any hosts, one GPU each; host tensors as with auto, and CUDA tensors by one
+        NCCL communicator); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each host
+        and torch between hosts, and where torch sees a GPU cuda if all ranks share a host, else nccl.
+        ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
     """
@@ -75,7 +79,9 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world = _core.comm.join_shm_world(joining.segment, joining.rank, timeout=seconds, joining=seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
-        return _communicator(world, transport)
+        if joining.hosts:
+            _set_nodes(world, joining.hosts, load_costs("torch"))
+        return _communicator(world, transport, joining.nccl_source)
     rank, size = _rank_and_size()
     if size == 1:
         world = _join_alone(transport, seconds)
@@ -85,8 +91,18 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         store.set_timeout(datetime.timedelta(seconds=seconds))
         world = _join_processes(transport, store, rank, size, seconds, deadline)
     _open_worlds.add(world)
-    device = automatic() if transport == "auto" and world.transport == "shm" else None
+    device = _automatic(world) if transport == "auto" else None
     return _communicator(world, device or transport)
+
+
+def _automatic(world: _core.comm.World) -> str | None:
+    """The device transport that auto adds, if any; hosts without GPUs leave all ranks without."""
+    device = automatic(world.transport)
+    if world.transport != "shm":
+        seen = torch.tensor([device is not None], dtype=torch.int32)
+        Communicator(world.communicator(), world.rank, world.size).all_reduce(seen, "min")
+        device = device if seen.item() else None
+    return device
 
 
 def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto") -> Communicator:
@@ -110,12 +126,13 @@ def _join_alone(transport: str, timeout: float) -> _core.comm.World:
     return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout=timeout, joining=timeout)
 
 
-def _communicator(world: _core.comm.World, transport: str) -> Communicator:
+def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSource | None = None) -> Communicator:
     place = world.communicator(), world.rank, world.size
     if transport not in DEVICE_TRANSPORTS:
         return Communicator(*place)
     try:
-        return DeviceCommunicator(*place, join_devices(transport, world))
+        kind = NcclCommunicator if transport == "nccl" else DeviceCommunicator
+        return kind(*place, join_devices(transport, world, nccl_source))
     except BaseException as error:  # the others must not wait for this rank
         world.close(f"{type(error).__name__}: {error}")
         raise
@@ -144,29 +161,10 @@ def _chosen(transport: str) -> str:
     return given
 
 
-def _integer(name: str) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        raise InvalidUsage(f"{name} is not set, but WORLD_SIZE is; start the ranks with torchrun, or set both")
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InvalidUsage(f"{name}={text!r} is not an integer; torchrun sets it right") from error
-
-
 def _rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    if "WORLD_SIZE" not in os.environ:
-        found = place()
-        return (0, 1) if found is None else (found.rank, found.size)
-    size = _integer("WORLD_SIZE")
-    if size < 1:
-        raise InvalidUsage(f"WORLD_SIZE={size}; give at least 1")
-    rank = _integer("RANK")
-    if not 0 <= rank < size:
-        raise InvalidUsage(f"RANK={rank} is not in 0..{size - 1} (WORLD_SIZE={size})")
-    return rank, size
+    return rank_and_size() if joined() else (0, 1)
 
 
 def _open_store(rank: int, size: int, seconds: float) -> Any:
@@ -252,10 +250,13 @@ def _join_processes(
     costs = joining.from_rank_0("costs", lambda: [load_costs(kind) for kind in kinds])
     world.set_costs(**costs[0])
     if len(set(hosts)) > 1:
-        remote = costs[-1]
-        order = ("alpha_s", "message_s", "beta_s_per_byte", "gamma_s_per_byte")
-        _core.scale.set_nodes(world, hosts, tuple(remote[name] for name in order))
+        _set_nodes(world, hosts, costs[-1])
     return world
+
+
+def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, float]) -> None:
+    """The host of each rank, and the costs between hosts."""
+    _core.scale.set_nodes(world, hosts, link_costs(remote))
 
 
 # How to join: the world, and the host of each rank as a number. The second argument has equal numbers for ranks with
@@ -320,8 +321,9 @@ def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, l
     return world, hosts
 
 
-_JOINS: dict[str, _Join] = {"auto": _join_auto, "shm": _join_shm, "torch": _join_torch}
-TRANSPORTS = (*_JOINS, *DEVICE_TRANSPORTS)  # a device's host world is shm
+# A device's host world is shm, but for nccl, whose ranks may be anywhere.
+_JOINS: dict[str, _Join] = {"auto": _join_auto, "shm": _join_shm, "torch": _join_torch, "nccl": _join_auto}
+TRANSPORTS = ("auto", "shm", "torch", *DEVICE_TRANSPORTS)
 
 
 def _wait_for_all(store: Any, keys: list[str], deadline: float, seconds: float, rank: int) -> None:

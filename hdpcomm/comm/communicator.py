@@ -14,7 +14,10 @@ from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.tensors import describe, dtype_name
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Communicator", "Work"]
+__all__ = ["Collective", "Communicator", "Ragged", "Work"]
+
+Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
+Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
 
 _OPS = _core.comm.OPS
 _REDOPS = _core.comm.REDOPS
@@ -226,7 +229,8 @@ class Communicator:
     def landing_zone(self, x: Any) -> LandingZone | None:
         """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
 
-        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Local.
+        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Collectives by
+        ``one_shot`` and ``two_shot`` read an operand there without a copy; it must have one place on all ranks. Local.
         """
         del x
         return None
@@ -316,8 +320,8 @@ class Communicator:
                     f"all_to_all() got {name}={list(splits)}; it must hold {self.size} counts, none below 0, that sum "
                     f"up to the tensor's {total} elements"
                 )
-        code = self._algorithm(algorithm)
-        return self._ragged(source, target, list(out_splits), list(in_splits), code, async_op, (x, out))
+        operands = source[0], target[0], source[2], list(out_splits), list(in_splits), self._algorithm(algorithm)
+        return self._run_ragged(operands, async_op, (x, out))
 
     def barrier(self, *, async_op: bool = False) -> Work:
         """Ends when all ranks have called it. It says nothing about what streams have yet to do."""
@@ -374,24 +378,19 @@ class Communicator:
         if redop is None:
             raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
         code = self._algorithm(algorithm)
+        operands = _OPS[name], source[0], target[0], count, source[2], redop, root, code
+        return self._run(operands, async_op, buffers)
+
+    def _run(self, operands: Collective, async_op: bool, buffers: tuple[Any, ...]) -> Work:
+        """Runs a checked collective; ``buffers`` are its tensors."""
         if async_op:
-            start = self._core.start_collective
-            return Work(start(_OPS[name], source[0], target[0], count, source[2], redop, root, code), buffers)
-        _run_collective(self._core, _OPS[name], source[0], target[0], count, source[2], redop, root, code)
+            return Work(self._core.start_collective(*operands), buffers)
+        _run_collective(self._core, *operands)
         return _ENDED
 
-    def _ragged(
-        self,
-        source: tuple[int, int, int],
-        target: tuple[int, int, int],
-        out_splits: list[int],
-        in_splits: list[int],
-        algorithm: int,
-        async_op: bool,
-        buffers: tuple[Any, ...],
-    ) -> Work:
-        start = self._core.start_all_to_all
-        work = Work(start(source[0], target[0], source[2], out_splits, in_splits, algorithm), buffers)
+    def _run_ragged(self, operands: Ragged, async_op: bool, buffers: tuple[Any, ...]) -> Work:
+        """Runs a checked all_to_all of unequal parts."""
+        work = Work(self._core.start_all_to_all(*operands), buffers)
         if not async_op:
             work.wait()
         return work

@@ -5,18 +5,37 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from hdpcomm import _core
 from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.nccl import link_costs as nccl_link_costs
+from hdpcomm.plan.presets import DEVICES
 
-__all__ = ["costs_path", "load_costs", "save_costs"]
+__all__ = ["costs_path", "link_costs", "load_costs", "save_costs"]
 
 _DEFAULTS = _core.collective.DEFAULT_COSTS
+_DEVICE = _core.collective.DEVICE_COSTS
+_NCCL_INSIDE, _NCCL_BETWEEN = (asdict(costs) for costs in nccl_link_costs(DEVICES["h100"]))
 # Of transports that nobody calibrated. torch: gloo over one machine's loopback, measured (docs/scale-out.md).
 _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     "torch": {"alpha_s": 2e-4, "message_s": 5e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
+    "cuda": _DEVICE,  # derived, with its sources in csrc/include/hdpcomm/collective/peer_reads.hpp
+    # By the figures of planner and simulator (hdpcomm/plan/nccl.py): inside a node, and between nodes.
+    "nccl": _NCCL_INSIDE,
+    "nccl between nodes": _NCCL_BETWEEN,
+    # Measured by --calibrate between two processes on 2 cores (Xeon at 2.5 GHz, 2026-11-21).
+    "sim": {
+        "alpha_s": 1.3e-5,
+        "message_s": 1.4e-5,
+        "beta_s_per_byte": 2.4e-10,
+        "gamma_s_per_byte": 0.8e-10,
+        "round_s": 1.5e-5,
+        "signal_s": 0.8e-5,
+        "read_s_per_byte": 1.6e-10,
+    },
 }
 
 
@@ -32,7 +51,9 @@ def costs_path() -> Path:
 
 
 def load_costs(transport: str) -> dict[str, float]:
-    """The costs of a transport: alpha_s, message_s, beta_s_per_byte, gamma_s_per_byte; the defaults if none are stored.
+    """The costs of a transport; the defaults if none are stored.
+
+    alpha_s, message_s, beta_s_per_byte, gamma_s_per_byte; with a device also round_s, signal_s, read_s_per_byte.
 
     Raises: InvalidUsage for a file that does not hold positive numbers of these names.
     """
@@ -59,9 +80,10 @@ def load_costs(transport: str) -> dict[str, float]:
 def save_costs(transport: str, costs: dict[str, float], path: Path | None = None) -> Path:
     """Stores the costs of a transport beside those of the others; returns the file."""
     path = costs_path() if path is None else path
-    unknown = set(costs) - set(_DEFAULTS)
+    known = _defaults(transport)
+    unknown = set(costs) - set(known)
     if unknown:
-        raise InvalidUsage(f"costs {sorted(unknown)} are unknown; known are: {', '.join(_DEFAULTS)}")
+        raise InvalidUsage(f"costs {sorted(unknown)} are unknown; known are: {', '.join(known)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = json.loads(path.read_text()) if path.exists() else {}
     everything[transport] = costs
@@ -69,3 +91,8 @@ def save_costs(transport: str, costs: dict[str, float], path: Path | None = None
     temporary.write_text(json.dumps(everything, indent=1))
     temporary.replace(path)
     return path
+
+
+def link_costs(costs: dict[str, float]) -> tuple[float, float, float, float]:
+    """Costs of messages as the core takes them."""
+    return costs["alpha_s"], costs["message_s"], costs["beta_s_per_byte"], costs["gamma_s_per_byte"]

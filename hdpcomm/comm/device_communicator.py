@@ -8,17 +8,14 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.communicator import Communicator, Work
+from hdpcomm.comm.communicator import Collective, Communicator, Ragged, Work
 from hdpcomm.comm.device_paths import DevicePath, Devices
 from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DeviceCommunicator", "DeviceWork"]
+__all__ = ["DeviceCommunicator", "DeviceWork", "NcclCommunicator"]
 
-_OPS = _core.comm.OPS
-_REDOPS = _core.comm.REDOPS
-_NO_REDOP = 255
 _ENDED = Work(None, ())
 
 
@@ -68,9 +65,8 @@ class DeviceCommunicator(Communicator):
         return self._devices.engine
 
     def stats(self) -> dict[str, int]:
-        """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
+        """See :meth:`Communicator.stats`."""
         counts, devices = super().stats(), self._devices.engine.stats()
-        # The device's messages stay on the host: it counts no remote bytes.
         return {
             name: max(n, devices[name]) if name == "peers" else n + devices.get(name, 0) for name, n in counts.items()
         }
@@ -88,7 +84,13 @@ class DeviceCommunicator(Communicator):
     def subset(self, ranks: Sequence[int]) -> DeviceCommunicator | None:
         """See :meth:`Communicator.subset`."""
         made = super().subset(ranks)
-        return None if made is None else DeviceCommunicator(made._core, made.rank, made.size, self._devices)
+        return None if made is None else type(self)(made._core, made.rank, made.size, self._devices)
+
+    def algorithms(self, op: str) -> tuple[str, ...]:  # type: ignore[override]
+        """See :meth:`Communicator.algorithms`; for device tensors, with what this transport's kernels do."""
+        names = Communicator.algorithms(op)
+        reads = self._devices.engine.reads_peers
+        return names + tuple(_core.comm.peer_readers_of(_core.comm.OPS[op])) if reads else names
 
     def synchronize(self, timeout: float | None = None) -> None:
         """See :meth:`Communicator.synchronize`."""
@@ -143,45 +145,35 @@ class DeviceCommunicator(Communicator):
             )
         return paths[0] if paths else self._devices.path(None)
 
-    def _collective(
-        self,
-        name: str,
-        source: tuple[int, int, int],
-        target: tuple[int, int, int],
-        count: int,
-        op: str | None,
-        root: int,
-        algorithm: str,
-        async_op: bool,
-        buffers: tuple[Any, ...],
-    ) -> Work:
+    def _run(self, operands: Collective, async_op: bool, buffers: tuple[Any, ...]) -> Work:
         path = self._common_path(*buffers)
         if path is None:
-            return super()._collective(name, source, target, count, op, root, algorithm, async_op, buffers)
-        redop = _NO_REDOP if op is None else _REDOPS.get(op)
-        if redop is None:
-            raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
-        code = self._algorithm(algorithm)
-        operands = _OPS[name], source[0], target[0], count, source[2], redop, root, code
-        work = path.collective(self._core, operands, background=async_op)
-        return _finish(work, buffers, path, async_op)
+            return super()._run(operands, async_op, buffers)
+        return _finish(path.collective(self._core, operands, background=async_op), buffers, path, async_op)
 
-    def _ragged(
-        self,
-        source: tuple[int, int, int],
-        target: tuple[int, int, int],
-        out_splits: list[int],
-        in_splits: list[int],
-        algorithm: int,
-        async_op: bool,
-        buffers: tuple[Any, ...],
-    ) -> Work:
+    def _run_ragged(self, operands: Ragged, async_op: bool, buffers: tuple[Any, ...]) -> Work:
         path = self._common_path(*buffers)
         if path is None:
-            return super()._ragged(source, target, out_splits, in_splits, algorithm, async_op, buffers)
-        operands = source[0], target[0], source[2], out_splits, in_splits, algorithm
-        work = path.all_to_all(self._core, operands, background=async_op)
-        return _finish(work, buffers, path, async_op)
+            return super()._run_ragged(operands, async_op, buffers)
+        return _finish(path.all_to_all(self._core, operands, background=async_op), buffers, path, async_op)
+
+
+class NcclCommunicator(DeviceCommunicator):
+    """A communicator whose device tensors go by NCCL."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def algorithms(op: str) -> tuple[str, ...]:
+        """See :meth:`Communicator.algorithms`."""
+        return Communicator.algorithms(op)
+
+    def stats(self) -> dict[str, int]:
+        """As elsewhere, and ``predicted_buffer_bytes``: device memory that NCCL, by its source, takes for the peers.
+
+        What NCCL's own collectives move is not counted.
+        """
+        return super().stats() | {"predicted_buffer_bytes": self.streams.stats()["predicted_buffer_bytes"]}
 
 
 def _to(place: Sequence[int]) -> tuple[int, int | None]:

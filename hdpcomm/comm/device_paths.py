@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.communicator import Collective, Ragged
 from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 from hdpcomm.comm.landing import LandingZone
 
 __all__ = ["DevicePath", "Devices"]
 
 Core = _core.comm.Communicator
-Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
-Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
 Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
 
 
@@ -56,7 +55,7 @@ class Devices:
     def __init__(self, engine: _core.comm.StreamEngine) -> None:
         self.engine = engine
         #: The name of the transport.
-        self.name = "sim" if engine.device.is_sim else "cuda"
+        self.name = engine.name
         tensors: Tensors = (
             SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
         )

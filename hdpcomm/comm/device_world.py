@@ -9,10 +9,16 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.costs import link_costs, load_costs
 from hdpcomm.comm.device_paths import Devices
+from hdpcomm.comm.nccl import load as load_nccl
+from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DEVICE_TRANSPORTS", "automatic", "join_devices"]
+__all__ = ["DEVICE_TRANSPORTS", "NcclSource", "automatic", "join_devices"]
+
+#: Gives a rank's device and the NCCL that works on it.
+NcclSource = Callable[[int], tuple[Any, Any]]
 
 
 def _sim(rank: int) -> Any:
@@ -27,7 +33,7 @@ def _cuda(rank: int) -> Any:
     count = torch.cuda.device_count()
     if count == 0:
         raise InvalidUsage(
-            f"rank {rank} asked for the cuda transport, but torch sees no CUDA device: look at nvidia-smi and "
+            f"rank {rank} asked for a transport of CUDA devices, but torch sees no CUDA device: look at nvidia-smi and "
             "CUDA_VISIBLE_DEVICES, or take transport='sim' to try the same on the CPU",
             rank=rank,
         )
@@ -37,16 +43,24 @@ def _cuda(rank: int) -> Any:
 
 
 #: Opens a rank's device, by the name of the transport.
-DEVICE_TRANSPORTS: dict[str, Callable[[int], Any]] = {"sim": _sim, "cuda": _cuda}
+DEVICE_TRANSPORTS: dict[str, Callable[[int], Any]] = {"sim": _sim, "cuda": _cuda, "nccl": _cuda}
 
 
-def automatic() -> str | None:
-    """The device transport that ``auto`` adds to the host's, if any: cuda where torch sees a GPU."""
-    return "cuda" if torch.cuda.is_available() else None
+def automatic(host_transport: str) -> str | None:
+    """The device transport that ``auto`` adds to the host's, if any: where torch sees a GPU, cuda if all ranks share
+    a host (and so memory), else nccl."""
+    if not torch.cuda.is_available():
+        return None
+    return "cuda" if host_transport == "shm" else "nccl"
 
 
-def join_devices(transport: str, world: _core.comm.World) -> Devices:
-    """Collective over the world, on its host transport. Raises InvalidUsage, Mismatch, DeviceError."""
+def join_devices(transport: str, world: _core.comm.World, nccl_source: NcclSource | None = None) -> Devices:
+    """Collective over the world, on its host transport. ``nccl_source``: of the nccl transport, if not the real one.
+
+    Raises: InvalidUsage, Mismatch, DeviceError, CommTimeout.
+    """
+    if transport == "nccl":
+        return _join_nccl(world, nccl_source or _real_nccl)
     settings = {name: int(value) for name, value, _, _ in _core.environment() if name.startswith("HDPCOMM_DEVICE_")}
     engine = _core.comm.StreamEngine.join(
         world.communicator(),
@@ -55,5 +69,27 @@ def join_devices(transport: str, world: _core.comm.World) -> Devices:
         num_slots=settings["HDPCOMM_DEVICE_SLOTS"],
         num_lanes=settings["HDPCOMM_DEVICE_LANES"],
         landing_bytes=settings["HDPCOMM_DEVICE_LANDING_BYTES"],
+        window_bytes=settings["HDPCOMM_DEVICE_WINDOW_BYTES"],
+        costs=_core.collective.DeviceCosts(**load_costs(transport)),  # rank 0's count
+    )
+    return Devices(engine)
+
+
+def _real_nccl(rank: int) -> tuple[Any, Any]:
+    return _cuda(rank), load_nccl()
+
+
+def _join_nccl(world: _core.comm.World, source: NcclSource) -> Devices:
+    device, library = source(world.rank)
+    distance = setting("HDPCOMM_NCCL_CONNECT")
+    if not distance.isdecimal():
+        raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
+    engine = _core.comm.StreamEngine.join_nccl(
+        world.communicator(),
+        device,
+        library,
+        connect_distance=int(distance),
+        inside=link_costs(load_costs("nccl")),  # rank 0's count
+        between=link_costs(load_costs("nccl between nodes")),
     )
     return Devices(engine)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Place", "first_host", "joined", "master", "place"]
+__all__ = ["Place", "first_host", "joined", "master", "place", "rank_and_size"]
 
 _PORTS = range(20_000, 30_000)  # for jobs whose launcher names none
 
@@ -65,6 +65,26 @@ def place() -> Place | None:
 def joined() -> bool:
     """Whether a launcher has started this process as a rank of a world."""
     return "WORLD_SIZE" in os.environ or place() is not None
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the size of its world, where :func:`joined`.
+
+    Raises: InvalidUsage, saying which variable is wrong.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        found = place()
+        assert found is not None
+        return found.rank, found.size
+    size = _integer("WORLD_SIZE")
+    if size < 1:
+        raise InvalidUsage(f"WORLD_SIZE={size}; give at least 1")
+    if "RANK" not in os.environ:
+        raise InvalidUsage("RANK is not set, but WORLD_SIZE is; start the ranks with torchrun, or set both")
+    rank = _integer("RANK")
+    if not 0 <= rank < size:
+        raise InvalidUsage(f"RANK={rank} is not in 0..{size - 1} (WORLD_SIZE={size})")
+    return rank, size
 
 
 def master() -> tuple[str, int]:

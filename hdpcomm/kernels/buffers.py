@@ -77,7 +77,9 @@ def fold(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, op: str = "sum"
 
 
 def collect(out: Tensor, inputs: Sequence[Tensor], *, first: int = 0) -> None:
-    """``out[p] = inputs[p]`` for every p: ``out`` is [len(inputs), \\*shape of an input], all contiguous, of one type.
+    """``out[p] = inputs[p]`` for every p: ``out`` is [len(inputs), \\*shape of an input], of one type.
+
+    Inputs and rows of ``out`` are contiguous; rows may have room between them.
 
     The input ``first`` is read first: ranks that give their own number do not all read the same peer at the same time.
     An input that already is its row of ``out`` stays.
@@ -90,7 +92,8 @@ def collect(out: Tensor, inputs: Sequence[Tensor], *, first: int = 0) -> None:
         raise InvalidUsage(f"{len(inputs)} inputs do not fit an output of shape {tuple(out.shape)}")
     check_same("collect", (out[0], *inputs), device=False)
     row_bytes = inputs[0].numel() * out.element_size()
-    launch(_core.collect, out, out.data_ptr(), [x.data_ptr() for x in inputs], row_bytes, first)
+    stride = out.stride(0) * out.element_size() if len(inputs) > 1 else row_bytes
+    launch(_core.collect, out, out.data_ptr(), [x.data_ptr() for x in inputs], row_bytes, stride, first)
 
 
 def put(dst: Tensor, src: Tensor, flag: Tensor, value: int) -> None:

@@ -1,56 +1,61 @@
 """Measures what a transport costs, in the terms of the model by which ``algorithm="auto"`` chooses.
 
 A step with k messages each way takes alpha_s + k * message_s + bytes * beta_s_per_byte; reducing adds gamma_s_per_byte.
+On p ranks with devices, a kernel that reads the peers takes round_s + 2 (p - 1) signal_s + the bytes that it moves from
+peers * read_s_per_byte; copies in the own memory cost gamma_s_per_byte.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hdpcomm import kernels
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["COSTS", "fit", "measure"]
-
-COSTS = ("alpha_s", "message_s", "beta_s_per_byte", "gamma_s_per_byte")
+__all__ = ["fit", "fit_reads", "measure"]
 
 _SIZES = (8, 256, 4096, 65_536, 262_144, 1 << 20, 4 << 20)
+_LARGE = 4 << 20
 _MANY = 8  # messages of a step, to tell the cost of a message from that of a step
 _ROUNDS = 7  # the fastest counts: what disturbs a rank only ever adds
 _LEAST = 1e-13  # seconds; a cost of 0 would make the choice blind to it
 
 
-def measure(comm: Any) -> dict[str, Any]:
-    """The costs (:data:`COSTS`) of the transport of ``comm``; collective over all its ranks, which get the same dict.
+def measure(comm: Any) -> dict[str, float]:
+    """What ``save_costs()`` takes of the transport of ``comm``; collective over its ranks, which all get the same.
 
-    Rank 0 and rank 1 exchange messages while the others wait; rank 0 adds float32 numbers in its own memory. Also
-    ``transport`` and ``measured``: the least seconds of a step by bytes each way, and of one with 8 messages.
-    Raises: InvalidUsage on one rank.
+    Rank 0 and rank 1 exchange messages while the others wait; rank 0 adds float32 numbers in its own memory. With
+    devices, the two, then all ranks, run one-shot collectives. Raises: InvalidUsage on one rank.
     """
     if comm.size < 2:
         raise InvalidUsage("--calibrate measures messages between ranks; give --ranks 2 or more")
-    times = torch.zeros(len(_SIZES) + 2, dtype=torch.float64)
-    pair = comm.subset([0, 1])
-    times[:-1] = torch.inf
+    pair, reads = comm.subset([0, 1]), "one_shot" in comm.algorithms("all_reduce")
+    steps = [(size, 1) for size in _SIZES] + [(_SIZES[0], _MANY)]
+    times = torch.full((len(steps) + 4,), torch.inf, dtype=torch.float64)
     for _ in range(_ROUNDS):
-        for index, (size, messages) in enumerate([*((size, 1) for size in _SIZES), (_SIZES[0], _MANY)]):
+        for index, (size, messages) in enumerate(steps):
             comm.barrier()
             if pair is not None:
                 times[index] = min(float(times[index]), _step_s(pair, size, messages))
+        for index, (group, size) in enumerate(((pair, 1), (comm, 1), (pair, _LARGE)) if reads else ()):
+            comm.barrier()
+            if group is not None:
+                at = len(steps) + 1 + index
+                times[at] = min(float(times[at]), _one_shot_s(group, size))
     comm.barrier()
-    times[-1] = _reduction_s_per_byte()
-    comm.broadcast(times, 0)
-    *steps, many, gamma = times.tolist()
-    return {
-        **fit(_SIZES, steps, many, gamma),
-        "transport": comm.transport,
-        "measured": {str(size): seconds for size, seconds in zip(_SIZES, steps, strict=True)} | {"8 x 8": many},
-    }
+    times[len(steps)] = _reduction_s_per_byte(comm.device)
+    comm.broadcast(on_device := times.to(comm.device), 0)
+    *lone, many, gamma, of_two, of_all, large = on_device.tolist()
+    costs = fit(_SIZES, lone, many, gamma)
+    if reads:
+        costs |= fit_reads(of_two, of_all, comm.size, large, costs["gamma_s_per_byte"])
+    return costs
 
 
 def fit(sizes: Sequence[int], steps: Sequence[float], many: float, gamma: float) -> dict[str, float]:
@@ -70,21 +75,61 @@ def fit(sizes: Sequence[int], steps: Sequence[float], many: float, gamma: float)
     }
 
 
-def _step_s(pair: Any, size: int, messages: int) -> float:
-    """Seconds of a step: ``messages`` of ``size`` bytes each way at once."""
-    peer, steps = 1 - pair.rank, max(5, min(400, 20_000_000 // (size * messages + 50_000)))
-    sends = [(torch.zeros(size, dtype=torch.uint8), peer) for _ in range(messages)]
-    recvs = [(torch.zeros(size, dtype=torch.uint8), peer) for _ in range(messages)]
+def fit_reads(of_two: float, of_all: float, num_ranks: int, large: float, gamma: float) -> dict[str, float]:
+    """The costs of kernels that read peers, from seconds of one-shot all-reduces.
+
+    ``of_two``, ``of_all``: of one number on 2 and on all ranks; ``large``: of 4 MiB on two. On two ranks alone a
+    meeting's share of the time cannot be told from the rest; then half of it counts.
+    """
+    signal = (of_all - of_two) / (2 * (num_ranks - 2)) if num_ranks > 2 else of_two / 4
+    signal = min(max(signal, _LEAST), of_two / 4)
+    return {
+        "round_s": max(of_two - 2 * signal, _LEAST),
+        "signal_s": signal,
+        "read_s_per_byte": max((large - of_two) / _LARGE - gamma, _LEAST),
+    }
+
+
+def _steps_s(comm: Any, call: Callable[[], object], num_bytes: int) -> float:
+    """Seconds of a call that moves ``num_bytes``; what it enqueued has ended."""
+    steps = max(5, min(400, 20_000_000 // (num_bytes + 50_000)))
+    if comm.device.type == "cuda":  # processes that share a GPU wait for each other's time slices, of milliseconds
+        steps = min(steps, 60)
     for _ in range(3):
-        pair.exchange(sends, recvs)
+        call()
+    _finish(comm)
     started = time.perf_counter()
     for _ in range(steps):
-        pair.exchange(sends, recvs)
+        call()
+    _finish(comm)
     return (time.perf_counter() - started) / steps
 
 
-def _reduction_s_per_byte() -> float:
-    """Adding two operands of 1 MiB that are in the cache, as a pipelined reduction finds them."""
+def _finish(comm: Any) -> None:
+    """Waits for what streams hold; tensors on the CPU are ready when a call returns."""
+    if comm.device.type == "cuda":
+        comm.synchronize()
+        torch.cuda.synchronize(comm.device)
+
+
+def _step_s(pair: Any, size: int, messages: int) -> float:
+    """Seconds of a step: ``messages`` of ``size`` bytes each way at once."""
+    peer = 1 - pair.rank
+    buffers = torch.zeros(2, messages, size, dtype=torch.uint8, device=pair.device)
+    sends, recvs = ([(x, peer) for x in part] for part in buffers)
+    return _steps_s(pair, lambda: pair.exchange(sends, recvs), size * messages)
+
+
+def _one_shot_s(comm: Any, size: int) -> float:
+    """Seconds of a one-shot all-reduce of ``size`` bytes."""
+    x = torch.zeros(size, dtype=torch.uint8, device=comm.device)
+    return _steps_s(comm, lambda: comm.all_reduce(x, algorithm="one_shot"), size)
+
+
+def _reduction_s_per_byte(device: torch.device) -> float:
+    """Adding two operands: on a CPU 1 MiB that is in the cache, as a pipelined reduction finds it; else 256 MiB."""
+    if device.type == "cuda":
+        return _cuda_reduction_s_per_byte(device)
     a, b = np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32)
     times = []
     for _ in range(15):
@@ -92,3 +137,16 @@ def _reduction_s_per_byte() -> float:
         np.add(a, b, out=a)
         times.append(time.perf_counter() - started)
     return statistics.median(times) / a.nbytes
+
+
+def _cuda_reduction_s_per_byte(device: torch.device) -> float:
+    a, b = (torch.ones(64 << 20, device=device) for _ in range(2))
+    times: list[float] = []
+    for _ in range(15):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        kernels.reduce(a, a, b)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times) / (a.numel() * a.element_size())

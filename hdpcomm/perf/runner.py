@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hdpcomm import _core
 from hdpcomm.comm import Communicator, init
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.config import PerfConfig
@@ -48,7 +49,10 @@ def check(config: PerfConfig, ranks: int) -> None:
     reason = check_modes(op, config)
     if reason:
         raise InvalidUsage(reason)
-    op.check_algorithm(config.algorithm, Communicator.algorithms(op.core_name) if op.core_name else ())
+    known = Communicator.algorithms(op.core_name) if op.core_name else ()
+    if op.core_name and config.transport in ("cuda", "sim"):
+        known += tuple(_core.comm.peer_readers_of(_core.comm.OPS[op.core_name]))
+    op.check_algorithm(config.algorithm, known)
     for subset in config.subsets:
         bad = [rank for rank in subset if not 0 <= rank < ranks]
         if bad or len(set(subset)) != len(subset) or not subset:

@@ -4,11 +4,13 @@ Model shapes: ByteScale (arXiv 2502.21231) Table 1 gives layers, heads, KV group
 vocabularies are those of the published LLaMA-2/-1 and Mixtral configurations. Device rates: matrix products at 65% of
 the data sheet's dense bf16 peak and attention at 50% (FlashAttention-2 on A100) or 55% (FlashAttention-3 on H100/H200),
 which are usual sustained rates; links one way: NVLink 4 at 370 of 450 GB/s, NVLink 3 at 240 of 300 GB/s, one 400 Gb/s
-(A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s.
+(A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s. Latencies: those of
+NCCL (:mod:`hdpcomm.plan.nccl`).
 """
 
 from __future__ import annotations
 
+from hdpcomm.plan.nccl import message_latency_s
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 
 __all__ = ["DEVICES", "MODELS"]
@@ -38,8 +40,8 @@ DEVICES: dict[str, DeviceSpec] = {
             hbm_bandwidth=2.0e12,
             intra_bandwidth=240e9,
             inter_bandwidth=23e9,
-            intra_latency_s=6e-6,
-            inter_latency_s=15e-6,
+            intra_latency_s=message_latency_s("nvlink"),
+            inter_latency_s=message_latency_s("network"),
             d2h_bandwidth=18e9,
             h2d_bandwidth=18e9,
             host_bytes=200e9,
@@ -55,8 +57,8 @@ DEVICES: dict[str, DeviceSpec] = {
             hbm_bandwidth=3.35e12,
             intra_bandwidth=370e9,
             inter_bandwidth=46e9,
-            intra_latency_s=5e-6,
-            inter_latency_s=15e-6,
+            intra_latency_s=message_latency_s("nvlink"),
+            inter_latency_s=message_latency_s("network"),
             d2h_bandwidth=40e9,
             h2d_bandwidth=40e9,
             host_bytes=200e9,
@@ -72,8 +74,8 @@ DEVICES: dict[str, DeviceSpec] = {
             hbm_bandwidth=4.8e12,
             intra_bandwidth=370e9,
             inter_bandwidth=46e9,
-            intra_latency_s=5e-6,
-            inter_latency_s=15e-6,
+            intra_latency_s=message_latency_s("nvlink"),
+            inter_latency_s=message_latency_s("network"),
             d2h_bandwidth=40e9,
             h2d_bandwidth=40e9,
             host_bytes=200e9,

@@ -6,8 +6,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.bootstrap import TRANSPORTS, ThreadRank, close_all, thread_rank
@@ -42,22 +45,50 @@ def _on_transport(transport: str, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
+def _own_stream(transport: str, rank: int) -> AbstractContextManager[object]:
+    """On CUDA a stream for the rank: on the default one, which threads share, ranks would wait behind each other."""
+    if transport != "cuda" or not torch.cuda.is_available():  # init() says what is missing
+        return nullcontext()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA is initialised; see device_world.py
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    return stream
+
+
 def run_threads(
-    fn: Callable[..., Any], world_size: int, *args: Any, transport: str = "shm", timeout: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    transport: str = "shm",
+    timeout: float = 60.0,
+    fake_nccl: _core.scale.FakeNccl | None = None,
+    hosts: Sequence[int] = (),
 ) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` ranks that are threads of this process; returns the results by rank.
 
-    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda) unless it names one.
-    ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations.
+    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda, nccl) unless it names
+    one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations. nccl is a fake
+    one here, on simulated devices: ``fake_nccl``, or a new one. ``hosts``: the host of each rank, as the ranks are made
+    to believe.
     """
     segment = _core.comm.create_segment(world_size)
+    making = threading.Lock()
+
+    def on_simulated_device(rank: int) -> tuple[Any, Any]:
+        nonlocal fake_nccl
+        with making:
+            fake_nccl = fake_nccl or _core.scale.FakeNccl(world_size)
+        device = _core.device.open_sim(rank)
+        return device, fake_nccl.library(rank, device)
+
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
 
     def main(rank: int) -> None:
-        thread_rank.value = ThreadRank(segment, rank, timeout, transport)
+        thread_rank.value = ThreadRank(segment, rank, timeout, transport, on_simulated_device, tuple(hosts))
         try:
-            results[rank] = fn(*args)
+            with _own_stream(transport, rank):
+                results[rank] = fn(*args)
             close_all("")
         except BaseException as error:
             errors[rank] = error

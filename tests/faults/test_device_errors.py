@@ -64,6 +64,68 @@ def test_all_members_hear_of_a_mismatch() -> None:
     run_threads(one_of_three_disagrees, 3, transport="sim")
 
 
+# One rank's call and the other's; both read the peer's memory by a kernel, or would.
+PEER_READS: dict[str, Callable[[hdp.Communicator, torch.Tensor], Any]] = {
+    "algorithm": lambda comm, _: comm.all_reduce(torch.ones(9), algorithm=("one_shot", "two_shot")[comm.rank]),
+    "messages": lambda comm, _: comm.all_reduce(torch.ones(9), algorithm=("one_shot", "ring")[comm.rank]),
+    "count": lambda comm, _: comm.all_reduce(torch.ones(9 + comm.rank), algorithm="one_shot"),
+    "place": lambda comm, zone: comm.all_gather(
+        torch.zeros(8), (zone[:4], zone[8:12])[comm.rank], algorithm="one_shot"
+    ),
+    "zone or not": lambda comm, zone: comm.all_reduce((zone[:4], torch.ones(4))[comm.rank], algorithm="two_shot"),
+}
+
+
+def disagree_in_peer_reads(name: str) -> None:
+    comm = hdp.init(transport="sim", timeout=20)
+    zone = comm.landing_zone(torch.zeros(1))
+    assert zone is not None
+    comm.all_reduce(torch.ones(5), algorithm="one_shot")
+    error = caught(lambda: PEER_READS[name](comm, zone.memory.view(torch.float32)))
+    assert isinstance(error, hdp.Mismatch), error
+    assert (error.rank, error.peer) == (comm.rank, 1 - comm.rank)
+    assert "call the same operations" in str(error)
+    if "zone" in name or "place" in name:
+        assert "landing at 0" in str(error)
+    refuses_device_operations(comm)
+    again = hdp.init(transport="sim", timeout=20)
+    again.all_reduce(x := torch.ones(3), algorithm="two_shot")
+    assert x.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("name", PEER_READS)
+def test_disagreement_in_peer_reads(name: str, ranks: Any) -> None:
+    ranks(2, disagree_in_peer_reads, name)
+
+
+def late_in_peer_reads(algorithm: str, ends: str) -> None:
+    """A rank that does not come to a meeting: the others' streams run dry, all raise, and init() works again."""
+    comm = hdp.init(transport="sim", timeout=20)
+    x = torch.ones(50_000)
+    comm.all_reduce(x, algorithm=algorithm)
+    if comm.rank == 0:
+        if ends == "abort":
+            comm.abort("the user had enough")
+        else:
+            time.sleep(0.7)
+        error = caught(lambda: comm.all_reduce(x, algorithm=algorithm))
+    else:
+        error = caught(lambda: comm.all_reduce(x, algorithm=algorithm, async_op=True).wait(timeout=0.3))
+    kinds = (hdp.CommTimeout,) if ends == "timeout" else (hdp.Aborted, hdp.PeerLost, hdp.InvalidUsage)
+    assert isinstance(error, kinds), error
+    with pytest.raises(hdp.Error, match=r"make a new one with init\(\)|told by|had enough"):
+        comm.all_reduce(x, algorithm=algorithm)
+    with hdp.init(transport="sim", timeout=20) as again:
+        again.all_reduce(y := torch.ones(3), algorithm=algorithm)
+        assert y.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("ends", ["timeout", "abort"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_nobody_waits_for_ever_in_peer_reads(algorithm: str, ends: str, ranks: Any) -> None:
+    ranks(3, late_in_peer_reads, algorithm, ends)
+
+
 def late_rank() -> None:
     comm = hdp.init(transport="sim", timeout=20)
     x = torch.ones(50_000)
@@ -185,28 +247,28 @@ def test_reason_of_a_rank_that_failed_is_told(ranks: Any) -> None:
     ranks(2, exit_by_exception)
 
 
-def killed(victim: int, count: int) -> float:
+def killed(victim: int, count: int, algorithm: str) -> float:
     comm = hdp.init(transport="sim", timeout=30)
     comm.barrier()
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    work: Callable[[], Any] = lambda: [comm.all_reduce(torch.zeros(count), algorithm="ring") for _ in range(3)]
+    work: Callable[[], Any] = lambda: [comm.all_reduce(torch.zeros(count), algorithm=algorithm) for _ in range(3)]
     with pytest.raises(hdp.PeerLost, match=f"rank {victim}") as info:
         work()
     assert info.value.peer == victim or f"rank {victim}" in str(info.value)
     return time.monotonic() - started
 
 
-def detection_time(path: str, count: int) -> None:
+def detection_time(path: str, count: int, algorithm: str) -> None:
     with open(f"{path}/{os.environ['RANK']}", "w") as file:
-        file.write(str(killed(0, count)))
+        file.write(str(killed(0, count, algorithm)))
 
 
-@pytest.mark.parametrize("count", [4, 1_000_000])
-def test_survivors_stop_within_two_seconds(tmp_path: Any, count: int) -> None:
+@pytest.mark.parametrize(("count", "algorithm"), [(4, "ring"), (1_000_000, "ring"), (1_000_000, "two_shot")])
+def test_survivors_stop_within_two_seconds(tmp_path: Any, count: int, algorithm: str) -> None:
     with pytest.raises(hdp.PeerLost):
-        spawn(detection_time, 3, str(tmp_path), count, timeout=30)
+        spawn(detection_time, 3, str(tmp_path), count, algorithm, timeout=30)
     times = [float((tmp_path / str(rank)).read_text()) for rank in (1, 2)]
     assert max(times) < 2.0
 

@@ -11,6 +11,8 @@ import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.device.test_device_collectives import bits, messages
+from tests.ranks.device.test_device_peer_reads import WAYS, drawn
+from tests.ranks.device.test_device_peer_reads import run as peer_run
 from tests.ranks.device.test_device_training import training
 from tests.ranks.device.worlds import small_slots
 
@@ -28,6 +30,40 @@ def test_messages(world_size: int) -> None:
 def test_the_same_bits_as_shared_memory(world_size: int, count: int) -> None:
     want = run_threads(bits, world_size, count, transport="shm")
     assert spawn(bits, world_size, count, transport="cuda") == want
+
+
+def peer_bits(count: int, named: bool) -> dict[tuple[str, str], bytes]:
+    """Of two ranks' sums, in which every order gives the same bits; operands in a tensor and in the landing zone."""
+    with hdp.init() as comm:
+        results = {}
+        zone = comm.landing_zone(torch.empty(0, device=comm.device))
+        for way in WAYS:
+            blocks = comm.size if way[0] == "reduce_scatter" else 1
+            for dtype in (torch.float32, torch.bfloat16, torch.int32):
+                x = drawn(blocks * count, comm.rank, dtype).to(comm.device)
+                num_bytes = x.numel() * x.element_size()
+                if zone is not None and num_bytes <= zone.memory.numel():
+                    landed = zone.memory[:num_bytes].view(dtype).copy_(x)
+                    got = peer_run(comm, way, landed, "sum", in_place=False)
+                    results["landed " + way[0] + way[1], str(dtype)] = got.cpu().view(torch.uint8).numpy().tobytes()
+                    torch.cuda.synchronize()
+                    comm.barrier()
+                got = peer_run(comm, way if named else (way[0], "auto"), x, "sum", in_place=True)
+                results[way[0] + way[1], str(dtype)] = got.cpu().view(torch.uint8).numpy().tobytes()
+        return results
+
+
+@pytest.mark.parametrize("count", [1, 5001, 9_000_001])
+def test_peer_reads_give_the_bits_of_shared_memory(count: int) -> None:
+    want = run_threads(peer_bits, 2, count, False, transport="shm")
+    for got, expected in zip(spawn(peer_bits, 2, count, True, transport="cuda"), want, strict=True):
+        for (name, dtype), value in got.items():
+            assert value == expected[name.removeprefix("landed "), dtype], (name, dtype)
+
+
+def test_ranks_that_are_threads() -> None:
+    run_threads(messages, 2, transport="cuda")
+    run_threads(peer_bits, 2, 70_001, True, transport="cuda")
 
 
 def host_tensors() -> None:
@@ -106,11 +142,13 @@ def graphs() -> None:
         assert zone is not None
         landed = zone.memory[:8192].view(torch.float32)
         x = torch.zeros(2048, device=comm.device)
-        y, total = torch.empty_like(x), torch.empty_like(x)
+        y, total, shot, twice = (torch.empty_like(x) for _ in range(4))
 
         def step() -> None:
             comm.exchange([(x, to)], [(y, back)])
             comm.all_reduce(x, out=total, algorithm="ring")
+            comm.all_reduce(x, out=shot, algorithm="one_shot")
+            comm.all_reduce(total, out=twice, algorithm="two_shot")
             work = comm.exchange([(x, to, 0)], [(landed, back, 0)], async_op=True)
             work.wait()
             y.add_(landed)
@@ -127,7 +165,10 @@ def graphs() -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert bool((y == 2 * turn * (back + 1)).all())
-            assert bool((total == turn * sum(range(1, comm.size + 1))).all())
+            everyone = turn * sum(range(1, comm.size + 1))
+            assert bool((total == everyone).all())
+            assert bool((shot == everyone).all())
+            assert bool((twice == comm.size * everyone).all())
 
 
 def test_graphs_of_exchange_collective_and_ring_step() -> None:

@@ -1,10 +1,12 @@
 """`benchmarks/gpu.sh` where there is no GPU: exit codes, records, limits; its scripts on the CPU on small sizes."""
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,10 @@ import torch
 from hdpcomm.testing import run_threads
 
 TOP = Path(__file__).resolve().parents[2]
-SCRIPTS = ("main", "common", "kernels", "cross_entropy", "exchange", "ring", "sanitizer_driver")
+SCRIPTS = (
+    "main", "common", "build", "kernels", "cross_entropy", "exchange", "ring", "graph", "activations", "offload",
+    "sanitizer_driver",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -42,6 +47,8 @@ def on_cpu(script, monkeypatch):
     monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated"):
@@ -77,6 +84,12 @@ def sound(rows):
     return {row["name"]: row["value"] for row in rows}
 
 
+def measured(module):
+    rows, failed = sys.modules["common"].collect(module.GROUPS, lambda _: None)
+    assert failed == 0
+    return rows
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path):
     done = subprocess.run(
@@ -94,11 +107,17 @@ def test_flags(script, capsys):
     with pytest.raises(SystemExit, match="2"):
         main.main(["--only", "nothing"])
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
-    names = [part.name for part in main.all_parts()]
-    assert names[:9] == [
-        "build", "tests", "memcheck", "racecheck", "synccheck", "kernels", "cross_entropy", "exchange", "ring",
+    batches = main.all_parts()
+    assert [[part.name for part in batch] for batch in batches] == [
+        ["build"], ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["graph"],
+        ["test_attention", "test_device", "test_kernels", "test_nccl", "test_offload", "test_transport",
+         "memcheck", "racecheck", "synccheck"],
+        ["offload"], ["calibrate"],
     ]  # fmt: skip
     assert main.TOTAL_S < 540
+    for part in (part for batch in batches for part in batch):
+        files = [word for word in part.command if word.endswith(".py")]
+        assert all((TOP / name).is_file() for name in files), part
 
 
 def python(main, name, code, limit_s=20.0, **more):
@@ -111,7 +130,7 @@ WRITE = "import sys; open(sys.argv[1], 'w').write('{\"rows\": [" + ROW.replace('
 
 def run(main, out, *parts, total_s=60.0):
     main.versions = lambda: {"torch": "none"}  # importing torch in another process takes seconds
-    code = main.run_all(list(parts), out, {"device": "none", "date": "today"}, total_s)
+    code = main.run_all([[part] for part in parts], out, {"device": "none", "date": "today"}, total_s)
     return code, json.loads((out / "gpu.json").read_text())
 
 
@@ -168,6 +187,46 @@ def test_no_part_runs_past_the_whole_limit(script, tmp_path):
     assert [record["status"] for record in result["parts"]] == ["timeout", "skipped"]
 
 
+def test_parts_of_a_batch_run_at_the_same_time(script, tmp_path):
+    main = script("main")
+    main.versions = lambda: {"torch": "none"}
+    meet = "import pathlib, sys, time; here = pathlib.Path(sys.argv[1]).parent; (here / '{0}').touch()\n"
+    meet += "while not (here / '{1}').exists(): time.sleep(0.01)"
+    batch = [python(main, name, meet.format(name, other)) for name, other in (("a", "b"), ("b", "a"))]
+    assert main.run_all([batch], tmp_path, {}, 20.0) == 0
+    log = (tmp_path / "gpu.log").read_text()
+    assert "=== a: ok" in log
+    assert "=== b: ok" in log
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "gpu.json", "gpu.log"]
+
+
+def test_places_in_commands(script, tmp_path):
+    main = script("main")
+    code = "import os, sys; open(sys.argv[1] + '/made', 'w').write(os.environ['PYTHONPATH'])"
+    part = main.Part("made", (sys.executable, "-c", code, "{out}"), 20.0)
+    got, _ = run(main, tmp_path, part)
+    assert got == 0
+    assert (tmp_path / "made").read_text().split(":")[0] == str(TOP)
+
+
+def test_a_group_that_fails_costs_only_itself(on_cpu, capsys):
+    common = on_cpu("common")
+    kept = []
+    groups = [lambda: [common.row("a", 1.0, "s")], lambda: 1 / 0, lambda: [common.row("b", 2.0, "s", at_most=1.0)]]
+    rows, failed = common.collect(groups, lambda so_far: kept.append(len(so_far)))
+    assert ([each["name"] for each in rows], failed, kept) == (["a", "b"], 1, [1, 1, 2])
+    assert rows[1]["met"] is False
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_build_names_the_architecture_and_this_python(script):
+    words = script("build").arguments("90")
+    assert "-DCMAKE_CUDA_ARCHITECTURES=90-real" in words
+    assert f"-DPython_EXECUTABLE={sys.executable}" in words
+    assert f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={TOP / 'hdpcomm'}" in words
+    assert words[3:5] == ["-B", str(TOP / f"build/gpu-{sys.implementation.cache_tag}-90")]
+
+
 def test_what_a_part_leaves_running_ends_with_it(script, tmp_path):
     main = script("main")
     child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
@@ -189,7 +248,7 @@ def test_kernel_figures(on_cpu, monkeypatch):
     module = on_cpu("kernels")
     for name, value in (("TOKENS", 8), ("HEADS", 2), ("DIM", 8), ("LENGTHS", [3, 8]), ("BUFFER_BYTES", 4096)):
         monkeypatch.setattr(module, name, value)
-    values = sound(module.measure())
+    values = sound(measured(module))
     assert values["copy, read and write"] == 1.0
     assert len(values) == 13
     # bytes of the merge: out and lse read and written, the block read
@@ -200,10 +259,13 @@ def test_cross_entropy_figures(on_cpu, monkeypatch):
     module = on_cpu("cross_entropy")
     monkeypatch.setattr(module, "TOKENS", 100)
     monkeypatch.setattr(module, "COLUMNS", 50)
-    values = sound(module.measure())
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    values = sound(measured(module))
     assert values["cross-entropy: loss, relative to torch's"] < 1e-4
     assert values["cross-entropy: faster than torch unfused"] == 1.0
     assert values["cross-entropy: memory beside the logits"] == 0.0
+    assert values["cross-entropy: faster than torch.compile"] == 1.0
+    assert values["cross-entropy fp32: over unfused; Liger's public is 2.64"] == 1.0
 
 
 def test_every_kernel_of_the_sanitizer_driver_runs(on_cpu, monkeypatch, capsys):
@@ -219,20 +281,26 @@ def _exchange_on_a_rank(module):
     with hdp.init() as comm:
         assert module.one_way(comm, 8, 3) > 0
         assert module.both_ways(comm, 1 << 16, 3) > 0
+        assert module.product_beside(comm) == 1.0
+        for name in module.REDUCTIONS:
+            assert module.all_reduce(comm, 1 << 16, name, 3) > 0
 
 
-def test_exchange_bodies(on_cpu):
+def test_exchange_bodies(on_cpu, monkeypatch):
     module = on_cpu("exchange")
-    run_threads(_exchange_on_a_rank, 2, module)
+    for name, value in (("SIDE", 32), ("PRODUCTS", 2), ("BESIDE_THEM", 5), ("LARGE", 1 << 14)):
+        monkeypatch.setattr(module, name, value)
+    run_threads(_exchange_on_a_rank, 2, module, transport="sim")
     assert module.memcpy(8, 2) == 0.5
 
 
 def test_exchange_rows(on_cpu, monkeypatch):
     module = on_cpu("exchange")
-    found = {"small": 1.0, "large": 1.0, "both": 1.0, "beside": 1.0}
+    found = dict.fromkeys(("small", "large", "both", "beside"), 1.0)
+    found |= {f"{name} {size}": 1.0 for name in module.REDUCTIONS for size in ("small", "large")}
     for name in ("run_threads", "spawn"):
         monkeypatch.setattr(module, name, lambda *_, **__: [found, found])
-    values = sound(module.measure())
+    values = sound(measured(module))
     assert values["threads: 8 B, times cudaMemcpyAsync"] == 2.0
 
 
@@ -250,7 +318,7 @@ def test_ring_bodies(on_cpu, monkeypatch):
     module = on_cpu("ring")
     for name, value in (("TOKENS", 32), ("HEADS", 4), ("KV_HEADS", 2), ("DIM", 16)):
         monkeypatch.setattr(module, name, value)
-    assert max(run_threads(_ring_on_a_rank, 2, module)) < module.TOLERANCE
+    assert max(run_threads(_ring_on_a_rank, 2, module, transport="sim")) < module.TOLERANCE
 
 
 def test_ring_rows(on_cpu, monkeypatch):
@@ -258,5 +326,65 @@ def test_ring_rows(on_cpu, monkeypatch):
     found = {"error": 0.001, "step": 2.0, "silent": 1.9}
     for name in ("run_threads", "spawn"):
         monkeypatch.setattr(module, name, lambda *_, **__: [found, found])
-    values = sound(module.measure())
+    values = sound(measured(module))
     assert values["ring, 4 threads: exposed communication"] == pytest.approx(0.05)
+
+
+def _graph_on_a_rank(module):
+    import hdpcomm as hdp
+
+    with hdp.init() as comm:
+        step, kv, result = module.ring_step(comm)
+        kv.fill_(1.0)
+        comm.barrier()
+        assert module.host_microseconds(comm, step) > 0
+        return result.clone()
+
+
+def test_graph_bodies(on_cpu, monkeypatch):
+    module = on_cpu("graph")
+    for name, value in (("HEADS", 2), ("TOKENS", 16), ("DIM", 8), ("STEPS", 20)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "CUDA", torch.device("cpu"))
+    for result in run_threads(_graph_on_a_rank, 2, module, transport="sim"):
+        assert (result == 2.0).all()  # the mean of ones, of its own and of what landed
+
+
+def test_graph_rows(on_cpu, monkeypatch):
+    module = on_cpu("graph")
+    found = {"eager": 300.0, "replayed": 20.0, "differs": 0.0}
+    monkeypatch.setattr(module, "spawn", lambda *_, **__: [found, found])
+    assert sound(measured(module))["ring step: host time over the graph's"] == 15.0
+
+
+def test_offload_figures(on_cpu, monkeypatch):
+    module = on_cpu("activations")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 << 20, 64 << 20))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=1 << 30))
+    small = {"DEVICE": "sim", "POOL": "64M", "COPY_BYTES": 1 << 16, "MEDIUM": 256, "LONG": 512, "SHORT": 128}
+    for name, value in (small | {"PROBE": 64, "K": 16, "CAP_BYTES": 4e6}).items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module.bench, "longest_of", lambda *arguments: arguments[2])
+    values = sound(measured(module))
+    assert values["offload: D2H, share of it"] > 0
+    assert values["16K tokens, 8 layers: r=0.5, activation memory saved"] > 0.2
+    assert values["32K tokens: r=1, activation memory saved"] > 0.3
+    assert (
+        values["longest sequence in 40 GB, 8 layers, r=1"]
+        > values["longest sequence in 40 GB, 8 layers, without offload"]
+    )
+
+
+def test_the_longest_sequence_is_found(on_cpu):
+    bench = on_cpu("activations").bench
+
+    class Limited:
+        def measure(self, method, tokens, _context, _base):
+            error = "out of memory" if tokens > 41_000 else ""
+            return bench.Row(method, tokens, 1.0, 1, None, None, error)
+
+    assert bench.longest_of(Limited(), 0.0, 30_000) > 36_000
+    assert 36_000 < bench.longest_of(Limited(), 1.0, 80_000) <= 41_000
+    Limited.measure = lambda *arguments: bench.Row(arguments[1], arguments[2], None, None, None, None, "no")
+    assert bench.longest_of(Limited(), 1.0, 8192) == 0

@@ -21,22 +21,8 @@ uint64_t keyOf(const MemoryHandle& handle) {
 }  // namespace
 
 CheckedDevice::CheckedDevice(int ordinal, std::shared_ptr<Session> session)
-    : SimMemoryDevice(ordinal), session_(std::move(session)) {
+    : SimStreamDevice(ordinal), session_(std::move(session)) {
   streams_[0] = session_->addStream(ordinal);
-}
-
-int CheckedDevice::find(Stream stream) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = streams_.find(stream.handle);
-  if (found == streams_.end()) throwUnknown("stream", stream.handle);
-  return found->second;
-}
-
-NodeId CheckedDevice::find(Event event) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = events_.find(event.handle);
-  if (found == events_.end()) throwUnknown("event", event.handle);
-  return found->second;
 }
 
 void* CheckedDevice::allocate(size_t bytes, Site site) {
@@ -73,76 +59,30 @@ void* CheckedDevice::importMemory(const MemoryHandle& handle) {
   return memory;
 }
 
-Stream CheckedDevice::createStream(int) {
-  const int entity = session_->addStream(ordinal());
-  const std::lock_guard lock(mutex_);
-  const Stream stream{newHandle()};
-  streams_.emplace(stream.handle, entity);
-  return stream;
-}
+Stream CheckedDevice::createStream(int) { return add(session_->addStream(ordinal())); }
 
-void CheckedDevice::destroyStream(Stream stream) {
-  if (stream == Stream{}) throwDefaultStream();
-  find(stream);
-  const std::lock_guard lock(mutex_);
-  streams_.erase(stream.handle);
-}
-
-Event CheckedDevice::createEvent() {
-  const std::lock_guard lock(mutex_);
-  const Event event{newHandle()};
-  events_.emplace(event.handle, kNoNode);
-  return event;
-}
-
-void CheckedDevice::destroyEvent(Event event) {
-  find(event);
-  const std::lock_guard lock(mutex_);
-  events_.erase(event.handle);
-}
+void CheckedDevice::destroyStream(Stream stream) { remove(stream); }
 
 void CheckedDevice::record(Event event, Stream stream, Site site) {
-  const NodeId node = session_->record(find(stream), find(event), site);
-  const std::lock_guard lock(mutex_);
-  events_[event.handle] = node;
+  mark(event, {session_->record(find(stream), find(event).node, site)});
 }
 
 void CheckedDevice::wait(Stream stream, Event event, Site site) {
-  session_->waitEvent(find(stream), find(event), site);
+  session_->waitEvent(find(stream), find(event).node, site);
 }
 
-bool CheckedDevice::query(Event event) { return session_->query(find(event)); }
+bool CheckedDevice::query(Event event) { return session_->query(find(event).node); }
 
 void CheckedDevice::synchronize(Event event, double timeout_s, const InterruptCheck& check,
                                 Site site) {
   checkTimeout(timeout_s);
-  session_->synchronizeEvent(find(event), timeout_s, check, site);
+  session_->synchronizeEvent(find(event).node, timeout_s, check, site);
 }
 
 void CheckedDevice::synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
                                 Site site) {
   checkTimeout(timeout_s);
   session_->synchronizeStream(find(stream), timeout_s, check, site);
-}
-
-void CheckedDevice::copy(void* dst, const void* src, size_t bytes, Stream stream, Site site) {
-  session_->submit(find(stream), Op::copy(dst, src, bytes, site));
-}
-
-void CheckedDevice::fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site site) {
-  session_->submit(find(stream), Op::fill(dst, value, bytes, site));
-}
-
-void CheckedDevice::writeValue(Stream stream, uint32_t* flag, uint32_t value, Site site) {
-  session_->submit(find(stream), Op::write(flag, value, site));
-}
-
-void CheckedDevice::waitValue(Stream stream, uint32_t* flag, uint32_t value, Site site) {
-  session_->submit(find(stream), Op::wait(flag, value, site));
-}
-
-void CheckedDevice::launch(KernelLaunch kernel, Stream stream, Site site) {
-  session_->submit(find(stream), Op::launch(std::move(kernel), site));
 }
 
 void CheckedDevice::storeFlag(uint32_t* flag, uint32_t value, Site site) {

@@ -1,16 +1,19 @@
 // SimDevice's check mode: writes every call down in the session.
 #pragma once
 
-#include <map>
 #include <memory>
-#include <mutex>
 
-#include "memory_device.hpp"
 #include "session.hpp"
+#include "stream_device.hpp"
 
 namespace hdpcomm::sim {
 
-class CheckedDevice final : public SimMemoryDevice {
+struct RecordMark {
+  NodeId node = kNoNode;
+};
+
+// A stream stands for its entity in the session, an event for the node of its last record.
+class CheckedDevice final : public SimStreamDevice<int, RecordMark> {
  public:
   CheckedDevice(int ordinal, std::shared_ptr<Session> session);
   ~CheckedDevice() override { session_->bury(MemoryTable::get().releaseAll(this)); }
@@ -26,20 +29,12 @@ class CheckedDevice final : public SimMemoryDevice {
 
   Stream createStream(int priority) override;
   void destroyStream(Stream stream) override;
-  Event createEvent() override;
-  void destroyEvent(Event event) override;
   void record(Event event, Stream stream, Site site) override;
   void wait(Stream stream, Event event, Site site) override;
   bool query(Event event) override;
   void synchronize(Event event, double timeout_s, const InterruptCheck& check, Site site) override;
   void synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
                    Site site) override;
-
-  void copy(void* dst, const void* src, size_t bytes, Stream stream, Site site) override;
-  void fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site site) override;
-  void writeValue(Stream stream, uint32_t* flag, uint32_t value, Site site) override;
-  void waitValue(Stream stream, uint32_t* flag, uint32_t value, Site site) override;
-  void launch(KernelLaunch kernel, Stream stream, Site site) override;
 
   void storeFlag(uint32_t* flag, uint32_t value, Site site) override;
   uint32_t loadFlag(const uint32_t* flag, Site site) override;
@@ -50,13 +45,9 @@ class CheckedDevice final : public SimMemoryDevice {
   void annotateAcquire(uint64_t key) override;
 
  private:
-  int find(Stream stream) const;
-  NodeId find(Event event) const;
+  void submit(Op op, Stream stream) override { session_->submit(find(stream), std::move(op)); }
 
   std::shared_ptr<Session> session_;
-  mutable std::mutex mutex_;            // the two below
-  std::map<uintptr_t, int> streams_;    // their entities
-  std::map<uintptr_t, NodeId> events_;  // the last record of each
 };
 
 }  // namespace hdpcomm::sim

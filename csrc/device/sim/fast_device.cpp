@@ -6,7 +6,7 @@
 
 namespace hdpcomm::sim {
 
-FastDevice::FastDevice(int ordinal) : SimMemoryDevice(ordinal) {
+FastDevice::FastDevice(int ordinal) : SimStreamDevice(ordinal) {
   streams_.emplace(0, std::make_shared<FastStream>(state_));
 }
 
@@ -24,62 +24,31 @@ void FastDevice::checkFault() const {
   throw *state_->fault;
 }
 
-std::shared_ptr<FastStream> FastDevice::find(Stream stream) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = streams_.find(stream.handle);
-  if (found == streams_.end()) throwUnknown("stream", stream.handle);
-  return found->second;
-}
-
-Point FastDevice::find(Event event) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = events_.find(event.handle);
-  if (found == events_.end()) throwUnknown("event", event.handle);
-  return found->second;
-}
-
 Stream FastDevice::createStream(int) {
   checkFault();
-  const std::lock_guard lock(mutex_);
-  std::erase_if(retired_, [](const auto& stream) {
-    if (!stream->threadEnded()) return false;
-    stream->join();
-    return true;
-  });
-  const Stream stream{newHandle()};
-  streams_.emplace(stream.handle, std::make_shared<FastStream>(state_));
-  return stream;
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(retired_, [](const auto& stream) {
+      if (!stream->threadEnded()) return false;
+      stream->join();
+      return true;
+    });
+  }
+  return add(std::make_shared<FastStream>(state_));
 }
 
 void FastDevice::destroyStream(Stream stream) {
-  if (stream == Stream{}) throwDefaultStream();
-  const auto state = find(stream);
+  const auto state = remove(stream);
   const std::lock_guard lock(mutex_);
   state->close();
-  streams_.erase(stream.handle);
   retired_.push_back(state);
-}
-
-Event FastDevice::createEvent() {
-  checkFault();
-  const std::lock_guard lock(mutex_);
-  const Event event{newHandle()};
-  events_.emplace(event.handle, Point{});
-  return event;
-}
-
-void FastDevice::destroyEvent(Event event) {
-  find(event);
-  const std::lock_guard lock(mutex_);
-  events_.erase(event.handle);
 }
 
 void FastDevice::record(Event event, Stream stream, Site) {
   checkFault();
   find(event);
   const auto state = find(stream);
-  const std::lock_guard lock(mutex_);
-  events_[event.handle] = Point{state, state->submitted()};
+  mark(event, Point{state, state->submitted()});
 }
 
 void FastDevice::wait(Stream stream, Event event, Site site) {
@@ -132,26 +101,6 @@ void FastDevice::await(const Point& point, double timeout_s, const InterruptChec
 void FastDevice::submit(Op op, Stream stream) {
   checkFault();
   find(stream)->submit({std::move(op), {}});
-}
-
-void FastDevice::copy(void* dst, const void* src, size_t bytes, Stream stream, Site site) {
-  submit(Op::copy(dst, src, bytes, site), stream);
-}
-
-void FastDevice::fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site site) {
-  submit(Op::fill(dst, value, bytes, site), stream);
-}
-
-void FastDevice::writeValue(Stream stream, uint32_t* flag, uint32_t value, Site site) {
-  submit(Op::write(flag, value, site), stream);
-}
-
-void FastDevice::waitValue(Stream stream, uint32_t* flag, uint32_t value, Site site) {
-  submit(Op::wait(flag, value, site), stream);
-}
-
-void FastDevice::launch(KernelLaunch kernel, Stream stream, Site site) {
-  submit(Op::launch(std::move(kernel), site), stream);
 }
 
 void FastDevice::storeFlag(uint32_t* flag, uint32_t value, Site) {

@@ -1,17 +1,15 @@
 // SimDevice's fast mode: each stream is a thread, events are counts of finished operations.
 #pragma once
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "fast_stream.hpp"
-#include "memory_device.hpp"
+#include "stream_device.hpp"
 
 namespace hdpcomm::sim {
 
-class FastDevice final : public SimMemoryDevice {
+class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Point> {
  public:
   explicit FastDevice(int ordinal);
   ~FastDevice() override;
@@ -31,20 +29,12 @@ class FastDevice final : public SimMemoryDevice {
 
   Stream createStream(int priority) override;
   void destroyStream(Stream stream) override;
-  Event createEvent() override;
-  void destroyEvent(Event event) override;
   void record(Event event, Stream stream, Site site) override;
   void wait(Stream stream, Event event, Site site) override;
   bool query(Event event) override;
   void synchronize(Event event, double timeout_s, const InterruptCheck& check, Site site) override;
   void synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
                    Site site) override;
-
-  void copy(void* dst, const void* src, size_t bytes, Stream stream, Site site) override;
-  void fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site site) override;
-  void writeValue(Stream stream, uint32_t* flag, uint32_t value, Site site) override;
-  void waitValue(Stream stream, uint32_t* flag, uint32_t value, Site site) override;
-  void launch(KernelLaunch kernel, Stream stream, Site site) override;
 
   void storeFlag(uint32_t* flag, uint32_t value, Site site) override;
   uint32_t loadFlag(const uint32_t* flag, Site site) override;
@@ -55,17 +45,13 @@ class FastDevice final : public SimMemoryDevice {
   void annotateAcquire(uint64_t) override {}
 
  private:
-  void checkFault() const;
-  std::shared_ptr<FastStream> find(Stream stream) const;
-  Point find(Event event) const;
-  void submit(Op op, Stream stream);
+  void checkFault() const override;
+  void submit(Op op, Stream stream) override;
   void await(const Point& point, double timeout_s, const InterruptCheck& check, Site site);
 
   std::shared_ptr<DeviceState> state_ = std::make_shared<DeviceState>();
-  mutable std::mutex mutex_;  // the three below
-  std::map<uintptr_t, std::shared_ptr<FastStream>> streams_;
-  std::map<uintptr_t, Point> events_;
-  std::vector<std::shared_ptr<FastStream>> retired_;  // destroyed, their threads may still run
+  // Under mutex_: destroyed, their threads may still run.
+  std::vector<std::shared_ptr<FastStream>> retired_;
 };
 
 }  // namespace hdpcomm::sim

@@ -51,6 +51,7 @@ class CompositeTransport final : public Transport {
   void checkPeers() override {
     for (const auto& member : members_) member->checkPeers();
   }
+  std::optional<Error> departure(int peer) override { return to(peer).departure(peer); }
   uint32_t idleTicket() override { return members_[0]->idleTicket(); }
   void idle(uint32_t ticket, Clock::time_point until) override { members_[0]->idle(ticket, until); }
   std::function<void()> waker() override { return members_[0]->waker(); }

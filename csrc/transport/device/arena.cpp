@@ -25,6 +25,11 @@ void checkArenaConfig(const ArenaConfig& config) {
     throwInvalidUsage("a landing zone of " + std::to_string(config.landing_bytes) +
                       " bytes was asked for; give a multiple of 4096");
   }
+  if (config.window_bytes < kLeastWindow || config.window_bytes % 4096 != 0) {
+    throwInvalidUsage("a window of " + std::to_string(config.window_bytes) +
+                      " bytes was asked for; give a multiple of 4096 from " +
+                      std::to_string(kLeastWindow) + " up");
+  }
 }
 
 Arena::Arena(DevicePtr device, ArenaConfig config, int num_ranks, int rank)
@@ -70,7 +75,9 @@ size_t Arena::landingOffset() const {
                              static_cast<size_t>(num_ranks_);
 }
 
-size_t Arena::bytes() const { return landingOffset() + config_.landing_bytes; }
+size_t Arena::bytes() const {
+  return landingOffset() + config_.landing_bytes + config_.window_bytes;
+}
 
 std::byte* Arena::slot(int owner, int peer, int slot) const {
   return blocks_[static_cast<size_t>(owner)] + slotsOffset() +
@@ -80,5 +87,7 @@ std::byte* Arena::slot(int owner, int peer, int slot) const {
 std::byte* Arena::landing(int owner) const {
   return blocks_[static_cast<size_t>(owner)] + landingOffset();
 }
+
+std::byte* Arena::window(int owner) const { return landing(owner) + config_.landing_bytes; }
 
 }  // namespace hdpcomm::device

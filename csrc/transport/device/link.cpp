@@ -71,6 +71,38 @@ void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream) {
                 stream);
 }
 
+void launchFold(DeviceApi& device, const kernels::FoldArgs& args, Stream stream) {
+  const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.dtype);
+  std::vector<MemoryRange> reads;
+  std::vector<MemoryRange> writes;
+  for (int i = 0; i < args.num_inputs; ++i) reads.push_back({args.inputs[i], bytes});
+  for (int i = 0; i < args.num_outputs; ++i) writes.push_back({args.outputs[i], bytes});
+  device.launch({.name = "fold",
+                 .reads = std::move(reads),
+                 .writes = std::move(writes),
+                 .cpu = [args] { kernels::foldCpu(args); },
+                 .cuda = HDP_LAUNCHER(kernels::foldCuda)},
+                stream);
+}
+
+void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream stream) {
+  const auto bytes = static_cast<size_t>(args.bytes);
+  std::vector<MemoryRange> reads;
+  std::vector<MemoryRange> writes;
+  for (int i = 0; i < args.num_inputs; ++i) {
+    std::byte* place = static_cast<std::byte*>(args.out) + i * args.stride;
+    if (place == args.inputs[i]) continue;
+    reads.push_back({args.inputs[i], bytes});
+    writes.push_back({place, bytes});
+  }
+  device.launch({.name = "collect",
+                 .reads = std::move(reads),
+                 .writes = std::move(writes),
+                 .cpu = [args] { kernels::collectCpu(args); },
+                 .cuda = HDP_LAUNCHER(kernels::collectCuda)},
+                stream);
+}
+
 Link::Link(DevicePtr device, const Arena& arena, int rank, int peer)
     : device_(std::move(device)),
       arena_(arena),

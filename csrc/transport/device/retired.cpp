@@ -8,7 +8,7 @@ namespace {
 
 struct Retired {
   std::unique_ptr<Arena> arena;
-  std::shared_ptr<CallBoard> board;
+  std::shared_ptr<SharedBoard> board;
 };
 
 struct Home {
@@ -24,7 +24,7 @@ Home& home() {
 
 }  // namespace
 
-void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<CallBoard> board) {
+void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<SharedBoard> board) {
   std::vector<Retired> over;
   {
     const std::lock_guard lock(home().mutex);

@@ -1,5 +1,6 @@
 // The fake's table of functions. A communicator and a stream are both a FakeNccl::Rank.
 #include <cstring>
+#include <utility>
 
 #include "fake_nccl.hpp"
 
@@ -8,23 +9,29 @@ namespace {
 
 using Rank = FakeNccl::Rank;
 
-// The functions without a communicator need to know which rank calls, and which fake; ranks of a
-// fake are driven from one thread at a time.
+// The functions without a communicator need to know which fake is meant: the one whose table the
+// thread took last.
 thread_local FakeNccl* current_fake = nullptr;
 thread_local std::vector<Rank*> grouped;  // ranks that called something in the open group
 thread_local int group_depth = 0;
 
 Rank& rankOf(NcclComm comm) { return *reinterpret_cast<Rank*>(comm); }
 
+int failureOf(const char* function) {
+  if (current_fake == nullptr) return kNcclSuccess;
+  const auto held = current_fake->lock();
+  return current_fake->failureOf(function, -1);
+}
+
 int getVersion(int* version) {
   *version = current_fake->version();
-  return current_fake->failureOf("ncclGetVersion", -1);
+  return failureOf("ncclGetVersion");
 }
 
 int getUniqueId(NcclUniqueId* id) {
   std::memset(id->bytes, 0, sizeof id->bytes);
   std::memcpy(id->bytes, &current_fake, sizeof current_fake);
-  return current_fake->failureOf("ncclGetUniqueId", -1);
+  return failureOf("ncclGetUniqueId");
 }
 
 int commInitRankConfig(NcclComm* comm, int num_ranks, NcclUniqueId id, int rank,
@@ -32,6 +39,7 @@ int commInitRankConfig(NcclComm* comm, int num_ranks, NcclUniqueId id, int rank,
   FakeNccl* fake = nullptr;
   std::memcpy(&fake, id.bytes, sizeof fake);
   if (config->magic != 0xcafebeef || config->size < sizeof(NcclConfig)) return kNcclInvalidArgument;
+  const auto held = fake->lock();
   if (const int code = fake->failureOf("ncclCommInitRankConfig", rank)) return code;
   return fake->join(comm, num_ranks, rank);
 }
@@ -39,14 +47,17 @@ int commInitRankConfig(NcclComm* comm, int num_ranks, NcclUniqueId id, int rank,
 int commDestroy(NcclComm) { return kNcclSuccess; }
 
 int commAbort(NcclComm comm) {
-  rankOf(comm).stream.clear();
+  const auto held = rankOf(comm).owner->lock();
+  rankOf(comm).owner->abort(rankOf(comm));
   return kNcclSuccess;
 }
 
 int commGetAsyncError(NcclComm comm, int* error) {
   Rank& rank = rankOf(comm);
-  const bool joining = rank.owner->stalled() || rank.polls++ < 2;
-  *error = joining ? kNcclInProgress : rank.async_error;
+  const auto held = rank.owner->lock();
+  const bool in_progress = rank.owner->stalled() || rank.stalled || rank.polls_left > 0;
+  if (rank.polls_left > 0) --rank.polls_left;
+  *error = in_progress ? kNcclInProgress : rank.async_error;
   return rank.owner->failureOf("ncclCommGetAsyncError", rank.rank);
 }
 
@@ -57,68 +68,103 @@ const char* getErrorString(int result) {
   return result >= 0 && result < 8 ? kTexts[result] : "unknown result code";
 }
 
-const char* getLastError(NcclComm) {
-  return current_fake == nullptr ? "" : current_fake->lastError().c_str();
+const char* getLastError(NcclComm comm) {
+  FakeNccl* const fake = comm != nullptr ? rankOf(comm).owner : current_fake;
+  thread_local std::string text;
+  if (fake == nullptr) return "";
+  const auto held = fake->lock();
+  text = fake->lastError();
+  return text.c_str();
 }
 
 int groupStart() {
   ++group_depth;
-  return current_fake->failureOf("ncclGroupStart", -1);
+  return failureOf("ncclGroupStart");
+}
+
+// A communicator that does not block says at once that the call is in progress.
+int inProgress(Rank& rank, int result) {
+  if (result != kNcclSuccess) return result;
+  auto held = rank.owner->lock();
+  const bool stalled = rank.stalled;
+  rank.polls_left = 1;
+  held.unlock();
+  if (!stalled) rank.owner->launch(rank);
+  return kNcclInProgress;
 }
 
 int groupEnd() {
   int result = kNcclSuccess;
   if (--group_depth == 0) {
-    for (Rank* rank : grouped) {
-      if (const int code = rank->owner->endGroup(*rank); code != kNcclSuccess) result = code;
+    for (Rank* rank : std::exchange(grouped, {})) {
+      auto held = rank->owner->lock();
+      const int code = rank->owner->endGroup(*rank);
+      held.unlock();
+      if (const int state = inProgress(*rank, code); state != kNcclSuccess) result = state;
     }
-    grouped.clear();
   }
-  const int planted = current_fake->failureOf("ncclGroupEnd", -1);
+  const int planted = failureOf("ncclGroupEnd");
   return planted != kNcclSuccess ? planted : result;
 }
 
-int transfer(const char* name, bool is_send, void* data, size_t count, int peer, NcclComm comm) {
-  Rank& rank = rankOf(comm);
+// Of a call that may not be made now, or that is told to fail.
+int refusal(Rank& rank, const char* name) {
   if (const int code = rank.owner->failureOf(name, rank.rank)) return code;
-  if (group_depth > 0 && rank.group_depth == 0) {
+  return rank.polls_left > 0 || rank.aborted ? kNcclInvalidUsage : kNcclSuccess;
+}
+
+int transfer(const char* name, bool is_send, void* data, size_t count, int peer, NcclComm comm,
+             NcclStream stream) {
+  Rank& rank = rankOf(comm);
+  auto held = rank.owner->lock();
+  if (const int code = refusal(rank, name)) return code;
+  if (rank.device != nullptr) rank.device_stream = {reinterpret_cast<uintptr_t>(stream)};
+  const bool in_group = group_depth > 0;
+  if (in_group && rank.group_depth == 0) {
     rank.group_depth = 1;
     grouped.push_back(&rank);
   }
-  return rank.owner->enqueue(rank, {is_send, peer, data, count});
+  const int code = rank.owner->enqueue(rank, {is_send, peer, data, count});
+  held.unlock();
+  return in_group ? code : inProgress(rank, code);
 }
 
-int send(const void* data, size_t count, int, int peer, NcclComm comm, NcclStream) {
-  return transfer("ncclSend", true, const_cast<void*>(data), count, peer, comm);
+int send(const void* data, size_t count, int, int peer, NcclComm comm, NcclStream stream) {
+  return transfer("ncclSend", true, const_cast<void*>(data), count, peer, comm, stream);
 }
 
-int recv(void* data, size_t count, int, int peer, NcclComm comm, NcclStream) {
-  return transfer("ncclRecv", false, data, count, peer, comm);
+int recv(void* data, size_t count, int, int peer, NcclComm comm, NcclStream stream) {
+  return transfer("ncclRecv", false, data, count, peer, comm, stream);
 }
 
-int whole(NcclComm comm, FakeNccl::Whole what) {
+int whole(NcclComm comm, FakeNccl::Whole what, NcclStream stream) {
   Rank& rank = rankOf(comm);
-  if (const int code = rank.owner->failureOf(what.name, rank.rank)) return code;
-  return rank.owner->enqueueWhole(rank, std::move(what));
+  auto held = rank.owner->lock();
+  if (const int code = refusal(rank, what.name.c_str())) return code;
+  if (rank.device != nullptr) rank.device_stream = {reinterpret_cast<uintptr_t>(stream)};
+  const int code = rank.owner->enqueueWhole(rank, std::move(what));
+  held.unlock();
+  return inProgress(rank, code);
 }
 
 int allReduce(const void* in, void* out, size_t count, int type, int op, NcclComm comm,
-              NcclStream) {
-  return whole(comm, {"ncclAllReduce", OpCode::kAllReduce, in, out, count, type, op, -1});
+              NcclStream stream) {
+  return whole(comm, {"ncclAllReduce", OpCode::kAllReduce, in, out, count, type, op, -1}, stream);
 }
 
-int allGather(const void* in, void* out, size_t count, int type, NcclComm comm, NcclStream) {
-  return whole(comm, {"ncclAllGather", OpCode::kAllGather, in, out, count, type, 0, -1});
+int allGather(const void* in, void* out, size_t count, int type, NcclComm comm, NcclStream stream) {
+  return whole(comm, {"ncclAllGather", OpCode::kAllGather, in, out, count, type, 0, -1}, stream);
 }
 
 int reduceScatter(const void* in, void* out, size_t count, int type, int op, NcclComm comm,
-                  NcclStream) {
-  return whole(comm, {"ncclReduceScatter", OpCode::kReduceScatter, in, out, count, type, op, -1});
+                  NcclStream stream) {
+  return whole(comm, {"ncclReduceScatter", OpCode::kReduceScatter, in, out, count, type, op, -1},
+               stream);
 }
 
 int broadcast(const void* in, void* out, size_t count, int type, int root, NcclComm comm,
-              NcclStream) {
-  return whole(comm, {"ncclBroadcast", OpCode::kBroadcast, in, out, count, type, 0, root});
+              NcclStream stream) {
+  return whole(comm, {"ncclBroadcast", OpCode::kBroadcast, in, out, count, type, 0, root}, stream);
 }
 
 }  // namespace
@@ -129,7 +175,9 @@ FakeNccl::~FakeNccl() {
 
 std::shared_ptr<const NcclApi> FakeNccl::api() {
   current_fake = this;
-  auto table = std::make_shared<NcclApi>();
+  // The functions reach the fake through their communicators.
+  const std::shared_ptr<NcclApi> table(new NcclApi,
+                                       [fake = shared_from_this()](NcclApi* api) { delete api; });
   table->path = "the fake NCCL";
   table->version = version_;
   table->getVersion = getVersion;

@@ -75,6 +75,11 @@ std::shared_ptr<NcclDevice> FakeNccl::device(int rank) {
   return std::make_shared<FakeDevice>(shared_from_this(), rank);
 }
 
+void FakeNccl::attach(int rank, DevicePtr device) {
+  const auto held = lock();
+  ranks_.at(static_cast<size_t>(rank)).device = std::move(device);
+}
+
 NcclStream FakeNccl::stream(int rank) { return &ranks_[static_cast<size_t>(rank)]; }
 
 void FakeNccl::label(int rank, const std::string& text) {
@@ -110,6 +115,7 @@ int FakeNccl::join(NcclComm* comm, int num_ranks, int rank) {
     return kNcclInvalidArgument;
   }
   ranks_[static_cast<size_t>(rank)].joined = true;
+  ranks_[static_cast<size_t>(rank)].polls_left = 2;
   *comm = reinterpret_cast<NcclComm>(&ranks_[static_cast<size_t>(rank)]);
   return kNcclInProgress;
 }
@@ -137,6 +143,71 @@ int FakeNccl::enqueueWhole(Rank& rank, Whole whole) {
   item.label = rank.label;
   rank.stream.push_back(std::move(item));
   return kNcclSuccess;
+}
+
+// Everything of the rank ends, done or not; what peers have with it stays as it is.
+void FakeNccl::abort(Rank& rank) {
+  rank.aborted = true;
+  for (auto* posted : {&sends_, &recvs_}) {
+    for (auto& [pair, queue] : *posted) {
+      std::erase_if(queue, [&](const Posted& each) { return each.rank == &rank; });
+    }
+  }
+  rank.stream.clear();
+  for (uint32_t& flag : rank.flags) {
+    if (rank.device != nullptr) rank.device->storeFlag(&flag, 1);
+  }
+}
+
+// All operations of a communicator run in the order of issue, whatever their streams: each waits
+// for the one before it.
+void FakeNccl::launch(Rank& rank) {
+  if (rank.device == nullptr) return;
+  uint32_t* before = nullptr;
+  uint32_t* over = nullptr;
+  {
+    const auto held = lock();
+    if (rank.stream.empty() || rank.stream.back().over != nullptr) return;
+    before = rank.flags.empty() ? nullptr : &rank.flags.back();
+    over = rank.stream.back().over = &rank.flags.emplace_back(0);
+  }
+  const Stream stream = rank.device_stream;
+  if (before != nullptr) rank.device->waitValue(stream, before, 1);
+  KernelLaunch kernel;
+  kernel.name = "nccl";
+  kernel.cpu = [fake = shared_from_this(), &rank] { fake->begin(rank); };
+  rank.device->launch(std::move(kernel), stream);
+  rank.device->waitValue(stream, over, 1);
+}
+
+// The stream has come to the front of the rank's operations.
+void FakeNccl::begin(Rank& rank) {
+  const auto held = lock();
+  if (rank.aborted || rank.stream.empty()) return;
+  if (rank.stream.front().whole) rank.stream.front().posted = true;
+  start(rank);
+  std::string wrong;
+  while (wrong.empty() && !ready_.empty()) {
+    const auto pair = ready_.back();
+    ready_.pop_back();
+    wrong = match(pair.first, pair.second);
+  }
+  if (wrong.empty() && allAtWhole()) wrong = runWhole();
+  // NCCL would not notice: they never end.
+  if (!wrong.empty()) last_error_ = wrong;
+}
+
+bool FakeNccl::allAtWhole() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
+    return !rank.stream.empty() && rank.stream.front().whole &&
+           (rank.device == nullptr || rank.stream.front().posted);
+  });
+}
+
+void FakeNccl::finish(Rank& rank) {
+  uint32_t* const over = rank.stream.front().over;
+  rank.stream.pop_front();
+  if (over != nullptr) rank.device->storeFlag(over, 1);
 }
 
 int FakeNccl::endGroup(Rank& rank) {
@@ -182,6 +253,7 @@ std::string FakeNccl::who(const Posted& posted) const {
 std::string FakeNccl::match(int source, int target) {
   auto& sends = sends_[{source, target}];
   auto& recvs = recvs_[{source, target}];
+  if (sends.empty() || recvs.empty()) return "";  // one of them was aborted
   const Posted send = sends.front();
   const Posted recv = recvs.front();
   sends.pop_front();
@@ -198,7 +270,7 @@ std::string FakeNccl::match(int source, int target) {
     if (stream.empty() || &stream.front() != posted.item) continue;  // ended by the first of both
     const auto& group = posted.item->group;
     if (std::all_of(group.begin(), group.end(), [](const Transfer& each) { return each.done; })) {
-      stream.pop_front();
+      finish(*posted.rank);
     }
   }
   return "";
@@ -206,7 +278,8 @@ std::string FakeNccl::match(int source, int target) {
 
 // The collective at the head of all streams, if there is one.
 std::string FakeNccl::runWhole() {
-  const Whole& first = *ranks_[0].stream.front().whole;
+  const auto kept = ranks_[0].stream.front().whole;
+  const Whole& first = *kept;
   for (const Rank& rank : ranks_) {
     const Whole& other = *rank.stream.front().whole;
     if (other.op == first.op && other.count == first.count && other.type == first.type &&
@@ -242,7 +315,7 @@ std::string FakeNccl::runWhole() {
     const size_t offset = first.op == OpCode::kReduceScatter ? i * bytes : 0;
     const size_t size = first.op == OpCode::kReduceScatter ? bytes : result.size();
     std::memcpy(out, result.data() + offset, size);
-    ranks_[i].stream.pop_front();
+    finish(ranks_[i]);
   }
   return "";
 }
@@ -315,10 +388,7 @@ std::string FakeNccl::run(uint64_t seed) {
     if (moved) continue;
     for (Rank& rank : ranks_) moved |= start(rank);
     if (moved) continue;
-    const bool whole = std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
-      return !rank.stream.empty() && rank.stream.front().whole;
-    });
-    if (whole) {
+    if (allAtWhole()) {
       if (std::string wrong = runWhole(); !wrong.empty()) return wrong;
       continue;
     }

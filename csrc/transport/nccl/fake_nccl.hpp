@@ -1,5 +1,6 @@
-// NCCL's semantics in one process and without a GPU, for tests: streams are queues, and run() works
-// them off in a random order that the rules allow.
+// NCCL's semantics in one process and without a GPU, for tests. Either streams are queues, and
+// run() works them off in a random order that the rules allow; or ranks attach a SimDevice, whose
+// streams wait for each other as a GPU's would.
 //
 // A send blocks until its receive is posted and the other way round; messages of a pair match in
 // the order of posting; the operations of a group progress independently, but the group's stream
@@ -13,10 +14,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "hdpcomm/device/handles.hpp"
 #include "hdpcomm/transport/nccl_world.hpp"
 
 namespace hdpcomm::nccl {
@@ -28,6 +31,8 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
 
   // The table; its functions find the fake by the communicator, or by the thread (see Use).
   std::shared_ptr<const NcclApi> api();
+  // The rank's operations go to streams of this device, and need no run().
+  void attach(int rank, DevicePtr device);
   std::shared_ptr<NcclDevice> device(int rank);
   NcclStream stream(int rank);
 
@@ -39,6 +44,8 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   void setAsyncError(int rank, int code);
   // ncclCommInitRankConfig never ends.
   void stallInit() { stall_init_ = true; }
+  // The rank's next groups never end on the host, as when a peer does not come to connect.
+  void stallGroups(int rank) { ranks_.at(static_cast<size_t>(rank)).stalled = true; }
 
   // Works off all streams. Returns an empty string, or what is wrong; then the fake is spent.
   std::string run(uint64_t seed);
@@ -68,12 +75,15 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     std::shared_ptr<Whole> whole;
     std::string label;
     bool posted = false;
+    uint32_t* over = nullptr;  // with a device: the flag that its stream waits for
   };
   struct Rank {
     FakeNccl* owner = nullptr;
     int rank = -1;
     bool joined = false;
-    int polls = 0;  // of a state that was not final
+    int polls_left = 0;  // until the call in progress has ended
+    bool stalled = false;
+    bool aborted = false;
     int async_error = kNcclSuccess;
     int group_depth = 0;
     std::vector<Transfer> collecting;
@@ -82,13 +92,20 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     std::vector<std::string> order;  // labels as enqueued, each once
     std::map<std::byte*, size_t> allocated;
     std::vector<std::unique_ptr<std::byte[]>> memory;
+    DevicePtr device;
+    Stream device_stream;        // of the call in progress
+    std::deque<uint32_t> flags;  // of its items, in the order of issue
   };
+  std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
   int join(NcclComm* comm, int num_ranks, int rank);
+  void abort(Rank& rank);
   int failureOf(const std::string& function, int rank);
   int enqueue(Rank& rank, Transfer transfer);
   int enqueueWhole(Rank& rank, Whole whole);
   void enqueueLocal(int rank, std::function<void()> work);
   int endGroup(Rank& rank);
+  // Outside of the lock: what the rank has issued goes to its device.
+  void launch(Rank& rank);
   std::vector<Rank>& ranks() { return ranks_; }
   int version() const { return version_; }
   const std::string& lastError() const { return last_error_; }
@@ -101,12 +118,16 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     Transfer* transfer;
   };
   bool start(Rank& rank);
+  void finish(Rank& rank);
+  void begin(Rank& rank);
+  bool allAtWhole() const;
   std::string match(int source, int target);
   std::string runWhole();
   std::string stuck();
   std::string culprit() const;
   std::string who(const Posted& posted) const;
 
+  std::mutex mutex_;
   std::vector<Rank> ranks_;
   std::map<std::pair<std::string, int>, int> failures_;
   std::map<std::pair<int, int>, std::deque<Posted>> sends_;

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <thread>
+#include <tuple>
 
 #include "groups.hpp"
 #include "hdpcomm/base/error.hpp"
@@ -14,21 +14,29 @@ namespace {
 constexpr int kByteType = 1;      // ncclUint8: messages are bytes
 constexpr int kP2pChannels = 32;  // at most, of a pair
 
-// Spans of one operation to addresses; the temporary and the room for what is to be reduced live in
-// the stream.
-struct Buffers {
-  std::byte* base[3];
-  std::byte* at(const Span& span) const {
-    return base[static_cast<size_t>(span.buffer)] + span.offset;
+constexpr int kYields = 200;  // looks at a call in progress before sleeping between them
+constexpr auto kLookAgain = std::chrono::milliseconds(1);  // around, meanwhile
+constexpr size_t kMaxPrepared = 256;                       // schedules
+
+size_t padded(size_t bytes) { return (bytes + 511) / 512 * 512; }
+
+std::byte* at(const NcclWorld::Operation& operation, std::byte* scratch, const Span& span) {
+  switch (span.buffer) {
+    case Buffer::kIn:
+      return static_cast<std::byte*>(const_cast<void*>(operation.in)) + span.offset;
+    case Buffer::kOut:
+      return static_cast<std::byte*>(operation.out) + span.offset;
+    default:
+      return scratch + span.offset;
   }
-};
+}
 
 size_t arrivalBytes(const std::vector<nccl::Group>& groups) {
   size_t most = 0;
   for (const nccl::Group& group : groups) {
     size_t bytes = 0;
     for (const Recv& recv : group.recvs) {
-      if (recv.reduce) bytes += (recv.to.bytes + 511) / 512 * 512;
+      if (recv.reduce) bytes += padded(recv.to.bytes);
     }
     most = std::max(most, bytes);
   }
@@ -52,33 +60,20 @@ uint64_t ncclBufferBytes(int local_peers, int channels) {
 
 NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, std::shared_ptr<NcclDevice> device,
                      const NcclUniqueId& id, int rank, int size, double timeout_s,
-                     std::vector<int> node_of_rank)
+                     std::vector<int> node_of_rank, const Look& look)
     : api_(std::move(api)),
       device_(std::move(device)),
       rank_(rank),
       size_(size),
       node_of_rank_(std::move(node_of_rank)),
+      timeout_s_(timeout_s),
       used_(static_cast<size_t>(size)) {
   if (node_of_rank_.empty()) node_of_rank_.resize(static_cast<size_t>(size), 0);
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
   NcclConfig config;
-  int state = api_->commInitRankConfig(&comm_, size, id, rank, &config);
-  while (state == kNcclInProgress && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    const int asked = api_->commGetAsyncError(comm_, &state);
-    if (asked != kNcclSuccess) state = asked;
-  }
-  if (state == kNcclSuccess) return;
   try {
-    if (state == kNcclInProgress) {
-      throw Error(ErrorKind::kTimeout,
-                  "rank " + std::to_string(rank) + " waited " + std::to_string(timeout_s) +
-                      " s for NCCL's communicator of " + std::to_string(size) +
-                      " ranks: look for ranks that did not come, or raise timeout=",
-                  {.rank = rank, .peer = -1, .op = "init", .ranks = {}, .seq = -1});
-    }
-    check(state, "ncclCommInitRankConfig");
-  } catch (const Error&) {
+    settle(api_->commInitRankConfig(&comm_, size, id, rank, &config), "ncclCommInitRankConfig",
+           look);
+  } catch (...) {
     abort();
     throw;
   }
@@ -90,6 +85,34 @@ NcclWorld::~NcclWorld() {
 
 void NcclWorld::check(int result, const char* call) {
   ncclCheck(*api_, result, call, comm_, rank_);
+}
+
+// The communicator is not blocking: a call may go on after it has returned, and until it has ended
+// nothing else may be called, and what it enqueues may not be on its stream.
+void NcclWorld::settle(int result, const char* call, const Look& look) {
+  const auto start = std::chrono::steady_clock::now();
+  auto next_look = start + kLookAgain;
+  for (int looks = 0; result == kNcclInProgress && comm_ != nullptr; ++looks) {
+    const int asked = api_->commGetAsyncError(comm_, &result);
+    if (asked != kNcclSuccess) result = asked;
+    if (result != kNcclInProgress) break;
+    const auto now = std::chrono::steady_clock::now();
+    if (look && now >= next_look) {
+      look();
+      next_look = now + kLookAgain;
+    }
+    const std::chrono::duration<double> waited = now - start;
+    if (waited.count() > timeout_s_) {
+      throw Error(ErrorKind::kTimeout,
+                  "rank " + std::to_string(rank_) + " waited " + std::to_string(timeout_s_) +
+                      " s in " + call + " of a communicator of " + std::to_string(size_) +
+                      " ranks: look for a rank that did not call it, or raise timeout=",
+                  {.rank = rank_, .peer = -1, .op = {}, .ranks = {}, .seq = -1});
+    }
+    looks < kYields ? std::this_thread::yield()
+                    : std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  check(result, call);
 }
 
 void NcclWorld::checkUsable() const {
@@ -110,6 +133,10 @@ void NcclWorld::abort() noexcept {
   comm_ = nullptr;
 }
 
+bool NcclWorld::isRemote(int peer) const {
+  return node_of_rank_[static_cast<size_t>(peer)] != node_of_rank_[static_cast<size_t>(rank_)];
+}
+
 void NcclWorld::use(int peer) {
   if (peer != rank_) used_[static_cast<size_t>(peer)] = true;
 }
@@ -118,16 +145,20 @@ void NcclWorld::send(const void* data, size_t bytes, int peer, NcclStream stream
   use(peer);
   ++stats_.messages_sent;
   stats_.bytes_sent += bytes;
+  if (isRemote(peer)) stats_.remote_bytes_sent += bytes;
   check(api_->send(data, bytes, kByteType, peer, comm_, stream), "ncclSend");
 }
 
 void NcclWorld::recv(void* data, size_t bytes, int peer, NcclStream stream) {
   use(peer);
+  ++stats_.messages_received;
+  stats_.bytes_received += bytes;
+  if (isRemote(peer)) stats_.remote_bytes_received += bytes;
   check(api_->recv(data, bytes, kByteType, peer, comm_, stream), "ncclRecv");
 }
 
 // Ends the group in any case: NCCL counts how deep it is.
-void NcclWorld::group(const std::function<void()>& calls) {
+void NcclWorld::group(const Look& look, const std::function<void()>& calls) {
   check(api_->groupStart(), "ncclGroupStart");
   try {
     calls();
@@ -136,17 +167,17 @@ void NcclWorld::group(const std::function<void()>& calls) {
     throw;
   }
   ++stats_.groups;
-  check(api_->groupEnd(), "ncclGroupEnd");
+  settle(api_->groupEnd(), "ncclGroupEnd", look);
 }
 
-void NcclWorld::connectAhead(int max_distance, NcclStream stream) {
+void NcclWorld::connectAhead(int max_distance, NcclStream stream, const Look& look) {
   checkUsable();
   auto* bytes = static_cast<std::byte*>(device_->allocate(2, stream));
   const int last = std::min(max_distance, size_ / 2);
   for (int distance = 1; distance <= last; ++distance) {
     // Both directions of a pair: the ring forwards, then backwards.
     for (const int step : {distance, size_ - distance}) {
-      group([&] {
+      group(look, [&] {
         send(bytes, 1, (rank_ + step) % size_, stream);
         recv(bytes + 1, 1, (rank_ - step + size_) % size_, stream);
       });
@@ -155,60 +186,64 @@ void NcclWorld::connectAhead(int max_distance, NcclStream stream) {
   device_->release(bytes, stream);
 }
 
+void NcclWorld::checkExchange(size_t sends, size_t recvs) {
+  if (sends + recvs <= nccl::kMaxGroup) return;
+  throwInvalidUsage("exchange() got " + std::to_string(sends) + " sends and " +
+                    std::to_string(recvs) + " receives; NCCL takes " +
+                    std::to_string(nccl::kMaxGroup) + " of a group: make several exchanges");
+}
+
 void NcclWorld::exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs,
-                         NcclStream stream) {
+                         NcclStream stream, const Look& look) {
   checkUsable();
-  if (sends.size() + recvs.size() > nccl::kMaxGroup) {
-    throwInvalidUsage("exchange() got " + std::to_string(sends.size()) + " sends and " +
-                      std::to_string(recvs.size()) + " receives; NCCL takes " +
-                      std::to_string(nccl::kMaxGroup) + " of a group: make several exchanges");
-  }
-  group([&] {
+  checkExchange(sends.size(), recvs.size());
+  group(look, [&] {
     for (const Message& message : sends) send(message.data, message.bytes, message.peer, stream);
     for (const Message& message : recvs) recv(message.data, message.bytes, message.peer, stream);
   });
 }
 
-void NcclWorld::collective(const Operation& operation, NcclStream stream) {
-  checkUsable();
-  if (!runWhole(operation, stream)) runSchedule(operation, stream);
+size_t NcclWorld::scratchBytes(const Operation& operation) {
+  return isWhole(operation) ? 0 : prepare(operation)->scratchBytes();
 }
 
-bool NcclWorld::runWhole(const Operation& operation, NcclStream stream) {
+void NcclWorld::collective(const Operation& operation, NcclStream stream, const Look& look) {
+  checkUsable();
+  isWhole(operation) ? runWhole(operation, stream, look) : runSchedule(operation, stream, look);
+}
+
+bool NcclWorld::isWhole(const Operation& operation) const {
+  const OpCode op = operation.request.op;
+  return (op == OpCode::kAllReduce || op == OpCode::kAllGather || op == OpCode::kReduceScatter ||
+          op == OpCode::kBroadcast) &&
+         operation.request.algorithm == Algorithm::kAuto && ncclTypeOf(operation.dtype) >= 0 &&
+         size_ > 1 && isWholeWorld(operation.ranks, size_);
+}
+
+void NcclWorld::runWhole(const Operation& operation, NcclStream stream, const Look& look) {
   const ScheduleRequest& request = operation.request;
+  const auto& [in, out, count] = std::tie(operation.in, operation.out, request.count);
   const int type = ncclTypeOf(operation.dtype);
-  if (request.algorithm != Algorithm::kAuto || type < 0 || !isWholeWorld(operation.ranks, size_) ||
-      size_ == 1) {
-    return false;
-  }
   const int op = ncclOpOf(operation.redop);
+  ++stats_.whole_world_ops;
   switch (request.op) {
     case OpCode::kAllReduce:
-      check(api_->allReduce(operation.in, operation.out, request.count, type, op, comm_, stream),
-            "ncclAllReduce");
-      break;
+      return settle(api_->allReduce(in, out, count, type, op, comm_, stream), "ncclAllReduce",
+                    look);
     case OpCode::kAllGather:
-      check(api_->allGather(operation.in, operation.out, request.count, type, comm_, stream),
-            "ncclAllGather");
-      break;
+      return settle(api_->allGather(in, out, count, type, comm_, stream), "ncclAllGather", look);
     case OpCode::kReduceScatter:
-      check(
-          api_->reduceScatter(operation.in, operation.out, request.count, type, op, comm_, stream),
-          "ncclReduceScatter");
-      break;
-    case OpCode::kBroadcast:
-      check(api_->broadcast(operation.in, operation.out, request.count, type, request.root, comm_,
-                            stream),
-            "ncclBroadcast");
-      break;
+      return settle(api_->reduceScatter(in, out, count, type, op, comm_, stream),
+                    "ncclReduceScatter", look);
     default:
-      return false;
+      return settle(api_->broadcast(in, out, count, type, request.root, comm_, stream),
+                    "ncclBroadcast", look);
   }
-  ++stats_.whole_world_ops;
-  return true;
 }
 
-void NcclWorld::runSchedule(const Operation& operation, NcclStream stream) {
+std::shared_ptr<const NcclWorld::Prepared> NcclWorld::prepare(const Operation& operation) {
+  const auto known = prepared_.find(operation.schedule.get());
+  if (operation.schedule != nullptr && known != prepared_.end()) return known->second;
   ScheduleRequest request = operation.request;
   const auto own = std::find(operation.ranks.begin(), operation.ranks.end(), rank_);
   if (own == operation.ranks.end()) {
@@ -217,55 +252,78 @@ void NcclWorld::runSchedule(const Operation& operation, NcclStream stream) {
   request.group_size = static_cast<int>(operation.ranks.size());
   request.rank = static_cast<int>(own - operation.ranks.begin());
   request.element_bytes = dtypeBytes(operation.dtype);
-  const Schedule schedule = makeSchedule(request);
-  const std::vector<nccl::Group> groups = nccl::groupsOf(request, schedule);
-  const size_t arrivals = arrivalBytes(groups);
-  // One byte more: what a barrier sends, whose messages are empty (NCCL would send nothing).
-  const size_t temp = (schedule.temp_bytes + 511) / 512 * 512;
-  auto* scratch = static_cast<std::byte*>(device_->allocate(temp + arrivals + 2, stream));
-  std::byte* const token = scratch + temp + arrivals;
-  const bool empty_counts = request.op == OpCode::kBarrier;
-  const Buffers buffers{{static_cast<std::byte*>(const_cast<void*>(operation.in)),
-                         static_cast<std::byte*>(operation.out), scratch}};
-  const auto peerOf = [&](int peer) { return operation.ranks[static_cast<size_t>(peer)]; };
-  for (const nccl::Group& each : groups) {
-    for (const Move& move : each.moves) {
-      if (move.to.bytes == 0) continue;
-      std::byte* to = buffers.at(move.to);
-      if (move.kind == MoveKind::kCopy) {
-        if (to != buffers.at(move.from))
-          device_->copy(to, buffers.at(move.from), move.to.bytes, stream);
-      } else if (move.kind == MoveKind::kReduce) {
-        device_->reduce(to, to, buffers.at(move.from), move.to.bytes / request.element_bytes,
-                        operation.dtype, operation.redop, stream);
-      } else {
-        device_->scale(to, move.to.bytes / request.element_bytes, operation.dtype,
-                       request.group_size, stream);
-      }
+  auto made = std::make_shared<Prepared>();
+  made->schedule = operation.schedule != nullptr
+                       ? operation.schedule
+                       : std::make_shared<const Schedule>(makeSchedule(request));
+  made->groups = nccl::groupsOf(request, *made->schedule);
+  made->temp_bytes = padded(made->schedule->temp_bytes);
+  made->arrival_bytes = arrivalBytes(made->groups);
+  if (operation.schedule == nullptr) return made;
+  if (prepared_.size() >= kMaxPrepared) prepared_.clear();
+  prepared_.emplace(operation.schedule.get(), made);
+  return made;
+}
+
+void NcclWorld::runMoves(const std::vector<Move>& moves, const Operation& operation,
+                         std::byte* scratch, NcclStream stream) {
+  const DType dtype = operation.dtype;
+  for (const Move& move : moves) {
+    if (move.to.bytes == 0) continue;
+    const size_t count = move.to.bytes / dtypeBytes(dtype);
+    std::byte* to = at(operation, scratch, move.to);
+    const std::byte* from = at(operation, scratch, move.from);
+    if (move.kind == MoveKind::kReduce) {
+      device_->reduce(to, to, from, count, dtype, operation.redop, stream);
+    } else if (move.kind == MoveKind::kScale) {
+      device_->scale(to, count, dtype, static_cast<double>(operation.ranks.size()), stream);
+    } else if (to != from) {
+      device_->copy(to, from, move.to.bytes, stream);
     }
-    if (each.sends.empty() && each.recvs.empty()) continue;
-    group([&] {
-      std::byte* arrival = scratch + temp;
-      for (const Recv& recv : each.recvs) {
-        if (empty_counts) this->recv(token + 1, 1, peerOf(recv.peer), stream);
-        if (recv.to.bytes == 0) continue;
-        this->recv(recv.reduce ? arrival : buffers.at(recv.to), recv.to.bytes, peerOf(recv.peer),
-                   stream);
-        if (recv.reduce) arrival += (recv.to.bytes + 511) / 512 * 512;
-      }
-      for (const Send& send : each.sends) {
-        if (empty_counts) this->send(token, 1, peerOf(send.peer), stream);
-        if (send.from.bytes == 0) continue;
-        this->send(buffers.at(send.from), send.from.bytes, peerOf(send.peer), stream);
-      }
-    });
-    const std::byte* arrival = scratch + temp;
-    for (const Recv& recv : each.recvs) {
-      if (!recv.reduce || recv.to.bytes == 0) continue;
-      device_->reduce(buffers.at(recv.to), buffers.at(recv.operand), arrival,
-                      recv.to.bytes / request.element_bytes, operation.dtype, operation.redop,
-                      stream);
-      arrival += (recv.to.bytes + 511) / 512 * 512;
+  }
+}
+
+// One step: what is to be reduced arrives in the scratch memory first.
+void NcclWorld::runGroup(const nccl::Group& group, const Operation& operation,
+                         const Prepared& prepared, std::byte* scratch, NcclStream stream,
+                         const Look& look) {
+  std::byte* const arrivals = scratch + prepared.temp_bytes;
+  // A barrier's messages are empty, and NCCL would send nothing: a byte instead.
+  std::byte* const token = arrivals + prepared.arrival_bytes;
+  const bool empty_counts = operation.request.op == OpCode::kBarrier;
+  const auto peerOf = [&](int peer) { return operation.ranks[static_cast<size_t>(peer)]; };
+  this->group(look, [&] {
+    std::byte* arrival = arrivals;
+    for (const Recv& recv : group.recvs) {
+      if (empty_counts) this->recv(token + 1, 1, peerOf(recv.peer), stream);
+      if (recv.to.bytes == 0) continue;
+      this->recv(recv.reduce ? arrival : at(operation, scratch, recv.to), recv.to.bytes,
+                 peerOf(recv.peer), stream);
+      if (recv.reduce) arrival += padded(recv.to.bytes);
+    }
+    for (const Send& send : group.sends) {
+      if (empty_counts) this->send(token, 1, peerOf(send.peer), stream);
+      if (send.from.bytes == 0) continue;
+      this->send(at(operation, scratch, send.from), send.from.bytes, peerOf(send.peer), stream);
+    }
+  });
+  const std::byte* arrival = arrivals;
+  for (const Recv& recv : group.recvs) {
+    if (!recv.reduce || recv.to.bytes == 0) continue;
+    device_->reduce(at(operation, scratch, recv.to), at(operation, scratch, recv.operand), arrival,
+                    recv.to.bytes / dtypeBytes(operation.dtype), operation.dtype, operation.redop,
+                    stream);
+    arrival += padded(recv.to.bytes);
+  }
+}
+
+void NcclWorld::runSchedule(const Operation& operation, NcclStream stream, const Look& look) {
+  const std::shared_ptr<const Prepared> prepared = prepare(operation);
+  auto* scratch = static_cast<std::byte*>(device_->allocate(prepared->scratchBytes(), stream));
+  for (const nccl::Group& group : prepared->groups) {
+    runMoves(group.moves, operation, scratch, stream);
+    if (!group.sends.empty() || !group.recvs.empty()) {
+      runGroup(group, operation, *prepared, scratch, stream, look);
     }
   }
   device_->release(scratch, stream);
@@ -277,8 +335,7 @@ NcclStats NcclWorld::stats() const {
   for (int peer = 0; peer < size_; ++peer) {
     if (!used_[static_cast<size_t>(peer)]) continue;
     ++stats.peers;
-    if (node_of_rank_[static_cast<size_t>(peer)] == node_of_rank_[static_cast<size_t>(rank_)])
-      ++local;
+    if (!isRemote(peer)) ++local;
   }
   stats.buffer_bytes = ncclBufferBytes(local, kP2pChannels);
   return stats;

@@ -211,16 +211,20 @@ std::string ShmTransport::lastWords(const Control& control) const {
          std::string(control.reason, ::strnlen(control.reason, kFailureText));
 }
 
-std::optional<Error> ShmTransport::goneError(const Peer& peer) const {
+std::optional<Error> ShmTransport::goneError(const Peer& peer, bool awaited) const {
   const bool closed = peer.control->state.load(std::memory_order_acquire) == RankState::kClosed;
   if (!closed && processAlive(*peer.control)) return std::nullopt;
   const std::string who = "rank " + std::to_string(peer.rank) +
                           (closed ? " closed its communicator"
                                   : " died (process " + std::to_string(peer.control->pid) + ")");
-  return Error(
-      ErrorKind::kPeerLost,
-      who + " while rank " + std::to_string(rank_) + " waited for it" + lastWords(*peer.control),
-      {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+  const std::string when =
+      awaited ? " while rank " + std::to_string(rank_) + " waited for it" : std::string();
+  return Error(ErrorKind::kPeerLost, who + when + lastWords(*peer.control),
+               {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+}
+
+std::optional<Error> ShmTransport::departure(int peer) {
+  return peer == rank_ ? std::nullopt : goneError(peers_[peer], false);
 }
 
 void ShmTransport::checkPeers() {

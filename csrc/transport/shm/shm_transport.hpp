@@ -80,6 +80,7 @@ class ShmTransport final : public Transport {
   std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
                             std::optional<uint32_t> recv_number, bool needed) override;
   void checkPeers() override;
+  std::optional<Error> departure(int peer) override;
   uint32_t idleTicket() override;
   void idle(uint32_t ticket, Clock::time_point until) override;
   std::function<void()> waker() override;
@@ -118,7 +119,7 @@ class ShmTransport final : public Transport {
   void ring(Control& control);
   // Fails the requests up to the given numbers; returns whether there were any.
   bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
-  std::optional<Error> goneError(const Peer& peer) const;
+  std::optional<Error> goneError(const Peer& peer, bool awaited = true) const;
   bool processAlive(const Control& control) const;
   std::string lastWords(const Control& control) const;
 

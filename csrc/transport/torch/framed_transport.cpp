@@ -176,8 +176,9 @@ bool FramedTransport::failRequests(Peer& peer, const Error& error, const GiveUp&
   return met;
 }
 
-std::optional<Error> FramedTransport::goneError(const Peer& peer) {
-  const std::string waited = " while rank " + std::to_string(rank()) + " waited for it";
+std::optional<Error> FramedTransport::goneError(const Peer& peer, bool awaited) {
+  const std::string waited =
+      awaited ? " while rank " + std::to_string(rank()) + " waited for it" : std::string();
   std::string what;
   if (peer.gone) {
     what = " closed its communicator" + waited +
@@ -193,6 +194,10 @@ std::optional<Error> FramedTransport::goneError(const Peer& peer) {
   }
   return Error(ErrorKind::kPeerLost, "rank " + std::to_string(peer.rank) + what,
                {.rank = rank(), .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+}
+
+std::optional<Error> FramedTransport::departure(int peer) {
+  return peer == rank() ? std::nullopt : goneError(at(peer), false);
 }
 
 void FramedTransport::checkPeers() {

@@ -74,6 +74,7 @@ class FramedTransport final : public Transport {
   std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
                             std::optional<uint32_t> recv_number, bool needed) override;
   void checkPeers() override;
+  std::optional<Error> departure(int peer) override;
   uint32_t idleTicket() override { return link_->ticket(); }
   void idle(uint32_t ticket, Clock::time_point until) override { link_->wait(ticket, until); }
   std::function<void()> waker() override;
@@ -91,7 +92,7 @@ class FramedTransport final : public Transport {
   void push(Peer& peer);
   bool pushPiece(Peer& peer, Outgoing& out);
   bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
-  std::optional<Error> goneError(const Peer& peer);
+  std::optional<Error> goneError(const Peer& peer, bool awaited = true);
 
   // framed_receive.cpp
   void route(Peer& peer, FramePtr frame);

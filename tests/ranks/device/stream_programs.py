@@ -71,11 +71,16 @@ class Caller:
         op, place = _core.comm.OPS["all_to_all"], (x.data_ptr(), out.data_ptr(), count, _FLOAT)
         return self.engine.collective(self.comm._core, op, *place, _NONE, -1, code, self.stream, False)
 
+    def collective(
+        self, op: str, out: torch.Tensor, x: torch.Tensor, count: int, algorithm: str, *, background: bool = False
+    ) -> _core.comm.StreamWork:
+        """``all_gather``, ``reduce_scatter`` (``count`` of a block) or ``all_reduce``."""
+        place = _core.comm.OPS[op], x.data_ptr(), out.data_ptr(), count, _FLOAT
+        redop, code = _NONE if op == "all_gather" else _SUM, _core.comm.ALGORITHMS[algorithm]
+        return self.engine.collective(self.comm._core, *place, redop, -1, code, self.stream, background)
+
     def all_reduce(self, x: torch.Tensor, algorithm: str, *, background: bool = False) -> _core.comm.StreamWork:
-        place = x.data_ptr(), x.data_ptr(), x.numel(), _FLOAT
-        code = _core.comm.ALGORITHMS[algorithm]
-        op = _core.comm.OPS["all_reduce"]
-        return self.engine.collective(self.comm._core, op, *place, _SUM, -1, code, self.stream, background)
+        return self.collective("all_reduce", x, x, x.numel(), algorithm, background=background)
 
 
 @contextmanager
@@ -152,6 +157,32 @@ def two_streams() -> None:
         rank.device.destroy_stream(other.stream)
 
 
+def peer_reads() -> None:
+    """Collectives whose kernels read the peers, in windows that are used again and from the landing zone."""
+    with joined() as rank:
+        n, count = rank.comm.size, 3000
+        zone = rank.comm.landing_zone(torch.empty(0))
+        assert zone is not None
+        landed = zone.memory[4096:].view(torch.float32)
+        whole, out, x, total = torch.empty(n * count), torch.empty(n * count), torch.empty(count), torch.empty(count)
+        for background in (False, True):
+            works = []
+            for one, many, to in ((x, whole, out), (landed[:count], landed[: n * count], out)):
+                rank.made(many)
+                rank.made(one)
+                works += [
+                    rank.collective("all_gather", to, one, count, "one_shot", background=background),
+                    rank.collective("reduce_scatter", total, many, count, "one_shot", background=background),
+                    rank.collective("all_reduce", total, one, count, "one_shot", background=background),
+                    rank.all_reduce(one, "two_shot", background=background),
+                ]
+            if background:
+                for work in works:
+                    work.wait_on(rank.stream)
+            for used in (x, landed[:count], total, out):
+                rank.used(used)
+
+
 def through_the_api() -> None:
     """All collectives and messages as host tensors: the host waits for each."""
     with hdp.init(transport="sim") as comm:
@@ -176,5 +207,6 @@ def through_the_api() -> None:
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {
-    program.__name__: program for program in (exchanges, landings, collectives, two_streams, through_the_api)
+    program.__name__: program
+    for program in (exchanges, landings, collectives, two_streams, peer_reads, through_the_api)
 }

@@ -66,7 +66,7 @@ def cases(comm: hdp.Communicator, count: int) -> dict[tuple[str, str], Callable[
         return out
 
     calls = (all_gather, reduce_scatter, all_reduce, reduce, broadcast, gather, scatter, all_to_all)
-    return {(call.__name__, name): call for call in calls for name in comm.algorithms(call.__name__)}
+    return {(call.__name__, name): call for call in calls for name in hdp.Communicator.algorithms(call.__name__)}
 
 
 def bits(count: int) -> dict[tuple[str, str], bytes]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm._core import collective
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.attention.attention_oracle import GRADS, Case, on_rank
 from tests.ranks.device.worlds import small_slots
@@ -70,10 +73,16 @@ def training() -> tuple[list[float], torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_trainer(world_size: int) -> None:
-    streams = run_threads(training, world_size, transport="sim")
+def test_trainer(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of shared memory where sums have its order: with its costs, and none low enough for reads of peers."""
+    want = run_threads(training, world_size, transport="shm")
+    for losses, weights in run_threads(training, world_size, transport="sim"):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(want[0][0]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(weights, want[0][1], rtol=1e-4, atol=1e-4)
+    monkeypatch.setenv("HDPCOMM_COSTS", str(tmp_path / "costs.json"))
+    (tmp_path / "costs.json").write_text(json.dumps({"sim": collective.DEFAULT_COSTS | {"round_s": 1.0}}))
     for (losses, weights), (want_losses, want_weights) in zip(
-        streams, run_threads(training, world_size, transport="shm"), strict=True
+        run_threads(training, world_size, transport="sim"), want, strict=True
     ):
         assert losses == want_losses
         assert torch.equal(weights, want_weights)

@@ -18,6 +18,7 @@ def small_slots(slots: int = 4, lanes: int = 2) -> Iterator[None]:
         "HDPCOMM_DEVICE_SLOTS": str(slots),
         "HDPCOMM_DEVICE_LANES": str(lanes),
         "HDPCOMM_DEVICE_LANDING_BYTES": str(1 << 20),
+        "HDPCOMM_DEVICE_WINDOW_BYTES": "8192",
     }
     with mock.patch.dict(os.environ, settings):
         yield

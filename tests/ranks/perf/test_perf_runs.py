@@ -19,7 +19,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.comm import Communicator
-from hdpcomm.comm.costs import load_costs
+from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.perf import calibrate
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.ops import OPERATIONS
@@ -140,19 +140,33 @@ def test_one_planted_error_is_found(ranks: Any, place: int) -> None:
         assert counts == [1] * len(counts) if place >= 0 else counts[0] == 1, op
 
 
-def measure_costs() -> dict[str, Any]:
-    with hdp.init() as comm:
+def measure_costs(transport: str) -> dict[str, float]:
+    with hdp.init(transport=transport) as comm:
         return calibrate.measure(comm)
 
 
-def test_calibration(ranks: Any) -> None:
-    everyone = ranks(2, measure_costs)
-    assert everyone[0] == everyone[1]
-    costs = everyone[0]
-    assert min(costs[name] for name in calibrate.COSTS) > 0
-    assert costs["transport"] == "shm"
+@pytest.mark.parametrize(("transport", "num_ranks"), [("shm", 2), ("sim", 2), ("sim", 3)])
+def test_calibration(ranks: Any, transport: str, num_ranks: int, tmp_path: Path) -> None:
+    everyone = ranks(num_ranks, measure_costs, transport)
+    assert all(costs == everyone[0] for costs in everyone)
+    assert min(everyone[0].values()) > 0
+    save_costs(transport, everyone[0], tmp_path / "costs.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HDPCOMM_COSTS", str(tmp_path / "costs.json"))
+        assert load_costs(transport) == everyone[0]  # no cost is missing
     with pytest.raises(hdp.InvalidUsage, match="--ranks 2"):
-        ranks(1, measure_costs)
+        ranks(1, measure_costs, transport)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 8])
+def test_costs_of_peer_reads_are_found(num_ranks: int) -> None:
+    want = {"round_s": 5e-6, "signal_s": 2e-6, "read_s_per_byte": 3e-12}
+    of_two, of_all = (5e-6 + 2 * (n - 1) * 2e-6 for n in (2, num_ranks))
+    found = calibrate.fit_reads(of_two, of_all, num_ranks, of_two + (4 << 20) * (3e-12 + 1e-12), 1e-12)
+    assert found == pytest.approx(want)
+    alone = calibrate.fit_reads(of_two, of_two, 2, of_two, 1e-12)
+    assert alone["round_s"] + 2 * alone["signal_s"] == pytest.approx(of_two)
+    assert min(alone.values()) > 0
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -259,7 +273,7 @@ def test_calibrate_keeps_other_transports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = {"alpha_s": 1e-6, "message_s": 2e-7, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 3e-10}
-    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [costs | {"transport": "shm", "measured": {}}])
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [("shm", costs)])
     monkeypatch.delenv("HDPCOMM_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "hdpcomm" / "costs.json"

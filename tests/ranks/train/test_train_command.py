@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -106,6 +108,28 @@ def test_joins_the_world_of_torchrun(folder, tmp_path):
     assert json.loads(path.read_text())["ranks"] == 2
 
 
+def test_joins_the_world_of_mpirun(folder, tmp_path):
+    path = tmp_path / "out.json"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS, "--no-compare"]
+    variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [*command, "--json", str(path)],
+            env=os.environ | variables | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert json.loads(path.read_text())["ranks"] == 2
+
+
 BAD = {
     "--data /no/such/path": "/no/such/path: no such file or folder",
     "--data {folder} --capacity 100 --ranks 2": "raise --capacity to at least 150 or --ranks to 3, or lower "
@@ -134,7 +158,7 @@ def test_ranks_must_be_those_of_torchrun(folder, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--data", folder, "--ranks", "3"]) == 6
-    assert "--ranks 3 was given, and this world of torchrun has 2 ranks" in capfd.readouterr().err
+    assert "--ranks 3 was given, and the launcher has started 2 ranks" in capfd.readouterr().err
 
 
 def test_an_error_inside_a_rank_is_one_message(folder, capfd, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import hdpcomm as hdp
 from hdpcomm._core import collective, comm
 from hdpcomm.comm.costs import costs_path, load_costs, save_costs
+from hdpcomm.plan import DEVICES
 
 DEFAULTS = collective.DEFAULT_COSTS
 #: Steps are dear and messages cheap on a network; there, few steps win while messages are small.
@@ -47,9 +48,9 @@ def test_costs_are_stored_beside_each_other(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert load_costs("shm") == DEFAULTS
     assert save_costs("shm", NETWORK) == costs_path() == tmp_path / "hdpcomm" / "costs.json"
-    save_costs("nccl", {"alpha_s": 1.0})
+    save_costs("another", {"alpha_s": 1.0})
     assert load_costs("shm") == NETWORK
-    assert load_costs("nccl") == DEFAULTS | {"alpha_s": 1.0}
+    assert load_costs("another") == DEFAULTS | {"alpha_s": 1.0}
     with pytest.raises(hdp.InvalidUsage, match="known are: alpha_s"):
         save_costs("shm", {"delta": 1.0})
 
@@ -73,3 +74,18 @@ def test_bad_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("HDPCOMM_COSTS", str(tmp_path / "absent.json"))
     with pytest.raises(hdp.InvalidUsage, match="no such file"):
         load_costs("shm")
+
+
+def test_nccl_costs_what_planner_and_simulator_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HDPCOMM_COSTS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = DEVICES["h100"]
+    for name, latency, bandwidth in (
+        ("nccl", device.intra_latency_s, device.intra_bandwidth),
+        ("nccl between nodes", device.inter_latency_s, device.inter_bandwidth),
+    ):
+        costs = load_costs(name)
+        assert (costs["alpha_s"], costs["beta_s_per_byte"]) == (latency, 1 / bandwidth)
+        assert chosen("all_reduce", 8, 8, costs) in ("recursive", "direct")  # a step is dear
+    assert device.intra_latency_s == pytest.approx(11.8e-6)
+    assert device.inter_latency_s == pytest.approx(22.4e-6)

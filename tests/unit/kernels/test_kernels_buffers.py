@@ -175,17 +175,19 @@ def test_fold_goes_from_left_to_right_and_rounds_once(
             same_bits(got, want)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 8), SIZES, st.integers(0, 20), st.integers(0, 7))
+@given(st.integers(0, 2**32), st.integers(1, 8), SIZES, st.integers(0, 20), st.integers(0, 7), st.integers(0, 33))
 @settings(max_examples=60, deadline=None)
-def test_collect_lays_the_inputs_side_by_side(seed, num_inputs, count, offset, first):
+def test_collect_lays_the_inputs_side_by_side(seed, num_inputs, count, offset, first, room):
     generator = np.random.default_rng(seed)
     inputs = [values(generator, count, torch.uint8, int(generator.integers(0, 20))) for _ in range(num_inputs)]
-    out = torch.empty(num_inputs * count + offset, dtype=torch.uint8)[offset:].view(num_inputs, count)
+    memory = torch.full((num_inputs * (count + room) + offset,), 9, dtype=torch.uint8)
+    out = memory[offset:].view(num_inputs, count + room)[:, :count]
     out[0] = inputs[0]
     want = torch.stack(inputs)
     inputs[0] = out[0]  # already in its place
     kernels.collect(out, inputs, first=first % num_inputs)
     assert torch.equal(out, want)
+    assert (memory[offset:].view(num_inputs, count + room)[:, count:] == 9).all()
 
 
 @given(SIZES, st.integers(0, 20), st.integers(0, 20))
@@ -223,6 +225,8 @@ def test_bad_arguments_say_what_is_wrong():
         kernels.collect(x, [])
     with pytest.raises(InvalidUsage, match="2 inputs do not fit"):
         kernels.collect(x, [x, x])
+    with pytest.raises(InvalidUsage, match="4 bytes apart; expected at least the 16 bytes"):
+        kernels.collect(torch.zeros(5).as_strided((2, 4), (1, 1)), [x, x])
     with pytest.raises(InvalidUsage, match="first is 2; expected 0 to 1"):
         kernels.collect(torch.zeros(2, 4), [x, x], first=2)
     with pytest.raises(InvalidUsage, match="one int32"):

@@ -52,6 +52,7 @@ def test_too_old_and_new_enough(tmp_path: Path) -> None:
 
 
 def test_the_environment_names_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HDPCOMM_NCCL", raising=False)
     assert nccl.library_candidates()[-1] == "libnccl.so.2"
     monkeypatch.setenv("HDPCOMM_NCCL", str(tmp_path / "mine.so"))
     assert nccl.library_candidates() == [str(tmp_path / "mine.so")]

@@ -2,6 +2,7 @@
 // and a hash.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -50,9 +51,19 @@ class Communicator {
   // What the ranks agree on, and what this one does: for a StreamEngine, which runs it on a device.
   struct Plan {
     Call call;
-    std::shared_ptr<const Schedule> schedule;
+    ScheduleRequest request;                   // as asked: the algorithm may be kAuto
+    std::shared_ptr<const Schedule> schedule;  // null where readsPeers(call.algorithm)
   };
-  Plan plan(const Operands& operands, const Options& options) const;
+  // How a plan is made: who chooses for kAuto (default: the world), and whether peerReadersOf() may
+  // be named, which have no schedule.
+  struct Planning {
+    std::function<Algorithm(const ScheduleRequest&)> choose = {};
+    bool peer_reads = false;
+  };
+  Plan plan(const Operands& operands, const Options& options, const Planning& planning) const;
+  Plan plan(const Operands& operands, const Options& options) const {
+    return plan(operands, options, {});
+  }
   Call callOfMessages() const;
   // Of a position; throws InvalidUsage for one that does not exist.
   int globalRank(int position, const char* what) const;

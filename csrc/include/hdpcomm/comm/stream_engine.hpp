@@ -7,7 +7,6 @@
 // (docs/architecture.md).
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -17,41 +16,36 @@
 #include <vector>
 
 #include "hdpcomm/comm/communicator.hpp"
-#include "hdpcomm/comm/scratch.hpp"
+#include "hdpcomm/comm/stream_mover.hpp"
 #include "hdpcomm/comm/stream_work.hpp"
 #include "hdpcomm/transport/device/call_board.hpp"
-#include "hdpcomm/transport/device/link.hpp"
 
 namespace hdpcomm {
 
 class StreamEngine final : public WorldPart {
  public:
-  // Collective over the host world of `comm`, whose transport carries the addresses. All ranks give
-  // the same configuration. Throws Mismatch where they differ, InvalidUsage where devices cannot
-  // reach each other.
-  static std::shared_ptr<StreamEngine> join(const Communicator& comm, DevicePtr device,
-                                            const device::ArenaConfig& config);
+  // The board of a world whose ranks share a host. Collective over the ranks of `comm`.
+  static std::shared_ptr<device::SharedBoard> shareBoard(const Communicator& comm);
+  // Collective over the ranks of `comm`: after it everybody may begin.
+  static std::shared_ptr<StreamEngine> start(const Communicator& comm, DevicePtr device,
+                                             std::shared_ptr<device::CallBoard> board,
+                                             std::unique_ptr<StreamMover> mover);
   ~StreamEngine() override;
 
   const DevicePtr& device() const { return device_; }
   // The stream that stands for the host where tensors have none (CPU tensors of a SimDevice).
   Stream hostStream() const { return host_stream_.get(); }
-  // This rank's landing zone, for messages with a landing place; zone offsets are the same on all
-  // ranks.
-  std::byte* landing() const { return arena_->landing(rank_); }
-  size_t landingBytes() const { return arena_->config().landing_bytes; }
+  // The name of the transport.
+  const char* name() const { return mover_->name(); }
+  // This rank's landing zone, for messages with a landing place.
+  std::byte* landing() const { return mover_->landing(); }
+  size_t landingBytes() const { return mover_->landingBytes(); }
   double timeout() const { return timeout_s_; }
   size_t scratchBytes() const;
+  Communicator::Planning planning() const { return mover_->planning(); }
 
-  static constexpr uint64_t kNoLanding = ~0ULL;
-  struct Message {
-    int peer = -1;  // global rank
-    std::byte* data = nullptr;
-    size_t count = 0;
-    DType dtype = DType::kUint8;
-    uint64_t landing =
-        kNoLanding;  // offset in the receiver's landing zone (`data` of the receiver)
-  };
+  static constexpr uint64_t kNoLanding = StreamMover::kNoLanding;
+  using Message = StreamMover::Message;
 
   // Enqueue an operation behind what `caller` holds now. In the foreground later work of `caller`
   // comes after it; in the background after waitOn(). Data must stay until the operation has ended.
@@ -72,10 +66,8 @@ class StreamEngine final : public WorldPart {
   // True when the work has ended, well or not.
   bool test(StreamWork& work);
 
-  // In, out and temporary memory of a schedule, by Buffer.
-  using Buffers = std::array<std::byte*, 3>;
-
   TransportStats stats() const;
+  uint64_t predictedBufferBytes() const;
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
 
@@ -85,36 +77,26 @@ class StreamEngine final : public WorldPart {
     device::CallEntry entry;
   };
   struct Peer {
-    std::unique_ptr<device::Link> link;      // made on first use
     std::deque<device::CallEntry> unposted;  // the ring on the board was full
     std::deque<Expected> expected;           // not yet compared
     uint64_t num_posted = 0;                 // with the unposted
     uint64_t num_expected = 0;
-    bool used = false;
   };
   using WorkPtr = std::shared_ptr<StreamWork>;
 
   StreamEngine(DevicePtr device, std::shared_ptr<device::CallBoard> board,
-               std::unique_ptr<device::Arena> arena, int num_ranks, int rank, double timeout_s);
+               std::unique_ptr<StreamMover> mover, int num_ranks, int rank, double timeout_s);
 
   // stream_engine.cpp
   WorkPtr begin(const Call& call, Ranks ranks, Stream caller);
   void checkUsable() const;
   void checkMembers(const StreamWork& work) const;
-  device::Link& link(int peer);
   void plan(StreamWork& work, int peer, int posts, int expects);
   void post(int peer, const device::CallEntry& entry);
   void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
   template <typename Tell, typename Enqueue>
   void submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue);
-  void checkLanding(const Message& message, bool received) const;
-  void send(const Message& message, device::Fork& fork);
-  void receive(const Message& message, device::Fork& fork);
-
-  // stream_executor.cpp
-  void runSchedule(const Schedule& schedule, const StreamWork& work, const Buffers& buffers,
-                   Stream stream);
-  void runMoves(const Step& step, const Call& call, const Buffers& buffers, Stream stream);
+  StreamMover::Look lookOut(StreamWork& work);
 
   // stream_monitor.cpp
   void compareCalls();
@@ -131,7 +113,6 @@ class StreamEngine final : public WorldPart {
   Error placed(const Error& error, const StreamWork& work) const;
   Error timeoutOf(const StreamWork& work, double seconds) const;
   bool releaseOnce();
-  void retire();
   void lookAround();
   void watch();
 
@@ -141,12 +122,10 @@ class StreamEngine final : public WorldPart {
   const double timeout_s_;
   const std::shared_ptr<device::CallBoard> board_;
   std::shared_ptr<EventPool> events_;
-  std::unique_ptr<device::Arena> arena_;
+  const std::unique_ptr<StreamMover> mover_;
   OwnedStream host_stream_;
   OwnedStream background_stream_;  // collectives in the background
   OwnedStream control_stream_;     // releases the others
-  OwnedEvent step_event_;
-  ScratchPool scratch_;
 
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
@@ -156,7 +135,6 @@ class StreamEngine final : public WorldPart {
   std::optional<Error> failed_;
   mutable bool device_lost_ = false;
   bool closed_ = false;
-  TransportStats stats_;
 
   std::condition_variable wake_;
   bool stop_ = false;

@@ -69,8 +69,13 @@ class World {
   // At most one, for the rest of the world's life.
   void attach(std::shared_ptr<WorldPart> part);
 
+  // PeerLost, if the peer has left or died.
+  std::optional<Error> departure(int peer);
+
   // Ends all pending operations here with Aborted, tells their members, and refuses new ones.
   void abort(const std::string& reason);
+  // The same without the part that joined beside the transport: for that part.
+  void abortTransport(const std::string& reason);
   // Leaves the world; peers that still need this rank get PeerLost with the reason. Idempotent.
   void close(const std::string& reason);
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }

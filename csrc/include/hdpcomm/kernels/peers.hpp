@@ -43,7 +43,8 @@ void foldCpu(const FoldArgs& args);
 void foldCuda(const FoldArgs& args, void* stream);
 void checkFold(const FoldArgs& args);  // shared by both
 
-// out[p * bytes .. ] = inputs[p][0 .. bytes) for every p: the all-gather. An input that already is
+// out[p * stride .. ] = inputs[p][0 .. bytes) for every p: the all-gather, or with a stride above
+// `bytes` a part of one. An input that already is
 // its place in `out` is left out. `first` is the input that is read first (a rank gives its own
 // number, so that the ranks do not all read the same peer at the same time).
 struct CollectArgs {
@@ -52,6 +53,7 @@ struct CollectArgs {
   int first = 0;
   void* out = nullptr;
   int64_t bytes = 0;
+  int64_t stride = 0;
 };
 
 void collectCpu(const CollectArgs& args);

@@ -41,8 +41,10 @@ enum class Algorithm : uint8_t {
   kScatterAllGather,  // broadcast
   kChain,             // pipelined
   kHierarchical,      // inside the nodes, then across
+  kOneShot,           // a kernel reads all peers' memory (peer_reads.hpp)
+  kTwoShot,           // ... and writes its part to all of them
 };
-inline constexpr int kNumAlgorithms = 12;
+inline constexpr int kNumAlgorithms = 14;
 const char* opName(OpCode op);
 const char* redOpName(RedOp op);
 const char* algorithmName(Algorithm algorithm);

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "hdpcomm/collective/schedule.hpp"
@@ -15,6 +16,10 @@
 #include "hdpcomm/transport/nccl_api.hpp"
 
 namespace hdpcomm {
+
+namespace nccl {
+struct Group;
+}
 
 // What an operation does on a stream besides NCCL's calls. Everything is ordered by the stream.
 class NcclDevice {
@@ -34,6 +39,10 @@ struct NcclStats {
   uint64_t groups = 0;
   uint64_t messages_sent = 0;
   uint64_t bytes_sent = 0;
+  uint64_t messages_received = 0;
+  uint64_t bytes_received = 0;
+  uint64_t remote_bytes_sent = 0;  // of these, to and from other nodes
+  uint64_t remote_bytes_received = 0;
   int peers = 0;                 // distinct ones with which there were messages
   uint64_t buffer_bytes = 0;     // that NCCL has for them, by its source (see ncclBufferBytes)
   uint64_t whole_world_ops = 0;  // that went to NCCL's own collectives
@@ -45,12 +54,15 @@ uint64_t ncclBufferBytes(int local_peers, int channels);
 
 class NcclWorld {
  public:
+  // Called now and then while a call waits on the host; throws to give up.
+  using Look = std::function<void()>;
+
   // Joins the communicator. All ranks call it with rank 0's id. Throws Timeout past the deadline
-  // (the attempt is aborted), Device when NCCL fails. `node_of_rank`: for the prediction of memory;
-  // empty: one node.
+  // (the attempt is aborted), Device when NCCL fails. `timeout_s`: of every later call too.
+  // `node_of_rank`: for the prediction of memory; empty: one node.
   NcclWorld(std::shared_ptr<const NcclApi> api, std::shared_ptr<NcclDevice> device,
             const NcclUniqueId& id, int rank, int size, double timeout_s,
-            std::vector<int> node_of_rank = {});
+            std::vector<int> node_of_rank = {}, const Look& look = {});
   ~NcclWorld();
   NcclWorld(const NcclWorld&) = delete;
   NcclWorld& operator=(const NcclWorld&) = delete;
@@ -61,7 +73,7 @@ class NcclWorld {
   // Exchanges a byte with each of the peers up to a distance, in an order that is fixed for all
   // ranks, so that NCCL connects the pairs now and not inside an operation (nccl#783). Collective
   // over all ranks.
-  void connectAhead(int max_distance, NcclStream stream);
+  void connectAhead(int max_distance, NcclStream stream, const Look& look = {});
 
   struct Operation {
     ScheduleRequest request;  // op, algorithm, sizes; rank and group_size are those of `ranks`
@@ -70,19 +82,24 @@ class NcclWorld {
     void* out = nullptr;
     DType dtype = DType::kUint8;
     RedOp redop = RedOp::kNone;
+    std::shared_ptr<const Schedule> schedule;  // of the request, if it is there already
   };
+  // Device memory that the operation will allocate.
+  size_t scratchBytes(const Operation& operation);
   // Enqueues a collective. The whole world in its own order goes to NCCL's own collective where
   // there is one and the algorithm is kAuto.
-  void collective(const Operation& operation, NcclStream stream);
+  void collective(const Operation& operation, NcclStream stream, const Look& look = {});
 
   struct Message {
     void* data = nullptr;
     size_t bytes = 0;
     int peer = -1;  // global rank
   };
-  // Enqueues sends and receives as one exchange; at most 256 in all.
+  // Throws InvalidUsage for more than one group can hold: 256.
+  static void checkExchange(size_t sends, size_t recvs);
+  // Enqueues sends and receives as one group.
   void exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs,
-                NcclStream stream);
+                NcclStream stream, const Look& look = {});
 
   // Throws when the communicator has failed since. Cheap; called while something is waited for.
   void checkAsync();
@@ -92,11 +109,27 @@ class NcclWorld {
   NcclStats stats() const;
 
  private:
-  void group(const std::function<void()>& calls);
-  void runSchedule(const Operation& operation, NcclStream stream);
-  bool runWhole(const Operation& operation, NcclStream stream);
+  // A schedule as groups, and the memory that they need.
+  struct Prepared {
+    std::shared_ptr<const Schedule> schedule;
+    std::vector<nccl::Group> groups;
+    size_t temp_bytes;
+    size_t arrival_bytes;
+    size_t scratchBytes() const { return temp_bytes + arrival_bytes + 2; }
+  };
+  std::shared_ptr<const Prepared> prepare(const Operation& operation);
+  void settle(int result, const char* call, const Look& look);
+  void group(const Look& look, const std::function<void()>& calls);
+  bool isWhole(const Operation& operation) const;
+  void runWhole(const Operation& operation, NcclStream stream, const Look& look);
+  void runSchedule(const Operation& operation, NcclStream stream, const Look& look);
+  void runMoves(const std::vector<Move>& moves, const Operation& operation, std::byte* scratch,
+                NcclStream stream);
+  void runGroup(const nccl::Group& group, const Operation& operation, const Prepared& prepared,
+                std::byte* scratch, NcclStream stream, const Look& look);
   void send(const void* data, size_t bytes, int peer, NcclStream stream);
   void recv(void* data, size_t bytes, int peer, NcclStream stream);
+  bool isRemote(int peer) const;
   void use(int peer);
   void checkUsable() const;
   void check(int result, const char* call);
@@ -107,8 +140,10 @@ class NcclWorld {
   int size_;
   std::vector<int> node_of_rank_;
   NcclComm comm_ = nullptr;
+  double timeout_s_;
   std::vector<bool> used_;
   NcclStats stats_;
+  std::unordered_map<const Schedule*, std::shared_ptr<const Prepared>> prepared_;
 };
 
 }  // namespace hdpcomm

@@ -105,6 +105,8 @@ class Transport {
   // Sets the failure of requests whose peer is dead or closed. Not cheap: called a few times a
   // second while waiting.
   virtual void checkPeers() = 0;
+  // PeerLost with what is known, if the peer has left, died or been cut off. Not cheap either.
+  virtual std::optional<Error> departure(int peer) = 0;
 
   // An opaque count that changes whenever idle() would return; read it before progress().
   virtual uint32_t idleTicket() = 0;

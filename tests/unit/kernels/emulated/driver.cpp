@@ -182,8 +182,10 @@ void testCollect() {
   args.num_inputs = static_cast<int>(pick(1, 9));
   args.first = static_cast<int>(pick(0, args.num_inputs - 1));
   args.bytes = pick(0, 1) == 0 ? pick(0, 50) : pick(0, 40000);
-  Memory out = fresh(args.num_inputs * args.bytes, DType::kUint8, pick(0, 17));
-  Memory want = fresh(args.num_inputs * args.bytes, DType::kUint8, 0);
+  args.stride = args.bytes + pick(0, 1) * pick(0, 40);
+  Memory out = fresh(args.num_inputs * args.stride, DType::kUint8, pick(0, 17));
+  Memory want = fresh(args.num_inputs * args.stride, DType::kUint8, 0);
+  want.copy(out);
   std::vector<Memory> inputs;
   for (int p = 0; p < args.num_inputs; ++p) {
     inputs.push_back(fresh(args.bytes, DType::kUint8, pick(0, 17)));
@@ -191,9 +193,9 @@ void testCollect() {
   }
   args.out = want.get();
   collectCpu(args);
-  std::memcpy(out.get() + args.first * args.bytes, args.inputs[args.first],
+  std::memcpy(out.get() + args.first * args.stride, args.inputs[args.first],
               static_cast<size_t>(args.bytes));
-  args.inputs[args.first] = out.get() + args.first * args.bytes;  // already in its place
+  args.inputs[args.first] = out.get() + args.first * args.stride;  // already in its place
   args.out = out.get();
   collectCuda(args, nullptr);
   expect(out.equals(want), "differs");

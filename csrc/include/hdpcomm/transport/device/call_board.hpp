@@ -1,7 +1,5 @@
-// What the ranks of a device world tell each other through host memory: every operation's call, so
+// What the ranks of a device world tell each other beside their streams: every operation's call, so
 // that a mismatch is found without a host ever waiting for the other, and who has failed or left.
-//
-// An anonymous shared file, as the shm transport's segment: nothing is left behind.
 #pragma once
 
 #include <atomic>
@@ -29,48 +27,74 @@ struct CallEntry {
 
 enum class BoardState : uint32_t { kAbsent, kReady, kFailed, kClosed };
 
+// One rank's view of the board. `own` is that rank.
 class CallBoard {
  public:
-  static std::shared_ptr<CallBoard> create(int num_ranks);
-  // `address` is what address() gave on the creating rank, which must still hold the descriptor.
-  static std::shared_ptr<CallBoard> open(const std::string& address, int num_ranks);
+  virtual ~CallBoard() = default;
 
-  std::string address() const;
-  // Closes the descriptor once every rank has mapped the board; the mapping stays.
-  void release() { fd_ = Fd(); }
   // Different for all boards, equal on all ranks of one.
-  uint64_t key() const;
-
-  void enter(int rank);
+  virtual uint64_t key() const = 0;
+  virtual void enter(int own) = 0;
+  // Every rank has the board now.
+  virtual void opened() {}
   // The rank takes part in nothing more: what the others raise when they need it. Of its posts to
   // each rank, the first `sound[rank]` belong to operations that it had ended well. The first call
   // counts.
-  void fail(int rank, const Error& error, const std::vector<uint64_t>& sound);
-  void leave(int rank, const std::string& reason, const std::vector<uint64_t>& sound);
-  uint64_t sound(int src, int dst) const;
+  virtual void fail(int own, const Error& error, const std::vector<uint64_t>& sound) = 0;
+  virtual void leave(int own, const std::string& reason, const std::vector<uint64_t>& sound) = 0;
+  virtual uint64_t sound(int src, int own) = 0;
+  virtual BoardState state(int rank) = 0;
+  // Of a rank that has failed or left: what it said.
+  virtual Error lastWords(int rank) = 0;
+  virtual bool processAlive(int rank) = 0;
+
+  // Of the pair src -> dst, in order; one thread on each side at a time. post() returns false when
+  // there is no room.
+  virtual bool post(int own, int dst, const CallEntry& entry) = 0;
+  // One more entry will be taken; this one, if both sides agree.
+  virtual void expect(int /*src*/, int /*own*/, const CallEntry& /*entry*/) {}
+  // May throw what the board has found out itself.
+  virtual std::optional<CallEntry> take(int src, int own) = 0;
+  // The receiver has compared what it took last and agrees; how many entries it has agreed to.
+  virtual void accept(int src, int own) = 0;
+  virtual uint64_t accepted(int own, int dst) = 0;
+};
+
+// Of ranks that share a host: an anonymous shared file, as the shm transport's segment; nothing is
+// left behind.
+class SharedBoard final : public CallBoard {
+ public:
+  static std::shared_ptr<SharedBoard> create(int num_ranks);
+  // `address` is what address() gave on the creating rank, which must still hold the descriptor.
+  static std::shared_ptr<SharedBoard> open(const std::string& address, int num_ranks);
+
+  std::string address() const;
+  uint64_t key() const override;
+  void enter(int own) override;
+  // Closes the descriptor; the mapping stays.
+  void opened() override { fd_ = Fd(); }
+  void fail(int own, const Error& error, const std::vector<uint64_t>& sound) override;
+  void leave(int own, const std::string& reason, const std::vector<uint64_t>& sound) override;
+  uint64_t sound(int src, int own) override;
   // The rank touches nobody's memory any more.
   void depart(int rank);
   bool allDeparted() const;  // or dead
-  BoardState state(int rank) const;
-  // Of a rank that has failed or left: what it said.
-  Error lastWords(int rank) const;
-  bool processAlive(int rank) const;
-
-  // Of the pair src -> dst, in order. post() returns false when the ring is full. One thread on
-  // each side at a time.
-  bool post(int src, int dst, const CallEntry& entry);
-  std::optional<CallEntry> take(int src, int dst);
-  // The receiver has compared what it took last and agrees; how many entries it has agreed to.
-  void accept(int src, int dst);
-  uint64_t accepted(int src, int dst) const;
+  BoardState state(int rank) override;
+  Error lastWords(int rank) override;
+  bool processAlive(int rank) override;
+  bool post(int own, int dst, const CallEntry& entry) override;
+  std::optional<CallEntry> take(int src, int own) override;
+  void accept(int src, int own) override;
+  uint64_t accepted(int own, int dst) override;
 
  private:
   struct Header;
   struct Control;
   struct Ring;
 
-  CallBoard(Fd fd, int num_ranks);
+  SharedBoard(Fd fd, int num_ranks);
   static size_t bytes(int num_ranks);
+  bool alive(int rank) const;
   void end(int rank, BoardState state, const std::vector<uint64_t>& sound);
   Control& control(int rank) const;
   Ring& ring(int src, int dst) const;

@@ -10,6 +10,6 @@ namespace hdpcomm::device {
 
 // Keeps the arena until every rank of its board has departed or died; looks at each call, and at
 // the end of the process the system does the rest. Never waits.
-void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<CallBoard> board);
+void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<SharedBoard> board);
 
 }  // namespace hdpcomm::device

@@ -1,0 +1,91 @@
+// How the operations of a StreamEngine move: over links between mapped arenas (LinkMover, ranks of
+// one host), or by NCCL (NcclMover). The engine does the rest alike for both: calls compared with
+// the peers', deadlines, peers that die, errors, works.
+//
+// All calls come under the engine's lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "hdpcomm/comm/communicator.hpp"
+#include "hdpcomm/device/handles.hpp"
+
+namespace hdpcomm {
+
+class StreamMover {
+ public:
+  static constexpr uint64_t kNoLanding = ~0ULL;
+  struct Message {
+    int peer = -1;  // global rank
+    std::byte* data = nullptr;
+    size_t count = 0;
+    DType dtype = DType::kUint8;
+    // Offset in the receiver's landing zone (`data` of the receiver).
+    uint64_t landing = kNoLanding;
+  };
+  using Messages = std::vector<Message>;
+
+  struct Exchange {
+    const Messages& sends;
+    const Messages& recvs;
+    Event begin;  // recorded on `caller` just now
+    Stream caller;
+    bool background;
+  };
+  struct Collective {
+    const Communicator::Plan& plan;
+    const std::vector<int>& ranks;  // global
+    std::byte* in;
+    std::byte* out;
+    Stream stream;  // everything in order with it
+    bool captured;  // into a graph
+  };
+  // Called while a call of the mover waits on the host; throws to give up.
+  using Look = std::function<void()>;
+
+  virtual ~StreamMover() = default;
+
+  virtual const char* name() const = 0;  // of the transport
+  // This rank's landing zone; zone offsets are the same on all ranks.
+  virtual std::byte* landing() const { return nullptr; }
+  virtual size_t landingBytes() const { return 0; }
+  virtual size_t scratchBytes() const = 0;
+
+  // How its collectives are planned.
+  virtual Communicator::Planning planning() const { return {}; }
+  // What a collective moves between this rank and each member; as members post it on the board,
+  // they must agree on it.
+  struct Traffic {
+    std::vector<uint64_t> sent;  // by group rank
+    std::vector<uint64_t> received;
+    uint64_t landing = kNoLanding;  // where in their landing zones the operands lie
+  };
+  virtual Traffic trafficOf(const Collective& operation) const;
+
+  // Before anybody is told of the operation: throws InvalidUsage for what cannot be done, and takes
+  // the memory that it needs besides its tensors.
+  virtual void prepare(const Messages& sends, const Messages& recvs) = 0;
+  virtual void prepare(const Collective& operation) = 0;
+  // Enqueue the operation that was prepared last. An exchange has ended when what the streams
+  // returned hold now has; a collective, when its stream has. In the background nothing of an
+  // exchange is work of the caller's stream.
+  virtual std::vector<Stream> exchange(const Exchange& operation, const Look& look) = 0;
+  virtual void collective(const Collective& operation, const Look& look) = 0;
+
+  // Throws what has gone wrong since, if the mover has means of its own to know.
+  virtual void checkHealth() {}
+  // After an error: gives the streams what they wait for, once; it writes rubbish. Called again
+  // until they have run dry.
+  virtual void release(Stream control) = 0;
+  // The engine has closed, and its streams have run dry; peers may still be at work.
+  virtual void retire() = 0;
+
+  virtual TransportStats stats() const = 0;
+  // Device memory that a library behind the mover is predicted to hold for this rank's peers.
+  virtual uint64_t predictedBufferBytes() const { return 0; }
+};
+
+}  // namespace hdpcomm
