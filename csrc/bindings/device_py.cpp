@@ -8,6 +8,7 @@
 #include <set>
 
 #include "../device/cuda/driver.hpp"
+#include "../device/sim/fast_device.hpp"
 #include "hdpcomm/base/error.hpp"
 #include "hdpcomm/device/accumulate.hpp"
 #include "hdpcomm/device/devices.hpp"
@@ -322,6 +323,17 @@ void bindDevice(py::module_& module) {
         atSite([&](Site site) { d.launch(std::move(kernel), {stream}, site); });
       },
       py::arg("device"), py::arg("stream"));
+  testing.def(
+      "limit_threads",
+      [](DeviceApi& d, int count) {
+        auto* device = dynamic_cast<sim::FastDevice*>(&d);
+        if (device == nullptr) {
+          throwInvalidUsage("limit_threads() needs a simulated device outside of a check, not " +
+                            d.name());
+        }
+        device->limitThreads(count);
+      },
+      py::arg("device"), py::arg("count"), Release());
   testing.def(
       "open_cuda_from",
       [](const std::string& library, int ordinal) {

@@ -110,6 +110,7 @@ void bindFake(py::module_& module) {
       .def("set_async_error", &FakeNccl::setAsyncError, py::arg("rank"), py::arg("code"))
       .def("stall_init", &FakeNccl::stallInit)
       .def("stall_groups", &FakeNccl::stallGroups, py::arg("rank"))
+      .def("complaints", &FakeNccl::complaints)
       // The table for a rank of an engine: its operations go to the streams of this device.
       .def(
           "library",

@@ -272,6 +272,15 @@ void LinkMover::runSchedule(const Collective& operation, const Buffers& buffers)
   for (device::Fork& late : deferred) late.join(stream);
 }
 
+std::vector<Stream> LinkMover::streams() const {
+  std::vector<Stream> streams;
+  reads_.addStreams(streams);
+  for (const Peer& peer : peers_) {
+    if (peer.link != nullptr) peer.link->addStreams(streams);
+  }
+  return streams;
+}
+
 void LinkMover::release(Stream control) {
   reads_.release(control);
   for (const Peer& peer : peers_) {

@@ -160,10 +160,28 @@ void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry)
   other.expected.push_back({work, entry});
 }
 
+// Half of an operation that failed may stand on the streams: on the caller's, the engine's or the
+// mover's. It has ended when they have come this far.
+void StreamEngine::markEnds(StreamWork& work, Stream caller) {
+  if (!work.begin_ || work.captured_) return;  // nothing stands there, or a capture is broken off
+  std::vector<Stream> streams = mover_->streams();
+  streams.insert(streams.end(), {caller, background_stream_.get()});
+  try {
+    for (const Stream stream : streams) {
+      work.ends_.push_back(events_->take());
+      device_->record(work.ends_.back().get(), stream);
+    }
+  } catch (const std::exception&) {  // the error that led here says more
+    device_lost_ = true;
+  }
+  work.submitted_ = true;
+}
+
 // Tells the others, then enqueues. What goes wrong after the telling ends the engine: the others
-// count on this rank.
+// count on this rank. Then the streams have been let go, and the lock with them, when it throws.
 template <typename Tell, typename Enqueue>
-void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue) {
+void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
+                          Tell tell, Enqueue enqueue) {
   checkMembers(*work);
   if (!work->captured_) running_.push_back(work);
   try {
@@ -173,9 +191,13 @@ void StreamEngine::submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue
     work->begin_ = events_->take();
     device_->record(work->begin_.get(), caller);
     enqueue();
-  } catch (const Error& error) {
+  } catch (const std::exception& failure) {
+    const Error error = placed(errorOf(failure), *work);
+    markEnds(*work, caller);
     failWork(*work, error);
-    throw placed(error, *work);
+    lock.unlock();
+    if (!work->captured_) awaitRelease(*work);
+    throw error;
   }
   work->submitted_ = true;
 }
@@ -184,7 +206,7 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
                                                    const std::vector<Message>& sends,
                                                    const std::vector<Message>& recvs, Stream caller,
                                                    bool background) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   mover_->prepare(sends, recvs);
   Call described = call;
   if (sends.size() + recvs.size() == 1) {  // for messages about it
@@ -205,7 +227,7 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     for (const Message& message : sends) post(message.peer, entryOf(message));
     for (const Message& message : recvs) expect(work, message.peer, entryOf(message));
   };
-  submit(work, caller, tell, [&] {
+  submit(lock, work, caller, tell, [&] {
     const StreamMover::Exchange operation{sends, recvs, work->begin_.get(), caller, background};
     for (const Stream stream : mover_->exchange(operation, lookOut(*work))) {
       work->ends_.push_back(events_->take());
@@ -220,7 +242,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
                                                      const void* in, void* out, Stream caller,
                                                      bool background) {
   if (plan.call.redop != RedOp::kNone) reduceFunction(plan.call.dtype, plan.call.redop);  // throws
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const WorkPtr work = begin(plan.call, std::move(ranks), caller);
   const Stream stream = background ? background_stream_.get() : caller;
   const StreamMover::Collective operation{.plan = plan,
@@ -242,7 +264,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
       expect(work, peer, {plan.call, traffic.landing, traffic.received[i]});
     }
   };
-  submit(work, caller, tell, [&] {
+  submit(lock, work, caller, tell, [&] {
     if (background) device_->wait(stream, work->begin_.get());
     mover_->collective(operation, lookOut(*work));
     work->ends_.push_back(events_->take());

@@ -82,6 +82,14 @@ Error StreamEngine::placed(const Error& error, const StreamWork& work) const {
   return Error(error.kind(), error.what(), context);
 }
 
+// What is not of our own making: no memory, no thread.
+Error StreamEngine::errorOf(const std::exception& failure) const {
+  if (const auto* error = dynamic_cast<const Error*>(&failure)) return *error;
+  return Error(ErrorKind::kInternal,
+               "rank " + std::to_string(rank_) +
+                   " could not go on with its device operations: " + failure.what());
+}
+
 Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
   return placed(Error(ErrorKind::kTimeout,
                       "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) +
@@ -178,6 +186,7 @@ void StreamEngine::fail(const Error& error) {
   if (failed_) return;
   settleEnded();
   failed_ = error;
+  release_due_ = true;
   std::vector<uint64_t> sound;
   for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
   for (const WorkPtr& work : running_) {
@@ -194,11 +203,13 @@ void StreamEngine::fail(const Error& error) {
   wake_.notify_all();
 }
 
-// Returns whether all released operations have ended.
+// Returns whether all released operations have ended. The mover is told at least once: something of
+// it may be under way that belongs to no operation which runs.
 bool StreamEngine::releaseOnce() {
   std::erase_if(released_, [&](const WorkPtr& work) { return !work->submitted_ || ended(*work); });
   if (device_lost_) released_.clear();
-  if (released_.empty()) return true;
+  if (released_.empty() && !release_due_) return true;
+  release_due_ = false;
   mover_->release(control_stream_.get());
   device_->synchronize(control_stream_.get(), kDrain);
   return false;
@@ -227,6 +238,7 @@ void StreamEngine::lookAround() {
     mover_->checkHealth();
   } catch (const Error& error) {  // of the mover: the device itself goes on
     fail(error);
+    return;
   }
   const auto now = Clock::now();
   for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
@@ -239,11 +251,12 @@ void StreamEngine::lookAround() {
 void StreamEngine::watch() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    wake_.wait_for(lock, failed_ && !released_.empty() ? kReleaseAgain : kWatch);
+    wake_.wait_for(lock, releasing() ? kReleaseAgain : kWatch);
     if (stop_) return;
     try {
       lookAround();
-    } catch (const Error& error) {
+    } catch (const std::exception& failure) {
+      const Error error = errorOf(failure);
       device_lost_ = device_lost_ || error.kind() == ErrorKind::kDevice;
       fail(error);
     }
@@ -391,7 +404,7 @@ void StreamEngine::close(const std::string& reason) {
   const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrain);
   try {
     while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseAgain);
-  } catch (const Error&) {  // of the device; it was told to whoever waited
+  } catch (const std::exception&) {  // of the device; it was told to whoever waited
     device_lost_ = true;
   }
   stop_ = true;

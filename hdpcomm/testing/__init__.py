@@ -15,7 +15,7 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm.bootstrap import TRANSPORTS, ThreadRank, close_all, thread_rank
 from hdpcomm.comm.launch import RankPool, run_ranks
-from hdpcomm.errors import CommTimeout, InvalidUsage
+from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
 __all__ = ["RankPool", "run_threads", "spawn"]
 
@@ -70,6 +70,8 @@ def run_threads(
     one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations. nccl is a fake
     one here, on simulated devices: ``fake_nccl``, or a new one. ``hosts``: the host of each rank, as the ranks are made
     to believe.
+
+    Raises: what a rank raised; CommTimeout past the timeout; Error when NCCL's rules were broken.
     """
     segment = _core.comm.create_segment(world_size)
     making = threading.Lock()
@@ -108,4 +110,6 @@ def run_threads(
         raise CommTimeout(f"ranks {stuck} did not end within {timeout} s; their stacks are on stderr", ranks=stuck)
     if errors:
         raise errors[min(errors, key=lambda rank: (isinstance(errors[rank], ConnectionError), rank))]
+    if fake_nccl is not None and (complaints := fake_nccl.complaints()):
+        raise Error(f"the fake NCCL was not used as NCCL must be: {'; '.join(complaints)}")
     return results

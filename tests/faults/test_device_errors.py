@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm._core.device import testing as device_testing
 from hdpcomm.testing import run_threads, spawn
 from tests.faults.test_comm_errors import DISAGREEMENTS, bad_arguments, caught, still_works
 
@@ -21,6 +22,14 @@ def refuses_device_operations(comm: hdp.Communicator) -> None:
     with pytest.raises(hdp.Error, match=r"streams were released: make a new one with init\(\)|told by") as info:
         comm.all_reduce(torch.zeros(3))
     assert isinstance(info.value, (hdp.Aborted, hdp.Mismatch))
+
+
+def until_it_fails(call: Callable[[], Any]) -> None:
+    """Calls again and again; for what the engine finds out by itself."""
+    limit = time.monotonic() + 10
+    while time.monotonic() < limit:
+        call()
+        time.sleep(0.01)
 
 
 def disagree(name: str) -> str:
@@ -124,6 +133,31 @@ def late_in_peer_reads(algorithm: str, ends: str) -> None:
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 def test_nobody_waits_for_ever_in_peer_reads(algorithm: str, ends: str, ranks: Any) -> None:
     ranks(3, late_in_peer_reads, algorithm, ends)
+
+
+def cannot_start_a_thread() -> None:
+    """The second of two receives cannot be enqueued; the first waits on its stream already."""
+    comm = hdp.init(transport="sim", timeout=20)
+    x, y = torch.ones(4), torch.ones(4)
+    if comm.rank == 0:
+        device_testing.limit_threads(comm.streams.device, 1)  # type: ignore[attr-defined]
+        error = caught(lambda: comm.exchange([], [(x, 1), (y, 1)]))
+        assert "rank 0 could not go on with its device operations: no thread for a stream" in str(error)
+        assert (error.op, error.ranks) == ("send/recv", (0, 1))
+        assert x.eq(0).all()  # what its stream held has run: nobody writes into the tensors any more
+        assert y.eq(1).all()
+        time.sleep(0.3)  # so that rank 1 finds it at once
+    else:
+        time.sleep(0.1)
+        assert "no thread for a stream" in str(caught(lambda: comm.exchange([(x, 0), (y, 0)], [])))
+    with pytest.raises(hdp.Error, match=r"streams were released: make a new one with init\(\)|told by"):
+        comm.all_reduce(torch.zeros(3))
+    with hdp.init(transport="sim", timeout=20) as again:
+        still_works(again)
+
+
+def test_an_operation_that_fails_while_it_is_enqueued(ranks: Any) -> None:
+    ranks(2, cannot_start_a_thread)
 
 
 def late_rank() -> None:

@@ -13,6 +13,7 @@ import hdpcomm as hdp
 from hdpcomm._core import scale
 from hdpcomm.testing import run_threads
 from tests.faults.test_comm_errors import DISAGREEMENTS, bad_arguments, caught, still_works
+from tests.faults.test_device_errors import until_it_fails
 
 HOSTS = [(), (0, 1)]  # calls compared by shared memory, and by messages
 
@@ -194,6 +195,49 @@ def test_a_call_of_nccl_fails(function: str, hosts: tuple[int, ...]) -> None:
         is_over(comm)
 
     ranks(fails, 2, hosts=hosts, fake_nccl=fake)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_a_failed_operation_lets_go_of_the_callers_stream(hosts: tuple[int, ...]) -> None:
+    """The call fails after NCCL has taken its group, as when a later step of a ring meets a lost peer."""
+    fake = scale.FakeNccl(2)
+
+    def fails() -> None:
+        comm = hdp.init(timeout=20)
+        still_works(comm)
+        if comm.rank == 1:
+            fake.fail_next("ncclGroupEnd", -1, 3)
+            error = caught(lambda: comm.all_reduce(torch.zeros(9), algorithm="ring"))
+            assert isinstance(error, hdp.DeviceError)
+            streams = comm.streams  # type: ignore[attr-defined]
+            streams.device.synchronize_stream(streams.host_stream, 3.0)
+        else:
+            time.sleep(0.1)
+            caught(lambda: comm.all_reduce(torch.zeros(9), algorithm="ring"))
+        is_over(comm)
+
+    ranks(fails, 2, hosts=hosts, fake_nccl=fake)
+    assert fake.complaints() == []
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_an_asynchronous_error_with_nothing_running(hosts: tuple[int, ...]) -> None:
+    fake = scale.FakeNccl(2)
+
+    def breaks() -> None:
+        comm = hdp.init(timeout=20)
+        still_works(comm)
+        if comm.rank == 0:
+            fake.set_async_error(0, 1)
+            with pytest.raises(hdp.DeviceError, match="an operation of NCCL failed on rank 0"):
+                until_it_fails(comm.synchronize)
+        else:
+            error = caught(lambda: comm.all_reduce(torch.zeros(3)))
+            assert "an operation of NCCL failed on rank 0" in str(error)
+        is_over(comm)
+
+    ranks(breaks, 2, hosts=hosts, fake_nccl=fake)
+    assert fake.complaints() == []  # aborted, not destroyed
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -15,6 +15,8 @@ class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Poi
   ~FastDevice() override;
 
   std::string name() const override { return "sim"; }
+  // For tests: from now on so many more streams get a thread; then the system has none left.
+  void limitThreads(int count) { state_->threads_left.store(count); }
 
   void* allocate(size_t bytes, Site) override {
     checkFault();

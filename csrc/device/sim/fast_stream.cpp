@@ -1,5 +1,8 @@
 #include "fast_stream.hpp"
 
+#include <cerrno>
+#include <system_error>
+
 namespace hdpcomm::sim {
 namespace {
 
@@ -28,10 +31,21 @@ bool FastStream::shortNow(const FastOp& item) const {
   }
 }
 
+void FastStream::ensureThread() {
+  if (thread_.joinable()) return;
+  // Relaxed: a number, which orders nothing.
+  if (device_->threads_left.fetch_sub(1, std::memory_order_relaxed) <= 0) {
+    throw std::system_error(EAGAIN, std::generic_category(), "no thread for a stream");
+  }
+  thread_ = std::thread([self = shared_from_this()] { self->run(); });
+}
+
 void FastStream::submit(FastOp item) {
   std::unique_lock lock(mutex_);
+  const bool at_once = !busy_ && queue_.empty() && shortNow(item);
+  if (!at_once) ensureThread();  // may throw, and then nothing has happened
   submitted_.fetch_add(1, std::memory_order_relaxed);
-  if (!busy_ && queue_.empty() && shortNow(item)) {
+  if (at_once) {
     busy_ = true;
     lock.unlock();
     perform(item);
@@ -42,7 +56,6 @@ void FastStream::submit(FastOp item) {
   } else {
     queue_.push(std::move(item));
   }
-  if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run(); });
   pulse(&work_pulse_);
 }
 

@@ -29,6 +29,7 @@ struct DeviceState {
   std::mutex mutex;
   std::optional<Error> fault;  // the first one of a kernel
   std::atomic<bool> faulty{false};
+  std::atomic<int64_t> threads_left{INT64_MAX};  // for tests: how many more streams get one
 };
 
 struct FastOp {
@@ -61,6 +62,7 @@ class FastStream : public std::enable_shared_from_this<FastStream> {
 
  private:
   bool shortNow(const FastOp& item) const;
+  void ensureThread();
   void run();
   void perform(FastOp& item);
   void performKernel(KernelLaunch& kernel);

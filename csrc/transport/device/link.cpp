@@ -219,6 +219,12 @@ void Link::land(size_t bytes, Fork& fork) {
   }
 }
 
+void Link::addStreams(std::vector<Stream>& streams) const {
+  for (const auto* lanes : {&out_, &in_}) {
+    for (const Lane& lane : *lanes) streams.push_back(lane.stream());
+  }
+}
+
 void Link::release(Stream stream) const {
   const ArenaConfig& config = arena_.config();
   for (int slot = 0; slot < config.num_slots; ++slot) {

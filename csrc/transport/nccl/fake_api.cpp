@@ -44,7 +44,10 @@ int commInitRankConfig(NcclComm* comm, int num_ranks, NcclUniqueId id, int rank,
   return fake->join(comm, num_ranks, rank);
 }
 
-int commDestroy(NcclComm) { return kNcclSuccess; }
+int commDestroy(NcclComm comm) {
+  const auto held = rankOf(comm).owner->lock();
+  return rankOf(comm).owner->destroy(rankOf(comm));
+}
 
 int commAbort(NcclComm comm) {
   const auto held = rankOf(comm).owner->lock();

@@ -145,6 +145,27 @@ int FakeNccl::enqueueWhole(Rank& rank, Whole whole) {
   return kNcclSuccess;
 }
 
+// NCCL waits for what is in progress, perhaps for ever.
+int FakeNccl::destroy(Rank& rank) {
+  const bool in_progress =
+      !rank.stream.empty() || rank.polls_left > 0 || rank.stalled || stall_init_;
+  if (!in_progress && rank.async_error == kNcclSuccess && !rank.aborted) {
+    rank.aborted = true;
+    return kNcclSuccess;
+  }
+  complaints_.push_back("rank " + std::to_string(rank.rank) + " called ncclCommDestroy " +
+                        (rank.aborted  ? "on a communicator that has ended"
+                         : in_progress ? "with operations in progress"
+                                       : "after an asynchronous error"));
+  last_error_ = complaints_.back();
+  return kNcclInvalidUsage;
+}
+
+std::vector<std::string> FakeNccl::complaints() {
+  const auto held = lock();
+  return complaints_;
+}
+
 // Everything of the rank ends, done or not; what peers have with it stays as it is.
 void FakeNccl::abort(Rank& rank) {
   rank.aborted = true;

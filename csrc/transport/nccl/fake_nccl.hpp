@@ -47,6 +47,9 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   // The rank's next groups never end on the host, as when a peer does not come to connect.
   void stallGroups(int rank) { ranks_.at(static_cast<size_t>(rank)).stalled = true; }
 
+  // What the program did that NCCL may answer by a hang or a crash.
+  std::vector<std::string> complaints();
+
   // Works off all streams. Returns an empty string, or what is wrong; then the fake is spent.
   std::string run(uint64_t seed);
 
@@ -99,6 +102,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
   int join(NcclComm* comm, int num_ranks, int rank);
   void abort(Rank& rank);
+  int destroy(Rank& rank);
   int failureOf(const std::string& function, int rank);
   int enqueue(Rank& rank, Transfer transfer);
   int enqueueWhole(Rank& rank, Whole whole);
@@ -134,6 +138,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::map<std::pair<int, int>, std::deque<Posted>> recvs_;
   std::vector<std::pair<int, int>> ready_;
   std::string last_error_;
+  std::vector<std::string> complaints_;
   bool stall_init_ = false;
   int version_ = 22809;
 };

@@ -32,6 +32,7 @@ class LinkMover final : public StreamMover {
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
   void collective(const Collective& operation, const Look& look) override;
+  std::vector<Stream> streams() const override;
   void release(Stream control) override;
   void retire() override;
   TransportStats stats() const override { return stats_; }

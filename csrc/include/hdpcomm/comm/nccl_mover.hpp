@@ -55,6 +55,7 @@ class NcclMover final : public StreamMover {
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
   void collective(const Collective& operation, const Look& look) override;
   void checkHealth() override { world_->checkAsync(); }
+  std::vector<Stream> streams() const override { return {background_stream_.get()}; }
   // Nothing but the end of the communicator ends its kernels.
   void release(Stream control) override;
   void retire() override;

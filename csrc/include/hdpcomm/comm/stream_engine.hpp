@@ -94,8 +94,10 @@ class StreamEngine final : public WorldPart {
   void plan(StreamWork& work, int peer, int posts, int expects);
   void post(int peer, const device::CallEntry& entry);
   void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
+  void markEnds(StreamWork& work, Stream caller);
   template <typename Tell, typename Enqueue>
-  void submit(const WorkPtr& work, Stream caller, Tell tell, Enqueue enqueue);
+  void submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller, Tell tell,
+              Enqueue enqueue);
   StreamMover::Look lookOut(StreamWork& work);
 
   // stream_monitor.cpp
@@ -111,7 +113,9 @@ class StreamEngine final : public WorldPart {
   void fail(const Error& error);
   void failWork(StreamWork& work, const Error& error);
   Error placed(const Error& error, const StreamWork& work) const;
+  Error errorOf(const std::exception& failure) const;
   Error timeoutOf(const StreamWork& work, double seconds) const;
+  bool releasing() const { return failed_ && (release_due_ || !released_.empty()); }
   bool releaseOnce();
   void lookAround();
   void watch();
@@ -131,6 +135,7 @@ class StreamEngine final : public WorldPart {
   std::vector<Peer> peers_;
   std::vector<WorkPtr> running_;   // in order of submission; without captured ones
   std::vector<WorkPtr> released_;  // failed, until their streams have run dry
+  bool release_due_ = false;       // failed, and the mover has not been told
   int64_t next_seq_ = 0;
   std::optional<Error> failed_;
   mutable bool device_lost_ = false;

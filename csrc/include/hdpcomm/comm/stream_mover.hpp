@@ -75,10 +75,13 @@ class StreamMover {
   virtual std::vector<Stream> exchange(const Exchange& operation, const Look& look) = 0;
   virtual void collective(const Collective& operation, const Look& look) = 0;
 
+  // The streams of its own that operations may stand on.
+  virtual std::vector<Stream> streams() const = 0;
+
   // Throws what has gone wrong since, if the mover has means of its own to know.
   virtual void checkHealth() {}
-  // After an error: gives the streams what they wait for, once; it writes rubbish. Called again
-  // until they have run dry.
+  // After an error: gives the streams what they wait for, once; it writes rubbish. Called at least
+  // once, and again until they have run dry.
   virtual void release(Stream control) = 0;
   // The engine has closed, and its streams have run dry; peers may still be at work.
   virtual void retire() = 0;

@@ -71,6 +71,8 @@ class Link {
   void put(const std::byte* data, size_t bytes, size_t offset, Fork& fork);
   void land(size_t bytes, Fork& fork);
 
+  // The streams of its lanes.
+  void addStreams(std::vector<Stream>& streams) const;
   // Lets all waits of this rank's streams on flags of the pair pass, once.
   void release(Stream stream) const;
 

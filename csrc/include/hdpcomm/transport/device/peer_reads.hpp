@@ -47,6 +47,9 @@ class PeerReads {
 
   void run(const Operation& operation, Stream stream);
   Lane& lane();  // made on first use
+  void addStreams(std::vector<Stream>& streams) const {
+    if (lane_) streams.push_back(lane_->stream());
+  }
   // Lets all waits of this rank's streams in meetings pass, once.
   void release(Stream stream) const;
 
