@@ -167,7 +167,7 @@ void bindNccl(py::module_& module) {
           [](const std::shared_ptr<NcclApi>& api, double timeout_s) {
             const NcclUniqueId id = idOf(uniqueId(*api));
             const py::gil_scoped_release release;
-            NcclWorld(api, nullptr, id, 0, 1, timeout_s);
+            NcclWorld(api, nullptr, id, 0, 1, timeout_s).retire();
           },
           py::arg("timeout"));
   module.def(

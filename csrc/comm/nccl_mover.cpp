@@ -85,11 +85,6 @@ NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
       costs_(costs),
       world_(std::move(world)) {}
 
-// Not retired: kernels may wait for ever.
-NcclMover::~NcclMover() {
-  if (world_ != nullptr) world_->abort();
-}
-
 Communicator::Planning NcclMover::planning() const {
   return {.choose = [this](const ScheduleRequest& request) {
     return chooseAlgorithm(request, costs_.inside, costs_.between);
@@ -150,6 +145,7 @@ void NcclMover::release(Stream /*control*/) { world_->abort(); }
 
 void NcclMover::retire() {
   last_ = world_->stats();
+  world_->retire();
   world_.reset();
 }
 

@@ -311,6 +311,26 @@ def test_joining_fails_on_one_rank(function: str) -> None:
     run_threads(fresh, 3, transport="nccl")
 
 
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("function", ["ncclSend", "ncclRecv"])
+def test_connecting_ahead_fails_on_one_rank(function: str, hosts: tuple[int, ...]) -> None:
+    """The communicator is there, and messages are under way: it is aborted, or the others would wait for it."""
+    fake = scale.FakeNccl(2)
+    fake.fail_next(function, 1, 3)
+    with pytest.raises(hdp.DeviceError, match=f"{function} failed on rank 1: internal error"):
+        run_threads(joined, 2, transport="nccl", fake_nccl=fake, hosts=hosts)
+    assert fake.complaints() == []
+    run_threads(fresh, 2, transport="nccl")
+
+
+def test_connecting_ahead_has_a_deadline() -> None:
+    fake = scale.FakeNccl(2)
+    fake.stall_groups(1)
+    with pytest.raises(hdp.CommTimeout, match=r"rank 1 waited 0\.[56]\d* s in ncclGroupEnd|did not end within 0\.6"):
+        run_threads(joined, 2, 0.6, transport="nccl", fake_nccl=fake)
+    assert fake.complaints() == []
+
+
 def test_joining_has_a_deadline() -> None:
     fake = scale.FakeNccl(2)
     fake.stall_init()

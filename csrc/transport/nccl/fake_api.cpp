@@ -1,5 +1,6 @@
 // The fake's table of functions. A communicator and a stream are both a FakeNccl::Rank.
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "fake_nccl.hpp"
@@ -58,7 +59,7 @@ int commAbort(NcclComm comm) {
 int commGetAsyncError(NcclComm comm, int* error) {
   Rank& rank = rankOf(comm);
   const auto held = rank.owner->lock();
-  const bool in_progress = rank.owner->stalled() || rank.stalled || rank.polls_left > 0;
+  const bool in_progress = rank.owner->stalled() || rank.polls_left > 0;
   if (rank.polls_left > 0) --rank.polls_left;
   *error = in_progress ? kNcclInProgress : rank.async_error;
   return rank.owner->failureOf("ncclCommGetAsyncError", rank.rank);
@@ -90,7 +91,7 @@ int inProgress(Rank& rank, int result) {
   if (result != kNcclSuccess) return result;
   auto held = rank.owner->lock();
   const bool stalled = rank.stalled;
-  rank.polls_left = 1;
+  rank.polls_left = stalled ? std::numeric_limits<int>::max() : 1;
   held.unlock();
   if (!stalled) rank.owner->launch(rank);
   return kNcclInProgress;

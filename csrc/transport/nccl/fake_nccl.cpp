@@ -147,8 +147,7 @@ int FakeNccl::enqueueWhole(Rank& rank, Whole whole) {
 
 // NCCL waits for what is in progress, perhaps for ever.
 int FakeNccl::destroy(Rank& rank) {
-  const bool in_progress =
-      !rank.stream.empty() || rank.polls_left > 0 || rank.stalled || stall_init_;
+  const bool in_progress = !rank.stream.empty() || rank.polls_left > 0 || stall_init_;
   if (!in_progress && rank.async_error == kNcclSuccess && !rank.aborted) {
     rank.aborted = true;
     return kNcclSuccess;

@@ -79,9 +79,8 @@ NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, std::shared_ptr<NcclDev
   }
 }
 
-NcclWorld::~NcclWorld() {
-  if (comm_ != nullptr) api_->commDestroy(comm_);
-}
+// Whoever has not retired the world does not know that the other ranks are through as well.
+NcclWorld::~NcclWorld() { abort(); }
 
 void NcclWorld::check(int result, const char* call) {
   ncclCheck(*api_, result, call, comm_, rank_);
@@ -126,6 +125,11 @@ void NcclWorld::checkAsync() {
   int state = kNcclSuccess;
   check(api_->commGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
   check(state, "an operation of NCCL");
+}
+
+void NcclWorld::retire() noexcept {
+  if (comm_ != nullptr) api_->commDestroy(comm_);
+  comm_ = nullptr;
 }
 
 void NcclWorld::abort() noexcept {

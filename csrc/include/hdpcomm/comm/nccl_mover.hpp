@@ -45,7 +45,6 @@ class NcclMover final : public StreamMover {
  public:
   NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
             std::unique_ptr<NcclWorld> world, const NcclCosts& costs);
-  ~NcclMover() override;
 
   const char* name() const override { return "nccl"; }
   size_t scratchBytes() const override { return memory_->bytes(); }

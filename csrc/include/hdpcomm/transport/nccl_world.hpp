@@ -63,6 +63,7 @@ class NcclWorld {
   NcclWorld(std::shared_ptr<const NcclApi> api, std::shared_ptr<NcclDevice> device,
             const NcclUniqueId& id, int rank, int size, double timeout_s,
             std::vector<int> node_of_rank = {}, const Look& look = {});
+  // Aborts the communicator, unless it was retired: nobody waits for it.
   ~NcclWorld();
   NcclWorld(const NcclWorld&) = delete;
   NcclWorld& operator=(const NcclWorld&) = delete;
@@ -103,6 +104,8 @@ class NcclWorld {
 
   // Throws when the communicator has failed since. Cheap; called while something is waited for.
   void checkAsync();
+  // The orderly end: all operations have ended, and the other ranks retire as well. May wait.
+  void retire() noexcept;
   // Gives up everything that is under way; the world cannot be used any more.
   void abort() noexcept;
 
