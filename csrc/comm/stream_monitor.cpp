@@ -271,7 +271,10 @@ void StreamEngine::waitOn(StreamWork& work, Stream stream) {
 
 bool StreamEngine::test(StreamWork& work) {
   const std::lock_guard lock(mutex_);
-  return work.state_ != StreamWork::State::kRunning || (!work.captured_ && ended(work));
+  if (work.state_ == StreamWork::State::kDone) return true;
+  if (work.state_ == StreamWork::State::kRunning) return !work.captured_ && ended(work);
+  // Streams that are still to run dry write into its buffers; after close() nobody lets them go.
+  return !work.submitted_ || device_lost_ || stop_ || ended(work);
 }
 
 // Only after this may the buffers of an operation that failed be used again.

@@ -160,6 +160,37 @@ def test_an_operation_that_fails_while_it_is_enqueued(ranks: Any) -> None:
     ranks(2, cannot_start_a_thread)
 
 
+def fails_while_its_stream_is_busy() -> None:
+    beside = hdp.init(transport="shm", timeout=20)
+    comm = hdp.init(transport="sim", timeout=20)
+    if comm.rank == 0:
+        streams = comm.streams  # type: ignore[attr-defined]
+        device = streams.device
+        flag = device.allocate(4)
+        device.store_flag(flag, 0)
+        device.wait_value(streams.host_stream, flag, 1)  # the operation stands behind it
+        works = [work := comm.recv(torch.zeros(4), 1, async_op=True)]
+        beside.barrier()
+        with pytest.raises(hdp.Error, match="5 x float32"):
+            until_it_fails(lambda: works.append(comm.recv(torch.zeros(4), 1, async_op=True)))
+        assert not work.done()
+        device.store_flag(flag, 1)
+        limit = time.monotonic() + 10
+        while not all(each.done() for each in works) and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert all(each.done() for each in works)
+        with pytest.raises(hdp.Mismatch, match="5 x float32"):
+            work.wait()
+        device.free(flag)
+    else:
+        beside.barrier()
+        assert isinstance(caught(lambda: comm.send(torch.zeros(5), 0)), hdp.Mismatch)
+
+
+def test_done_means_that_the_streams_are_through(ranks: Any) -> None:
+    ranks(2, fails_while_its_stream_is_busy)
+
+
 def late_rank() -> None:
     comm = hdp.init(transport="sim", timeout=20)
     x = torch.ones(50_000)

@@ -63,7 +63,7 @@ class StreamEngine final : public WorldPart {
                const World::InterruptCheck& check);
   // The host waits for all operations so far.
   void waitForAll(double timeout_s, const World::InterruptCheck& check);
-  // True when the work has ended, well or not.
+  // True when the work has ended, well or not: its streams do not use its buffers any more.
   bool test(StreamWork& work);
 
   TransportStats stats() const;
