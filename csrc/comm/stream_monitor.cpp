@@ -142,12 +142,23 @@ bool StreamEngine::sound(const StreamWork::Share& share) const {
          share.expected <= board_->sound(share.peer, rank_);
 }
 
+// Asks the board at most once a pass of the watcher, whoever wants to know and however often: for a
+// process of this host that is a look into /proc.
+bool StreamEngine::lives(int rank, Clock::time_point now) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (peer.lives && now - peer.asked >= kWatch) {
+    peer.asked = now;
+    peer.lives = board_->processAlive(rank);
+  }
+  return peer.lives;
+}
+
 // Of a member that left, failed or died before it had done its part.
 std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point now) {
   for (const StreamWork::Share& share : work.shares_) {
     if (share.peer == rank_) continue;
     const bool announced = board_->state(share.peer) != BoardState::kReady;
-    if (!announced && board_->processAlive(share.peer)) continue;
+    if (!announced && lives(share.peer, now)) continue;
     if (!work.bereft_) work.bereft_ = now;
     // Its part may still be under way.
     if (sound(share) && now - *work.bereft_ < kGrace) continue;

@@ -338,6 +338,31 @@ def test_survivors_stop_within_two_seconds(tmp_path: Any, count: int, algorithm:
     assert max(times) < 2.0
 
 
+def reads_of_this_process() -> int:
+    with open("/proc/self/io") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("syscr"))
+
+
+def waits_for_many() -> int:
+    """How many reads this process makes in half a second in which 40 of its operations wait."""
+    comm = hdp.init(transport="sim", timeout=20)
+    works = [comm.recv(torch.zeros(4), 1, async_op=True) for _ in range(40)] if comm.rank == 0 else []
+    before = reads_of_this_process()
+    time.sleep(0.5)
+    reads = reads_of_this_process() - before
+    if comm.rank == 1:
+        for _ in range(40):
+            comm.send(torch.ones(4), 0)
+    for work in works:
+        work.wait()
+    return reads
+
+
+@pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="the kernel does not count reads")
+def test_whether_a_peer_lives_is_asked_once_a_pass(ranks: Any) -> None:
+    assert ranks(2, waits_for_many)[0] < 200  # two for each of some ten passes; 40 times as many by operation
+
+
 def interrupted() -> None:
     comm = hdp.init(transport="sim", timeout=30)
     if comm.rank == 0:

@@ -81,6 +81,8 @@ class StreamEngine final : public WorldPart {
     std::deque<Expected> expected;           // not yet compared
     uint64_t num_posted = 0;                 // with the unposted
     uint64_t num_expected = 0;
+    bool lives = true;        // when it was last asked
+    Clock::time_point asked;  // long ago at the start
   };
   using WorkPtr = std::shared_ptr<StreamWork>;
 
@@ -105,6 +107,7 @@ class StreamEngine final : public WorldPart {
   std::optional<Error> lookAfter(StreamWork& work, Clock::time_point now);
   std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
   std::optional<Error> refusalOf(const StreamWork& work, const StreamWork::Share& share) const;
+  bool lives(int rank, Clock::time_point now);
   bool sound(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
   void settleEnded();
