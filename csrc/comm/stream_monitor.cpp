@@ -310,7 +310,13 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
   const double limit = std::min(timeout_s, 1e9);
   const auto left = [&] { return std::max(0.0, limit - secondsBetween(start, Clock::now())); };
   try {
-    for (const OwnedEvent& end : work->ends_) device_->synchronize(end.get(), left(), check);
+    for (const OwnedEvent& end : work->ends_) {
+      if (const double seconds = left(); seconds > 0) {
+        device_->synchronize(end.get(), seconds, check);
+      } else if (!device_->query(end.get())) {
+        throw Error(ErrorKind::kTimeout, "its streams have not ended");
+      }
+    }
     for (int looks = 0; !conclude(work); ++looks) {
       if (left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
       if (looks % kLooks == kLooks - 1 && check) check();

@@ -160,6 +160,29 @@ def test_an_operation_that_fails_while_it_is_enqueued(ranks: Any) -> None:
     ranks(2, cannot_start_a_thread)
 
 
+def no_time_left() -> None:
+    comm = hdp.init(transport="sim", timeout=20)
+    x = torch.zeros(4)
+    if comm.rank == 0:
+        works = [comm.recv(torch.zeros(4), 1, async_op=True) for _ in range(2)]
+        limit = time.monotonic() + 10
+        while not all(work.done() for work in works) and time.monotonic() < limit:
+            time.sleep(0.01)
+        comm.synchronize(timeout=1e-9)  # what has ended needs no time
+        comm.recv(x, 1, async_op=True)
+        with pytest.raises(hdp.CommTimeout, match=r"rank 0 waited .* in send/recv"):
+            comm.synchronize(timeout=1e-9)
+    else:
+        for _ in range(2):
+            comm.send(x, 0)
+        with pytest.raises(hdp.CommTimeout, match="told by rank 0"):
+            comm.recv(x, 0)
+
+
+def test_a_wait_whose_time_is_over(ranks: Any) -> None:
+    ranks(2, no_time_left)
+
+
 def fails_while_its_stream_is_busy() -> None:
     beside = hdp.init(transport="shm", timeout=20)
     comm = hdp.init(transport="sim", timeout=20)
