@@ -50,7 +50,9 @@ py::dict copyStats(const CopyEngine& engine) {
 }  // namespace
 
 void bindOffload(py::module_& module) {
-  py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "PinnedPool")
+  // Their ends wait for copies, and unlock memory.
+  const py::release_gil_before_calling_cpp_dtor end_unlocked;
+  py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "PinnedPool", end_unlocked)
       .def(py::init([](DevicePtr device, size_t bytes, int numa_node, size_t chunk_bytes,
                        int threads) {
              return std::make_shared<PinnedPool>(
@@ -61,7 +63,7 @@ void bindOffload(py::module_& module) {
            Release())
       .def("stats", &poolStats)
       .def("reset_peak", &PinnedPool::resetPeak);
-  py::class_<CopyEngine>(module, "CopyEngine")
+  py::class_<CopyEngine>(module, "CopyEngine", end_unlocked)
       .def(py::init<std::shared_ptr<PinnedPool>, double>(), py::arg("pool"), py::kw_only(),
            py::arg("timeout"), Release())
       .def(

@@ -135,7 +135,9 @@ void bindStream(py::module_& module) {
       .def("__repr__", [](const StreamHandle& handle) {
         return "<Work " + describe(handle.work->call()) + ">";
       });
-  py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine")
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine",
+                                                          py::release_gil_before_calling_cpp_dtor())
       .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
                   py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"),
                   py::arg("window_bytes"), py::arg("costs"))
@@ -152,7 +154,9 @@ void bindStream(py::module_& module) {
                                return py::make_tuple(reinterpret_cast<uintptr_t>(engine.landing()),
                                                      engine.landingBytes());
                              })
-      .def_property_readonly("scratch_bytes", &StreamEngine::scratchBytes)
+      // What takes the engine's lock may wait for a call of NCCL that another thread is in.
+      .def_property_readonly("scratch_bytes",
+                             py::cpp_function(&StreamEngine::scratchBytes, Unlocked()))
       .def("exchange", &exchange, py::arg("comm"), py::arg("sends"), py::arg("recvs"),
            py::arg("stream"), py::arg("background"))
       .def("collective", &collective, py::arg("comm"), py::arg("op"), py::arg("source"),
@@ -167,7 +171,10 @@ void bindStream(py::module_& module) {
              engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
            })
       .def("stats", [](const StreamEngine& engine) {
-        const TransportStats stats = engine.stats();
+        const auto [stats, predicted_buffer_bytes] = [&engine] {
+          const py::gil_scoped_release release;
+          return std::pair(engine.stats(), engine.predictedBufferBytes());
+        }();
         py::dict result;
         result["bytes_sent"] = stats.bytes_sent;
         result["bytes_received"] = stats.bytes_received;
@@ -176,7 +183,7 @@ void bindStream(py::module_& module) {
         result["remote_bytes_sent"] = stats.remote_bytes_sent;
         result["remote_bytes_received"] = stats.remote_bytes_received;
         result["peers"] = stats.peers_used;
-        result["predicted_buffer_bytes"] = engine.predictedBufferBytes();
+        result["predicted_buffer_bytes"] = predicted_buffer_bytes;
         return result;
       });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -295,6 +296,38 @@ def test_a_call_in_progress_ends_when_a_peer_fails() -> None:
             comm.recv(torch.zeros(4), 1)
 
     ranks(fails, 2, fake_nccl=fake)
+
+
+@pytest.mark.parametrize("what", ["stats", "scratch_bytes"])
+def test_threads_go_on_while_one_asks_for_counts(what: str) -> None:
+    """A call of NCCL in progress holds the engine; who asks it something waits without the GIL."""
+    fake = scale.FakeNccl(2)
+    asking = threading.Event()
+
+    def asks() -> None:
+        comm = hdp.init(timeout=3)
+        if comm.rank == 1:
+            asking.wait(10)
+            time.sleep(0.2)
+            comm.close()
+            return
+        fake.stall_groups(0)
+        lost = []
+
+        def receive() -> None:
+            with pytest.raises(hdp.PeerLost, match="rank 1 closed its communicator"):  # not a timeout
+                comm.recv(torch.zeros(4), 1)
+            lost.append(True)
+
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        time.sleep(0.1)
+        asking.set()
+        comm.stats() if what == "stats" else comm.streams.scratch_bytes  # type: ignore[attr-defined]
+        receiver.join()
+        assert lost
+
+    ranks(asks, 2, fake_nccl=fake)
 
 
 def joined(timeout: float = 20) -> None:

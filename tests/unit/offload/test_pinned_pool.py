@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +237,23 @@ def test_bad_devices_and_sizes() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="no CUDA device"):
             PinnedPool(4096, device="cuda")
+
+
+def test_other_threads_run_while_an_engine_ends() -> None:
+    bench = Bench(1 << 16, timeout=5.0)
+    flag, (address, _) = bench.device.allocate(4), bench.memory(64)
+    bench.device.store_flag(flag, 0)
+    bench.device.wait_value(bench.compute, flag, 1)
+    assert bench.engine.store(address, 64, compute=bench.compute)
+    freed = []
+
+    def free_the_copy() -> None:
+        time.sleep(0.1)
+        freed.append(True)
+        bench.device.store_flag(flag, 1)
+
+    thread = threading.Thread(target=free_the_copy)
+    thread.start()
+    del bench.engine  # waits for the copy
+    assert freed
+    thread.join()
