@@ -63,6 +63,7 @@ std::byte* at(const std::array<std::byte*, 3>& buffers, const Span& span) {
 
 std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr device,
                                         const ArenaConfig& config, DeviceCosts costs) {
+  device::freeRetiredArenas();
   auto arena = std::make_unique<Arena>(device, config, comm.size(), comm.rank());
   const Introduction own{arena->exportOwn(), config, device->ordinal(), device->isSim()};
   const std::vector<Introduction> everyone = introduce(comm, own);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import time
@@ -402,6 +404,34 @@ def interrupted() -> None:
 
 def test_ctrl_c_ends_a_wait(ranks: Any) -> None:
     ranks(2, interrupted)
+
+
+def arenas() -> int:
+    """How many arenas this process has on simulated devices: the only blocks of more than 64 MiB."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            count += os.fstat(int(name)).st_size > 64 << 20 and "hdpcomm-sim" in os.readlink(f"/proc/self/fd/{name}")
+    return count
+
+
+def one_world_after_another() -> None:
+    beside = hdp.init(transport="shm")
+    gc.collect()  # worlds of earlier tests, which their errors hold
+    beside.barrier()
+    first = hdp.init(transport="sim")
+    for rank in range(2):  # rank 0 leaves while rank 1 may still write into its arena
+        if first.rank == rank:
+            first.close()
+        beside.barrier()
+    before = arenas()
+    second = hdp.init(transport="sim")
+    assert arenas() == before + second.rank  # rank 1 had none, and rank 0 that of the first world
+    still_works(second)
+
+
+def test_the_memory_of_a_closed_world_goes_before_the_next_one_comes(ranks: Any) -> None:
+    ranks(2, one_world_after_another)
 
 
 def differently() -> None:

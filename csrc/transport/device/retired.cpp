@@ -25,12 +25,18 @@ Home& home() {
 }  // namespace
 
 void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<SharedBoard> board) {
+  {
+    const std::lock_guard lock(home().mutex);
+    home().arenas.push_back({std::move(arena), std::move(board)});
+  }
+  freeRetiredArenas();
+}
+
+void freeRetiredArenas() {
   std::vector<Retired> over;
   {
     const std::lock_guard lock(home().mutex);
-    auto& arenas = home().arenas;
-    arenas.push_back({std::move(arena), std::move(board)});
-    std::erase_if(arenas, [&](Retired& each) {
+    std::erase_if(home().arenas, [&](Retired& each) {
       if (!each.board->allDeparted()) return false;
       over.push_back(std::move(each));
       return true;
