@@ -7,8 +7,6 @@
 
 namespace hdpcomm {
 
-// Called while waiting, without the GIL: throws when Ctrl-C was pressed.
-void checkSignals();
 // Blocking operations and describe_torch (calls_py.cpp).
 void bindCalls(pybind11::module_& module);
 

@@ -23,11 +23,6 @@ namespace {
 using Address = uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
 
-void checkSignals() {
-  const py::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 // Needs the GIL.
 Site callSite() {
   PyFrameObject* frame = PyEval_GetFrame();

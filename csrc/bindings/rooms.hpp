@@ -9,6 +9,8 @@ namespace hdpcomm {
 
 // Sets the Python exception (hdpcomm.errors) of an error of the core.
 void setPythonError(const Error& error);
+// Called while waiting, without the GIL: throws when Ctrl-C was pressed.
+void checkSignals();
 
 void bindBase(pybind11::module_& module);
 void bindPlanner(pybind11::module_& module);

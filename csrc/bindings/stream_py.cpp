@@ -12,11 +12,6 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-void checkSignals() {
-  const py::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 struct StreamHandle {
   std::shared_ptr<StreamEngine> engine;
   std::shared_ptr<StreamWork> work;

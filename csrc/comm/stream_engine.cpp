@@ -10,23 +10,6 @@ using device::CallBoard;
 using device::CallEntry;
 using device::SharedBoard;
 
-OwnedEvent EventPool::take() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!free_.empty()) {
-      OwnedEvent event = std::move(free_.back());
-      free_.pop_back();
-      return event;
-    }
-  }
-  return OwnedEvent(device_, device_->createEvent());
-}
-
-void EventPool::give(OwnedEvent event) {
-  const std::lock_guard lock(mutex_);
-  free_.push_back(std::move(event));
-}
-
 // Waits that were enqueued keep the point that they wait for, so the events can be lent again.
 StreamWork::~StreamWork() {
   if (begin_) events_->give(std::move(begin_));

@@ -11,6 +11,8 @@
 #include <condition_variable>
 #include <deque>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>

@@ -2,27 +2,13 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "hdpcomm/comm/work.hpp"
-#include "hdpcomm/device/handles.hpp"
+#include "hdpcomm/device/event_pool.hpp"
 
 namespace hdpcomm {
-
-// Events to lend: making one costs more than recording it.
-class EventPool {
- public:
-  explicit EventPool(DevicePtr device) : device_(std::move(device)) {}
-  OwnedEvent take();
-  void give(OwnedEvent event);
-
- private:
-  DevicePtr device_;
-  std::mutex mutex_;
-  std::vector<OwnedEvent> free_;
-};
 
 class StreamWork {
  public:

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "hdpcomm/base/fd.hpp"
-#include "hdpcomm/offload/event_pool.hpp"
+#include "hdpcomm/device/event_pool.hpp"
 
 namespace hdpcomm::offload {
 

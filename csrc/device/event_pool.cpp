@@ -1,6 +1,6 @@
-#include "hdpcomm/offload/event_pool.hpp"
+#include "hdpcomm/device/event_pool.hpp"
 
-namespace hdpcomm::offload {
+namespace hdpcomm {
 
 OwnedEvent EventPool::take() {
   {
@@ -14,15 +14,18 @@ OwnedEvent EventPool::take() {
   return OwnedEvent(device_, device_->createEvent());
 }
 
+void EventPool::give(OwnedEvent event) {
+  const std::lock_guard lock(mutex_);
+  idle_.push_back(std::move(event));
+}
+
 Fence EventPool::record(Stream stream, Site site) {
   struct Held {
     std::shared_ptr<EventPool> pool;
     OwnedEvent event;
     Event value;
     ~Held() {
-      if (!event) return;
-      const std::lock_guard lock(pool->mutex_);
-      pool->idle_.push_back(std::move(event));
+      if (event) pool->give(std::move(event));
     }
   };
   const auto held = std::make_shared<Held>();
@@ -33,4 +36,4 @@ Fence EventPool::record(Stream stream, Site site) {
   return Fence(held, &held->value);
 }
 
-}  // namespace hdpcomm::offload
+}  // namespace hdpcomm

@@ -1,5 +1,5 @@
-// Events that are used again: making one costs a driver call, and an offload records several for
-// every tensor.
+// Events that are used again: making one costs a driver call, and an operation or an offload
+// records several.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 #include "hdpcomm/device/handles.hpp"
 
-namespace hdpcomm::offload {
+namespace hdpcomm {
 
 // An event that was recorded. The last holder gives it back to its pool; a wait that was enqueued
 // on it keeps its point (device_api.hpp), so that holding it longer is never needed.
@@ -19,15 +19,16 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(DevicePtr device) : device_(std::move(device)) {}
 
+  // Lent until give(); it may still bear an earlier record.
+  OwnedEvent take();
+  void give(OwnedEvent event);
   // The end of what the stream has been given.
   Fence record(Stream stream, Site site = std::source_location::current());
 
  private:
-  OwnedEvent take();
-
   DevicePtr device_;
   std::mutex mutex_;
   std::vector<OwnedEvent> idle_;
 };
 
-}  // namespace hdpcomm::offload
+}  // namespace hdpcomm
