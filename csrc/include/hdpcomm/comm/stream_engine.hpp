@@ -7,7 +7,7 @@
 // (docs/architecture.md).
 #pragma once
 
-#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -88,6 +88,14 @@ class StreamEngine final : public WorldPart {
   };
   using WorkPtr = std::shared_ptr<StreamWork>;
 
+  static constexpr auto kReleaseAgain = std::chrono::milliseconds(2);
+  // For streams to run dry once all that they wait for is given.
+  static constexpr double kDrain = 5;
+
+  static double secondsBetween(Clock::time_point from, Clock::time_point to) {
+    return std::chrono::duration<double>(to - from).count();
+  }
+
   StreamEngine(DevicePtr device, std::shared_ptr<device::CallBoard> board,
                std::unique_ptr<StreamMover> mover, int num_ranks, int rank, double timeout_s);
 
@@ -113,8 +121,6 @@ class StreamEngine final : public WorldPart {
   bool sound(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
   void settleEnded();
-  bool conclude(const WorkPtr& work);
-  void awaitRelease(const StreamWork& work);
   void fail(const Error& error);
   void failWork(StreamWork& work, const Error& error);
   Error placed(const Error& error, const StreamWork& work) const;
@@ -124,6 +130,10 @@ class StreamEngine final : public WorldPart {
   bool releaseOnce();
   void lookAround();
   void watch();
+
+  // stream_waits.cpp
+  bool conclude(const WorkPtr& work);
+  void awaitRelease(const StreamWork& work);
 
   const DevicePtr device_;
   const int num_ranks_;
