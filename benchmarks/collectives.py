@@ -67,14 +67,15 @@ class Mpi:
 
 
 def iterations(size: int, *, slow: bool = False) -> int:
-    """So many that small messages take milliseconds, which a preempted rank disturbs little. ``slow``: for gloo."""
-    return max(4, min(100 if slow else 1000, (64 << 20) // (size + (64 << 10))))
+    """So many that small messages take tens of milliseconds, in which the scheduler settles where ranks share cores.
+    ``slow``: for gloo."""
+    return max(4, min(100 if slow else 5000, (320 << 20) // (size + (64 << 10))))
 
 
 def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
     """The row of an operation; ``subset`` counts single creations."""
     iters = (20 if slow else 200) if op == "subset" else iterations(size, slow=slow)
-    return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=2, check=0)
+    return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=max(2, iters // 10), check=0)
 
 
 # --- the ranks of hdpcomm and gloo -----------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def mpi_rows(ranks: int, rows: list[tuple[str, int]]) -> dict[str, Any]:
     """What the MPI ranks measure: the same rows."""
     specs = [mpi.spec_of(config_of(op, size), list(points(config_of(op, size), ranks)), ranks) for op, size in rows]
     members = next((spec["members"] for spec in specs if spec["members"]), [])
-    return specs[0] | {"members": members, "warmup": 2, "rows": [row for spec in specs for row in spec["rows"]]}
+    return specs[0] | {"members": members, "rows": [row for spec in specs for row in spec["rows"]]}
 
 
 def binding(ranks: int, free: bool) -> dict[str, str]:
