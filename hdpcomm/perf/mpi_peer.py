@@ -108,10 +108,11 @@ def timed(call: Callable[[], Any], row: dict[str, Any]) -> float:
     for _ in range(row["warmup"]):
         call()
     WORLD.Barrier()
+    iters: int = row["iters"]
     started = time.perf_counter()
-    for _ in range(row["iters"]):
+    for _ in range(iters):
         call()
-    return (time.perf_counter() - started) / row["iters"] * 1e6
+    return (time.perf_counter() - started) / iters * 1e6
 
 
 def subset_times(comm: Any, spec: dict[str, Any], row: dict[str, Any], keep: bool) -> tuple[float, float]:
