@@ -12,20 +12,20 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["calibrate"]
 
 
-def calibrate(file: Path | None, joined: bool, ranks: int, *, transport: str, timeout: float | None) -> int:
+def calibrate(file: Path | None, rank: int | None, ranks: int, *, transport: str, timeout: float | None) -> int:
     """Measures the transport, and replaces its entry in the file; those of other transports stay.
 
-    ``file``: ``None`` for the one that ``init()`` reads. ``joined``: this process is a rank of a launcher's job of
-    ``ranks`` ranks; otherwise they are started here. Returns the exit code.
+    ``file``: ``None`` for the one that ``init()`` reads. ``rank``: of this process in a launcher's job of ``ranks``
+    ranks; ``None``: they are started here. Returns the exit code.
     """
     from hdpcomm.comm.costs import costs_path, save_costs
 
     path = file or costs_path()
     _check_costs(path)
     os.environ.pop("HDPCOMM_COSTS", None)  # init() is not to look for the file that is made here
-    if joined:
+    if rank is not None:
         name, costs = calibrate_rank(transport, timeout)
-        if int(os.environ["RANK"]) != 0:
+        if rank != 0:
             return 0
     else:
         from hdpcomm.comm.launch import run_ranks

@@ -100,6 +100,27 @@ def test_beside_torch_distributed(ranks: Any) -> None:
     ranks(2, beside_torch)
 
 
+def cores(of_rank: list[list[int]]) -> int:
+    from hdpcomm.comm.topology import cores_of_rank
+
+    with hdp.init() as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(of_rank[comm.rank]))
+        return cores_of_rank(comm)
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "want"),
+    [
+        ([range(8)] * 3, [2, 2, 2]),  # nobody is bound
+        ([range(4), range(4, 6), range(6, 7)], [4, 2, 1]),  # by srun, each to its own
+        ([range(4), range(4, 8), range(4, 8)], [4, 2, 2]),  # mpirun --bind-to numa
+        ([range(2)] * 3, [1, 1, 1]),
+    ],
+)
+def test_cores_of_a_rank(ranks: Any, of_rank: list[range], want: list[int]) -> None:
+    assert ranks(3, cores, [list(each) for each in of_rank]) == want
+
+
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
