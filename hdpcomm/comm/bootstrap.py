@@ -27,7 +27,7 @@ from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
-__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "init", "join", "thread_rank"]
+__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """
     joining: ThreadRank | None = getattr(thread_rank, "value", None)
     transport = _chosen(joining.transport if joining is not None and transport == "auto" else transport)
-    seconds = _default_timeout() if timeout is None else float(timeout)
+    seconds = default_timeout() if timeout is None else float(timeout)
     if not seconds > 0:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
     if joining is not None:
@@ -87,7 +87,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world = _join_alone(transport, seconds)
     else:
         deadline = time.monotonic() + seconds
-        store = _open_store(rank, size, seconds)
+        store = open_store(rank, size, seconds)
         store.set_timeout(datetime.timedelta(seconds=seconds))
         world = _join_processes(transport, store, rank, size, seconds, deadline)
     _open_worlds.add(world)
@@ -148,7 +148,8 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
-def _default_timeout() -> float:
+def default_timeout() -> float:
+    """Seconds for joining and for operations where the program names none."""
     return float(setting("HDPCOMM_TIMEOUT"))
 
 
@@ -167,8 +168,11 @@ def _rank_and_size() -> tuple[int, int]:
     return rank_and_size() if joined() else (0, 1)
 
 
-def _open_store(rank: int, size: int, seconds: float) -> Any:
-    """The key-value store of the job, as a client or, on rank 0 without an agent, as its server."""
+def open_store(rank: int, size: int, seconds: float) -> Any:
+    """The key-value store of the job, as a client or, on rank 0 without an agent, as its server.
+
+    Raises: InvalidUsage (nothing says where it is, port in use), CommTimeout (not reached within ``seconds``).
+    """
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     address, port = master()

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -290,6 +291,65 @@ def test_calibrate_keeps_other_transports(
         path.write_text(text)
         assert main(["perf", "--calibrate", str(path)]) == 6
     assert main(["perf", "all_reduce", "--calibrate"]) == 6
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_gloo_does_not_wait_beyond_the_timeout() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    done = perf("all_reduce", "--compare", "gloo", "-T", "0.5", **place)  # rank 1 never comes
+    assert done.returncode == 4, done.stderr
+    assert "rank 0 did not join the other ranks over gloo within 0.5 s" in done.stderr
+    assert "raise -T" in done.stderr
+
+
+def test_ranks_of_srun(tmp_path: Path) -> None:
+    """Two tasks of a Slurm step on one host, without torchrun's variables."""
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "hdpcomm.cli.main", *SMALL, "--compare", "gloo", "-J", str(path)]
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"PMI_SIZE": "2", "PYTHONPATH": str(ROOT), "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=dict(os.environ) | step | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK"), str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [output.count("# Avg bus bandwidth") for output in outputs] == [1, 0]
+    document = json.loads(path.read_text())
+    assert [(device["rank"], device["device"]) for device in document["config"]["devices"]] == [(0, 0), (1, 1)]
+    assert [row["size"] for row in document["compare"]] == [8, 64]
+
+
+class OnGpu:
+    """Of a world of one rank, what the header asks."""
+
+    rank, size, device = 0, 1, torch.device("cuda", 3)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(x)
+
+
+def test_the_device_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdpcomm.perf import runner
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU model {device.index}")
+    (found,) = runner._devices(OnGpu(), PerfConfig("all_reduce"))  # type: ignore[arg-type]
+    assert (found.rank, found.pid, found.device) == (0, os.getpid(), 3)
+    assert (found.device_hex, found.device_info) == ("cuda:3", "GPU model 3")
+    with hdp.init(transport="sim") as world:
+        (found,) = runner._devices(world, PerfConfig("all_reduce"))
+    assert (found.device, found.device_hex) == (0, "cpu")
 
 
 @pytest.mark.usefixtures("alone")
