@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.costs import link_costs, load_costs
+from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
 from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
 from hdpcomm.comm.launchers import joined, master, rank_and_size
@@ -249,12 +249,12 @@ def _join_processes(
     joining = _Joining(store, prefix, rank, size, seconds, deadline)
     identities = joining.from_all("host", f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
     world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
-    # Rank 0's costs are everybody's, so that all choose the same algorithms. "shm+torch": inside and between hosts.
-    kinds = world.transport.split("+")
-    costs = joining.from_rank_0("costs", lambda: [load_costs(kind) for kind in kinds])
-    world.set_costs(**costs[0])
+    # Rank 0's costs are everybody's, so that all choose the same algorithms.
+    names = cost_names(world.transport)
+    inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
+    world.set_costs(**inside)
     if len(set(hosts)) > 1:
-        _set_nodes(world, hosts, costs[-1])
+        _set_nodes(world, hosts, between)
     return world
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.costs import link_costs, load_costs
+from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device_paths import Devices
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.nccl import load as load_nccl
@@ -85,12 +85,13 @@ def _join_nccl(world: _core.comm.World, source: NcclSource) -> Devices:
     distance = setting("HDPCOMM_NCCL_CONNECT")
     if not distance.isdecimal():
         raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
+    inside, between = (link_costs(load_costs(name)) for name in cost_names("nccl"))  # rank 0's count
     engine = _core.comm.StreamEngine.join_nccl(
         world.communicator(),
         device,
         library,
         connect_distance=int(distance),
-        inside=link_costs(load_costs("nccl")),  # rank 0's count
-        between=link_costs(load_costs("nccl between nodes")),
+        inside=inside,
+        between=between,
     )
     return Devices(engine)

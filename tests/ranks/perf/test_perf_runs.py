@@ -27,6 +27,7 @@ from hdpcomm.perf.ops import OPERATIONS
 from hdpcomm.perf.records import COLUMNS
 from hdpcomm.perf.results import Report
 from hdpcomm.perf.runner import check, run_rank
+from hdpcomm.testing import run_threads
 
 ROOT = Path(__file__).parents[3]
 
@@ -159,6 +160,53 @@ def test_calibration(ranks: Any, transport: str, num_ranks: int, tmp_path: Path)
         ranks(1, measure_costs, transport)
 
 
+def measure_on_hosts(names: list[str]) -> dict[str, dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HDPCOMM_HOSTID", names[int(os.environ["RANK"])])
+        patch.setattr(calibrate, "_ROUNDS", 1)  # of seconds each
+        with hdp.init() as world:
+            return calibrate.measure_world(world)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [("aa", ["shm"]), ("ab", ["torch"]), ("abb", ["shm", "torch"])],  # rank 0 has no pair on its host
+)
+def test_calibration_on_hosts(ranks: Any, hosts: str, names: list[str], tmp_path: Path) -> None:
+    everyone = ranks(len(hosts), measure_on_hosts, list(hosts))
+    assert all(found == everyone[0] for found in everyone)
+    assert sorted(everyone[0]) == names
+    for name, costs in everyone[0].items():
+        assert min(costs.values()) > 0
+        save_costs(name, costs, tmp_path / "costs.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HDPCOMM_COSTS", str(tmp_path / "costs.json"))
+        assert {name: load_costs(name) for name in names} == everyone[0]
+
+
+def calibrate_nccl() -> dict[str, dict[str, float]]:
+    with hdp.init() as world:
+        return calibrate.measure_world(world)
+
+
+def test_calibration_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake NCCL: which names come of it, and whose messages they are."""
+    pairs: list[tuple[int, int]] = []
+
+    def measured(_comm: Communicator, members: tuple[int, int]) -> dict[str, float]:
+        pairs.append(members)
+        return {"alpha_s": 1.0 + members[1]}
+
+    monkeypatch.setattr(calibrate, "measure", measured)
+    found = run_threads(calibrate_nccl, 3, transport="nccl", hosts=(0, 1, 1))
+    assert found == [{"nccl between nodes": {"alpha_s": 2.0}, "nccl": {"alpha_s": 3.0}}] * 3
+    assert sorted(pairs) == [(0, 1)] * 3 + [(1, 2)] * 3
+    assert run_threads(calibrate_nccl, 2, transport="nccl") == [{"nccl": {"alpha_s": 2.0}}] * 2
+    monkeypatch.undo()
+    with pytest.raises(hdp.InvalidUsage, match="--ranks 2 or more"):
+        run_threads(calibrate_nccl, 1, transport="nccl")
+
+
 @pytest.mark.parametrize("num_ranks", [3, 8])
 def test_costs_of_peer_reads_are_found(num_ranks: int) -> None:
     want = {"round_s": 5e-6, "signal_s": 2e-6, "read_s_per_byte": 3e-12}
@@ -274,7 +322,7 @@ def test_calibrate_keeps_other_transports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = {"alpha_s": 1e-6, "message_s": 2e-7, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 3e-10}
-    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [("shm", costs)])
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [{"shm": costs}])
     monkeypatch.delenv("HDPCOMM_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "hdpcomm" / "costs.json"
