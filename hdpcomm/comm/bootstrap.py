@@ -57,8 +57,8 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     Collective over all ranks of the job. The world is the one of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``), or that of srun or mpirun; without any of
     them a world of one.
-    If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
-    after ``close()``, or for a second, independent world.
+    If torch.distributed is initialised already, its store is used, whatever it is, and no port of one is asked for.
+    ``init()`` may be called again after ``close()``, or for a second, independent world.
 
     transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
         torch); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may

@@ -100,6 +100,38 @@ def test_beside_torch_distributed(ranks: Any) -> None:
     ranks(2, beside_torch)
 
 
+def beside_torch_without_a_launcher(how: str, rank: int, transport: str) -> list[float]:
+    kept = {name: os.environ.pop(name) for name in (*VARIABLES, "LOCAL_WORLD_SIZE") if name in os.environ}
+    host_name, socket.gethostname = socket.gethostname, lambda: "localhost"
+    os.environ["HDPCOMM_HOSTID"] = str(rank)  # auto takes the two for hosts
+    try:
+        dist.init_process_group("gloo", init_method=how, rank=rank, world_size=2)
+        with hdp.init(transport) as comm:
+            x = torch.full((3,), float(comm.rank + 1))
+            comm.all_reduce(x)
+            comm.barrier()
+        dist.destroy_process_group()
+    finally:
+        os.environ.update(kept)
+        del os.environ["HDPCOMM_HOSTID"]
+        socket.gethostname = host_name
+    return [*x.tolist(), comm.transport]
+
+
+def of_each_rank(how: str, transport: str) -> list[float]:
+    return beside_torch_without_a_launcher(how, int(os.environ["RANK"]), transport)
+
+
+@pytest.mark.parametrize("transport", ["torch", "auto"])
+@pytest.mark.parametrize("method", ["tcp", "file"])
+def test_beside_torch_distributed_without_a_launcher(ranks: Any, tmp_path: Path, method: str, transport: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        how = {"tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}", "file": f"file://{tmp_path}/store"}[method]
+    name = {"torch": "torch", "auto": "shm+torch"}[transport]
+    assert ranks(2, of_each_rank, how, transport) == [[3.0, 3.0, 3.0, name]] * 2
+
+
 def cores(of_rank: list[list[int]]) -> int:
     from hdpcomm.comm.topology import cores_of_rank
 
