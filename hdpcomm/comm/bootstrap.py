@@ -96,9 +96,9 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
 
 
 def _automatic(world: _core.comm.World) -> str | None:
-    """The device transport that auto adds, if any; hosts without GPUs leave all ranks without."""
+    """The device transport that auto adds, if any; one rank that sees no GPU leaves all without."""
     device = automatic(world.transport)
-    if world.transport != "shm":
+    if world.size > 1:
         seen = torch.tensor([device is not None], dtype=torch.int32)
         Communicator(world.communicator(), world.rank, world.size).all_reduce(seen, "min")
         device = device if seen.item() else None

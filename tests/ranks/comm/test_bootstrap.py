@@ -132,6 +132,27 @@ def test_beside_torch_distributed_without_a_launcher(ranks: Any, tmp_path: Path,
     assert ranks(2, of_each_rank, how, transport) == [[3.0, 3.0, 3.0, name]] * 2
 
 
+def with_devices(seen: list[str | None]) -> tuple[str, float]:
+    """``auto`` where each rank sees the device transport of ``seen``."""
+    from hdpcomm.comm import bootstrap
+
+    kept = bootstrap.automatic
+    bootstrap.automatic = lambda _: seen[int(os.environ["RANK"])]  # type: ignore[assignment]
+    try:
+        with hdp.init(timeout=20) as comm:
+            x = torch.ones(1)
+            comm.all_reduce(x)
+            return comm.transport, x.item()
+    finally:
+        bootstrap.automatic = kept
+
+
+def test_auto_agrees_on_the_device(ranks: Any) -> None:
+    assert ranks(2, with_devices, ["sim", "sim"]) == [("sim", 2.0)] * 2
+    assert ranks(2, with_devices, ["sim", None]) == [("shm", 2.0)] * 2
+    assert ranks(2, with_devices, [None, "sim"]) == [("shm", 2.0)] * 2
+
+
 def cores(of_rank: list[list[int]]) -> int:
     from hdpcomm.comm.topology import cores_of_rank
 
