@@ -84,7 +84,7 @@ def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
 def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) -> list[tuple[str, int, str, float]]:
     """A rank: (op, bytes, library, microseconds) of one round, the limits of the machine included."""
     torch.set_num_threads(1)
-    gloo = join_gloo() if with_gloo else None
+    gloo = join_gloo(300) if with_gloo else None
     out = []
     cores = os.sched_getaffinity(0)
     with hdp.init(timeout=300) as world:
