@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_writable", "count", "positive", "write_json"]
+__all__ = ["check_writable", "count", "num_bytes", "positive", "write_json"]
 
 
 def count(text: str) -> int:
@@ -37,6 +37,16 @@ def positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
     return value
+
+
+def num_bytes(text: str) -> int:
+    """argparse type: bytes, such as ``512M``; see :func:`hdpcomm.perf.config.parse_size`."""
+    from hdpcomm.perf.config import parse_size
+
+    try:
+        return parse_size(text)
+    except InvalidUsage as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def check_writable(path: Path | None) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, count, positive, write_json
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -46,15 +46,6 @@ OPS = (
     ("mixed", "several overlapping subsets at once"),
     ("offload", "one rank's copies to and from the pinned pool (--device; no ranks)"),
 )
-
-
-def _size(text: str) -> int:
-    from hdpcomm.perf.config import parse_size
-
-    try:
-        return parse_size(text)
-    except InvalidUsage as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _whole(text: str) -> int:
@@ -120,10 +111,12 @@ def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("-t", "--nthreads", type=_one, metavar="1", help="threads of a process: only 1")
     add("-g", "--ngpus", type=_one, metavar="1", help="devices of a thread: only 1")
-    add("-b", "--minbytes", type=_size, default="32M", metavar="SIZE", help="first size (default 32M)")
-    add("-e", "--maxbytes", type=_size, metavar="SIZE", help="last size (default 32M, or -b if that is larger)")
+    add("-b", "--minbytes", type=num_bytes, default="32M", metavar="SIZE", help="first size (default 32M)")
+    add("-e", "--maxbytes", type=num_bytes, metavar="SIZE", help="last size (default 32M, or -b if that is larger)")
     step = group.add_mutually_exclusive_group()
-    step.add_argument("-i", "--stepbytes", type=_size, metavar="SIZE", help="add to reach the next size (default 1M)")
+    step.add_argument(
+        "-i", "--stepbytes", type=num_bytes, metavar="SIZE", help="add to reach the next size (default 1M)"
+    )
     step.add_argument("-f", "--stepfactor", type=_whole, metavar="N", help="multiply to reach the next size")
     add("-n", "--iters", type=count, default=20, metavar="N", help="iterations of a size (default %(default)s)")
     add(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, positive, write_json
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ranks.add_argument("--no-compare", action="store_true", help="do not repeat the run with the static mesh")
     ranks.add_argument(
         "--offload",
-        type=_size,
+        type=num_bytes,
         default=0,
         metavar="SIZE",
         help="pinned host memory of each rank for activations of long sequences, like 512M or 64G; 0: none",
@@ -91,15 +91,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     output.add_argument("--log", type=Path, metavar="FILE", help="write one JSON line a step, as the steps are done")
     parser.set_defaults(func=_train)
-
-
-def _size(text: str) -> int:
-    from hdpcomm.perf.config import parse_size
-
-    try:
-        return parse_size(text)
-    except InvalidUsage as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
