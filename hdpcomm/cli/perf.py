@@ -371,8 +371,8 @@ def _gate(compared: list[Any], allowed: float) -> int:
     for one in slower:
         print(
             f"hdpcomm: slower than the baseline by {one.percent:.1f}% (allowed: {allowed:g}%): size {one.size} "
-            f"{one.type} {one.redop} root {one.root} {one.side}: {one.before_us:.2f} us before, "
-            f"{one.now_us:.2f} us now",
+            f"{one.type} {one.redop} root {one.root} {one.side} on ranks {','.join(map(str, one.ranks))}: "
+            f"{one.before_us:.2f} us before, {one.now_us:.2f} us now",
             file=sys.stderr,
         )
     print(f"hdpcomm: {len(compared) - len(slower)} of {len(compared)} rows within {allowed:g}%", file=sys.stderr)
