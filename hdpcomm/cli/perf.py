@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, count, num_bytes, positive, write_json
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, refuse_others, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _perf(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
     if options.device is not None:
         raise InvalidUsage("--device belongs to offload; ranks take the device of their transport; leave it out")
     try:
-        return _calibrate(options) if options.calibrate is not None else _measure(options)
+        return _calibrate(options, defaults) if options.calibrate is not None else _measure(options)
     except NotImplementedError as error:
         print(f"hdpcomm: not implemented: {error}", file=sys.stderr)
         return NOT_IMPLEMENTED
@@ -349,20 +349,24 @@ def _writer(config: PerfConfig, form: str) -> Any:
 
 
 def _finish(options: argparse.Namespace, config: PerfConfig, report: Report, ranks: int) -> None:
-    """What comes after the ranks' own part: MPI, the footer, the file."""
+    """What comes after the ranks' own part: MPI, the footer, the file. A failure of MPI costs its rows only."""
     from hdpcomm.perf.mpi import run_mpi
     from hdpcomm.perf.records import RecordWriter, json_document
 
     writer = _writer(config, options.format)
-    if "mpi" in config.compare:
-        for row in run_mpi(config, ranks):
+    try:
+        for row in run_mpi(config, ranks) if "mpi" in config.compare else ():
             report.peers.append(row)
             if isinstance(writer, RecordWriter):
                 writer.resume(report)
                 writer.row(row)
-    writer.finish(report)
-    if options.output_file is not None:
-        write_json(options.output_file, json_document(config, report))
+    except Exception as error:
+        report.errors.append(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        writer.finish(report)
+        if options.output_file is not None:
+            write_json(options.output_file, json_document(config, report))
 
 
 def _gate(compared: list[Any], allowed: float) -> int:
@@ -379,11 +383,12 @@ def _gate(compared: list[Any], allowed: float) -> int:
     return WRONG_DATA if slower else 0
 
 
-def _calibrate(options: argparse.Namespace) -> int:
-    from hdpcomm.cli.perf_calibrate import calibrate
+def _calibrate(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
+    from hdpcomm.cli.perf_calibrate import USED, calibrate
 
     if options.op is not None:
         raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
+    refuse_others(options, defaults, USED, "--calibrate measures messages of sizes of its own")
     joined, ranks = _world(options)
     file = Path(options.calibrate) if options.calibrate else None
     return calibrate(file, joined, ranks, transport=options.transport, timeout=options.timeout)
