@@ -51,7 +51,6 @@ HERE = Path(__file__).parent
 OPS = ("sendrecv", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "alltoall")
 SIZES = "8,1K,16K,64K,256K,1M,8M,64M"
 REGISTERED = "hdpcomm, comm.empty()"  # buffers in memory that the other ranks map
-GIVE_UP_S = 120.0  # for an MPI that spins on shared cores
 
 Table = dict[tuple[str, int], dict[str, list[float]]]  # (op, bytes) -> library -> microseconds of each round
 
@@ -339,8 +338,7 @@ def versions(mpis: list[Mpi]) -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    with open("/proc/cpuinfo") as file:
-        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -361,7 +359,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--free", action="store_true", help="let ranks wander between cores")
     parser.add_argument("--no-groups", action="store_true", help="leave out making communicators")
     parser.add_argument("--cpp", type=Path, metavar="BUILD", help="the folder that holds benchmarks/latency")
-    parser.add_argument("--give-up", type=float, default=GIVE_UP_S, help="seconds for a round of an MPI")
+    parser.add_argument("--give-up", type=float, default=120.0, help="seconds for a round of an MPI; some spin")
     parser.add_argument("--json", type=Path, help="default benchmarks/results/collectives-DATE.json")
     args = parser.parse_args(argv)
     args.sizes = [parse_size(text) for text in args.sizes.split(",")]

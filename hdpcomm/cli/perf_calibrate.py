@@ -9,7 +9,10 @@ from pathlib import Path
 from hdpcomm.cli.output import check_writable
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["calibrate"]
+__all__ = ["USED", "calibrate"]
+
+USED = frozenset(("calibrate", "ranks", "transport", "timeout"))
+"""The options of ``perf`` that mean something here."""
 
 
 def calibrate(file: Path | None, rank: int | None, ranks: int, *, transport: str, timeout: float | None) -> int:

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
-from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, has_gpu, join_devices
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
@@ -83,26 +82,17 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
             _set_nodes(world, joining.hosts, load_costs("torch"))
         return _communicator(world, transport, joining.nccl_source)
     rank, size = _rank_and_size()
+    gpus = has_gpu()
     if size == 1:
         world = _join_alone(transport, seconds)
     else:
         deadline = time.monotonic() + seconds
         store = open_store(rank, size, seconds)
         store.set_timeout(datetime.timedelta(seconds=seconds))
-        world = _join_processes(transport, store, rank, size, seconds, deadline)
+        world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
     _open_worlds.add(world)
-    device = _automatic(world) if transport == "auto" else None
+    device = automatic(world.transport) if transport == "auto" and gpus else None
     return _communicator(world, device or transport)
-
-
-def _automatic(world: _core.comm.World) -> str | None:
-    """The device transport that auto adds, if any; one rank that sees no GPU leaves all without."""
-    device = automatic(world.transport)
-    if world.size > 1:
-        seen = torch.tensor([device is not None], dtype=torch.int32)
-        Communicator(world.communicator(), world.rank, world.size).all_reduce(seen, "min")
-        device = device if seen.item() else None
-    return device
 
 
 def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto") -> Communicator:
@@ -115,7 +105,7 @@ def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "
     if size == 1:
         world = _join_alone(transport, timeout)
     else:
-        world = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
+        world, _ = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
     _open_worlds.add(world)
     return _communicator(world, transport)
 
@@ -242,12 +232,14 @@ class _Joining:
 
 def _join_processes(
     transport: str, store: Any, rank: int, size: int, seconds: float, deadline: float
-) -> _core.comm.World:
+) -> tuple[_core.comm.World, bool]:
+    """The world, and whether every rank sees a GPU."""
     # The n-th init() of a rank joins the n-th init() of the others.
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
     joining = _Joining(store, prefix, rank, size, seconds, deadline)
-    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
+    told = joining.from_all("host", f"{int(has_gpu())} {_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
+    seen, identities = zip(*(each.split(" ", 1) for each in told), strict=True)
     world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
     # Rank 0's costs are everybody's, so that all choose the same algorithms.
     names = cost_names(world.transport)
@@ -255,7 +247,7 @@ def _join_processes(
     world.set_costs(**inside)
     if len(set(hosts)) > 1:
         _set_nodes(world, hosts, between)
-    return world
+    return world, "0" not in seen
 
 
 def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from hdpcomm.comm.nccl import load as load_nccl
 from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DEVICE_TRANSPORTS", "NcclSource", "automatic", "join_devices"]
+__all__ = ["DEVICE_TRANSPORTS", "NcclSource", "automatic", "has_gpu", "join_devices"]
 
 #: Gives a rank's device and the NCCL that works on it.
 NcclSource = Callable[[_core.comm.World], tuple[Any, Any]]
@@ -47,11 +47,14 @@ def _cuda(world: _core.comm.World) -> Any:
 DEVICE_TRANSPORTS: dict[str, Callable[[_core.comm.World], Any]] = {"sim": _sim, "cuda": _cuda, "nccl": _cuda}
 
 
-def automatic(host_transport: str) -> str | None:
-    """The device transport that ``auto`` adds to the host's, if any: where torch sees a GPU, cuda if all ranks share
-    a host (and so memory), else nccl."""
-    if not torch.cuda.is_available():
-        return None
+def has_gpu() -> bool:
+    """Whether torch sees a GPU here."""
+    return torch.cuda.is_available()
+
+
+def automatic(host_transport: str) -> str:
+    """The device transport that ``auto`` adds to the host's where every rank sees a GPU: cuda if all share a host (and
+    so memory), else nccl."""
     return "cuda" if host_transport == "shm" else "nccl"
 
 

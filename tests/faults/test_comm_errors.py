@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +29,25 @@ def still_works(comm: hdp.Communicator) -> None:
         assert out.view(comm.size, count).eq(torch.arange(comm.size)[:, None]).all()
 
 
+SOON_S = 10.0
+"""Half of the deadline of the worlds here: an error that comes by then was told, not waited for. What is wanted is a
+second after a mismatch, and two after a death; benchmarks/faults.py measures that, on cores that do nothing else."""
+
+
+def wait_for(path: Path) -> None:
+    """Until another rank has made the file, whatever the machine has to do meanwhile."""
+    until = time.monotonic() + 15
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} was not made"
+        time.sleep(0.01)
+
+
 def caught(call: Callable[[], Any]) -> hdp.Error:
+    """The error that ``call`` raises, soon (:data:`SOON_S`; a second is wanted, see there)."""
     started = time.monotonic()
     with pytest.raises(hdp.Error) as info:
         call()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < SOON_S
     return info.value
 
 
@@ -96,24 +112,34 @@ def test_all_members_hear_of_a_mismatch(ranks: Any) -> None:
     run_threads(one_of_three_disagrees, 3)
 
 
-def late_rank() -> None:
+def gives_up(comm: hdp.Communicator, x: torch.Tensor) -> None:
+    """Waits 0.3 s for an all_reduce that no other rank has called, and not for the deadline of the world."""
+    started = time.monotonic()
+    with pytest.raises(hdp.CommTimeout, match=r"rank 0 waited [0-9.]+ s in all_reduce.*raise timeout=") as info:
+        comm.all_reduce(x, async_op=True).wait(timeout=0.3)
+    took = time.monotonic() - started
+    told = re.search(r"waited ([0-9.]+) s", str(info.value))
+    assert told is not None
+    assert 0.29 < float(told[1]) <= took + 0.01
+    assert took < SOON_S
+    assert (info.value.op, info.value.ranks) == ("all_reduce", (0, 1))
+
+
+def late_rank(folder: str) -> None:
     comm = hdp.init(timeout=20)
     x = torch.ones(50_000)
     if comm.rank == 0:
-        started = time.monotonic()
-        with pytest.raises(hdp.CommTimeout, match=r"rank 0 waited 0\.[0-9]+ s in all_reduce.*raise timeout=") as info:
-            comm.all_reduce(x, async_op=True).wait(timeout=0.3)
-        assert 0.29 < time.monotonic() - started < 1.0
-        assert (info.value.op, info.value.ranks) == ("all_reduce", (0, 1))
+        gives_up(comm, x)
+        Path(folder, "gave up").touch()
     else:
-        time.sleep(0.7)
+        wait_for(Path(folder, "gave up"))
         with pytest.raises(hdp.CommTimeout, match="told by rank 0"):  # not 20 s later
             comm.all_reduce(x)
     still_works(comm)
 
 
-def test_timeout_reaches_the_late_rank(ranks: Any) -> None:
-    ranks(2, late_rank)
+def test_timeout_reaches_the_late_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, late_rank, str(tmp_path))
 
 
 def bad_arguments() -> None:
@@ -180,27 +206,29 @@ def test_abort(ranks: Any) -> None:
     ranks(3, aborts)
 
 
-def third_rank_is_absent() -> None:
+def third_rank_is_absent(folder: str) -> None:
     """Ranks 0 and 1 have nothing to ask of each other any more, and wait for rank 2: one's failure is the other's."""
     comm = hdp.init(timeout=20)
     for count in (2, 3_000, 100_000):
         for algorithm in ("direct", "ring"):
+            heard = Path(folder, f"heard {algorithm} {count}")
             if comm.rank == 0:
                 with pytest.raises(hdp.CommTimeout, match="look for a rank that did not call it"):
                     comm.all_reduce(torch.zeros(count), algorithm=algorithm, async_op=True).wait(timeout=0.3)
             elif comm.rank == 1:
                 error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
+                heard.touch()
                 assert isinstance(error, hdp.CommTimeout)
                 assert "(told by rank 0)" in str(error)
             else:
-                time.sleep(0.6)
+                wait_for(heard)
                 error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
                 assert isinstance(error, hdp.CommTimeout)
             still_works(comm)
 
 
-def test_failure_while_a_third_rank_is_absent(ranks: Any) -> None:
-    ranks(3, third_rank_is_absent)
+def test_failure_while_a_third_rank_is_absent(ranks: Any, tmp_path: Path) -> None:
+    ranks(3, third_rank_is_absent, str(tmp_path))
 
 
 def stale_message() -> None:
@@ -252,12 +280,13 @@ def test_withdrawn_before_another(ranks: Any) -> None:
     ranks(2, withdrawn_before_another)
 
 
-def failure_behind_a_message() -> None:
+def failure_behind_a_message(folder: str) -> None:
     """Rank 0 hears that rank 1 gave up an operation although a message of a later one is before the notice."""
     with hdp.init(timeout=20) as comm:
         x, out = torch.zeros(2), torch.zeros(6)
         if comm.rank == 0:
             error = caught(lambda: comm.all_gather(out, x, algorithm="direct"))
+            Path(folder, "heard").touch()
             assert isinstance(error, hdp.CommTimeout)
             assert "(told by rank 1)" in str(error)
             comm.recv(x, 1)
@@ -269,14 +298,14 @@ def failure_behind_a_message() -> None:
                 gathered.wait(timeout=0.3)
             sent.wait()
         else:
-            time.sleep(2.0)
+            wait_for(Path(folder, "heard"))
             with contextlib.suppress(hdp.CommTimeout):  # what the others sent to it may be all that it needs
                 comm.all_gather(out, x, algorithm="direct")
         still_works(comm)
 
 
-def test_failure_behind_a_message(ranks: Any) -> None:
-    ranks(3, failure_behind_a_message)
+def test_failure_behind_a_message(ranks: Any, tmp_path: Path) -> None:
+    ranks(3, failure_behind_a_message, str(tmp_path))
 
 
 def leave_early() -> None:

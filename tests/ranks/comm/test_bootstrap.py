@@ -132,25 +132,23 @@ def test_beside_torch_distributed_without_a_launcher(ranks: Any, tmp_path: Path,
     assert ranks(2, of_each_rank, how, transport) == [[3.0, 3.0, 3.0, name]] * 2
 
 
-def with_devices(seen: list[str | None]) -> tuple[str, float]:
-    """``auto`` where each rank sees the device transport of ``seen``."""
+def with_devices(seen: list[bool]) -> tuple[str, float]:
+    """``auto`` where each rank sees a GPU or none; a simulated one stands for it."""
     from hdpcomm.comm import bootstrap
 
-    kept = bootstrap.automatic
-    bootstrap.automatic = lambda _: seen[int(os.environ["RANK"])]  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bootstrap, "has_gpu", lambda: seen[int(os.environ["RANK"])])
+        patch.setattr(bootstrap, "automatic", lambda _: "sim")
         with hdp.init(timeout=20) as comm:
             x = torch.ones(1)
             comm.all_reduce(x)
             return comm.transport, x.item()
-    finally:
-        bootstrap.automatic = kept
 
 
 def test_auto_agrees_on_the_device(ranks: Any) -> None:
-    assert ranks(2, with_devices, ["sim", "sim"]) == [("sim", 2.0)] * 2
-    assert ranks(2, with_devices, ["sim", None]) == [("shm", 2.0)] * 2
-    assert ranks(2, with_devices, [None, "sim"]) == [("shm", 2.0)] * 2
+    assert ranks(2, with_devices, [True, True]) == [("sim", 2.0)] * 2
+    assert ranks(2, with_devices, [True, False]) == [("shm", 2.0)] * 2
+    assert ranks(2, with_devices, [False, True]) == [("shm", 2.0)] * 2
 
 
 def cores(of_rank: list[list[int]]) -> int:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hdpcomm.perf import calibrate
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.ops import OPERATIONS
 from hdpcomm.perf.records import COLUMNS
-from hdpcomm.perf.results import Report
+from hdpcomm.perf.results import Report, Row, Side
 from hdpcomm.perf.runner import check, run_rank
 from hdpcomm.testing import run_threads
 
@@ -471,6 +472,47 @@ def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest
         got = int(end.code or 0)
     assert got == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sweep_outlives_mpi_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured is printed and written in any case; the exit code is that of the error."""
+
+    def failing(config: PerfConfig, ranks: int) -> Iterator[Row]:
+        assert (config.op, ranks) == ("all_reduce", 1)
+        side = Side(1.0, 1.0, 1.0, None)
+        yield Row("mpi: some", "all_reduce", (0,), 8, 2, "float", "sum", -1, side, None, 2)
+        raise hdp.Error("--compare mpi: mpirun failed")
+
+    monkeypatch.setattr("hdpcomm.perf.mpi.check_mpi", lambda _: None)
+    monkeypatch.setattr("hdpcomm.perf.mpi.run_mpi", failing)
+    path = tmp_path / "r.json"
+    assert main([*SMALL, "--compare", "mpi", "-J", str(path)]) == 1
+    told = capsys.readouterr()
+    assert "mpirun failed" in told.err
+    assert "# Avg bus bandwidth" in told.out
+    assert "# Collective test concluded: all_reduce" in told.out
+    document = json.loads(path.read_text())
+    assert (len(document["results"]), len(document["compare"])) == (2, 1)
+    assert document["errors"] == ["Error: --compare mpi: mpirun failed"]
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        (["-J", "r.json"], "output_file"), (["-b", "8"], "minbytes"), (["-n", "3"], "iters"),
+        (["--subset", "0,1"], "subset"), (["--algorithm", "ring"], "algorithm"), (["--format", "csv"], "format"),
+        (["--baseline", "old.json"], "baseline"), (["--compare", "gloo"], "compare"), (["-r", "0"], "root"),
+    ],
+)  # fmt: skip
+def test_calibrate_refuses_options_of_a_sweep(
+    option: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["perf", "--calibrate", str(tmp_path / "costs.json"), *option]) == 6
+    assert f"{name} mean nothing here; leave them out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_mpi_that_is_missing_is_told_how_to_install(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -39,8 +40,8 @@ def test_both_sides_raise_mismatch(torch_ranks: Any, name: str) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_errors(torch_ranks: Any, world_size: int, fn: Any) -> None:
-    torch_ranks(world_size, fn)
+def test_errors(torch_ranks: Any, world_size: int, fn: Any, tmp_path: Any) -> None:
+    torch_ranks(world_size, fn, *([str(tmp_path)] if inspect.signature(fn).parameters else []))
 
 
 def test_order_and_nesting(torch_ranks: Any) -> None:
