@@ -66,14 +66,15 @@ class Mpi:
 
 
 def iterations(size: int, *, slow: bool = False) -> int:
-    """So many that small messages take milliseconds, which a preempted rank disturbs little. ``slow``: for gloo."""
-    return max(4, min(100 if slow else 1000, (64 << 20) // (size + (64 << 10))))
+    """So many that small messages take tens of milliseconds, in which the scheduler settles where ranks share cores.
+    ``slow``: for gloo."""
+    return max(4, min(100 if slow else 5000, (320 << 20) // (size + (64 << 10))))
 
 
 def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
     """The row of an operation; ``subset`` counts single creations."""
     iters = (20 if slow else 200) if op == "subset" else iterations(size, slow=slow)
-    return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=2, check=0)
+    return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=max(2, iters // 10), check=0)
 
 
 # --- the ranks of hdpcomm and gloo -----------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
 def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) -> list[tuple[str, int, str, float]]:
     """A rank: (op, bytes, library, microseconds) of one round, the limits of the machine included."""
     torch.set_num_threads(1)
-    gloo = join_gloo() if with_gloo else None
+    gloo = join_gloo(300) if with_gloo else None
     out = []
     cores = os.sched_getaffinity(0)
     with hdp.init(timeout=300) as world:
@@ -187,7 +188,7 @@ def mpi_rows(ranks: int, rows: list[tuple[str, int]]) -> dict[str, Any]:
     """What the MPI ranks measure: the same rows."""
     specs = [mpi.spec_of(config_of(op, size), list(points(config_of(op, size), ranks)), ranks) for op, size in rows]
     members = next((spec["members"] for spec in specs if spec["members"]), [])
-    return specs[0] | {"members": members, "warmup": 2, "rows": [row for spec in specs for row in spec["rows"]]}
+    return specs[0] | {"members": members, "rows": [row for spec in specs for row in spec["rows"]]}
 
 
 def binding(ranks: int, free: bool) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,24 +260,19 @@ def _config(options: argparse.Namespace) -> PerfConfig:
     )
 
 
-def _world(options: argparse.Namespace) -> tuple[bool, int]:
-    """Whether this process is a rank of a launcher's job, and how many ranks there are."""
-    from hdpcomm.perf.environment import adopt_launcher
+def _world(options: argparse.Namespace) -> tuple[int | None, int]:
+    """Which rank of a launcher's job this process is (``None``: none, it starts them), and how many there are."""
+    from hdpcomm.comm.launchers import joined, rank_and_size
 
-    if not adopt_launcher(os.environ):
-        return False, options.ranks or 2
-    try:
-        size = int(os.environ["WORLD_SIZE"])
-    except ValueError:
-        raise InvalidUsage(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is not an integer; torchrun sets it right"
-        ) from None
+    if not joined():
+        return None, options.ranks or 2
+    rank, size = rank_and_size()
     if options.ranks not in (None, size):
         raise InvalidUsage(
             f"--ranks {options.ranks} was given, but the launcher started {size} ranks; leave --ranks out or make them "
             "equal"
         )
-    return True, size
+    return rank, size
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -288,7 +282,7 @@ def _measure(options: argparse.Namespace) -> int:
     from hdpcomm.perf.results import Report
     from hdpcomm.perf.runner import check, now
 
-    joined, ranks = _world(options)
+    rank, ranks = _world(options)
     config = _config(options)
     check(config, ranks)
     if "mpi" in config.compare:
@@ -302,9 +296,9 @@ def _measure(options: argparse.Namespace) -> int:
     before = None if options.baseline is None else baseline.read(options.baseline)
     report = Report(start_time=now())
     task = (config, report, options.format, options.output_file)
-    if joined:
+    if rank is not None:
         report = run_and_print(*task)
-        if int(os.environ["RANK"]) != 0:
+        if rank != 0:
             return WRONG_DATA if report.wrong else 0
     else:
         from hdpcomm.comm.launch import run_ranks
@@ -319,6 +313,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | None) -> Report:
     """A rank of the run. Rank 0 prints the rows as they come, and keeps the -J file up to date in a run of cycles."""
+    from hdpcomm.comm.launchers import joined, rank_and_size
     from hdpcomm.perf.records import json_document
     from hdpcomm.perf.runner import run_rank
 
@@ -335,7 +330,7 @@ def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | 
     try:
         return run_rank(config, report, emit)
     except Exception as error:
-        if output is not None and os.environ.get("RANK", "0") == "0":
+        if output is not None and (not joined() or rank_and_size()[0] == 0):
             report.errors.append(f"{type(error).__name__}: {error}")
             write_json(output, json_document(config, report))
         raise
@@ -389,6 +384,6 @@ def _calibrate(options: argparse.Namespace, defaults: argparse.Namespace) -> int
     if options.op is not None:
         raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
     refuse_others(options, defaults, USED, "--calibrate measures messages of sizes of its own")
-    joined, ranks = _world(options)
+    rank, ranks = _world(options)
     file = Path(options.calibrate) if options.calibrate else None
-    return calibrate(file, joined, ranks, transport=options.transport, timeout=options.timeout)
+    return calibrate(file, rank, ranks, transport=options.transport, timeout=options.timeout)

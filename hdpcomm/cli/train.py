@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,11 +180,11 @@ def run_rank(job: _Job) -> RunResult:
 
     from hdpcomm.cli.train_report import Progress
     from hdpcomm.comm import init
+    from hdpcomm.comm.topology import cores_of_rank
     from hdpcomm.train import run
 
     with init(transport=job.transport) as comm:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        torch.set_num_threads(cores_of_rank(comm))
         if comm.rank != 0:
             return run(comm, job.corpus, job.config)
         with Progress(job.config, log=job.log) as progress:

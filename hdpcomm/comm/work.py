@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +17,34 @@ Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, targ
 
 _ALGORITHMS = _core.comm.ALGORITHMS
 
+_dropped: collections.deque[tuple[Any, tuple[Any, ...]]] = collections.deque()
+"""Handles and tensors of operations whose Work was let go of before they had ended: the core still uses the memory."""
+
+
+def _sweep() -> None:
+    """Forgets what has ended. Other threads may append, and a destructor may come here, meanwhile."""
+    with contextlib.suppress(IndexError):
+        for _ in range(len(_dropped)):
+            each = _dropped.popleft()
+            if not each[0].done():
+                _dropped.append(each)
+
 
 class Work:
-    """An operation that was started; it keeps its tensors alive until it has ended."""
+    """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of."""
 
     __slots__ = ("_buffers", "_handle")
 
     def __init__(self, handle: _core.comm.Work | _core.comm.StreamWork | None, buffers: tuple[Any, ...]) -> None:
         self._handle = handle  # None: it had ended when it was made
         self._buffers = buffers
+        if _dropped:
+            _sweep()
+
+    def __del__(self) -> None:
+        if self._buffers and self._handle is not None and not self._handle.done():
+            _sweep()
+            _dropped.append((self._handle, self._buffers))
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.

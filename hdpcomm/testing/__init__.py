@@ -78,12 +78,12 @@ def run_threads(
     segment = _core.comm.create_segment(world_size)
     making = threading.Lock()
 
-    def on_simulated_device(rank: int) -> tuple[Any, Any]:
+    def on_simulated_device(world: _core.comm.World) -> tuple[Any, Any]:
         nonlocal fake_nccl
         with making:
             fake_nccl = fake_nccl or _core.scale.FakeNccl(world_size)
-        device = _core.device.open_sim(rank)
-        return device, fake_nccl.library(rank, device)
+        device = _core.device.open_sim(world.rank)
+        return device, fake_nccl.library(world.rank, device)
 
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -228,6 +229,82 @@ def test_failure_while_a_third_rank_is_absent(ranks: Any) -> None:
     ranks(3, third_rank_is_absent)
 
 
+def stale_message() -> None:
+    """A message of an operation that its receiver gave up is not taken for one of the next operation."""
+    with hdp.init(timeout=20) as comm:
+        x = torch.full((4,), 1.0 + comm.rank)
+        if comm.rank == 0:
+            time.sleep(0.5)
+            with pytest.raises(hdp.CommTimeout, match="told by rank 1"):
+                comm.broadcast(x, 0)
+            time.sleep(1.0)
+            out = torch.zeros(8)
+            comm.gather(out, x, 0)
+            assert out.tolist() == [1.0] * 4 + [2.0] * 4
+        else:
+            with pytest.raises(hdp.CommTimeout):
+                comm.broadcast(x, 0, async_op=True).wait(timeout=0.2)
+            time.sleep(0.7)
+            comm.gather(None, x, 0)  # sends only; the late message of the broadcast lies there meanwhile
+        still_works(comm)
+
+
+def test_stale_message(ranks: Any) -> None:
+    ranks(2, stale_message)
+
+
+def withdrawn_before_another() -> None:
+    """A send that is given up fails its own receive, and not the send behind it."""
+    with hdp.init(timeout=20) as comm:
+        for count in (100_000, 12_000_000):  # the second is more than may be under way
+            first, second = torch.ones(count), torch.full((3,), 7.0)
+            if comm.rank == 0:
+                given_up = comm.send(first, 1, async_op=True)
+                kept = comm.send(second, 1, async_op=True)
+                with contextlib.suppress(hdp.CommTimeout):  # the torch transport may have handed it over
+                    given_up.wait(timeout=0.3)
+                kept.wait()
+            else:
+                time.sleep(0.8)
+                with contextlib.suppress(hdp.CommTimeout):
+                    comm.recv(torch.zeros(count), 0)
+                received = torch.zeros(3)
+                comm.recv(received, 0)
+                assert received.tolist() == [7.0] * 3
+            still_works(comm)
+
+
+def test_withdrawn_before_another(ranks: Any) -> None:
+    ranks(2, withdrawn_before_another)
+
+
+def failure_behind_a_message() -> None:
+    """Rank 0 hears that rank 1 gave up an operation although a message of a later one is before the notice."""
+    with hdp.init(timeout=20) as comm:
+        x, out = torch.zeros(2), torch.zeros(6)
+        if comm.rank == 0:
+            error = caught(lambda: comm.all_gather(out, x, algorithm="direct"))
+            assert isinstance(error, hdp.CommTimeout)
+            assert "(told by rank 1)" in str(error)
+            comm.recv(x, 1)
+            assert x.tolist() == [5.0, 5.0]
+        elif comm.rank == 1:
+            gathered = comm.all_gather(out, x, algorithm="direct", async_op=True)
+            sent = comm.send(torch.full((2,), 5.0), 0, async_op=True)
+            with pytest.raises(hdp.CommTimeout):
+                gathered.wait(timeout=0.3)
+            sent.wait()
+        else:
+            time.sleep(2.0)
+            with contextlib.suppress(hdp.CommTimeout):  # what the others sent to it may be all that it needs
+                comm.all_gather(out, x, algorithm="direct")
+        still_works(comm)
+
+
+def test_failure_behind_a_message(ranks: Any) -> None:
+    ranks(3, failure_behind_a_message)
+
+
 def leave_early() -> None:
     comm = hdp.init(timeout=20)
     if comm.rank == 1:
@@ -284,6 +361,27 @@ def test_killed_rank_is_named_within_two_seconds(large: bool) -> None:
     with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
         spawn(killed, 4, 2, large, timeout=30)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def polls_a_dead_rank(path: str) -> None:
+    """Nobody waits for the operation: done() tells that it has ended all the same."""
+    comm = hdp.init(timeout=30)
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = comm.recv(torch.zeros(4), 1, async_op=True)
+    deadline = time.monotonic() + 10
+    while not work.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with open(path, "w") as file:
+        file.write(str(caught(work.wait)))
+
+
+def test_polling_for_a_dead_rank_ends(tmp_path: Any) -> None:
+    with pytest.raises(hdp.PeerLost):
+        spawn(polls_a_dead_rank, 2, str(tmp_path / "told"), timeout=30)
+    assert "rank 1 died" in (tmp_path / "told").read_text()
 
 
 def detection_time(path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm._core import scale
@@ -197,11 +199,19 @@ def test_foreign_bytes_are_no_frame() -> None:
 
 
 def test_no_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert own_address() == "127.0.0.1"
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    served, other = dist.TCPStore("127.0.0.1", 0, 1, is_master=True), dist.HashStore()
+    assert own_address(other) == "127.0.0.1"  # nothing says where the others are
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
+    with pytest.raises(hdp.Error, match=r"no way .* the address of its own name no-such-name.*GLOO_SOCKET_IFNAME"):
+        own_address(other)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address(other) == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(hdp.Error, match=r"no way from this host to MASTER_ADDR=no-such-host\.invalid"):
-        own_address()
+        own_address(other)
+    assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", served))) == "127.0.0.1"
 
 
 def test_unknown_transport_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

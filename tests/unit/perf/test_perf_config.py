@@ -17,7 +17,7 @@ from hdpcomm.perf import baseline, calibrate
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import contribution, reduced, values
 from hdpcomm.perf.dtypes import ALL, element_type
-from hdpcomm.perf.environment import adopt_launcher, recorded, without_launcher
+from hdpcomm.perf.environment import recorded, without_launcher
 from hdpcomm.perf.ops import OPERATIONS, operation
 from hdpcomm.perf.ops.mixed import windows
 from hdpcomm.perf.ops.subset import members
@@ -222,55 +222,17 @@ def test_only_listed_variables_are_recorded() -> None:
     assert recorded(given_) == ["CUDA_VISIBLE_DEVICES=0", "HDPCOMM_TIMEOUT=3", "NCCL_DEBUG=INFO"]
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        {
-            "OMPI_COMM_WORLD_RANK": "2",
-            "OMPI_COMM_WORLD_SIZE": "4",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-            "PMIX_NAMESPACE": "job1",
-        },
-        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"},
-        {
-            "SLURM_PROCID": "2",
-            "SLURM_STEP_NUM_TASKS": "4",
-            "SLURM_LOCALID": "2",
-            "SLURM_STEP_ID": "0",
-            "SLURM_JOB_ID": "77",
-            "SLURM_STEP_TASKS_PER_NODE": "4",
-        },
-    ],
-)
-def test_launchers_on_one_host(launcher: dict[str, str]) -> None:
-    environment = dict(launcher)
-    assert adopt_launcher(environment)
-    assert [environment[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["2", "4", "2", "4"]
-    assert environment["MASTER_ADDR"] == "127.0.0.1"
-    assert 20000 <= int(environment["MASTER_PORT"]) < 32000
-    again = dict(launcher) | {"MASTER_ADDR": "head", "MASTER_PORT": "5"}
-    assert adopt_launcher(again)
-    assert (again["MASTER_ADDR"], again["MASTER_PORT"]) == ("head", "5")
-    assert not set(without_launcher(again)) & {"RANK", "MASTER_PORT", *launcher}
-
-
-def test_torchrun_wins_and_no_launcher_is_none() -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    assert adopt_launcher(environment)
-    assert environment["RANK"] == "0"
-    assert not adopt_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})  # the batch script itself
-
-
-def test_several_hosts_need_an_address() -> None:
-    environment = {
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    }
-    with pytest.raises(InvalidUsage, match=r"several hosts.*MASTER_ADDR=HOST"):
-        adopt_launcher(environment)
+def test_an_mpirun_of_our_own_sees_no_launcher() -> None:
+    outer = (
+        "PMI_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "PMIX_NAMESPACE",
+        "MPI_LOCALNRANKS",
+        "SLURM_STEP_ID",
+        "HYDI_CONTROL_FD",
+    )
+    names = (*outer, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert without_launcher(dict.fromkeys((*names, "PATH"), "1")) == {"PATH": "1"}
 
 
 def test_costs_are_recovered_from_exact_times() -> None:
