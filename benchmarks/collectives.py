@@ -51,7 +51,6 @@ HERE = Path(__file__).parent
 OPS = ("sendrecv", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "alltoall")
 SIZES = "8,1K,16K,64K,256K,1M,8M,64M"
 REGISTERED = "hdpcomm, comm.empty()"  # buffers in memory that the other ranks map
-GIVE_UP_S = 120.0  # for an MPI that spins on shared cores
 
 Table = dict[tuple[str, int], dict[str, list[float]]]  # (op, bytes) -> library -> microseconds of each round
 
@@ -67,14 +66,15 @@ class Mpi:
 
 
 def iterations(size: int, *, slow: bool = False) -> int:
-    """So many that small messages take milliseconds, which a preempted rank disturbs little. ``slow``: for gloo."""
-    return max(4, min(100 if slow else 1000, (64 << 20) // (size + (64 << 10))))
+    """So many that small messages take tens of milliseconds, in which the scheduler settles where ranks share cores.
+    ``slow``: for gloo."""
+    return max(4, min(100 if slow else 5000, (320 << 20) // (size + (64 << 10))))
 
 
 def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
     """The row of an operation; ``subset`` counts single creations."""
     iters = (20 if slow else 200) if op == "subset" else iterations(size, slow=slow)
-    return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=2, check=0)
+    return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=max(2, iters // 10), check=0)
 
 
 # --- the ranks of hdpcomm and gloo -----------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
 def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) -> list[tuple[str, int, str, float]]:
     """A rank: (op, bytes, library, microseconds) of one round, the limits of the machine included."""
     torch.set_num_threads(1)
-    gloo = join_gloo() if with_gloo else None
+    gloo = join_gloo(300) if with_gloo else None
     out = []
     cores = os.sched_getaffinity(0)
     with hdp.init(timeout=300) as world:
@@ -188,7 +188,7 @@ def mpi_rows(ranks: int, rows: list[tuple[str, int]]) -> dict[str, Any]:
     """What the MPI ranks measure: the same rows."""
     specs = [mpi.spec_of(config_of(op, size), list(points(config_of(op, size), ranks)), ranks) for op, size in rows]
     members = next((spec["members"] for spec in specs if spec["members"]), [])
-    return specs[0] | {"members": members, "warmup": 2, "rows": [row for spec in specs for row in spec["rows"]]}
+    return specs[0] | {"members": members, "rows": [row for spec in specs for row in spec["rows"]]}
 
 
 def binding(ranks: int, free: bool) -> dict[str, str]:
@@ -338,8 +338,7 @@ def versions(mpis: list[Mpi]) -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    with open("/proc/cpuinfo") as file:
-        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -360,7 +359,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--free", action="store_true", help="let ranks wander between cores")
     parser.add_argument("--no-groups", action="store_true", help="leave out making communicators")
     parser.add_argument("--cpp", type=Path, metavar="BUILD", help="the folder that holds benchmarks/latency")
-    parser.add_argument("--give-up", type=float, default=GIVE_UP_S, help="seconds for a round of an MPI")
+    parser.add_argument("--give-up", type=float, default=120.0, help="seconds for a round of an MPI; some spin")
     parser.add_argument("--json", type=Path, help="default benchmarks/results/collectives-DATE.json")
     args = parser.parse_args(argv)
     args.sizes = [parse_size(text) for text in args.sizes.split(",")]

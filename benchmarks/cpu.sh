@@ -43,6 +43,7 @@ part "collectives, 4 ranks" "$python" benchmarks/collectives.py "${cpp[@]}" --ra
   --json "$out/collectives-4.json"
 part "attention" "$python" benchmarks/attention.py --ranks 2 --packs 16384 8192,4096,4096 64x256 --repeat 5 \
   --json "$out/attention.json"
+part "errors" "$python" benchmarks/faults.py --json "$out/faults.json"
 part "planner" "$python" benchmarks/planner.py --json "$out/planner.json"
 part "simulator" "$python" benchmarks/sim_vs_real.py --json "$out/sim_vs_real.json"
 exit "$failed"

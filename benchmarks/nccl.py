@@ -3,6 +3,8 @@ device memory. Started by benchmarks/nccl.sh under torchrun, one rank a GPU; pri
 
 The other side is torch.distributed: ``new_group()`` splits the communicator of the world when that is bound to a
 device. Every subset is made once and used for all sizes. Times are medians of the slowest rank; both sides take turns.
+Device memory of a side is what its init took and what its subsets took. hdpcomm comes first, so what NCCL loads once
+for the process is counted on its side; the CUDA context is on neither.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any, Protocol
@@ -63,12 +65,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Making all subsets and using them: rows, and by side the milliseconds of making one and the bytes of all."""
+    """Making all subsets and using them: rows, and by side the milliseconds of making one and the bytes of all, of
+    which ``init_bytes`` were taken before the first subset."""
 
     rows: list[Row]
     subsets: int
     make_ms: dict[str, float]
     first_use_ms: dict[str, float]
+    init_bytes: dict[str, int]
     device_bytes: dict[str, int]
 
 
@@ -144,12 +148,22 @@ def subsets_of(size: int) -> list[tuple[int, ...]]:
 
 
 def compare(
-    world: hdp.Communicator, sides: Sequence[Side], machine: Machine, *, sizes: Sequence[int], repeats: int
+    world: hdp.Communicator,
+    sides: Sequence[Side],
+    machine: Machine,
+    *,
+    sizes: Sequence[int],
+    repeats: int,
+    init_bytes: Mapping[str, int],
 ) -> Report:
-    """Collective over the world. The report is whole on rank 0."""
+    """Collective over the world. The report is whole on rank 0.
+
+    ``init_bytes``: by side, what its init took of this rank's device.
+    """
     subsets = subsets_of(world.size)
     groups: dict[str, list[Group | None]] = {}
     make_ms, first_use_ms, device_bytes = {}, {}, {}
+    taken = {side.name: int(_slowest(world, init_bytes[side.name])) for side in sides}
     for side in sides:
         before = machine.used_bytes()
         made, seconds = [], []
@@ -164,7 +178,7 @@ def compare(
         for ranks, group in zip(subsets, made, strict=True):
             _time(world, group, "all_reduce", len(ranks), 1024, machine, 1)
         first_use_ms[side.name] = _slowest(world, (time.perf_counter() - started) / len(subsets)) * 1e3
-        device_bytes[side.name] = int(_slowest(world, machine.used_bytes() - before))
+        device_bytes[side.name] = int(_slowest(world, init_bytes[side.name] + machine.used_bytes() - before))
         groups[side.name] = made
     rows = []
     for index, ranks in enumerate(subsets):
@@ -175,7 +189,7 @@ def compare(
                     for side in sides
                 }
                 rows.append(Row(op, ranks, size, us))
-    return Report(rows, len(subsets), make_ms, first_use_ms, device_bytes)
+    return Report(rows, len(subsets), make_ms, first_use_ms, taken, device_bytes)
 
 
 def _time(
@@ -222,6 +236,7 @@ def table(report: Report, names: Sequence[str]) -> str:
     for what, figures_of, form in (
         ("making one, ms", report.make_ms, "{:.3f}"),
         ("first use of one, ms", report.first_use_ms, "{:.3f}"),
+        ("device memory of init alone, bytes", report.init_bytes, "{:,}"),
         ("device memory of all, bytes", report.device_bytes, "{:,}"),
     ):
         figures = " | ".join(form.format(figures_of[name]) for name in names)
@@ -239,17 +254,23 @@ def main() -> None:
     from hdpcomm.comm import nccl
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as init() does, which comes after the context here
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    torch.zeros(1, device=device)  # the context and torch's first block belong to neither side
 
     def used_bytes() -> int:
+        torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info(device)
         return total - free
 
+    bare = used_bytes()
     with hdp.init(transport="nccl") as world:
+        ours = used_bytes()
+        dist.init_process_group("nccl", device_id=device)
+        init_bytes = {Hdpcomm.name: ours - bare, Split.name: used_bytes() - ours}
         machine = Machine(device, torch.cuda.synchronize, used_bytes)
         sides: list[Side] = [Hdpcomm(world), Split(world.rank)]
-        report = compare(world, sides, machine, sizes=SIZES, repeats=arguments.repeats)
+        report = compare(world, sides, machine, sizes=SIZES, repeats=arguments.repeats, init_bytes=init_bytes)
         if world.rank == 0:
             print(table(report, [side.name for side in sides]))
             if arguments.json:

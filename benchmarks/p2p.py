@@ -1,7 +1,8 @@
 """Point-to-point time of two ranks, one way: hdpcomm against torch.distributed's gloo, in the same processes and run.
 
 A ping-pong; the time of one way is half a round trip. Rounds of the two alternate, and the medians over all rounds are
-compared, so that noise of the machine meets both. Usage: ``python benchmarks/p2p.py [--json FILE]``.
+compared, so that noise of the machine meets both. The ranks are bound to a core each, as mpirun does, where there are
+two; ``--free`` binds none. Usage: ``python benchmarks/p2p.py [--free] [--json FILE]``.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ def one_way(
     return (time.perf_counter() - started) / trips / 2
 
 
-def measure() -> list[dict[str, float]]:
+def measure(free: bool) -> list[dict[str, float]]:
     """Rows for rank 0: bytes, and the median seconds of both libraries."""
     torch.set_num_threads(1)
     comm = hdp.init()
     dist.init_process_group("gloo")
+    cores = sorted(os.sched_getaffinity(0))
+    if not free and len(cores) >= 2:  # this thread only: gloo's own threads stay free
+        os.sched_setaffinity(0, {cores[comm.rank]})
     peer = 1 - comm.rank
     rows = []
     for size in SIZES:
@@ -68,8 +72,9 @@ def measure() -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    parser.add_argument("--free", action="store_true", help="do not bind the ranks to cores")
     arguments = parser.parse_args()
-    rows = run_ranks(measure, 2, timeout=300)[0]
+    rows = run_ranks(measure, 2, arguments.free, timeout=300)[0]
     print(f"{'bytes':>10}  {'hdpcomm us':>11}  {'gloo us':>9}  {'gloo / hdpcomm':>14}  {'hdpcomm GB/s':>12}")
     for row in rows:
         ours, gloo = row["hdpcomm"] * 1e6, row["gloo"] * 1e6
@@ -82,6 +87,7 @@ def main() -> None:
             "torch": torch.__version__,
             "hdpcomm": hdp.__version__,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "bound": not arguments.free and (os.cpu_count() or 1) >= 2,
             "rows": rows,
         }
         with open(arguments.json, "w") as file:

@@ -2,7 +2,7 @@
 
 Every part is a process with a time limit of its own; one that fails is reported and the others go on. Parts of a batch
 run at the same time: tests do, figures are measured alone. Exit code 0: all parts ran and all targets are met. 1: a
-part failed. 3: there is no GPU. 4: all parts ran, a target is missed.
+part failed. 3: there is no GPU. 4: all parts ran, a target is missed. 130: interrupted by Ctrl-C, which ends all parts.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 520.0
-NO_GPU, FAILED, MISSED = 3, 1, 4
+NO_GPU, FAILED, MISSED, INTERRUPTED = 3, 1, 4, 130
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,36 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": packages, "PATH": tools, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
-def run_part(part: Part, limit_s: float, out: Path) -> dict:
+class Running:
+    """The processes of a batch. Each is a session of its own, so Ctrl-C does not reach them: :meth:`end` does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen] = set()
+        self._over = False
+
+    def add(self, process: subprocess.Popen) -> None:
+        """Of any thread. One that starts after the end is ended at once."""
+        with self._lock:
+            self._processes.add(process)
+            if self._over:
+                end_session(process)
+
+    def remove(self, process: subprocess.Popen) -> None:
+        """Ends what it has left running, too."""
+        with self._lock:
+            self._processes.discard(process)
+            end_session(process)
+
+    def end(self) -> None:
+        """Ends all of them, and whatever is added from now on."""
+        with self._lock:
+            self._over = True
+            for process in self._processes:
+                end_session(process)
+
+
+def run_part(part: Part, limit_s: float, out: Path, running: Running) -> dict:
     """The part's record: status (ok, failed, timeout, missing, skipped), seconds, rows, note. Its output is appended to
     ``part.log`` of ``out``."""
     record = {"part": part.name, "status": "ok", "seconds": 0.0, "rows": [], "note": part.missing}
@@ -129,6 +159,7 @@ def run_part(part: Part, limit_s: float, out: Path) -> dict:
             )
         except OSError as error:
             return record | {"status": "failed", "note": str(error)}
+        running.add(process)
         try:
             code = process.wait(limit_s)
             if code != 0:
@@ -136,7 +167,7 @@ def run_part(part: Part, limit_s: float, out: Path) -> dict:
         except subprocess.TimeoutExpired:
             record |= {"status": "timeout", "note": f"stopped after {limit_s:.0f} s"}
         finally:
-            end_session(process)
+            running.remove(process)
     record["seconds"] = round(time.monotonic() - started, 1)
     if rows_file.exists():
         try:
@@ -186,12 +217,17 @@ def exit_code(records: list[dict]) -> int:
 
 
 def run_batch(batch: list[Part], left_s: float, out: Path) -> list[dict]:
-    """The records of parts that run at the same time."""
+    """The records of parts that run at the same time. Ctrl-C ends them all."""
     limits = [min(part.limit_s, left_s) for part in batch]
     for part, limit_s in zip(batch, limits, strict=True):
         print(f"{part.name} (at most {max(limit_s, 0):.0f} s)", file=sys.stderr, flush=True)
+    running = Running()
     with ThreadPoolExecutor(len(batch)) as pool:
-        return list(pool.map(run_part, batch, limits, [out] * len(batch)))
+        try:
+            return list(pool.map(run_part, batch, limits, [out] * len(batch), [running] * len(batch)))
+        except KeyboardInterrupt:
+            running.end()  # or the pool would wait for their limits
+            raise
 
 
 def run_all(batches: list[list[Part]], out: Path, about: dict, total_s: float = TOTAL_S) -> int:
@@ -231,7 +267,11 @@ def main(arguments: list[str] | None = None) -> int:
     about = {"date": datetime.date.today().isoformat(), **gpu}
     print(f"{gpu['device']}, driver {gpu.get('driver', 'unknown')}, {about['date']}", flush=True)
     chosen = [[part for part in batch if options.only is None or part.name in options.only] for batch in batches]
-    return run_all([batch for batch in chosen if batch], options.out, about)
+    try:
+        return run_all([batch for batch in chosen if batch], options.out, about)
+    except KeyboardInterrupt:
+        print(f"interrupted; what had ended is in {options.out}", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

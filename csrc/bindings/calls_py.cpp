@@ -108,6 +108,8 @@ PyObject* guarded(Function function) {
     Py_RETURN_NONE;
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
   } catch (const Error& error) {
     setPythonError(error);
   } catch (const std::bad_alloc&) {

@@ -111,7 +111,11 @@ void bindWorld(py::module_& module) {
           [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })
       .def("stats",
            [](World& world) {
-             const TransportStats stats = world.stats();
+             // The world's lock may be held while another thread copies or waits for a copy.
+             const TransportStats stats = [&] {
+               const py::gil_scoped_release release;
+               return world.stats();
+             }();
              py::dict result;
              result["bytes_sent"] = stats.bytes_sent;
              result["bytes_received"] = stats.bytes_received;
@@ -124,7 +128,11 @@ void bindWorld(py::module_& module) {
            })
       .def("allocate",
            [](World& world, size_t bytes) -> std::optional<Block> {
-             auto data = world.allocate(bytes);
+             std::shared_ptr<std::byte> data;
+             {
+               const py::gil_scoped_release release;
+               data = world.allocate(bytes);
+             }
              if (!data) return std::nullopt;
              return Block{std::move(data), bytes};
            })

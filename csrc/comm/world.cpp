@@ -1,35 +1,14 @@
 #include "hdpcomm/comm/world.hpp"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <map>
 
 #include "hdpcomm/base/env.hpp"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define HDP_PAUSE() _mm_pause()
-#else
-#define HDP_PAUSE() std::atomic_signal_fence(std::memory_order_seq_cst)
-#endif
-
 namespace hdpcomm {
 namespace {
 
 constexpr size_t kMaxSchedules = 256;
-
-std::chrono::nanoseconds nanoseconds(double seconds) {
-  return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
-}
-
-std::string join(const std::vector<int>& ranks) {
-  std::string text;
-  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  }
-  return ranks.size() > 32 ? text + ", ..." : text;
-}
 
 }  // namespace
 
@@ -41,6 +20,8 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
   const Env& env = Env::get();
   spin_s_ = env.spin_us * 1e-6;
   yield_s_ = env.yield_us * 1e-6;
+  liveness_s_ = env.liveness_s;
+  wake_ = transport_->waker();
   spins_ = transport_->oversubscribed() ? 4 : 64;
 }
 
@@ -125,6 +106,8 @@ bool World::advanceLocked() {
 void World::finish(Work& work, Work::State state) {
   work.state_ = state;
   if (work.background_) --background_works_;
+  // A thread that waits for this work may sleep, if another one ended it.
+  if (waiters_.load(std::memory_order_relaxed) > 1) wake_();
   // This may be the last owner: the work is not touched any more.
   std::erase_if(queue_, [&](const std::shared_ptr<Work>& each) { return each.get() == &work; });
 }
@@ -144,182 +127,6 @@ void World::fail(Work& work, const Error& error) {
     }
   }
   finish(work, Work::State::kFailed);
-}
-
-// Two ranks that both send in one operation (each a root, say) would wait for each other's receive
-// until the deadline.
-void World::rejectUnexpectedLocked() {
-  if (queue_.empty() || !queue_.front()->allPosted()) return;
-  Work& work = *queue_.front();
-  for (const Work::Numbers& numbers : work.numbers_) {
-    if (numbers.recv)
-      transport_->rejectUnexpected(numbers.peer, *numbers.recv, work.call_, &work.completion_);
-  }
-}
-
-// Peers that take part without a request at the moment (a third rank is awaited, say) may have
-// given up, too.
-void World::hearFailuresLocked() {
-  for (const auto& work : queue_) {
-    for (const Work::Numbers& numbers : work->numbers_) {
-      if (work->failure() || numbers.peer == rank()) continue;
-      work->completion_.failure =
-          transport_->lost(numbers.peer, numbers.send, numbers.recv, work->willNeed(numbers.peer));
-    }
-  }
-}
-
-bool World::test(Work& work) {
-  std::lock_guard lock(mutex_);
-  if (!ended(work)) progressLocked();
-  return ended(work);
-}
-
-void World::wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
-  {
-    std::lock_guard lock(mutex_);
-    if (spinLocked(work)) return;
-  }
-  waitSlowly(work, timeout_s, check_interrupt);
-}
-
-void World::run(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
-  {
-    std::lock_guard lock(mutex_);
-    // Owned by the caller: the queue lets go of it before this function returns or throws.
-    try {
-      submitLocked(std::shared_ptr<Work>(std::shared_ptr<void>(), &work));
-      if (spinLocked(work)) return;
-    } catch (...) {
-      forgetLocked(work);
-      throw;
-    }
-  }
-  try {
-    waitSlowly(work, timeout_s, check_interrupt);
-  } catch (...) {
-    std::lock_guard lock(mutex_);
-    forgetLocked(work);
-    throw;
-  }
-}
-
-// Nothing of this rank or of another touches the work afterwards.
-void World::forgetLocked(Work& work) {
-  const auto same = [&](const std::shared_ptr<Work>& each) { return each.get() == &work; };
-  if (std::none_of(queue_.begin(), queue_.end(), same)) return;
-  fail(work, Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " gave up " +
-                                             work.describeCall() + " after an internal error"));
-}
-
-// The common case, without a look at the clock. Throws the work's error.
-bool World::spinLocked(Work& work) {
-  for (int i = 0; i < spins_ && !ended(work); ++i) {
-    progressLocked();
-  }
-  if (work.state_ == Work::State::kFailed) throw *work.error_;
-  return work.state_ == Work::State::kDone;
-}
-
-void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
-  if (!(timeout_s > 0)) timeout_s = timeout_s_;
-  const auto start = Clock::now();
-  waiters_.fetch_add(1, std::memory_order_relaxed);
-  try {
-    waitSlowly(work, start, start + nanoseconds(std::min(timeout_s, 1e9)), check_interrupt);
-  } catch (...) {
-    waiters_.fetch_sub(1, std::memory_order_relaxed);
-    progress_wanted_.notify_one();
-    throw;
-  }
-  waiters_.fetch_sub(1, std::memory_order_relaxed);
-  progress_wanted_.notify_one();
-  std::lock_guard lock(mutex_);
-  if (work.state_ == Work::State::kFailed) throw *work.error_;
-}
-
-// Spins, yields, then sleeps on the futex; looks after deadline, peers and Ctrl-C between sleeps.
-void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
-                       const InterruptCheck& check) {
-  const auto spin_until = start + nanoseconds(spin_s_);
-  const auto yield_until = spin_until + nanoseconds(yield_s_);
-  const auto liveness = nanoseconds(Env::get().liveness_s);
-  auto next_check = start + liveness;
-  const auto step = [&] {
-    std::lock_guard lock(mutex_);
-    progressLocked();
-    return ended(work);
-  };
-  for (;;) {
-    if (step()) return;
-    const auto now = Clock::now();
-    if (now < spin_until) {
-      HDP_PAUSE();
-      continue;
-    }
-    if (now < yield_until) {
-      ::sched_yield();
-      continue;
-    }
-    if (now >= next_check) {
-      next_check = now + liveness;
-      {
-        std::lock_guard lock(mutex_);
-        transport_->checkPeers();
-        rejectUnexpectedLocked();
-        hearFailuresLocked();
-        progressLocked();
-        if (ended(work)) return;
-        if (now >= deadline) {
-          fail(work, Error(ErrorKind::kTimeout,
-                           "rank " + std::to_string(rank()) + " waited " +
-                               std::to_string(std::chrono::duration<double>(now - start).count()) +
-                               " s in " + work.describeCall() + " (ranks " + join(*work.ranks_) +
-                               "): look for a rank that did not call it, or raise timeout="));
-          return;
-        }
-      }
-      try {
-        if (check) check();
-      } catch (...) {
-        std::lock_guard lock(mutex_);
-        if (!ended(work)) {
-          fail(work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
-                                                    " was interrupted in " + work.describeCall()));
-        }
-        throw;
-      }
-    }
-    const uint32_t ticket = transport_->idleTicket();
-    const bool over = step();
-    transport_->idle(ticket, over ? now : std::min(next_check, std::max(deadline, now)));
-    if (over) return;
-    if (Clock::now() >= deadline) next_check = Clock::now();
-  }
-}
-
-void World::ensureProgressThread() {
-  if (progress_thread_.joinable()) return;
-  progress_thread_ = std::thread([this] { progressLoop(); });
-}
-
-// Moves background works while no thread waits (one that waits moves everything itself).
-void World::progressLoop() {
-  std::unique_lock lock(mutex_);
-  while (!stop_) {
-    if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
-      progress_wanted_.wait_for(lock, std::chrono::milliseconds(100));
-      continue;
-    }
-    lock.unlock();
-    const uint32_t ticket = transport_->idleTicket();
-    lock.lock();
-    progressLocked();
-    const bool idle = background_works_ > 0 && !stop_;
-    lock.unlock();
-    transport_->idle(ticket, idle ? Clock::now() + std::chrono::milliseconds(50) : Clock::now());
-    lock.lock();
-  }
 }
 
 void World::setCosts(const TransportCosts& costs) {

@@ -26,12 +26,13 @@ from hdpcomm.attention.variants import Costs
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
+    from hdpcomm import _core
     from hdpcomm.comm import Communicator
 
 __all__ = ["Pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
 
 _REMEMBERED = 1024
-"""Packs whose compiled backward may still come."""
+"""Packs of compiled forwards whose backward may still come."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +58,7 @@ class _Current(threading.local):
 _current = _Current()
 _tickets = count(1)
 _lock = threading.Lock()
-_remembered: OrderedDict[int, Pack] = OrderedDict()
+_remembered: OrderedDict[int, tuple[Pack, _core.comm.World | None]] = OrderedDict()
 
 
 @contextmanager
@@ -76,10 +77,7 @@ def packing(
     Local. May be nested; the inner one counts. Backward may run after the block.
     """
     pack = Pack(comm, as_cu_seqlens(cu_seqlens), variant, backend, costs, check, next(_tickets))
-    with _lock:
-        _remembered[pack.ticket] = pack
-        while len(_remembered) > _REMEMBERED:
-            _remembered.popitem(last=False)
+    _let_go_of_closed_worlds()
     before, _current.pack = _current.pack, pack
     try:
         yield pack
@@ -97,14 +95,33 @@ def current_pack() -> Pack:
     return _current.pack
 
 
+def _remember(pack: Pack) -> int:
+    """The pack's ticket, by which :func:`_found` finds it as long as its world is open."""
+    world = None if pack.comm is None else pack.comm._core.world
+    with _lock:
+        _remembered[pack.ticket] = pack, world
+        while len(_remembered) > _REMEMBERED:
+            _remembered.popitem(last=False)
+    return pack.ticket
+
+
+def _let_go_of_closed_worlds() -> None:
+    """No backward can run in them any more."""
+    if not _remembered:  # always, where nothing is compiled
+        return
+    with _lock:
+        for ticket in [ticket for ticket, (_, world) in _remembered.items() if world is not None and world.closed]:
+            del _remembered[ticket]
+
+
 def _found(ticket: int) -> Pack:
-    pack = _remembered.get(ticket)
-    if pack is None:
+    found = _remembered.get(ticket)
+    if found is None:
         raise InvalidUsage(
-            f"the pack of this backward was forgotten: more than {_REMEMBERED} packs were made since its forward; run "
-            "backward before so many further forwards"
+            f"the pack of this backward was forgotten: its world was closed, or more than {_REMEMBERED} packs were "
+            "used since its forward; run backward before that"
         )
-    return pack
+    return found[0]
 
 
 def _options(pack: Pack, causal: bool, window_left: int, window_right: int, scale: float, softcap: float) -> Options:
@@ -141,7 +158,7 @@ def _packed_op(
             options=options,
             check=pack.check,
         )
-    return out, lse, torch.tensor(pack.ticket)
+    return out, lse, torch.tensor(_remember(pack))
 
 
 @_packed_op.register_fake

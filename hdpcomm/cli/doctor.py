@@ -7,14 +7,14 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hdpcomm.cli.doctor_topology import add_topology_options, show_topology
+from hdpcomm.cli.doctor_topology import TOPOLOGY_OPTIONS, add_topology_options, show_topology
 from hdpcomm.cli.output import check_writable, write_json
+from hdpcomm.errors import InvalidUsage
 
 __all__ = ["Check", "add_parser", "checks"]
 
@@ -150,21 +150,14 @@ def _transports() -> list[Check]:
         rows.append(Check("transports", "memfd", "ok", "shared memory without a name in the file system"))
     except OSError as error:
         rows.append(
-            Check("transports", "memfd", "off", f"memfd_create is not allowed ({error.strerror}); /dev/shm is used")
-        )
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-        state = "ok" if free >= 64 << 20 else "off"
-        rows.append(
             Check(
                 "transports",
-                "/dev/shm",
-                state,
-                f"{free / 2**30:.1f} GiB free" + ("" if state == "ok" else "; 64 MiB are wanted"),
+                "memfd",
+                "bad",
+                f"memfd_create is not allowed ({error.strerror}); ranks of one host meet in its memory: allow the call "
+                "in the seccomp profile of the container",
             )
         )
-    except OSError as error:
-        rows.append(Check("transports", "/dev/shm", "off", f"cannot be used ({error.strerror})"))
     failure = _read_from_sibling()
     if failure is None:
         rows.append(Check("transports", "process_vm_readv", "ok", "big messages between processes take one copy"))
@@ -213,6 +206,9 @@ def _doctor(options: argparse.Namespace) -> int:
     check_writable(options.json)
     if options.topology:
         return show_topology(options)
+    given = [f"--{name}" for name in TOPOLOGY_OPTIONS if getattr(options, name) is not None]
+    if given:
+        raise InvalidUsage(f"{', '.join(given)} without --topology: only the measured report has ranks; add --topology")
     rows = checks()
     variables = environment()
     topic = ""

@@ -13,7 +13,10 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm.topology import LinkCost, Topology
 
-__all__ = ["add_topology_options", "show_topology"]
+__all__ = ["TOPOLOGY_OPTIONS", "add_topology_options", "show_topology"]
+
+TOPOLOGY_OPTIONS = ("ranks", "cluster", "device")
+"""What means nothing without ``--topology``; ``None`` where it was not given."""
 
 
 def add_topology_options(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +28,11 @@ def add_topology_options(parser: argparse.ArgumentParser) -> None:
         help="describe the hosts of a world and measure its messages instead; under a launcher its ranks, "
         "else new ones on this host",
     )
-    group.add_argument("--ranks", type=count, default=2, metavar="N", help="ranks to start here (default %(default)s)")
+    group.add_argument("--ranks", type=count, metavar="N", help="ranks to start here (default 2)")
     group.add_argument(
         "--cluster", type=Path, metavar="FILE", help="write the cluster with its measured links, for plan --cluster"
     )
-    group.add_argument(
-        "--device", default="h100", metavar="NAME", help="preset of its other figures (default %(default)s)"
-    )
+    group.add_argument("--device", metavar="NAME", help="preset of its other figures (default h100)")
 
 
 def show_topology(options: argparse.Namespace) -> int:
@@ -41,14 +42,15 @@ def show_topology(options: argparse.Namespace) -> int:
     from hdpcomm.plan import DEVICES, save_cluster
 
     check_writable(options.cluster)
-    if options.device not in DEVICES:
-        raise InvalidUsage(f"unknown device {options.device!r}, expected one of {', '.join(DEVICES)}")
-    topology = _on_rank() if joined() else run_ranks(_on_rank, options.ranks)[0]
+    device = options.device or "h100"
+    if device not in DEVICES:
+        raise InvalidUsage(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
+    topology = _on_rank() if joined() else run_ranks(_on_rank, options.ranks or 2)[0]
     if topology is None:
         return 0
     print("\n".join(_lines(topology)))
     if options.cluster:
-        save_cluster(topology.to_cluster(options.device), options.cluster)
+        save_cluster(topology.to_cluster(device), options.cluster)
     if options.json:
         write_json(options.json, asdict(topology))
     return 0

@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_writable", "count", "positive", "write_json"]
+__all__ = ["check_writable", "count", "num_bytes", "positive", "refuse_others", "write_json"]
 
 
 def count(text: str) -> int:
@@ -39,6 +39,16 @@ def positive(text: str) -> float:
     return value
 
 
+def num_bytes(text: str) -> int:
+    """argparse type: bytes, such as ``512M``; see :func:`hdpcomm.perf.config.parse_size`."""
+    from hdpcomm.perf.config import parse_size
+
+    try:
+        return parse_size(text)
+    except InvalidUsage as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def check_writable(path: Path | None) -> None:
     """Raises InvalidUsage now if ``path`` cannot be written later; a run of hours is not to end in a typing error."""
     if path is None:
@@ -49,6 +59,16 @@ def check_writable(path: Path | None) -> None:
         raise InvalidUsage(f"{path}: the folder {path.parent} does not exist; make it or give another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InvalidUsage(f"{path}: may not be written by this user; give another file")
+
+
+def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace, used: Collection[str], why: str) -> None:
+    """Raises InvalidUsage where an option that is not among the ``used`` ones was given another value than its default.
+
+    ``why``: what is done instead, for the message.
+    """
+    given = {name for name, value in vars(options).items() if value != getattr(defaults, name, None)}
+    if wrong := sorted(given - {*used, "func"}):
+        raise InvalidUsage(f"{why}: {', '.join(wrong)} mean nothing here; leave them out")
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, count, positive, write_json
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, refuse_others, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -46,15 +45,6 @@ OPS = (
     ("mixed", "several overlapping subsets at once"),
     ("offload", "one rank's copies to and from the pinned pool (--device; no ranks)"),
 )
-
-
-def _size(text: str) -> int:
-    from hdpcomm.perf.config import parse_size
-
-    try:
-        return parse_size(text)
-    except InvalidUsage as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _whole(text: str) -> int:
@@ -120,10 +110,12 @@ def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("-t", "--nthreads", type=_one, metavar="1", help="threads of a process: only 1")
     add("-g", "--ngpus", type=_one, metavar="1", help="devices of a thread: only 1")
-    add("-b", "--minbytes", type=_size, default="32M", metavar="SIZE", help="first size (default 32M)")
-    add("-e", "--maxbytes", type=_size, metavar="SIZE", help="last size (default 32M, or -b if that is larger)")
+    add("-b", "--minbytes", type=num_bytes, default="32M", metavar="SIZE", help="first size (default 32M)")
+    add("-e", "--maxbytes", type=num_bytes, metavar="SIZE", help="last size (default 32M, or -b if that is larger)")
     step = group.add_mutually_exclusive_group()
-    step.add_argument("-i", "--stepbytes", type=_size, metavar="SIZE", help="add to reach the next size (default 1M)")
+    step.add_argument(
+        "-i", "--stepbytes", type=num_bytes, metavar="SIZE", help="add to reach the next size (default 1M)"
+    )
     step.add_argument("-f", "--stepfactor", type=_whole, metavar="N", help="multiply to reach the next size")
     add("-n", "--iters", type=count, default=20, metavar="N", help="iterations of a size (default %(default)s)")
     add(
@@ -211,7 +203,7 @@ def _perf(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
     if options.device is not None:
         raise InvalidUsage("--device belongs to offload; ranks take the device of their transport; leave it out")
     try:
-        return _calibrate(options) if options.calibrate is not None else _measure(options)
+        return _calibrate(options, defaults) if options.calibrate is not None else _measure(options)
     except NotImplementedError as error:
         print(f"hdpcomm: not implemented: {error}", file=sys.stderr)
         return NOT_IMPLEMENTED
@@ -268,24 +260,19 @@ def _config(options: argparse.Namespace) -> PerfConfig:
     )
 
 
-def _world(options: argparse.Namespace) -> tuple[bool, int]:
-    """Whether this process is a rank of a launcher's job, and how many ranks there are."""
-    from hdpcomm.perf.environment import adopt_launcher
+def _world(options: argparse.Namespace) -> tuple[int | None, int]:
+    """Which rank of a launcher's job this process is (``None``: none, it starts them), and how many there are."""
+    from hdpcomm.comm.launchers import joined, rank_and_size
 
-    if not adopt_launcher(os.environ):
-        return False, options.ranks or 2
-    try:
-        size = int(os.environ["WORLD_SIZE"])
-    except ValueError:
-        raise InvalidUsage(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']!r} is not an integer; torchrun sets it right"
-        ) from None
+    if not joined():
+        return None, options.ranks or 2
+    rank, size = rank_and_size()
     if options.ranks not in (None, size):
         raise InvalidUsage(
             f"--ranks {options.ranks} was given, but the launcher started {size} ranks; leave --ranks out or make them "
             "equal"
         )
-    return True, size
+    return rank, size
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -295,7 +282,7 @@ def _measure(options: argparse.Namespace) -> int:
     from hdpcomm.perf.results import Report
     from hdpcomm.perf.runner import check, now
 
-    joined, ranks = _world(options)
+    rank, ranks = _world(options)
     config = _config(options)
     check(config, ranks)
     if "mpi" in config.compare:
@@ -309,9 +296,9 @@ def _measure(options: argparse.Namespace) -> int:
     before = None if options.baseline is None else baseline.read(options.baseline)
     report = Report(start_time=now())
     task = (config, report, options.format, options.output_file)
-    if joined:
+    if rank is not None:
         report = run_and_print(*task)
-        if int(os.environ["RANK"]) != 0:
+        if rank != 0:
             return WRONG_DATA if report.wrong else 0
     else:
         from hdpcomm.comm.launch import run_ranks
@@ -326,6 +313,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | None) -> Report:
     """A rank of the run. Rank 0 prints the rows as they come, and keeps the -J file up to date in a run of cycles."""
+    from hdpcomm.comm.launchers import joined, rank_and_size
     from hdpcomm.perf.records import json_document
     from hdpcomm.perf.runner import run_rank
 
@@ -342,7 +330,7 @@ def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | 
     try:
         return run_rank(config, report, emit)
     except Exception as error:
-        if output is not None and os.environ.get("RANK", "0") == "0":
+        if output is not None and (not joined() or rank_and_size()[0] == 0):
             report.errors.append(f"{type(error).__name__}: {error}")
             write_json(output, json_document(config, report))
         raise
@@ -356,20 +344,24 @@ def _writer(config: PerfConfig, form: str) -> Any:
 
 
 def _finish(options: argparse.Namespace, config: PerfConfig, report: Report, ranks: int) -> None:
-    """What comes after the ranks' own part: MPI, the footer, the file."""
+    """What comes after the ranks' own part: MPI, the footer, the file. A failure of MPI costs its rows only."""
     from hdpcomm.perf.mpi import run_mpi
     from hdpcomm.perf.records import RecordWriter, json_document
 
     writer = _writer(config, options.format)
-    if "mpi" in config.compare:
-        for row in run_mpi(config, ranks):
+    try:
+        for row in run_mpi(config, ranks) if "mpi" in config.compare else ():
             report.peers.append(row)
             if isinstance(writer, RecordWriter):
                 writer.resume(report)
                 writer.row(row)
-    writer.finish(report)
-    if options.output_file is not None:
-        write_json(options.output_file, json_document(config, report))
+    except Exception as error:
+        report.errors.append(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        writer.finish(report)
+        if options.output_file is not None:
+            write_json(options.output_file, json_document(config, report))
 
 
 def _gate(compared: list[Any], allowed: float) -> int:
@@ -378,19 +370,20 @@ def _gate(compared: list[Any], allowed: float) -> int:
     for one in slower:
         print(
             f"hdpcomm: slower than the baseline by {one.percent:.1f}% (allowed: {allowed:g}%): size {one.size} "
-            f"{one.type} {one.redop} root {one.root} {one.side}: {one.before_us:.2f} us before, "
-            f"{one.now_us:.2f} us now",
+            f"{one.type} {one.redop} root {one.root} {one.side} on ranks {','.join(map(str, one.ranks))}: "
+            f"{one.before_us:.2f} us before, {one.now_us:.2f} us now",
             file=sys.stderr,
         )
     print(f"hdpcomm: {len(compared) - len(slower)} of {len(compared)} rows within {allowed:g}%", file=sys.stderr)
     return WRONG_DATA if slower else 0
 
 
-def _calibrate(options: argparse.Namespace) -> int:
-    from hdpcomm.cli.perf_calibrate import calibrate
+def _calibrate(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
+    from hdpcomm.cli.perf_calibrate import USED, calibrate
 
     if options.op is not None:
         raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
-    joined, ranks = _world(options)
+    refuse_others(options, defaults, USED, "--calibrate measures messages of sizes of its own")
+    rank, ranks = _world(options)
     file = Path(options.calibrate) if options.calibrate else None
-    return calibrate(file, joined, ranks, transport=options.transport, timeout=options.timeout)
+    return calibrate(file, rank, ranks, transport=options.transport, timeout=options.timeout)

@@ -9,30 +9,34 @@ from pathlib import Path
 from hdpcomm.cli.output import check_writable
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["calibrate"]
+__all__ = ["USED", "calibrate"]
+
+USED = frozenset(("calibrate", "ranks", "transport", "timeout"))
+"""The options of ``perf`` that mean something here."""
 
 
-def calibrate(file: Path | None, joined: bool, ranks: int, *, transport: str, timeout: float | None) -> int:
-    """Measures the transport, and replaces its entry in the file; those of other transports stay.
+def calibrate(file: Path | None, rank: int | None, ranks: int, *, transport: str, timeout: float | None) -> int:
+    """Measures the transport, and replaces its entries in the file; those of other transports stay.
 
-    ``file``: ``None`` for the one that ``init()`` reads. ``joined``: this process is a rank of a launcher's job of
-    ``ranks`` ranks; otherwise they are started here. Returns the exit code.
+    ``file``: ``None`` for the one that ``init()`` reads. ``rank``: of this process in a launcher's job of ``ranks``
+    ranks; ``None``: they are started here. Rank 0 writes the file. Returns the exit code.
     """
     from hdpcomm.comm.costs import costs_path, save_costs
 
     path = file or costs_path()
     _check_costs(path)
     os.environ.pop("HDPCOMM_COSTS", None)  # init() is not to look for the file that is made here
-    if joined:
-        name, costs = calibrate_rank(transport, timeout)
-        if int(os.environ["RANK"]) != 0:
+    if rank is not None:
+        measured = calibrate_rank(transport, timeout)
+        if rank != 0:
             return 0
     else:
         from hdpcomm.comm.launch import run_ranks
 
-        name, costs = run_ranks(calibrate_rank, ranks, transport, timeout)[0]
-    save_costs(name, costs, path)
-    print(f"{name}: {', '.join(_shown(key, value) for key, value in costs.items())}")
+        measured = run_ranks(calibrate_rank, ranks, transport, timeout)[0]
+    for name, costs in measured.items():
+        save_costs(name, costs, path)
+        print(f"{name}: {', '.join(_shown(key, value) for key, value in costs.items())}")
     print(f"written to {path}")
     return 0
 
@@ -43,15 +47,15 @@ def _shown(key: str, seconds: float) -> str:
     return f"{name} {seconds * 1e9:.4f} ns/byte" if key.endswith("_per_byte") else f"{name} {seconds * 1e6:.2f} us"
 
 
-def calibrate_rank(transport: str, timeout: float | None) -> tuple[str, dict[str, float]]:
-    """A rank of --calibrate: the name of the transport, and its costs."""
+def calibrate_rank(transport: str, timeout: float | None) -> dict[str, dict[str, float]]:
+    """A rank of --calibrate: the costs by the names under which they are stored."""
     from hdpcomm.comm import init
-    from hdpcomm.perf.calibrate import measure
+    from hdpcomm.perf.calibrate import measure_world
 
     with init(transport=transport, timeout=timeout) as comm:
-        costs = measure(comm)
+        measured = measure_world(comm)
         comm.barrier()
-        return comm.transport, costs
+        return measured
 
 
 def _check_costs(path: Path) -> None:

@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Iterator
 
-from hdpcomm.cli.output import check_writable, write_json
+from hdpcomm.cli.output import check_writable, refuse_others, write_json
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["measure_offload"]
 
-_USED = ("op", "minbytes", "maxbytes", "stepbytes", "stepfactor", "iters", "warmup_iters", "output_file", "format")
-_OWN = ("device", "func", "calibrate")
+_SWEEP = ("minbytes", "maxbytes", "stepbytes", "stepfactor", "iters", "warmup_iters")
+_USED = frozenset(("op", *_SWEEP, "output_file", "format", "device"))
 
 
 def measure_offload(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
@@ -27,9 +27,7 @@ def measure_offload(options: argparse.Namespace, defaults: argparse.Namespace) -
     from hdpcomm.perf.config import PerfConfig
     from hdpcomm.perf.ops.offload import COLUMNS, offload_rates, row_of
 
-    given = {name for name, value in vars(options).items() if value != getattr(defaults, name, None)}
-    if wrong := sorted(given - {*_USED, *_OWN}):
-        raise InvalidUsage(f"offload is one rank's copies: {', '.join(wrong)} mean nothing here; leave them out")
+    refuse_others(options, defaults, _USED, "offload is one rank's copies")
     largest = options.maxbytes if options.maxbytes is not None else max(32 << 20, options.minbytes)
     config = PerfConfig(
         op="offload",

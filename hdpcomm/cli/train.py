@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, positive, write_json
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -31,75 +31,73 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    data = parser.add_argument_group("data")
-    data.add_argument(
+    _add_data_options(parser.add_argument_group("data").add_argument)
+    _add_ranks_options(parser.add_argument_group("ranks").add_argument)
+    _add_model_options(parser.add_argument_group("model").add_argument)
+    _add_training_options(parser.add_argument_group("training").add_argument)
+    _add_output_options(parser.add_argument_group("output").add_argument)
+    parser.set_defaults(func=_train)
+
+
+def _add_data_options(add: Callable[..., object]) -> None:
+    add(
         "--data",
         nargs="+",
         metavar="PATH",
         help="files or folders of text or JSONL; without it, Python's standard library",
     )
-    data.add_argument("--text-field", default="text", metavar="NAME", help="field of a JSONL line that holds the text")
-    data.add_argument(
+    add("--text-field", default="text", metavar="NAME", help="field of a JSONL line that holds the text")
+    add(
         "--context",
         type=count,
         default=16384,
         metavar="TOKENS",
         help="longest sequence; longer documents are cut into pieces",
     )
-    data.add_argument(
-        "--tokens-per-step", type=count, default=24576, metavar="TOKENS", help="most tokens of a step over all ranks"
-    )
-    data.add_argument("--seed", type=int, default=0, help="of the shuffle and of the weights")
-    ranks = parser.add_argument_group("ranks")
-    ranks.add_argument(
-        "--ranks", type=count, default=None, metavar="N", help="ranks to start here (4; under torchrun: its world)"
-    )
-    ranks.add_argument(
-        "--transport", default="auto", metavar="NAME", help="how the ranks exchange tensors; see hdpcomm.init"
-    )
-    ranks.add_argument(
+    add("--tokens-per-step", type=count, default=24576, metavar="TOKENS", help="most tokens of a step over all ranks")
+    add("--seed", type=int, default=0, help="of the shuffle and of the weights")
+
+
+def _add_ranks_options(add: Callable[..., object]) -> None:
+    add("--ranks", type=count, default=None, metavar="N", help="ranks to start here (4; under torchrun: its world)")
+    add("--transport", default="auto", metavar="NAME", help="how the ranks exchange tensors; see hdpcomm.init")
+    add(
         "--capacity",
         type=count,
         default=None,
         metavar="TOKENS",
         help="tokens that a rank holds at once (half of the context, so that the longest sequences need two ranks)",
     )
-    ranks.add_argument(
+    add(
         "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
     )
-    ranks.add_argument("--no-compare", action="store_true", help="do not repeat the run with the static mesh")
-    ranks.add_argument(
+    add("--no-compare", action="store_true", help="do not repeat the run with the static mesh")
+    add(
         "--offload",
-        type=_size,
+        type=num_bytes,
         default=0,
         metavar="SIZE",
         help="pinned host memory of each rank for activations of long sequences, like 512M or 64G; 0: none",
     )
-    model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=count, default=2, help="transformer blocks")
-    model.add_argument("--hidden", type=count, default=64, help="width of the residual stream")
-    model.add_argument("--heads", type=count, default=2, help="query heads")
-    model.add_argument("--kv-heads", type=count, default=1, help="key and value heads")
-    model.add_argument("--ffn", type=count, default=192, help="width of the feed-forward block")
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=count, default=14, help="optimizer steps")
-    training.add_argument("--lr", type=positive, default=1e-2, help="highest learning rate")
-    training.add_argument(
-        "--max-grad-norm", type=positive, default=1.0, help="gradients are clipped to this global norm"
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    output.add_argument("--log", type=Path, metavar="FILE", help="write one JSON line a step, as the steps are done")
-    parser.set_defaults(func=_train)
 
 
-def _size(text: str) -> int:
-    from hdpcomm.perf.config import parse_size
+def _add_model_options(add: Callable[..., object]) -> None:
+    add("--layers", type=count, default=2, help="transformer blocks")
+    add("--hidden", type=count, default=64, help="width of the residual stream")
+    add("--heads", type=count, default=2, help="query heads")
+    add("--kv-heads", type=count, default=1, help="key and value heads")
+    add("--ffn", type=count, default=192, help="width of the feed-forward block")
 
-    try:
-        return parse_size(text)
-    except InvalidUsage as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+
+def _add_training_options(add: Callable[..., object]) -> None:
+    add("--steps", type=count, default=14, help="optimizer steps")
+    add("--lr", type=positive, default=1e-2, help="highest learning rate")
+    add("--max-grad-norm", type=positive, default=1.0, help="gradients are clipped to this global norm")
+
+
+def _add_output_options(add: Callable[..., object]) -> None:
+    add("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    add("--log", type=Path, metavar="FILE", help="write one JSON line a step, as the steps are done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +180,11 @@ def run_rank(job: _Job) -> RunResult:
 
     from hdpcomm.cli.train_report import Progress
     from hdpcomm.comm import init
+    from hdpcomm.comm.topology import cores_of_rank
     from hdpcomm.train import run
 
     with init(transport=job.transport) as comm:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        torch.set_num_threads(cores_of_rank(comm))
         if comm.rank != 0:
             return run(comm, job.corpus, job.config)
         with Progress(job.config, log=job.log) as progress:

@@ -14,20 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.costs import link_costs, load_costs
+from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
-from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, join_devices
+from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, has_gpu, join_devices
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
-__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "init", "join", "thread_rank"]
+__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,8 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     Collective over all ranks of the job. The world is the one of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``), or that of srun or mpirun; without any of
     them a world of one.
-    If torch.distributed is initialised already, its store is used and no port is opened. ``init()`` may be called again
-    after ``close()``, or for a second, independent world.
+    If torch.distributed is initialised already, its store is used, whatever it is, and no port of one is asked for.
+    ``init()`` may be called again after ``close()``, or for a second, independent world.
 
     transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
         torch); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may
@@ -71,7 +70,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """
     joining: ThreadRank | None = getattr(thread_rank, "value", None)
     transport = _chosen(joining.transport if joining is not None and transport == "auto" else transport)
-    seconds = _default_timeout() if timeout is None else float(timeout)
+    seconds = default_timeout() if timeout is None else float(timeout)
     if not seconds > 0:
         raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
     if joining is not None:
@@ -83,26 +82,17 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
             _set_nodes(world, joining.hosts, load_costs("torch"))
         return _communicator(world, transport, joining.nccl_source)
     rank, size = _rank_and_size()
+    gpus = has_gpu()
     if size == 1:
         world = _join_alone(transport, seconds)
     else:
         deadline = time.monotonic() + seconds
-        store = _open_store(rank, size, seconds)
+        store = open_store(rank, size, seconds)
         store.set_timeout(datetime.timedelta(seconds=seconds))
-        world = _join_processes(transport, store, rank, size, seconds, deadline)
+        world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
     _open_worlds.add(world)
-    device = _automatic(world) if transport == "auto" else None
+    device = automatic(world.transport) if transport == "auto" and gpus else None
     return _communicator(world, device or transport)
-
-
-def _automatic(world: _core.comm.World) -> str | None:
-    """The device transport that auto adds, if any; hosts without GPUs leave all ranks without."""
-    device = automatic(world.transport)
-    if world.transport != "shm":
-        seen = torch.tensor([device is not None], dtype=torch.int32)
-        Communicator(world.communicator(), world.rank, world.size).all_reduce(seen, "min")
-        device = device if seen.item() else None
-    return device
 
 
 def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto") -> Communicator:
@@ -115,7 +105,7 @@ def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "
     if size == 1:
         world = _join_alone(transport, timeout)
     else:
-        world = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
+        world, _ = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
     _open_worlds.add(world)
     return _communicator(world, transport)
 
@@ -148,7 +138,8 @@ def close_all(reason: str) -> None:
 atexit.register(close_all, "its process ended")
 
 
-def _default_timeout() -> float:
+def default_timeout() -> float:
+    """Seconds for joining and for operations where the program names none."""
     return float(setting("HDPCOMM_TIMEOUT"))
 
 
@@ -167,8 +158,11 @@ def _rank_and_size() -> tuple[int, int]:
     return rank_and_size() if joined() else (0, 1)
 
 
-def _open_store(rank: int, size: int, seconds: float) -> Any:
-    """The key-value store of the job, as a client or, on rank 0 without an agent, as its server."""
+def open_store(rank: int, size: int, seconds: float) -> Any:
+    """The key-value store of the job, as a client or, on rank 0 without an agent, as its server.
+
+    Raises: InvalidUsage (nothing says where it is, port in use), CommTimeout (not reached within ``seconds``).
+    """
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     address, port = master()
@@ -238,20 +232,22 @@ class _Joining:
 
 def _join_processes(
     transport: str, store: Any, rank: int, size: int, seconds: float, deadline: float
-) -> _core.comm.World:
+) -> tuple[_core.comm.World, bool]:
+    """The world, and whether every rank sees a GPU."""
     # The n-th init() of a rank joins the n-th init() of the others.
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
     joining = _Joining(store, prefix, rank, size, seconds, deadline)
-    identities = joining.from_all("host", f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
+    told = joining.from_all("host", f"{int(has_gpu())} {_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
+    seen, identities = zip(*(each.split(" ", 1) for each in told), strict=True)
     world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
-    # Rank 0's costs are everybody's, so that all choose the same algorithms. "shm+torch": inside and between hosts.
-    kinds = world.transport.split("+")
-    costs = joining.from_rank_0("costs", lambda: [load_costs(kind) for kind in kinds])
-    world.set_costs(**costs[0])
+    # Rank 0's costs are everybody's, so that all choose the same algorithms.
+    names = cost_names(world.transport)
+    inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
+    world.set_costs(**inside)
     if len(set(hosts)) > 1:
-        _set_nodes(world, hosts, costs[-1])
-    return world
+        _set_nodes(world, hosts, between)
+    return world, "0" not in seen
 
 
 def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, float]) -> None:

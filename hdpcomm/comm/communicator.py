@@ -11,53 +11,20 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.landing import LandingZone
-from hdpcomm.comm.tensors import describe, dtype_name
+from hdpcomm.comm.tensors import describe, like, same_type
+from hdpcomm.comm.work import ENDED, Collective, Ragged, Work, algorithm_code
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Collective", "Communicator", "Ragged", "Work"]
-
-Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
-Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
+__all__ = ["Communicator", "Work"]
 
 _OPS = _core.comm.OPS
 _REDOPS = _core.comm.REDOPS
-_ALGORITHMS = _core.comm.ALGORITHMS
 _NO_REDOP = 255
 _subset = _core.comm.subset
 _run_send = _core.comm.run_send
 _run_recv = _core.comm.run_recv
 _run_exchange = _core.comm.run_exchange
 _run_collective = _core.comm.run_collective
-
-
-class Work:
-    """An operation that was started; it keeps its tensors alive until it has ended."""
-
-    __slots__ = ("_buffers", "_handle")
-
-    def __init__(self, handle: _core.comm.Work | _core.comm.StreamWork | None, buffers: tuple[Any, ...]) -> None:
-        self._handle = handle  # None: it had ended when it was made
-        self._buffers = buffers
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.
-
-        ``timeout``: seconds; the communicator's by default. Past it the operation is given up on all ranks concerned.
-        Raises: CommTimeout, PeerLost, Mismatch, Aborted.
-        """
-        if self._handle is not None:
-            self._handle.wait(-1.0 if timeout is None else timeout)
-        self._buffers = ()
-
-    def done(self) -> bool:
-        """Whether the operation has ended; never blocks. ``wait()`` raises its error if it failed."""
-        return self._handle is None or self._handle.done()
-
-    def __repr__(self) -> str:
-        return "<Work, ended>" if self._handle is None else repr(self._handle)
-
-
-_ENDED = Work(None, ())
 _NOTHING = (0, 0, 0)
 
 
@@ -190,7 +157,7 @@ class Communicator:
         if dst == self.rank:
             raise self._self_message("send")
         _run_send(self._core, address, count, dtype, dst)
-        return _ENDED
+        return ENDED
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
@@ -200,7 +167,7 @@ class Communicator:
         if src == self.rank:
             raise self._self_message("recv")
         _run_recv(self._core, address, count, dtype, src)
-        return _ENDED
+        return ENDED
 
     def exchange(
         self,
@@ -224,7 +191,7 @@ class Communicator:
         if async_op:
             return Work(self._core.start_exchange(outgoing, incoming), (tuple(sends), tuple(recvs)))
         _run_exchange(self._core, outgoing, incoming)
-        return _ENDED
+        return ENDED
 
     def landing_zone(self, x: Any) -> LandingZone | None:
         """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
@@ -258,7 +225,7 @@ class Communicator:
     ) -> Work:
         """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
         source = self._describe(x, "x", writable=out is None)
-        target = source if out is None else self._like(source, self._describe(out, "out", writable=True), "out")
+        target = source if out is None else like(source, self._describe(out, "out", writable=True), "out")
         return self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op, (x, out))
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
@@ -271,7 +238,7 @@ class Communicator:
     ) -> Work:
         """Reduces the ``x`` of all ranks at position ``root``, in place or into ``out``; elsewhere ``x`` stays."""
         source = self._describe(x, "x", writable=out is None and self.rank == root)
-        target = source if out is None else self._like(source, self._describe(out, "out", writable=True), "out")
+        target = source if out is None else like(source, self._describe(out, "out", writable=True), "out")
         return self._collective("reduce", source, target, source[1], op, root, algorithm, async_op, (x, out))
 
     def gather(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
@@ -303,7 +270,7 @@ class Communicator:
         Equal parts, or ``in_splits`` / ``out_splits``: elements for and from each rank (their sums are the sizes).
         """
         source = self._describe(x, "x")
-        target = self._same_type(source, self._describe(out, "out", writable=True), "out")
+        target = same_type(source, self._describe(out, "out", writable=True), "out")
         if (out_splits is None) != (in_splits is None):
             raise InvalidUsage("all_to_all() got one of out_splits and in_splits; give both or neither")
         if out_splits is None or in_splits is None:
@@ -320,7 +287,7 @@ class Communicator:
                     f"all_to_all() got {name}={list(splits)}; it must hold {self.size} counts, none below 0, that sum "
                     f"up to the tensor's {total} elements"
                 )
-        operands = source[0], target[0], source[2], list(out_splits), list(in_splits), self._algorithm(algorithm)
+        operands = source[0], target[0], source[2], list(out_splits), list(in_splits), algorithm_code(algorithm)
         return self._run_ragged(operands, async_op, (x, out))
 
     def barrier(self, *, async_op: bool = False) -> Work:
@@ -377,7 +344,7 @@ class Communicator:
         redop = _NO_REDOP if op is None else _REDOPS.get(op)
         if redop is None:
             raise InvalidUsage(f"{name}() got op={op!r}; known are: {', '.join(_REDOPS)}")
-        code = self._algorithm(algorithm)
+        code = algorithm_code(algorithm)
         operands = _OPS[name], source[0], target[0], count, source[2], redop, root, code
         return self._run(operands, async_op, buffers)
 
@@ -386,7 +353,7 @@ class Communicator:
         if async_op:
             return Work(self._core.start_collective(*operands), buffers)
         _run_collective(self._core, *operands)
-        return _ENDED
+        return ENDED
 
     def _run_ragged(self, operands: Ragged, async_op: bool, buffers: tuple[Any, ...]) -> Work:
         """Runs a checked all_to_all of unequal parts."""
@@ -411,7 +378,7 @@ class Communicator:
         small_is_input = large_name == "out"
         small_name = "x" if small_is_input else "out"
         one = self._describe(small, small_name, writable=not small_is_input)
-        many = self._same_type(one, self._describe(large, large_name, writable=small_is_input), large_name)
+        many = same_type(one, self._describe(large, large_name, writable=small_is_input), large_name)
         if many[1] != one[1] * parts:
             raise InvalidUsage(
                 f"{name}() got {small_name} with {one[1]} and {large_name} with {many[1]} elements; on {parts} ranks "
@@ -419,26 +386,6 @@ class Communicator:
             )
         source, target = (one, many) if small_is_input else (many, one)
         return self._collective(name, source, target, one[1], op, root, algorithm, async_op, (small, large))
-
-    @staticmethod
-    def _same_type(expected: tuple[int, int, int], given: tuple[int, int, int], name: str) -> tuple[int, int, int]:
-        if given[2] != expected[2]:
-            raise InvalidUsage(
-                f"{name} has dtype {dtype_name(given[2])}, the other tensor {dtype_name(expected[2])}; give equal types"
-            )
-        return given
-
-    def _like(self, expected: tuple[int, int, int], given: tuple[int, int, int], name: str) -> tuple[int, int, int]:
-        if given[1] != expected[1]:
-            raise InvalidUsage(f"{name} has {given[1]} elements, x {expected[1]}; give equal sizes")
-        return self._same_type(expected, given, name)
-
-    @staticmethod
-    def _algorithm(name: str) -> int:
-        code = _ALGORITHMS.get(name)
-        if code is None:
-            raise InvalidUsage(f"algorithm {name!r} is unknown; known are: {', '.join(_ALGORITHMS)}")
-        return code
 
     def _self_message(self, name: str) -> InvalidUsage:
         return InvalidUsage(

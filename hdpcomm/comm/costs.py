@@ -14,13 +14,15 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.nccl import link_costs as nccl_link_costs
 from hdpcomm.plan.presets import DEVICES
 
-__all__ = ["costs_path", "link_costs", "load_costs", "save_costs"]
+__all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
 
 _DEFAULTS = _core.collective.DEFAULT_COSTS
 _DEVICE = _core.collective.DEVICE_COSTS
 _NCCL_INSIDE, _NCCL_BETWEEN = (asdict(costs) for costs in nccl_link_costs(DEVICES["h100"]))
-# Of transports that nobody calibrated. torch: gloo over one machine's loopback, measured (docs/scale-out.md).
+# Of transports that nobody calibrated.
 _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
+    # Estimated, for gloo over TCP. `hdpcomm perf --calibrate --transport torch --ranks 2` measures the loopback of a
+    # machine; on ranks of several hosts --calibrate measures their network.
     "torch": {"alpha_s": 2e-4, "message_s": 5e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
     "cuda": _DEVICE,  # derived, with its sources in csrc/include/hdpcomm/collective/peer_reads.hpp
     # By the figures of planner and simulator (hdpcomm/plan/nccl.py): inside a node, and between nodes.
@@ -37,6 +39,14 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
         "read_s_per_byte": 1.6e-10,
     },
 }
+
+
+def cost_names(transport: str) -> tuple[str, str]:
+    """Under which names the costs of a world's transport are stored: inside its hosts, and between them."""
+    if transport == "nccl":
+        return "nccl", "nccl between nodes"
+    inside, _, between = transport.partition("+")  # "shm+torch"
+    return inside, between or inside
 
 
 def _defaults(transport: str) -> dict[str, float]:

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.communicator import Collective, Communicator, Ragged, Work
+from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.device_paths import DevicePath, Devices
 from hdpcomm.comm.landing import LandingZone
 from hdpcomm.comm.tensors import Buffer, describe
+from hdpcomm.comm.work import ENDED, Collective, Ragged, Work
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["DeviceCommunicator", "DeviceWork", "NcclCommunicator"]
-
-_ENDED = Work(None, ())
 
 
 class DeviceWork(Work):
@@ -187,4 +186,4 @@ def _finish(handle: _core.comm.StreamWork, buffers: tuple[Any, ...], path: Devic
         return work
     if path.blocking:
         work.wait()
-    return _ENDED
+    return ENDED

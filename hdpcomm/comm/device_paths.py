@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.communicator import Collective, Ragged
 from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 from hdpcomm.comm.landing import LandingZone
+from hdpcomm.comm.work import Collective, Ragged
 
 __all__ = ["DevicePath", "Devices"]
 

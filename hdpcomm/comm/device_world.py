@@ -9,23 +9,24 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.costs import link_costs, load_costs
+from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device_paths import Devices
+from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.nccl import load as load_nccl
 from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DEVICE_TRANSPORTS", "NcclSource", "automatic", "join_devices"]
+__all__ = ["DEVICE_TRANSPORTS", "NcclSource", "automatic", "has_gpu", "join_devices"]
 
 #: Gives a rank's device and the NCCL that works on it.
-NcclSource = Callable[[int], tuple[Any, Any]]
+NcclSource = Callable[[_core.comm.World], tuple[Any, Any]]
 
 
-def _sim(rank: int) -> Any:
-    return _core.device.open_sim(rank)
+def _sim(world: _core.comm.World) -> Any:
+    return _core.device.open_sim(world.rank)
 
 
-def _cuda(rank: int) -> Any:
+def _cuda(world: _core.comm.World) -> Any:
     """The current CUDA device if the program has chosen one, else the local rank's, modulo their number."""
     # A pair of ranks has streams that wait for each other's. Streams that share one of the device's queues wait for
     # whatever is ahead of them; the default of 8 queues is soon used up. Read when CUDA is initialised.
@@ -33,24 +34,27 @@ def _cuda(rank: int) -> Any:
     count = torch.cuda.device_count()
     if count == 0:
         raise InvalidUsage(
-            f"rank {rank} asked for a transport of CUDA devices, but torch sees no CUDA device: look at nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES, or take transport='sim' to try the same on the CPU",
-            rank=rank,
+            f"rank {world.rank} asked for a transport of CUDA devices, but torch sees no CUDA device: look at "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES, or take transport='sim' to try the same on the CPU",
+            rank=world.rank,
         )
     if torch.cuda.current_device() == 0:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % count)
+        torch.cuda.set_device(local_place(world.rank, world.size)[0] % count)
     return _core.device.open_cuda(torch.cuda.current_device())
 
 
 #: Opens a rank's device, by the name of the transport.
-DEVICE_TRANSPORTS: dict[str, Callable[[int], Any]] = {"sim": _sim, "cuda": _cuda, "nccl": _cuda}
+DEVICE_TRANSPORTS: dict[str, Callable[[_core.comm.World], Any]] = {"sim": _sim, "cuda": _cuda, "nccl": _cuda}
 
 
-def automatic(host_transport: str) -> str | None:
-    """The device transport that ``auto`` adds to the host's, if any: where torch sees a GPU, cuda if all ranks share
-    a host (and so memory), else nccl."""
-    if not torch.cuda.is_available():
-        return None
+def has_gpu() -> bool:
+    """Whether torch sees a GPU here."""
+    return torch.cuda.is_available()
+
+
+def automatic(host_transport: str) -> str:
+    """The device transport that ``auto`` adds to the host's where every rank sees a GPU: cuda if all share a host (and
+    so memory), else nccl."""
     return "cuda" if host_transport == "shm" else "nccl"
 
 
@@ -64,7 +68,7 @@ def join_devices(transport: str, world: _core.comm.World, nccl_source: NcclSourc
     settings = {name: int(value) for name, value, _, _ in _core.environment() if name.startswith("HDPCOMM_DEVICE_")}
     engine = _core.comm.StreamEngine.join(
         world.communicator(),
-        DEVICE_TRANSPORTS[transport](world.rank),
+        DEVICE_TRANSPORTS[transport](world),
         slot_bytes=settings["HDPCOMM_DEVICE_SLOT_BYTES"],
         num_slots=settings["HDPCOMM_DEVICE_SLOTS"],
         num_lanes=settings["HDPCOMM_DEVICE_LANES"],
@@ -75,21 +79,22 @@ def join_devices(transport: str, world: _core.comm.World, nccl_source: NcclSourc
     return Devices(engine)
 
 
-def _real_nccl(rank: int) -> tuple[Any, Any]:
-    return _cuda(rank), load_nccl()
+def _real_nccl(world: _core.comm.World) -> tuple[Any, Any]:
+    return _cuda(world), load_nccl()
 
 
 def _join_nccl(world: _core.comm.World, source: NcclSource) -> Devices:
-    device, library = source(world.rank)
+    device, library = source(world)
     distance = setting("HDPCOMM_NCCL_CONNECT")
     if not distance.isdecimal():
         raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
+    inside, between = (link_costs(load_costs(name)) for name in cost_names("nccl"))  # rank 0's count
     engine = _core.comm.StreamEngine.join_nccl(
         world.communicator(),
         device,
         library,
         connect_distance=int(distance),
-        inside=link_costs(load_costs("nccl")),  # rank 0's count
-        between=link_costs(load_costs("nccl between nodes")),
+        inside=inside,
+        between=between,
     )
     return Devices(engine)

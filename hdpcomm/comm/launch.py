@@ -92,24 +92,23 @@ class RankPool:
             raise
 
     @property
-    def pids(self) -> list[int]:
-        """The process ids by rank."""
-        return [process.pid for process in self._processes]
-
-    @property
     def healthy(self) -> bool:
         """Whether all ranks still run and none was ended by a failure."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """As :func:`run_ranks`, on the ranks of this pool. It is closed after any error that is not ``fn``'s own."""
+        """As :func:`run_ranks`, on the ranks of this pool. It is closed after any error that is not ``fn``'s own.
+
+        Raises: InvalidUsage when it is closed; PeerLost, before any rank starts, when one has died since the last run.
+        """
+        if not self._pipes:
+            raise InvalidUsage("this RankPool is closed (by close(), or an error that ended its ranks); make a new one")
         message = pickle.dumps((fn, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
         results: dict[int, Any] = {}
         errors: dict[int, tuple[BaseException, str]] = {}
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
+            self._send(message)
             self._collect(results, errors, deadline, timeout)
         except BaseException:
             self.close()
@@ -119,6 +118,15 @@ class RankPool:
                 self.close()
             _raise_first(errors)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _send(self, message: bytes) -> None:
+        for rank, process in enumerate(self._processes):
+            if not process.is_alive():
+                raise PeerLost(f"rank {rank} ended {self._end_of(rank)} between two runs of its pool", peer=rank)
+        for pipe in self._pipes:
+            # A rank that has died meanwhile is found by its end of the pipe; the others have the job and must be heard.
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(message)
 
     def _collect(
         self,
@@ -155,18 +163,26 @@ class RankPool:
         errors: dict[int, tuple[BaseException, str]],
     ) -> None:
         try:
-            ok, payload, trace = pickle.loads(pipe.recv_bytes())
+            answer = pipe.recv_bytes()
         except (EOFError, OSError):
-            process = self._processes[rank]
-            process.join(2)
-            code = process.exitcode
-            how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
-            errors[rank] = (PeerLost(f"rank {rank} ended {how} in the middle of its run", peer=rank), "")
+            errors[rank] = (PeerLost(f"rank {rank} ended {self._end_of(rank)} in the middle of its run", peer=rank), "")
+            return
+        try:
+            ok, payload, trace = pickle.loads(answer)
+        except Exception as error:
+            told = f"what rank {rank} returned cannot be unpickled here ({type(error).__name__}: {error})"
+            errors[rank] = (InvalidUsage(f"{told}; return objects of importable classes"), traceback.format_exc())
             return
         if ok:
             results[rank] = payload
         else:
             errors[rank] = (payload, trace)
+
+    def _end_of(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(2)
+        code = process.exitcode
+        return f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
 
     def _dump_stacks(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -227,23 +243,35 @@ def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[st
         threading.Thread(target=_end_with_parent, args=(parent.sentinel,), daemon=True).start()
     while True:
         try:
-            fn, args = pickle.loads(pipe.recv_bytes())
+            job = pipe.recv_bytes()
         except (EOFError, OSError):
             return
         try:
-            answer = (True, fn(*args), "")
+            fn, args = pickle.loads(job)
+            answer = _pickled(fn(*args))
             close_all("")
         except BaseException as error:
             close_all(f"{type(error).__name__}: {error}")
-            answer = (False, _picklable(error), traceback.format_exc())
+            answer = pickle.dumps((False, _picklable(error), traceback.format_exc()))
         with contextlib.suppress(BrokenPipeError):
-            pipe.send_bytes(pickle.dumps(answer))
+            pipe.send_bytes(answer)
         del answer
 
 
 def _end_with_parent(sentinel: int) -> None:
     multiprocessing.connection.wait([sentinel])
     os._exit(1)
+
+
+def _pickled(result: Any) -> bytes:
+    """The answer of a function that has ended."""
+    try:
+        return pickle.dumps((True, result, ""))
+    except Exception as error:
+        raise InvalidUsage(
+            f"the function returned a {type(result).__name__} that cannot be pickled ({type(error).__name__}: "
+            f"{error}); return what pickle takes"
+        ) from error
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -10,10 +10,11 @@ import os
 import re
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Place", "first_host", "joined", "master", "place", "rank_and_size"]
+__all__ = ["Place", "first_host", "joined", "local_place", "master", "place", "rank_and_size", "tasks_on_node"]
 
 _PORTS = range(20_000, 30_000)  # for jobs whose launcher names none
 
@@ -23,6 +24,8 @@ class Place:
     """One rank's place, as its launcher tells.
 
     Attributes:
+        local_rank: its number among the ranks of its host; ``None`` if it is not told.
+        local_size: ranks on its host; ``None`` if it is not told.
         address: of rank 0's host, where the launcher tells it.
         job: what names the job, equal on all of its ranks and on no other job of the host; empty if it is not told.
     """
@@ -30,41 +33,101 @@ class Place:
     launcher: str
     rank: int
     size: int
-    local_rank: int
+    local_rank: int | None
+    local_size: int | None
     address: str | None
     job: str
 
 
 def place() -> Place | None:
-    """Where this process stands, by srun's or mpirun's variables; ``None`` if it is alone (or torchrun's are set).
+    """Where this process stands, by srun's or mpirun's variables (torchrun's are not looked at); ``None`` if alone.
+
+    mpirun comes first: in a Slurm allocation it starts its daemons by srun, and ranks inherit the daemon's place. The
+    ``PMI_`` variables alone are also those of ``srun --mpi=pmi2``, which tells more in its own.
 
     Raises: InvalidUsage for a variable that is no integer, or a rank outside its world.
     """
-    if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:  # a batch script without srun has no step
-        nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
-        job = f"slurm {os.environ.get('SLURM_JOB_ID', '')}.{os.environ['SLURM_STEP_ID']}"
-        address = first_host(nodes) if nodes else None
-        return _checked("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", address, job)
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ.get("OMPI_COMM_WORLD_SIZE")
         job = os.environ.get("PMIX_NAMESPACE", os.environ.get("OMPI_MCA_ess_base_jobid", ""))  # noqa: SIM112
-        return _checked(
-            "mpirun",
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "127.0.0.1" if one_host else None,
-            job,
-        )
-    if "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ:
-        one_host = os.environ.get("MPI_LOCALNRANKS") == os.environ["PMI_SIZE"]
-        return _checked("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "127.0.0.1" if one_host else None, "")
-    return None
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        return _of_mpi("mpirun", names, job)
+    hydra = "PMI_RANK" in os.environ and "PMI_SIZE" in os.environ
+    names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+    if hydra and "MPI_LOCALNRANKS" in os.environ:
+        return _of_mpi("mpiexec", names, "")
+    if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:  # a batch script without srun has no step
+        return _of_slurm()
+    return _of_mpi("mpiexec", names, "") if hydra else None
+
+
+def _of_slurm() -> Place:
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
+    node = _integer_or_none("SLURM_NODEID") or 0
+    local_size = tasks_on_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
+    rank, size = _integer("SLURM_PROCID"), _integer("SLURM_STEP_NUM_TASKS")
+    address = "127.0.0.1" if local_size == size else first_host(nodes) or None
+    job = f"slurm {os.environ.get('SLURM_JOB_ID', '')}.{os.environ['SLURM_STEP_ID']}"
+    found = Place("srun", rank, size, _integer_or_none("SLURM_LOCALID"), local_size, address, job)
+    return _checked(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), found)
+
+
+def _of_mpi(launcher: str, names: list[str], job: str) -> Place:
+    """``names``: of the variables with rank, size, local rank and local size. ``job``: empty if it is not told."""
+    rank, size = _integer(names[0]), _integer(names[1])
+    local_rank, local_size = _integer_or_none(names[2]), _integer_or_none(names[3])
+    one_host = local_size == size
+    address = "127.0.0.1" if one_host else None
+    job = job or (_starter() if one_host else "")
+    return _checked((names[0], names[1]), Place(launcher, rank, size, local_rank, local_size, address, job))
+
+
+def _starter() -> str:
+    """The process that started the ranks of this host: Hydra's proxy, also where a script lies between, or the parent.
+
+    MPICH names the job nowhere in the environment.
+    """
+    process = os.getppid()
+    try:
+        while process > 1:
+            if "pmi_proxy" in Path(f"/proc/{process}/comm").read_text():
+                return f"process {process}"
+            # The second field, the name, may hold blanks and brackets; the parent is the second one after it.
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it ended, or is not ours to see
+        pass
+    return f"process {os.getppid()}"
 
 
 def joined() -> bool:
-    """Whether a launcher has started this process as a rank of a world."""
-    return "WORLD_SIZE" in os.environ or place() is not None
+    """Whether a launcher has started this process as a rank of a world.
+
+    One process of srun or mpirun alone is none: an interactive shell (``srun --pty bash``) is such a one, and what runs
+    in it is free to start ranks. torchrun's variables make a world of one too.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return True
+    found = place()
+    return found is not None and found.size > 1
+
+
+def local_place(rank: int, size: int) -> tuple[int, int]:
+    """The number of this rank among the ranks of its host, and how many those are. Local.
+
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; else what srun or mpirun tells of a world of ``size`` ranks; else as if all
+    ranks were on this host. Raises: InvalidUsage for a variable that is no such number.
+    """
+    local_rank, local_size = _integer_or_none("LOCAL_RANK"), _integer_or_none("LOCAL_WORLD_SIZE")
+    if local_rank is not None and local_rank < 0:
+        raise InvalidUsage(f"LOCAL_RANK={local_rank}; give 0 or more")
+    if local_size is not None and local_size < 1:
+        raise InvalidUsage(f"LOCAL_WORLD_SIZE={local_size}; give at least 1")
+    if local_rank is None or local_size is None:
+        found = place()
+        if found is not None and found.size == size:
+            local_rank = found.local_rank if local_rank is None else local_rank
+            local_size = found.local_size if local_size is None else local_size
+    local_size = size if local_size is None else local_size
+    return (rank % local_size if local_rank is None else local_rank), local_size
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -98,7 +161,7 @@ def master() -> tuple[str, int]:
         assert found is not None
         raise InvalidUsage(
             f"{found.launcher} started ranks on several hosts and does not tell where rank 0 is; set MASTER_ADDR to "
-            "its host on all ranks (mpirun -x MASTER_ADDR=...)"
+            "its host on all ranks (mpirun -x MASTER_ADDR=..., with MPICH mpiexec -genv MASTER_ADDR ...)"
         )
     if "MASTER_PORT" in os.environ:
         return address, _integer("MASTER_PORT")
@@ -118,18 +181,32 @@ def first_host(nodes: str) -> str:
     return prefix + (number or "") + (suffix or "")
 
 
-def _checked(launcher: str, rank: str, size: str, local: str, address: str | None, job: str) -> Place:
-    found = Place(launcher, _integer(rank), _integer(size), _integer(local, 0), address, job)
+def tasks_on_node(counts: str, node: int) -> int | None:
+    """Of Slurm's task counts: ``4(x2),3`` are 4, 4 and 3. ``None`` if they do not tell."""
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return None
+        node -= int(match[2] or 1)
+        if node < 0:
+            return int(match[1])
+    return None
+
+
+def _checked(names: tuple[str, str], found: Place) -> Place:
+    """``names``: of the variables with rank and size."""
     if found.size < 1 or not 0 <= found.rank < found.size:
-        raise InvalidUsage(f"{rank}={found.rank} is not in 0..{found.size - 1} ({size}={found.size})")
+        raise InvalidUsage(f"{names[0]}={found.rank} is not in 0..{found.size - 1} ({names[1]}={found.size})")
     return found
 
 
-def _integer(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
+def _integer_or_none(name: str) -> int | None:
+    return _integer(name) if name in os.environ else None
+
+
+def _integer(name: str) -> int:
+    text = os.environ.get(name, "")
     try:
-        return int(text or "")
+        return int(text)
     except ValueError as error:
         raise InvalidUsage(f"{name}={text!r} is not an integer; the launcher sets it right") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import DEVICES, ClusterSpec
 
-__all__ = ["Host", "LinkCost", "Topology", "host_facts", "measure_topology"]
+__all__ = ["Host", "LinkCost", "Topology", "cores_of_rank", "host_facts", "measure_topology", "nodes_of"]
 
 _FACT_BYTES = 4096  # of a rank's description
 _PAIRS = 3  # measured of each class
@@ -100,6 +101,25 @@ def host_facts() -> dict[str, object]:
     return {"name": platform.node(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus, "links": links[:32]}
 
 
+def nodes_of(comm: Communicator) -> list[int]:
+    """The host of each rank of the whole world, as a number. Local."""
+    return _core.scale.nodes_of(comm._core.world)
+
+
+def cores_of_rank(comm: Communicator) -> int:
+    """How many cores a rank has to itself: those that it may run on, shared with the ranks that may run on the same.
+
+    So ranks that their launcher has bound take what it gave them, others divide their host. At least 1. Collective over
+    ``comm``.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    digest = hashlib.sha256(f"{_core.comm.host_identity()} {cores}".encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:1]
+    everyone = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(everyone, mine)
+    return max(1, len(cores) // int((everyone == mine).sum()))
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
@@ -112,10 +132,9 @@ def measure_topology(comm: Communicator) -> Topology:
 
     Raises: InvalidUsage unless ``comm`` is the whole world in its order; the errors of the messages.
     """
-    world = comm._core.world
-    if comm.ranks != tuple(range(world.size)):
+    if comm.ranks != tuple(range(comm._core.world.size)):
         raise InvalidUsage(f"measure_topology() got the ranks {comm.ranks}; give what init() returned")
-    node_of_rank = _core.scale.nodes_of(world)
+    node_of_rank = nodes_of(comm)
     own = host_facts()
     text = json.dumps(own).encode()
     if len(text) > _FACT_BYTES:

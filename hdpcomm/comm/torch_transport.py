@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm._core import scale
-from hdpcomm.comm.launchers import master
 from hdpcomm.errors import CommTimeout, Error
 
 __all__ = ["GroupCarrier", "make_group", "own_address"]
@@ -161,7 +160,7 @@ def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = datetime.timedelta(seconds=timeout)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    where = {"interface": interface.split(",")[0]} if interface else {"hostname": own_address()}
+    where = {"interface": interface.split(",")[0]} if interface else {"hostname": own_address(store)}
     try:
         options._devices = [dist.ProcessGroupGloo.create_device(**where)]
         return dist.ProcessGroupGloo(store, rank, size, options), True
@@ -179,9 +178,20 @@ def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any
         ) from error
 
 
-def own_address() -> str:
-    """The address of this host on the way to the job's store; no packet is sent."""
-    target = master()[0]
+def own_address(store: Any) -> str:
+    """The address of this host on the way to the job's store; no packet is sent.
+
+    ``store``: one that is served over TCP tells its host. With another (a file, say) the way to ``MASTER_ADDR`` counts,
+    or else the address that this host's name has. Raises: Error, saying what to set.
+    """
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        name, target = "the job's store at ", store.host
+    elif "MASTER_ADDR" in os.environ:
+        name, target = "MASTER_ADDR=", os.environ["MASTER_ADDR"]
+    else:
+        name, target = "the address of its own name ", socket.gethostname()
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -189,7 +199,8 @@ def own_address() -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise Error(
-            f"there is no way from this host to MASTER_ADDR={target}: {error}; check the name and the network"
+            f"there is no way from this host to {name}{target}: {error}; check the name and the network, or name the "
+            "interface to use by GLOO_SOCKET_IFNAME"
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.config import PerfConfig
+from hdpcomm.perf.records import time_key
 from hdpcomm.perf.results import Report, Side
 
 __all__ = ["Slowdown", "compare", "parse_percent", "read"]
@@ -18,6 +19,7 @@ __all__ = ["Slowdown", "compare", "parse_percent", "read"]
 class Slowdown:
     """A side that both runs have. ``percent``: how much slower it is now; below 0: faster."""
 
+    ranks: tuple[int, ...]
     size: int
     type: str
     redop: str
@@ -57,13 +59,15 @@ def read(path: Path) -> dict[str, Any]:
 def compare(config: PerfConfig, report: Report, document: dict[str, Any]) -> list[Slowdown]:
     """All sides that both runs measured. Raises InvalidUsage where they have none in common.
 
-    A run of several cycles counts with its best one. With -I in both runs medians are compared, else means.
+    A run of several cycles counts with its best one. With -I in both runs medians are compared, else means. Times of
+    starting an operation (-C) are compared with such times only, and rows of a subset with those of the same ranks.
     """
+    kind = time_key(config)
     before = _best(_old_times(document))
     now: dict[tuple[Any, ...], list[tuple[float, float | None]]] = {}
     for row in report.rows:
         for name, side in row.sides():
-            key = (row.op, len(row.ranks), row.size, row.type, row.redop, str(row.root), name)
+            key = (row.op, row.ranks, row.size, row.type, row.redop, str(row.root), kind, name)
             now.setdefault(key, []).append(_times(side))
     compared = []
     for key, (mean, median) in _best(now).items():
@@ -73,11 +77,11 @@ def compare(config: PerfConfig, report: Report, document: dict[str, Any]) -> lis
             then, here = (old_median, median) if use_median else (old_mean, mean)
             assert then is not None
             assert here is not None
-            compared.append(Slowdown(*key[2:6], side=key[6], before_us=then, now_us=here))
+            compared.append(Slowdown(*key[1:6], side=key[7], before_us=then, now_us=here))
     if not compared:
         raise InvalidUsage(
             f"--baseline: it has no row in common with this run of {config.op} (operation, ranks, size, type, redop, "
-            "root); measure the same sweep"
+            "root, and -C or not); measure the same sweep"
         )
     return compared
 
@@ -94,16 +98,18 @@ def _old_times(document: dict[str, Any]) -> dict[tuple[Any, ...], list[tuple[flo
                 side = row.get(name)
                 if side is None:
                     continue
-                ranks = row.get("ranks") or document["config"]["devices"]
+                ranks = row.get("ranks") or range(len(document["config"]["devices"]))
+                kind = "time" if "time" in side else "cpu_time"
                 key = (
                     row["experiment_name"],
-                    len(ranks),
+                    tuple(ranks),
                     row["size"],
                     row["type"],
                     row["redop"],
                     str(row["root"]).strip(),
+                    kind,
                 )
-                time = float(side["time"] if "time" in side else side["cpu_time"])
+                time = float(side[kind])
                 median = row.get(f"{name}_per_iter", {}).get("p50_us")
                 if time > 0:
                     found.setdefault((*key, name), []).append((time, median))

@@ -7,6 +7,7 @@ peers * read_s_per_byte; copies in the own memory cost gamma_s_per_byte.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +17,11 @@ import numpy as np
 import torch
 
 from hdpcomm import kernels
+from hdpcomm.comm.costs import cost_names
+from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["fit", "fit_reads", "measure"]
+__all__ = ["fit", "fit_reads", "measure", "measure_world"]
 
 _SIZES = (8, 256, 4096, 65_536, 262_144, 1 << 20, 4 << 20)
 _LARGE = 4 << 20
@@ -27,15 +30,34 @@ _ROUNDS = 7  # the fastest counts: what disturbs a rank only ever adds
 _LEAST = 1e-13  # seconds; a cost of 0 would make the choice blind to it
 
 
-def measure(comm: Any) -> dict[str, float]:
+def measure_world(world: Any) -> dict[str, dict[str, float]]:
+    """The costs of a world's transport inside a host and between hosts, by the names under which ``init()`` reads them.
+
+    The first pair of ranks of each kind is measured; a kind that has none is left out. Where one name stands for both,
+    the pair between hosts counts. Collective over the whole world, whose ranks all get the same.
+
+    Raises: InvalidUsage on one rank.
+    """
+    _check_size(world)
+    nodes = nodes_of(world)
+    inside, between = cost_names(world.transport)
+    chosen: dict[str, tuple[int, int]] = {}
+    for name, crossing in ((between, True), (inside, False)):
+        for a, b in itertools.combinations(range(world.size), 2):
+            if (nodes[a] != nodes[b]) == crossing:
+                chosen.setdefault(name, (a, b))
+                break
+    return {name: measure(world, pair) for name, pair in chosen.items()}
+
+
+def measure(comm: Any, members: tuple[int, int] = (0, 1)) -> dict[str, float]:
     """What ``save_costs()`` takes of the transport of ``comm``; collective over its ranks, which all get the same.
 
-    Rank 0 and rank 1 exchange messages while the others wait; rank 0 adds float32 numbers in its own memory. With
+    The two members exchange messages while the others wait; the first adds float32 numbers in its own memory. With
     devices, the two, then all ranks, run one-shot collectives. Raises: InvalidUsage on one rank.
     """
-    if comm.size < 2:
-        raise InvalidUsage("--calibrate measures messages between ranks; give --ranks 2 or more")
-    pair, reads = comm.subset([0, 1]), "one_shot" in comm.algorithms("all_reduce")
+    _check_size(comm)
+    pair, reads = comm.subset(members), "one_shot" in comm.algorithms("all_reduce")
     steps = [(size, 1) for size in _SIZES] + [(_SIZES[0], _MANY)]
     times = torch.full((len(steps) + 4,), torch.inf, dtype=torch.float64)
     for _ in range(_ROUNDS):
@@ -50,12 +72,17 @@ def measure(comm: Any) -> dict[str, float]:
                 times[at] = min(float(times[at]), _one_shot_s(group, size))
     comm.barrier()
     times[len(steps)] = _reduction_s_per_byte(comm.device)
-    comm.broadcast(on_device := times.to(comm.device), 0)
+    comm.broadcast(on_device := times.to(comm.device), members[0])
     *lone, many, gamma, of_two, of_all, large = on_device.tolist()
     costs = fit(_SIZES, lone, many, gamma)
     if reads:
         costs |= fit_reads(of_two, of_all, comm.size, large, costs["gamma_s_per_byte"])
     return costs
+
+
+def _check_size(comm: Any) -> None:
+    if comm.size < 2:
+        raise InvalidUsage("--calibrate measures messages between ranks; give --ranks 2 or more")
 
 
 def fit(sizes: Sequence[int], steps: Sequence[float], many: float, gamma: float) -> dict[str, float]:

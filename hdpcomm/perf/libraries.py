@@ -6,6 +6,7 @@ Only what the operations call. Where gloo has no out-of-place form, the copy tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,10 +36,14 @@ class _Works:
 
 
 class Gloo:
-    """A process group of gloo; ``ranks`` are global. Roots and peers are positions, as in a Communicator."""
+    """A process group of gloo; ``ranks`` are global. Roots and peers are positions, as in a Communicator.
 
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+    ``timeout``: of the group's operations, and of its subsets'.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int], *, timeout: timedelta) -> None:
         self._group = group
+        self._timeout = timeout
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
@@ -46,8 +51,8 @@ class Gloo:
     def subset(self, ranks: Sequence[int]) -> Gloo | None:
         """``new_group``: all ranks of the job call it. gloo orders the ranks of a group as given only if asked."""
         chosen = [self.ranks[rank] for rank in ranks]
-        group = dist.new_group(chosen, backend="gloo", sort_ranks=False)
-        return Gloo(group, chosen) if dist.get_rank() in chosen else None
+        group = dist.new_group(chosen, backend="gloo", sort_ranks=False, timeout=self._timeout)
+        return Gloo(group, chosen, timeout=self._timeout) if dist.get_rank() in chosen else None
 
     def forget(self) -> None:
         """Ends the group."""

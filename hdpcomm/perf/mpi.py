@@ -108,13 +108,13 @@ def spec_of(config: PerfConfig, rows: Sequence[Point], ranks: int) -> dict[str, 
     """What the peers are to measure."""
     size = len(rows[0].ranks) if rows else ranks
     return {
-        "warmup": config.warmup,
         "members": [list(members(k, size)) for k in range(config.iters)] if config.op == "subset" else [],
         "subsets": [list(s) for s in (config.subsets or windows(ranks))] if config.op == "mixed" else [],
         "rows": [
             {
                 "op": config.op,
                 "iters": config.iters,
+                "warmup": config.warmup,
                 "ranks": list(point.ranks),
                 "count": point.shape.count,
                 "send": point.shape.send,

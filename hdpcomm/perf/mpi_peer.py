@@ -103,11 +103,12 @@ def mixed(spec: dict[str, Any], row: dict[str, Any], made: list[Any]) -> Callabl
     return lambda: MPI.Request.Waitall([comm.Iallgather(x, out) for comm, x, out in buffers])
 
 
-def timed(call: Callable[[], Any], spec: dict[str, Any], iters: int) -> float:
+def timed(call: Callable[[], Any], row: dict[str, Any]) -> float:
     """Microseconds of a call."""
-    for _ in range(spec["warmup"]):
+    for _ in range(row["warmup"]):
         call()
     WORLD.Barrier()
+    iters: int = row["iters"]
     started = time.perf_counter()
     for _ in range(iters):
         call()
@@ -155,10 +156,10 @@ def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any, made: list[Any
             result[side], create = subset_times(comm, spec, row, in_place)
             result["create"] = result["create"] if in_place else create
         elif op == "mixed":
-            result[side] = timed(mixed(spec, row, made), spec, row["iters"])
+            result[side] = timed(mixed(spec, row, made), row)
         else:
             calls = max(1, comm.size - 1) if op == "ring" else 1
-            result[side] = timed(call_of(op, comm, row, in_place), spec, row["iters"]) / calls
+            result[side] = timed(call_of(op, comm, row, in_place), row) / calls
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -133,7 +134,7 @@ def _differences(got: torch.Tensor, expected: torch.Tensor) -> int:
     return int((got != expected).sum())
 
 
-class Operation:
+class Operation(ABC):
     """Base of the operations; one small module each in ``hdpcomm.perf.ops``."""
 
     name: ClassVar[str]
@@ -168,17 +169,17 @@ class Operation:
         """``x`` and ``out`` in one buffer."""
         return shared[: case.shape.send], shared[: case.shape.recv]
 
+    @abstractmethod
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         """A function that does the operation once (``async_op``: starts it and returns its Work)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def given(self, case: Case) -> torch.Tensor | None:
         """What this rank's ``x`` holds; ``None``: it gives nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected(self, case: Case) -> torch.Tensor | None:
         """What this rank's ``out`` must hold; ``None``: it gets nothing."""
-        raise NotImplementedError
 
     def bind(self, case: Case) -> Bound:
         """Buffers and calls for a row."""

@@ -13,7 +13,7 @@ from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.environment import recorded
 from hdpcomm.perf.results import Report, Row, Side
 
-__all__ = ["COLUMNS", "RecordWriter", "json_document", "records"]
+__all__ = ["COLUMNS", "RecordWriter", "json_document", "records", "time_key"]
 
 COLUMNS = (
     "library",
@@ -182,9 +182,14 @@ def _result(row: Row, config: PerfConfig) -> dict[str, Any]:
     }
 
 
+def time_key(config: PerfConfig) -> str:
+    """The key of a side's time in the -J file: with -C it is the time of starting an operation, and named so."""
+    return "cpu_time" if config.cpu_time else "time"
+
+
 def _side(side: Side, config: PerfConfig) -> dict[str, Any]:
     return {
-        "cpu_time" if config.cpu_time else "time": side.time_us,
+        time_key(config): side.time_us,
         "alg_bw": side.algbw,
         "bus_bw": side.busbw,
         "nwrong": side.wrong,

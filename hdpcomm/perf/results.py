@@ -83,7 +83,7 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """What two runs must have in common to be compared."""
-        return (self.op, len(self.ranks), self.size, self.type, self.redop, self.root)
+        return (self.op, self.ranks, self.size, self.type, self.redop, self.root)
 
     def sides(self) -> list[tuple[str, Side]]:
         """The sides that were measured, by name."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm import Communicator, init
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.comm.bootstrap import default_timeout, open_store
+from hdpcomm.comm.launchers import joined, local_place, rank_and_size
+from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.dtypes import ElementType, element_type
 from hdpcomm.perf.engine import check_modes, measure_side
@@ -111,7 +113,7 @@ def run_rank(
     torch.set_num_threads(1)
     tell = emit or _silent
     resident = _resident_bytes()
-    gloo = join_gloo() if "gloo" in config.compare else None
+    gloo = join_gloo(config.timeout) if "gloo" in config.compare else None
     try:
         if world is not None:
             _run_cycles(world, gloo, config, report, tell, resident)
@@ -227,39 +229,66 @@ def _case(comm: Any, point: Point, config: PerfConfig, in_place: bool, *, ours: 
     )
 
 
-def join_gloo() -> Any:
-    """torch.distributed on the job's own store, before ``init()``, which then uses the same one. Collective."""
+def join_gloo(timeout: float | None = None) -> Any:
+    """torch.distributed on the job's own store, before ``init()``, which then uses the same one. Collective.
+
+    ``timeout``: seconds for joining and for every operation; ``None``: the default of ``init()``.
+    Raises: InvalidUsage (environment, port in use), CommTimeout.
+    """
     import torch.distributed as dist
 
     from hdpcomm.perf.libraries import Gloo
 
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    else:
-        store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-        run = store.add(f"hdpcomm/perf/{rank}", 1)  # ranks that stay for several runs find no old addresses
-        own = dist.PrefixStore(f"perf/{run}", store)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
-    return Gloo(dist.group.WORLD, range(dist.get_world_size()))
+    seconds = default_timeout() if timeout is None else timeout
+    limit = datetime.timedelta(seconds=seconds)
+    rank, size = rank_and_size() if joined() else (0, 1)
+    try:
+        store = dist.HashStore() if size == 1 else _store_of_run(rank, size, seconds)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:  # whatever torch and gloo raise; errors of open_store() are none
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise CommTimeout(
+                f"rank {rank} did not join the other ranks over gloo within {seconds:g} s: {text}; look for their "
+                "errors, or raise -T",
+                rank=rank,
+                op="--compare gloo",
+            ) from error
+        raise Error(f"rank {rank} cannot join the other ranks over gloo: {text}", rank=rank) from error
+    return Gloo(dist.group.WORLD, range(size), timeout=limit)
+
+
+def _store_of_run(rank: int, size: int, seconds: float) -> Any:
+    """A part of the job's store: ranks that stay for several runs find no old addresses in it."""
+    store = open_store(rank, size, seconds)
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    run = store.add(f"hdpcomm/perf/{rank}", 1)
+    return torch.distributed.PrefixStore(f"perf/{run}", store)  # type: ignore[attr-defined]
 
 
 def now() -> str:
     """The time as nccl-tests writes it."""
-    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _devices(world: Communicator, config: PerfConfig) -> list[Device]:
     """Where the ranks run, told to all (fixed-size records)."""
-    local = int(os.environ.get("LOCAL_RANK", world.rank))
-    text = f"{os.getpid()}\n{socket.gethostname()}\n{local}\n{_processor()}".encode()[:256].ljust(256)
+    if world.device.type == "cuda":
+        number, info = world.device.index, torch.cuda.get_device_name(world.device)
+    else:
+        number, info = local_place(world.rank, world.size)[0], _processor()
+    fields = os.getpid(), socket.gethostname(), number, world.device, info
+    text = "\n".join(str(field) for field in fields).encode()[:256].ljust(256)
     everyone = torch.empty(world.size * 256, dtype=torch.uint8)
     world.all_gather(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8))
     devices = []
     for rank in range(world.size):
         raw = bytes(everyone[256 * rank : 256 * (rank + 1)].tolist())
-        pid, host, device, info = raw.decode(errors="replace").rstrip().split("\n")
+        pid, host, place, device, model = raw.decode(errors="replace").rstrip().split("\n")
         group = next((k for k, subset in enumerate(config.subsets) if rank in subset), -1) if config.subsets else 0
-        devices.append(Device(rank, group, int(pid), host, int(device), "cpu", info))
+        devices.append(Device(rank, group, int(pid), host, int(place), device, model))
     return devices
 
 

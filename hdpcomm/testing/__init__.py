@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -71,17 +72,18 @@ def run_threads(
     one here, on simulated devices: ``fake_nccl``, or a new one. ``hosts``: the host of each rank, as the ranks are made
     to believe.
 
-    Raises: what a rank raised; CommTimeout past the timeout; Error when NCCL's rules were broken.
+    Raises: what a rank raised, also where other ranks are stuck (a CommTimeout that names them is its cause then, if it
+    has no other); CommTimeout when ranks are stuck and none raised; Error when NCCL's rules were broken.
     """
     segment = _core.comm.create_segment(world_size)
     making = threading.Lock()
 
-    def on_simulated_device(rank: int) -> tuple[Any, Any]:
+    def on_simulated_device(world: _core.comm.World) -> tuple[Any, Any]:
         nonlocal fake_nccl
         with making:
             fake_nccl = fake_nccl or _core.scale.FakeNccl(world_size)
-        device = _core.device.open_sim(rank)
-        return device, fake_nccl.library(rank, device)
+        device = _core.device.open_sim(world.rank)
+        return device, fake_nccl.library(world.rank, device)
 
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
@@ -99,17 +101,30 @@ def run_threads(
     threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(timeout)
-    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    if stuck:
-        frames = sys._current_frames()
-        for rank in stuck:
-            print(f"--- stack of rank {rank}", file=sys.stderr)
-            traceback.print_stack(frames.get(threads[rank].ident or 0), file=sys.stderr)
-        raise CommTimeout(f"ranks {stuck} did not end within {timeout} s; their stacks are on stderr", ranks=stuck)
-    if errors:
-        raise errors[min(errors, key=lambda rank: (isinstance(errors[rank], ConnectionError), rank))]
+    late = _join(threads, timeout)
+    told = dict(errors)  # a rank that is stuck may still add to the other
+    if told:
+        error = told[min(told, key=lambda rank: (isinstance(told[rank], ConnectionError), rank))]
+        if late is not None and error.__cause__ is None and error.__context__ is None:
+            raise error from late
+        raise error
+    if late is not None:
+        raise late
     if fake_nccl is not None and (complaints := fake_nccl.complaints()):
         raise Error(f"the fake NCCL was not used as NCCL must be: {'; '.join(complaints)}")
     return results
+
+
+def _join(threads: Sequence[threading.Thread], timeout: float) -> CommTimeout | None:
+    """Waits until all have ended; past ``timeout`` seconds prints the stacks of those that have not, and names them."""
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if not stuck:
+        return None
+    frames = sys._current_frames()
+    for rank in stuck:
+        print(f"--- stack of rank {rank}", file=sys.stderr)
+        traceback.print_stack(frames.get(threads[rank].ident or 0), file=sys.stderr)
+    return CommTimeout(f"ranks {stuck} did not end within {timeout} s; their stacks are on stderr", ranks=stuck)

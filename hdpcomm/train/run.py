@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdpcomm.comm.launchers import local_place
 from hdpcomm.data import BatchSampler, Corpus, GlobalBatch
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
@@ -171,7 +171,7 @@ def _host_memory(comm: Communicator, config: RunConfig) -> tuple[PinnedPool | No
     """The pool, and what it allows a rank to hold, as measured. Collective over ``comm``."""
     if not config.offload_bytes:
         return None, None
-    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+    _, sharers = local_place(comm.rank, comm.size)
     model = Llama(config.model, seed=config.seed).to(comm.device)
     pool = PinnedPool(config.offload_bytes, device=next(model.parameters()).device, sharers=sharers)
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +29,25 @@ def still_works(comm: hdp.Communicator) -> None:
         assert out.view(comm.size, count).eq(torch.arange(comm.size)[:, None]).all()
 
 
+SOON_S = 10.0
+"""Half of the deadline of the worlds here: an error that comes by then was told, not waited for. What is wanted is a
+second after a mismatch, and two after a death; benchmarks/faults.py measures that, on cores that do nothing else."""
+
+
+def wait_for(path: Path) -> None:
+    """Until another rank has made the file, whatever the machine has to do meanwhile."""
+    until = time.monotonic() + 15
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} was not made"
+        time.sleep(0.01)
+
+
 def caught(call: Callable[[], Any]) -> hdp.Error:
+    """The error that ``call`` raises, soon (:data:`SOON_S`; a second is wanted, see there)."""
     started = time.monotonic()
     with pytest.raises(hdp.Error) as info:
         call()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < SOON_S
     return info.value
 
 
@@ -95,24 +112,34 @@ def test_all_members_hear_of_a_mismatch(ranks: Any) -> None:
     run_threads(one_of_three_disagrees, 3)
 
 
-def late_rank() -> None:
+def gives_up(comm: hdp.Communicator, x: torch.Tensor) -> None:
+    """Waits 0.3 s for an all_reduce that no other rank has called, and not for the deadline of the world."""
+    started = time.monotonic()
+    with pytest.raises(hdp.CommTimeout, match=r"rank 0 waited [0-9.]+ s in all_reduce.*raise timeout=") as info:
+        comm.all_reduce(x, async_op=True).wait(timeout=0.3)
+    took = time.monotonic() - started
+    told = re.search(r"waited ([0-9.]+) s", str(info.value))
+    assert told is not None
+    assert 0.29 < float(told[1]) <= took + 0.01
+    assert took < SOON_S
+    assert (info.value.op, info.value.ranks) == ("all_reduce", (0, 1))
+
+
+def late_rank(folder: str) -> None:
     comm = hdp.init(timeout=20)
     x = torch.ones(50_000)
     if comm.rank == 0:
-        started = time.monotonic()
-        with pytest.raises(hdp.CommTimeout, match=r"rank 0 waited 0\.[0-9]+ s in all_reduce.*raise timeout=") as info:
-            comm.all_reduce(x, async_op=True).wait(timeout=0.3)
-        assert 0.29 < time.monotonic() - started < 1.0
-        assert (info.value.op, info.value.ranks) == ("all_reduce", (0, 1))
+        gives_up(comm, x)
+        Path(folder, "gave up").touch()
     else:
-        time.sleep(0.7)
+        wait_for(Path(folder, "gave up"))
         with pytest.raises(hdp.CommTimeout, match="told by rank 0"):  # not 20 s later
             comm.all_reduce(x)
     still_works(comm)
 
 
-def test_timeout_reaches_the_late_rank(ranks: Any) -> None:
-    ranks(2, late_rank)
+def test_timeout_reaches_the_late_rank(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, late_rank, str(tmp_path))
 
 
 def bad_arguments() -> None:
@@ -179,27 +206,106 @@ def test_abort(ranks: Any) -> None:
     ranks(3, aborts)
 
 
-def third_rank_is_absent() -> None:
+def third_rank_is_absent(folder: str) -> None:
     """Ranks 0 and 1 have nothing to ask of each other any more, and wait for rank 2: one's failure is the other's."""
     comm = hdp.init(timeout=20)
     for count in (2, 3_000, 100_000):
         for algorithm in ("direct", "ring"):
+            heard = Path(folder, f"heard {algorithm} {count}")
             if comm.rank == 0:
                 with pytest.raises(hdp.CommTimeout, match="look for a rank that did not call it"):
                     comm.all_reduce(torch.zeros(count), algorithm=algorithm, async_op=True).wait(timeout=0.3)
             elif comm.rank == 1:
                 error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
+                heard.touch()
                 assert isinstance(error, hdp.CommTimeout)
                 assert "(told by rank 0)" in str(error)
             else:
-                time.sleep(0.6)
+                wait_for(heard)
                 error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
                 assert isinstance(error, hdp.CommTimeout)
             still_works(comm)
 
 
-def test_failure_while_a_third_rank_is_absent(ranks: Any) -> None:
-    ranks(3, third_rank_is_absent)
+def test_failure_while_a_third_rank_is_absent(ranks: Any, tmp_path: Path) -> None:
+    ranks(3, third_rank_is_absent, str(tmp_path))
+
+
+def stale_message() -> None:
+    """A message of an operation that its receiver gave up is not taken for one of the next operation."""
+    with hdp.init(timeout=20) as comm:
+        x = torch.full((4,), 1.0 + comm.rank)
+        if comm.rank == 0:
+            time.sleep(0.5)
+            with pytest.raises(hdp.CommTimeout, match="told by rank 1"):
+                comm.broadcast(x, 0)
+            time.sleep(1.0)
+            out = torch.zeros(8)
+            comm.gather(out, x, 0)
+            assert out.tolist() == [1.0] * 4 + [2.0] * 4
+        else:
+            with pytest.raises(hdp.CommTimeout):
+                comm.broadcast(x, 0, async_op=True).wait(timeout=0.2)
+            time.sleep(0.7)
+            comm.gather(None, x, 0)  # sends only; the late message of the broadcast lies there meanwhile
+        still_works(comm)
+
+
+def test_stale_message(ranks: Any) -> None:
+    ranks(2, stale_message)
+
+
+def withdrawn_before_another() -> None:
+    """A send that is given up fails its own receive, and not the send behind it."""
+    with hdp.init(timeout=20) as comm:
+        for count in (100_000, 12_000_000):  # the second is more than may be under way
+            first, second = torch.ones(count), torch.full((3,), 7.0)
+            if comm.rank == 0:
+                given_up = comm.send(first, 1, async_op=True)
+                kept = comm.send(second, 1, async_op=True)
+                with contextlib.suppress(hdp.CommTimeout):  # the torch transport may have handed it over
+                    given_up.wait(timeout=0.3)
+                kept.wait()
+            else:
+                time.sleep(0.8)
+                with contextlib.suppress(hdp.CommTimeout):
+                    comm.recv(torch.zeros(count), 0)
+                received = torch.zeros(3)
+                comm.recv(received, 0)
+                assert received.tolist() == [7.0] * 3
+            still_works(comm)
+
+
+def test_withdrawn_before_another(ranks: Any) -> None:
+    ranks(2, withdrawn_before_another)
+
+
+def failure_behind_a_message(folder: str) -> None:
+    """Rank 0 hears that rank 1 gave up an operation although a message of a later one is before the notice."""
+    with hdp.init(timeout=20) as comm:
+        x, out = torch.zeros(2), torch.zeros(6)
+        if comm.rank == 0:
+            error = caught(lambda: comm.all_gather(out, x, algorithm="direct"))
+            Path(folder, "heard").touch()
+            assert isinstance(error, hdp.CommTimeout)
+            assert "(told by rank 1)" in str(error)
+            comm.recv(x, 1)
+            assert x.tolist() == [5.0, 5.0]
+        elif comm.rank == 1:
+            gathered = comm.all_gather(out, x, algorithm="direct", async_op=True)
+            sent = comm.send(torch.full((2,), 5.0), 0, async_op=True)
+            with pytest.raises(hdp.CommTimeout):
+                gathered.wait(timeout=0.3)
+            sent.wait()
+        else:
+            wait_for(Path(folder, "heard"))
+            with contextlib.suppress(hdp.CommTimeout):  # what the others sent to it may be all that it needs
+                comm.all_gather(out, x, algorithm="direct")
+        still_works(comm)
+
+
+def test_failure_behind_a_message(ranks: Any, tmp_path: Path) -> None:
+    ranks(3, failure_behind_a_message, str(tmp_path))
 
 
 def leave_early() -> None:
@@ -258,6 +364,27 @@ def test_killed_rank_is_named_within_two_seconds(large: bool) -> None:
     with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
         spawn(killed, 4, 2, large, timeout=30)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def polls_a_dead_rank(path: str) -> None:
+    """Nobody waits for the operation: done() tells that it has ended all the same."""
+    comm = hdp.init(timeout=30)
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = comm.recv(torch.zeros(4), 1, async_op=True)
+    deadline = time.monotonic() + 10
+    while not work.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with open(path, "w") as file:
+        file.write(str(caught(work.wait)))
+
+
+def test_polling_for_a_dead_rank_ends(tmp_path: Any) -> None:
+    with pytest.raises(hdp.PeerLost):
+        spawn(polls_a_dead_rank, 2, str(tmp_path / "told"), timeout=30)
+    assert "rank 1 died" in (tmp_path / "told").read_text()
 
 
 def detection_time(path: str) -> None:

@@ -3,12 +3,16 @@
 import contextlib
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -185,6 +189,49 @@ def test_no_part_runs_past_the_whole_limit(script, tmp_path):
     got, result = run(main, tmp_path, python(main, "slow", "import time; time.sleep(60)"), late, total_s=1.5)
     assert got == 1
     assert [record["status"] for record in result["parts"]] == ["timeout", "skipped"]
+
+
+def test_ctrl_c_ends_the_parts_that_run(script, tmp_path, monkeypatch, capsys):
+    """They are sessions of their own. Unheard, the command would wait for their limits, longer than this test may."""
+    main = script("main")
+    code = "import os, subprocess, sys, time; out = sys.argv[1]\n"
+    code += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    code += "open(out + '.new', 'w').write(f'{os.getpid()} {child.pid}'); os.rename(out + '.new', out + '.pids')\n"
+    code += "time.sleep(600)"
+    batch = [python(main, name, code, 600.0) for name in ("a", "b")]
+    files = [tmp_path / f"{part.name}.rows.json.pids" for part in batch]
+
+    def interrupt():
+        until = time.monotonic() + 60
+        while not all(file.exists() for file in files) and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(main, "all_parts", lambda: [batch, [python(main, "never", "")]])
+    monkeypatch.setattr(main, "find_gpu", lambda: ({"device": "none"}, ""))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        assert main.main([str(tmp_path)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    told = capsys.readouterr().err
+    assert f"interrupted; what had ended is in {tmp_path}" in told
+    assert "never" not in told
+    for file in files:
+        for pid in map(int, file.read_text().split()):
+            assert ends(pid)
+
+
+def ends(pid):
+    """Whether a process that was killed ends; nobody may be there to reap the child of a part."""
+    until = time.monotonic() + 20
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+    return True
 
 
 def test_parts_of_a_batch_run_at_the_same_time(script, tmp_path):

@@ -2,8 +2,9 @@
 // ranks.
 //
 // The segment is an anonymous file (memfd): it has no name in any file system, so nothing is left
-// behind however the ranks end. Pages are touched only where a pair talks, so the unused part of
-// the n^2 channels costs address space, not memory.
+// behind however the ranks end. Pages are touched only where a pair talks (small worlds touch the
+// first ones of each channel at the start), so the unused part of the n^2 channels costs address
+// space, not memory.
 #pragma once
 
 #include <atomic>
@@ -37,10 +38,11 @@ inline constexpr uint64_t kEndsRecvs = 2;
 
 enum class SlotState : uint16_t {
   kPosted,
-  kClaimed,   // the receiver copies from the sender's memory
-  kRejected,  // the receiver did not take it; `call` and `bytes` are now the receiver's, `number`
-              // too
-  kRevoked,   // the sender withdrew it before it was claimed
+  kClaimed,     // the receiver copies from the sender's memory
+  kRejected,    // the receiver did not take it; `call` and `bytes` are now the receiver's, `number`
+                // too
+  kUnreadable,  // the receiver could not read the sender's memory
+  kRevoked,     // the sender withdrew it before it was claimed
 };
 
 // One cache line. Written by the sender, published by `stamp`; `state` is set by the receiver

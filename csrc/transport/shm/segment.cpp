@@ -27,8 +27,15 @@ std::string Segment::address() const {
   return std::to_string(::getpid()) + ":" + std::to_string(fd_.get());
 }
 
+namespace {
+
+constexpr size_t kPopulatedRanks = 64;  // the pages grow with its square: 32 MiB here
+
+}  // namespace
+
 void Segment::populate(int rank, const std::vector<int>& peers) const {
 #ifdef MADV_POPULATE_WRITE
+  if (peers.size() > kPopulatedRanks) return;
   for (const int peer : peers) {
     if (peer == rank) continue;
     // Best effort: kernels before 5.14 do not know the advice, and the first message then pays the

@@ -64,15 +64,19 @@ void ShmTransport::consume(Peer& peer, const Slot& slot) {
   ring(*peer.control);
 }
 
-// Takes messages while there are receives for them; a failure notice is taken in any case.
+// The message with this index, if it is there.
+Slot* ShmTransport::published(const Peer& peer, uint64_t index) const {
+  Slot& slot = peer.in->slots[index % kSlots];
+  return slot.stamp.load(std::memory_order_acquire) == index + 1 ? &slot : nullptr;
+}
+
+// Takes messages while there are receives for them, and the failure notices among them.
 void ShmTransport::drain(Peer& peer) {
-  for (;;) {
-    Slot& slot = peer.in->slots[peer.received % kSlots];
-    if (slot.stamp.load(std::memory_order_acquire) != peer.received + 1) return;
-    if (slot.kind == Kind::kFailure) {
-      handleFailureNotice(peer, slot);
-      consume(peer, slot);
-    } else if (peer.recvs.empty() || !deliver(peer, slot)) {
+  while (Slot* slot = published(peer, peer.received)) {
+    if (slot->kind == Kind::kFailure) {
+      handleFailureNotice(peer, *slot);
+      consume(peer, *slot);
+    } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
       return;
     }
   }
@@ -82,10 +86,8 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
   RecvRequest& request = peer.recvs.front();
   // The signed difference is right across the wrap of the numbers.
   const auto ahead = static_cast<int32_t>(slot.number - request.number);
-  if (ahead < 0) {  // of an operation that this rank gave up
-    SlotState posted = SlotState::kPosted;
-    slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
-    consume(peer, slot);
+  if (ahead < 0) {
+    drop(peer, slot);
     return true;
   }
   if (request.completion->failure) return false;  // its owner is about to cancel it
@@ -115,11 +117,10 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
       SlotState posted = SlotState::kPosted;
       if (!slot.state.compare_exchange_strong(posted, SlotState::kClaimed,
                                               std::memory_order_acq_rel)) {
-        consume(peer, slot);  // revoked: the sender's failure notice follows
-        return true;
+        return takeRevoked(peer, slot, request);
       }
       if (!copyDirect(peer, slot, request)) {
-        slot.state.store(SlotState::kRejected, std::memory_order_relaxed);
+        slot.state.store(SlotState::kUnreadable, std::memory_order_relaxed);
         consume(peer, slot);
         return true;
       }
@@ -191,13 +192,9 @@ bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& r
 
 // The receiver's call goes back in the slot, so that the sender can name both sides.
 void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
-  request.completion->failure = Error(
-      ErrorKind::kMismatch,
-      "rank " + std::to_string(rank_) + " called " + describe(request.call) + " and expected " +
-          std::to_string(request.bytes) + " bytes, but rank " + std::to_string(peer.rank) +
-          " called " + describe(slot.call) + " and sent " + std::to_string(slot.bytes) +
-          " bytes: call the same operations with the same arguments in the same order",
-      {.rank = rank_, .peer = peer.rank, .op = opName(request.call.op), .ranks = {}, .seq = -1});
+  request.completion->failure =
+      mismatchError({rank_, request.call, request.bytes},
+                    {peer.rank, slot.call, static_cast<size_t>(slot.bytes)}, false);
   SlotState posted = SlotState::kPosted;
   if (slot.state.load(std::memory_order_acquire) == SlotState::kPosted) {
     slot.call = request.call;
@@ -207,35 +204,75 @@ void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
   consume(peer, slot);
 }
 
+// A message of an operation that this rank gave up.
+void ShmTransport::drop(Peer& peer, Slot& slot) {
+  SlotState posted = SlotState::kPosted;
+  slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
+  consume(peer, slot);
+}
+
 void ShmTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& call,
                                     Completion* completion) {
   Peer& peer = peers_[peer_rank];
-  Slot& slot = peer.in->slots[peer.received % kSlots];
   if (!peer.recvs.empty() || completion->failure) return;
-  if (slot.stamp.load(std::memory_order_acquire) != peer.received + 1) return;
-  if (slot.kind == Kind::kFailure || static_cast<int32_t>(slot.number - number) > 0) return;
+  Slot* head = published(peer, peer.received);
+  while (head != nullptr && head->kind != Kind::kFailure && upTo(head->number, peer.failed.recvs)) {
+    drop(peer, *head);
+    head = published(peer, peer.received);
+  }
+  if (head == nullptr || head->kind == Kind::kFailure || !upTo(head->number, number)) return;
+  Slot& slot = *head;
   RecvRequest request;
   request.call = call;
   request.completion = completion;
   reject(peer, slot, request);
 }
 
-void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
+Notice ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
   const std::string text(reinterpret_cast<const char*>(
                              peer.in_payload + slot.at.address % segment_->layout().payload_bytes),
                          slot.at.fragment);
-  const auto kind = static_cast<ErrorKind>(slot.detail);
-  const bool told = text.find("(told by") != std::string::npos;
-  // An error about this rank is, seen from here, one about the peer.
-  const int concerned = slot.call.root == rank_ || slot.call.root < 0 ? peer.rank : slot.call.root;
-  GiveUp peer_gave_up;
-  if ((slot.call.count & kEndsSends) != 0) peer_gave_up.sends = slot.number;
-  if ((slot.call.count & kEndsRecvs) != 0) peer_gave_up.recvs = static_cast<uint32_t>(slot.bytes);
-  // The peer's sends are our receives.
-  const GiveUp ours{peer_gave_up.recvs, peer_gave_up.sends};
-  const Error error(kind, told ? text : text + " (told by rank " + std::to_string(peer.rank) + ")",
-                    {.rank = rank_, .peer = concerned, .op = {}, .ranks = {}, .seq = -1});
-  const bool met_active = failRequests(peer, error, ours);
+  GiveUp ours;  // the peer's sends are our receives
+  if ((slot.call.count & kEndsSends) != 0) ours.recvs = slot.number;
+  if ((slot.call.count & kEndsRecvs) != 0) ours.sends = static_cast<uint32_t>(slot.bytes);
+  return noticeFrom(peer.rank, rank_, static_cast<ErrorKind>(slot.detail), text, slot.call.root,
+                    ours);
+}
+
+// The notice of this very operation, wherever it is on the channel.
+std::optional<Notice> ShmTransport::noticeAhead(const Peer& peer,
+                                                std::optional<uint32_t> send_number,
+                                                std::optional<uint32_t> recv_number) const {
+  for (uint64_t i = peer.received; i < peer.received + kSlots; ++i) {
+    const Slot* slot = published(peer, i);
+    if (slot == nullptr) break;
+    if (slot->kind != Kind::kFailure) continue;
+    Notice notice = noticeIn(peer, *slot);
+    if (notice.concerns(send_number, recv_number)) return notice;
+  }
+  return std::nullopt;
+}
+
+// The sender withdrew the message that this request waits for. Its notice says why, perhaps behind
+// messages of later operations, which must not be taken for this one's.
+bool ShmTransport::takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request) {
+  const auto notice = noticeAhead(peer, std::nullopt, request.number);
+  const bool full = published(peer, peer.received + kSlots - 1) != nullptr;
+  if (!notice && !full) return false;  // it is about to come
+  request.completion->failure =
+      notice ? notice->error
+             : Error(ErrorKind::kAborted,
+                     "rank " + std::to_string(peer.rank) + " gave up " + describe(slot.call) +
+                         " before rank " + std::to_string(rank_) + " had taken its message",
+                     {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+  consume(peer, slot);
+  return true;
+}
+
+void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
+  const Notice notice = noticeIn(peer, slot);
+  const GiveUp& ours = notice.ours;
+  const bool met_active = failRequests(peer, notice.error, ours);
   const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
     return a && b && *a == *b;
   };
@@ -246,7 +283,7 @@ void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
   }
   // Whatever this rank has yet to post of those operations (later steps, or all where the peer was
   // ahead) fails then.
-  peer.given_up.add(ours, error);
+  peer.given_up.add(notice);
 }
 
 }  // namespace hdpcomm::shm

@@ -168,14 +168,18 @@ void ShmTransport::completeInflight(Peer& peer) {
     peer.inflight.pop();
     Completion& completion = *inflight.request.completion;
     --completion.pending;
-    if (slot.state.load(std::memory_order_relaxed) == SlotState::kRejected && !completion.failure) {
+    if (completion.failure) continue;
+    const SlotState state = slot.state.load(std::memory_order_relaxed);
+    if (state == SlotState::kRejected) {
       completion.failure =
-          Error(ErrorKind::kMismatch,
-                "rank " + std::to_string(rank_) + " called " + describe(inflight.request.call) +
-                    " and sent " + std::to_string(inflight.request.bytes) + " bytes, but rank " +
-                    std::to_string(peer.rank) + " called " + describe(slot.call) +
-                    " and expected " + std::to_string(slot.bytes) +
-                    " bytes: call the same operations with the same arguments in the same order",
+          mismatchError({rank_, inflight.request.call, inflight.request.bytes},
+                        {peer.rank, slot.call, static_cast<size_t>(slot.bytes)}, true);
+    } else if (state == SlotState::kUnreadable) {
+      completion.failure =
+          Error(ErrorKind::kInternal,
+                "rank " + std::to_string(peer.rank) + " could not read the buffer that rank " +
+                    std::to_string(rank_) + " sent in " + describe(inflight.request.call) +
+                    ": it was freed or protected while it was sent",
                 {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
     }
   }

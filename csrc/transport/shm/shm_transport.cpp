@@ -177,6 +177,15 @@ void ShmTransport::notifyFailure(int peer_rank, const Error& error,
   send.text = error.what();
   if (!peer.queue.empty() || !tryPush(peer, send)) {
     peer.queue.push(std::move(send));
+    // Before the messages of later operations, which the peer must not take for this one's.
+    for (size_t i = peer.queue.size() - 1; i > 0; --i) {
+      const PendingSend& before = peer.queue[i - 1];
+      if (before.kind == Kind::kFailure || before.offset > 0 ||
+          upTo(before.request.number, send_number)) {
+        break;
+      }
+      std::swap(peer.queue[i - 1], peer.queue[i]);
+    }
     activate(peer);
   }
 }
@@ -245,6 +254,8 @@ std::optional<Error> ShmTransport::lost(int peer_rank, std::optional<uint32_t> s
   const auto gone = needed ? goneError(peer) : std::nullopt;
   drain(peer);
   if (const Error* error = peer.given_up.operation(send_number, recv_number)) return *error;
+  // A notice behind messages that this rank does not take yet counts for this operation only.
+  if (const auto notice = noticeAhead(peer, send_number, recv_number)) return notice->error;
   if (!needed) return std::nullopt;
   const Error* error = send_number ? peer.given_up.send(*send_number) : nullptr;
   if (error == nullptr && recv_number) error = peer.given_up.recv(*recv_number);

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "hdpcomm/base/ring_queue.hpp"
-#include "hdpcomm/transport/given_up.hpp"
+#include "hdpcomm/transport/failures.hpp"
 #include "heap.hpp"
 #include "segment.hpp"
 
@@ -106,10 +106,16 @@ class ShmTransport final : public Transport {
   void withdraw(Peer& peer, const Inflight& inflight);
 
   // shm_recv.cpp
+  Slot* published(const Peer& peer, uint64_t index) const;
   void drain(Peer& peer);
   bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be taken now
   const std::byte* sharedBytes(Peer& peer, const Slot& slot);
   bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
+  void drop(Peer& peer, Slot& slot);
+  Notice noticeIn(const Peer& peer, const Slot& slot) const;
+  std::optional<Notice> noticeAhead(const Peer& peer, std::optional<uint32_t> send_number,
+                                    std::optional<uint32_t> recv_number) const;
+  bool takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request);
   void handleFailureNotice(Peer& peer, const Slot& slot);
   void reject(Peer& peer, Slot& slot, const RecvRequest& request);
   void consume(Peer& peer, const Slot& slot);

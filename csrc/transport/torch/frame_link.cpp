@@ -39,7 +39,7 @@ void FrameLink::signal(std::unique_lock<std::mutex>& lock) {
   const auto wake = wake_;
   lock.unlock();
   for_transport_.notify_all();
-  if (wake) wake();
+  if (wake) (*wake)();
 }
 
 FramePtr FrameLink::next(int peer_rank) {
@@ -166,7 +166,7 @@ void FrameLink::wake() {
 
 void FrameLink::setWake(std::function<void()> wake) {
   std::lock_guard lock(mutex_);
-  wake_ = std::move(wake);
+  wake_ = std::make_shared<const std::function<void()>>(std::move(wake));
 }
 
 }  // namespace hdpcomm

@@ -66,13 +66,8 @@ void FramedTransport::endRejected(Peer& peer, const Header& header) {
     --completion.pending;
     if (!completion.failure) {
       completion.failure =
-          Error(ErrorKind::kMismatch,
-                "rank " + std::to_string(rank()) + " called " + describe(out.request.call) +
-                    " and sent " + std::to_string(out.request.bytes) + " bytes, but rank " +
-                    std::to_string(peer.rank) + " called " + describe(header.call) +
-                    " and expected " + std::to_string(header.bytes) +
-                    " bytes: call the same operations with the same arguments in the same order",
-                {.rank = rank(), .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+          mismatchError({rank(), out.request.call, out.request.bytes},
+                        {peer.rank, header.call, static_cast<size_t>(header.bytes)}, true);
     }
     return false;
   };
@@ -89,14 +84,14 @@ void FramedTransport::consume(Peer& peer, const Header& header) {
   control(peer, credit);
 }
 
-// Takes pieces while there are receives for them; a notice is taken in any case.
+// Takes pieces while there are receives for them, and the notices among them.
 void FramedTransport::drain(Peer& peer) {
   while (!peer.incoming.empty()) {
     const FramePtr frame = peer.incoming.front();
     const Header header = readHeader(*frame);
     if (header.kind == Kind::kFailure) {
       peer.incoming.pop();
-      handleNotice(peer, *frame, header);
+      handleNotice(peer, *frame);
     } else if (deliver(peer, *frame, header)) {
       peer.incoming.pop();
     } else {
@@ -124,9 +119,8 @@ bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
     return true;
   }
   store(request, header.offset, payload(frame), header.piece);
-  peer.in_offset = header.offset + header.piece;
   consume(peer, header);
-  if (peer.in_offset < header.bytes) return true;
+  if (header.offset + header.piece < header.bytes) return true;
   ++stats_.messages_received;
   stats_.bytes_received += header.bytes;
   if ((header.flags & kConfirm) != 0) {
@@ -136,20 +130,15 @@ bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
     control(peer, accepted);
   }
   --request.completion->pending;
-  peer.in_offset = 0;
   peer.recvs.pop();
   return true;
 }
 
 // The receiver's call goes back, so that the sender can name both sides.
 void FramedTransport::reject(Peer& peer, const Header& header, const RecvRequest& request) {
-  request.completion->failure = Error(
-      ErrorKind::kMismatch,
-      "rank " + std::to_string(rank()) + " called " + describe(request.call) + " and expected " +
-          std::to_string(request.bytes) + " bytes, but rank " + std::to_string(peer.rank) +
-          " called " + describe(header.call) + " and sent " + std::to_string(header.bytes) +
-          " bytes: call the same operations with the same arguments in the same order",
-      {.rank = rank(), .peer = peer.rank, .op = opName(request.call.op), .ranks = {}, .seq = -1});
+  request.completion->failure =
+      mismatchError({rank(), request.call, request.bytes},
+                    {peer.rank, header.call, static_cast<size_t>(header.bytes)}, false);
   Header rejected;
   rejected.kind = Kind::kRejected;
   rejected.index = header.index;
@@ -165,9 +154,15 @@ void FramedTransport::rejectUnexpected(int peer_rank, uint32_t number, const Cal
   Peer& peer = at(peer_rank);
   if (!peer.recvs.empty() || completion->failure) return;
   drain(peer);
-  if (peer.incoming.empty()) return;
-  const Header header = readHeader(*peer.incoming.front());
-  if (static_cast<int32_t>(header.number - number) > 0) return;
+  Header header;
+  for (;;) {
+    if (peer.incoming.empty()) return;
+    header = readHeader(*peer.incoming.front());
+    if (header.kind == Kind::kFailure || !upTo(header.number, peer.failed.recvs)) break;
+    consume(peer, header);  // of an operation that this rank gave up
+    peer.incoming.pop();
+  }
+  if (header.kind == Kind::kFailure || !upTo(header.number, number)) return;
   RecvRequest request;
   request.call = call;
   request.completion = completion;
@@ -175,19 +170,19 @@ void FramedTransport::rejectUnexpected(int peer_rank, uint32_t number, const Cal
   peer.incoming.pop();
 }
 
-void FramedTransport::handleNotice(Peer& peer, Frame& frame, const Header& header) {
-  const std::string text = textOf(frame, header);
-  const bool told = text.find("(told by") != std::string::npos;
-  // An error about this rank is, seen from here, one about the peer.
-  const int concerned = header.cause == rank() || header.cause < 0 ? peer.rank : header.cause;
-  // The peer's sends are our receives.
-  GiveUp ours;
+Notice FramedTransport::noticeIn(const Peer& peer, Frame& frame) const {
+  const Header header = readHeader(frame);
+  GiveUp ours;  // the peer's sends are our receives
   if ((header.flags & kEndsSends) != 0) ours.recvs = header.number;
   if ((header.flags & kEndsRecvs) != 0) ours.sends = header.other;
-  const Error error(static_cast<ErrorKind>(header.detail),
-                    told ? text : text + " (told by rank " + std::to_string(peer.rank) + ")",
-                    {.rank = rank(), .peer = concerned, .op = {}, .ranks = {}, .seq = -1});
-  const bool met_active = failRequests(peer, error, ours);
+  return noticeFrom(peer.rank, rank(), static_cast<ErrorKind>(header.detail), textOf(frame, header),
+                    header.cause, ours);
+}
+
+void FramedTransport::handleNotice(Peer& peer, Frame& frame) {
+  const Notice notice = noticeIn(peer, frame);
+  const GiveUp& ours = notice.ours;
+  const bool met_active = failRequests(peer, notice.error, ours);
   const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
     return a && b && *a == *b;
   };
@@ -197,7 +192,7 @@ void FramedTransport::handleNotice(Peer& peer, Frame& frame, const Header& heade
     if (upTo(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
   }
   // Whatever this rank has yet to post of those operations fails then.
-  peer.given_up.add(ours, error);
+  peer.given_up.add(notice);
 }
 
 }  // namespace hdpcomm::framed

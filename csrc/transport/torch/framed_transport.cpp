@@ -132,7 +132,6 @@ void FramedTransport::cancel(const Completion* completion) {
     const auto keep = [&](const Outgoing& out) { return out.request.completion != completion; };
     peer.queue.filter(keep);
     peer.inflight.filter(keep);
-    if (!peer.recvs.empty() && peer.recvs.front().completion == completion) peer.in_offset = 0;
     peer.recvs.filter([&](const RecvRequest& request) { return request.completion != completion; });
   }
 }
@@ -153,6 +152,12 @@ void FramedTransport::notifyFailure(int peer_rank, const Error& error,
   out.header.other = recv_number.value_or(0);
   out.text = error.what();
   peer.queue.push(std::move(out));
+  // Before the messages of later operations, which the peer must not take for this one's.
+  for (size_t i = peer.queue.size() - 1; i > 0; --i) {
+    const Outgoing& before = peer.queue[i - 1];
+    if (before.notice || before.started || upTo(before.request.number, send_number)) break;
+    std::swap(peer.queue[i - 1], peer.queue[i]);
+  }
   activate(peer);
   push(peer);
 }
@@ -215,6 +220,13 @@ std::optional<Error> FramedTransport::lost(int peer_rank, std::optional<uint32_t
   Peer& peer = at(peer_rank);
   drain(peer);
   if (const Error* error = peer.given_up.operation(send_number, recv_number)) return *error;
+  // A notice behind messages that this rank does not take yet counts for this operation only.
+  for (size_t i = 0; i < peer.incoming.size(); ++i) {
+    Frame& frame = *peer.incoming[i];
+    if (readHeader(frame).kind != Kind::kFailure) continue;
+    const Notice notice = noticeIn(peer, frame);
+    if (notice.concerns(send_number, recv_number)) return notice.error;
+  }
   if (!needed) return std::nullopt;
   const Error* error = send_number ? peer.given_up.send(*send_number) : nullptr;
   if (error == nullptr && recv_number) error = peer.given_up.recv(*recv_number);

@@ -11,7 +11,7 @@
 
 #include "frame.hpp"
 #include "hdpcomm/base/ring_queue.hpp"
-#include "hdpcomm/transport/given_up.hpp"
+#include "hdpcomm/transport/failures.hpp"
 
 namespace hdpcomm::framed {
 
@@ -43,7 +43,6 @@ struct Peer {
   uint64_t consumed_units = 0;
   uint64_t told_units = 0;
   std::optional<uint64_t> refused;  // the rest of this message is dropped
-  size_t in_offset = 0;             // of the message at the front of `recvs`
 
   RingQueue<Outgoing> queue;
   RingQueue<Outgoing> inflight;  // sent, and not yet accepted by the peer
@@ -101,7 +100,8 @@ class FramedTransport final : public Transport {
   void drain(Peer& peer);
   bool deliver(Peer& peer, Frame& frame, const Header& header);
   void reject(Peer& peer, const Header& header, const RecvRequest& request);
-  void handleNotice(Peer& peer, Frame& frame, const Header& header);
+  Notice noticeIn(const Peer& peer, Frame& frame) const;
+  void handleNotice(Peer& peer, Frame& frame);
   void consume(Peer& peer, const Header& header);
 
   std::shared_ptr<FrameLink> link_;

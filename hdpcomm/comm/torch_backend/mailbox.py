@@ -18,7 +18,8 @@ from collections.abc import Callable
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.communicator import Communicator, Work
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.work import Work
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, Mismatch, PeerLost
 
 __all__ = ["Mailbox", "Receive", "context_of"]

@@ -1,5 +1,8 @@
 """Attention inside a model: the pack of a block, the shape of torch's own function, and torch.compile."""
 
+import importlib
+from collections import OrderedDict
+
 import pytest
 import torch
 
@@ -113,6 +116,50 @@ def test_dense_is_a_batch_of_packs():
         for (out, lse), (one, one_lse) in zip(dense, alone, strict=True):
             torch.testing.assert_close(out[row], one, atol=1e-13, rtol=1e-13)
             torch.testing.assert_close(lse[row], one_lse, atol=1e-13, rtol=1e-13)
+
+
+def test_packs_of_eager_layers_are_not_kept(remembered):
+    """Autograd keeps what their backward needs; only the compiled operator needs a ticket."""
+    with packing(None, CU):
+        Layer()(_x()).sum().backward()
+    assert not remembered
+
+
+def test_closed_worlds_are_let_go_of(remembered):
+    """Their communicators are not kept alive once the next pack begins; those of open worlds are."""
+    layer = Layer()
+    torch._dynamo.reset()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+    def main():
+        comm = hdp.init()
+        with packing(comm, CU) as pack:
+            first = call(_x()).square().sum()
+        with packing(comm, CU):
+            second = call(_x()).square().sum()
+        assert pack.ticket in remembered
+        first.backward()
+        second.backward()
+        with packing(comm, CU):
+            late = call(_x()).sum()
+        comm.close()
+        assert len(remembered) == 3
+        with packing(None, CU):
+            assert not remembered
+            call(_x()).sum().backward()
+            assert len(remembered) == 1
+        with pytest.raises(InvalidUsage, match="its world was closed, or more than 1024"):
+            late.backward()
+
+    run_threads(main, 1)
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """The packs that are kept for compiled backwards."""
+    kept = OrderedDict()
+    monkeypatch.setattr(importlib.import_module("hdpcomm.attention.packing"), "_remembered", kept)
+    return kept
 
 
 def test_packs_nest_and_end():

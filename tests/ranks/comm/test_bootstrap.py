@@ -100,6 +100,78 @@ def test_beside_torch_distributed(ranks: Any) -> None:
     ranks(2, beside_torch)
 
 
+def beside_torch_without_a_launcher(how: str, rank: int, transport: str) -> list[float]:
+    kept = {name: os.environ.pop(name) for name in (*VARIABLES, "LOCAL_WORLD_SIZE") if name in os.environ}
+    host_name, socket.gethostname = socket.gethostname, lambda: "localhost"
+    os.environ["HDPCOMM_HOSTID"] = str(rank)  # auto takes the two for hosts
+    try:
+        dist.init_process_group("gloo", init_method=how, rank=rank, world_size=2)
+        with hdp.init(transport) as comm:
+            x = torch.full((3,), float(comm.rank + 1))
+            comm.all_reduce(x)
+            comm.barrier()
+        dist.destroy_process_group()
+    finally:
+        os.environ.update(kept)
+        del os.environ["HDPCOMM_HOSTID"]
+        socket.gethostname = host_name
+    return [*x.tolist(), comm.transport]
+
+
+def of_each_rank(how: str, transport: str) -> list[float]:
+    return beside_torch_without_a_launcher(how, int(os.environ["RANK"]), transport)
+
+
+@pytest.mark.parametrize("transport", ["torch", "auto"])
+@pytest.mark.parametrize("method", ["tcp", "file"])
+def test_beside_torch_distributed_without_a_launcher(ranks: Any, tmp_path: Path, method: str, transport: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        how = {"tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}", "file": f"file://{tmp_path}/store"}[method]
+    name = {"torch": "torch", "auto": "shm+torch"}[transport]
+    assert ranks(2, of_each_rank, how, transport) == [[3.0, 3.0, 3.0, name]] * 2
+
+
+def with_devices(seen: list[bool]) -> tuple[str, float]:
+    """``auto`` where each rank sees a GPU or none; a simulated one stands for it."""
+    from hdpcomm.comm import bootstrap
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bootstrap, "has_gpu", lambda: seen[int(os.environ["RANK"])])
+        patch.setattr(bootstrap, "automatic", lambda _: "sim")
+        with hdp.init(timeout=20) as comm:
+            x = torch.ones(1)
+            comm.all_reduce(x)
+            return comm.transport, x.item()
+
+
+def test_auto_agrees_on_the_device(ranks: Any) -> None:
+    assert ranks(2, with_devices, [True, True]) == [("sim", 2.0)] * 2
+    assert ranks(2, with_devices, [True, False]) == [("shm", 2.0)] * 2
+    assert ranks(2, with_devices, [False, True]) == [("shm", 2.0)] * 2
+
+
+def cores(of_rank: list[list[int]]) -> int:
+    from hdpcomm.comm.topology import cores_of_rank
+
+    with hdp.init() as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(of_rank[comm.rank]))
+        return cores_of_rank(comm)
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "want"),
+    [
+        ([range(8)] * 3, [2, 2, 2]),  # nobody is bound
+        ([range(4), range(4, 6), range(6, 7)], [4, 2, 1]),  # by srun, each to its own
+        ([range(4), range(4, 8), range(4, 8)], [4, 2, 2]),  # mpirun --bind-to numa
+        ([range(2)] * 3, [1, 1, 1]),
+    ],
+)
+def test_cores_of_a_rank(ranks: Any, of_rank: list[range], want: list[int]) -> None:
+    assert ranks(3, cores, [list(each) for each in of_rank]) == want
+
+
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+import weakref
 from typing import Any
 
 import psutil
@@ -124,3 +126,36 @@ def test_random_mixes_of_processes(ranks: Any, seed: int) -> None:
 
 def test_random_mixes_of_threads() -> None:
     run_threads(random_mix, 8, 2, 300)
+
+
+def drop_works() -> None:
+    """Receives whose Work and tensors nobody holds any more before the messages come (rank 2 holds them back)."""
+    count, token = 300_000, torch.zeros(1)
+    with hdp.init(timeout=20) as comm:
+        if comm.rank == 0:
+            alive = []
+            for _ in range(4):
+                x = torch.zeros(count)
+                alive.append(weakref.ref(x))
+                comm.recv(x, 1, async_op=True)
+                del x
+            gc.collect()
+            assert all(each() is not None for each in alive)
+            comm.send(token, 2)
+            comm.barrier()
+            comm.send(token, 1, async_op=True).wait()  # a new operation lets go of those that have ended
+            assert all(each() is None for each in alive)
+        elif comm.rank == 1:
+            comm.recv(token, 2)
+            for _ in range(4):
+                comm.send(torch.ones(count), 0)
+            comm.barrier()
+            comm.recv(token, 0)
+        else:
+            comm.recv(token, 0)
+            comm.send(token, 1)
+            comm.barrier()
+
+
+def test_dropped_works_keep_their_tensors(ranks: Any) -> None:
+    ranks(3, drop_works)

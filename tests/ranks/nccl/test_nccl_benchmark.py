@@ -43,7 +43,8 @@ def test_comparison_and_table(benchmark: ModuleType) -> None:
         with hdp.init() as world:
             machine = benchmark.Machine(torch.device("cpu"), world.synchronize, lambda: 1 << 20)
             sides = [benchmark.Hdpcomm(world), Other(world)]
-            return benchmark.compare(world, sides, machine, sizes=(16, 4096), repeats=2)
+            taken = {"hdpcomm": 100 + world.rank, "other": 7}
+            return benchmark.compare(world, sides, machine, sizes=(16, 4096), repeats=2, init_bytes=taken)
 
     report = run_threads(ranks, 4, transport="nccl")[0]
     subsets = benchmark.subsets_of(4)
@@ -52,11 +53,13 @@ def test_comparison_and_table(benchmark: ModuleType) -> None:
     for row in report.rows:
         assert set(row.us) == {"hdpcomm", "other"}
         assert all(us > 0 for us in row.us.values())
-    assert report.device_bytes == {"hdpcomm": 0, "other": 0}
+    assert report.init_bytes == {"hdpcomm": 103, "other": 7}  # of the rank that took most
+    assert report.device_bytes == report.init_bytes  # the subsets took nothing here
     text = benchmark.table(report, ["hdpcomm", "other"])
-    assert text.count("\n") == 1 + len(report.rows) + 3
+    assert text.count("\n") == 1 + len(report.rows) + 4
     assert text.startswith("| operation | ranks | bytes | hdpcomm us | other us |")
     assert "| making one, ms | 6 subsets | |" in text
+    assert "| device memory of all, bytes | 6 subsets | | 103 | 7 |" in text
 
 
 def test_without_two_gpus_the_script_says_so(tmp_path: Path) -> None:

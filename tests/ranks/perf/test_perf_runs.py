@@ -8,8 +8,10 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from hdpcomm.perf import calibrate
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.ops import OPERATIONS
 from hdpcomm.perf.records import COLUMNS
-from hdpcomm.perf.results import Report
+from hdpcomm.perf.results import Report, Row, Side
 from hdpcomm.perf.runner import check, run_rank
+from hdpcomm.testing import run_threads
 
 ROOT = Path(__file__).parents[3]
 
@@ -158,6 +161,53 @@ def test_calibration(ranks: Any, transport: str, num_ranks: int, tmp_path: Path)
         ranks(1, measure_costs, transport)
 
 
+def measure_on_hosts(names: list[str]) -> dict[str, dict[str, float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HDPCOMM_HOSTID", names[int(os.environ["RANK"])])
+        patch.setattr(calibrate, "_ROUNDS", 1)  # of seconds each
+        with hdp.init() as world:
+            return calibrate.measure_world(world)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [("aa", ["shm"]), ("ab", ["torch"]), ("abb", ["shm", "torch"])],  # rank 0 has no pair on its host
+)
+def test_calibration_on_hosts(ranks: Any, hosts: str, names: list[str], tmp_path: Path) -> None:
+    everyone = ranks(len(hosts), measure_on_hosts, list(hosts))
+    assert all(found == everyone[0] for found in everyone)
+    assert sorted(everyone[0]) == names
+    for name, costs in everyone[0].items():
+        assert min(costs.values()) > 0
+        save_costs(name, costs, tmp_path / "costs.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HDPCOMM_COSTS", str(tmp_path / "costs.json"))
+        assert {name: load_costs(name) for name in names} == everyone[0]
+
+
+def calibrate_nccl() -> dict[str, dict[str, float]]:
+    with hdp.init() as world:
+        return calibrate.measure_world(world)
+
+
+def test_calibration_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake NCCL: which names come of it, and whose messages they are."""
+    pairs: list[tuple[int, int]] = []
+
+    def measured(_comm: Communicator, members: tuple[int, int]) -> dict[str, float]:
+        pairs.append(members)
+        return {"alpha_s": 1.0 + members[1]}
+
+    monkeypatch.setattr(calibrate, "measure", measured)
+    found = run_threads(calibrate_nccl, 3, transport="nccl", hosts=(0, 1, 1))
+    assert found == [{"nccl between nodes": {"alpha_s": 2.0}, "nccl": {"alpha_s": 3.0}}] * 3
+    assert sorted(pairs) == [(0, 1)] * 3 + [(1, 2)] * 3
+    assert run_threads(calibrate_nccl, 2, transport="nccl") == [{"nccl": {"alpha_s": 2.0}}] * 2
+    monkeypatch.undo()
+    with pytest.raises(hdp.InvalidUsage, match="--ranks 2 or more"):
+        run_threads(calibrate_nccl, 1, transport="nccl")
+
+
 @pytest.mark.parametrize("num_ranks", [3, 8])
 def test_costs_of_peer_reads_are_found(num_ranks: int) -> None:
     want = {"round_s": 5e-6, "signal_s": 2e-6, "read_s_per_byte": 3e-12}
@@ -273,7 +323,7 @@ def test_calibrate_keeps_other_transports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = {"alpha_s": 1e-6, "message_s": 2e-7, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 3e-10}
-    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [("shm", costs)])
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [{"shm": costs}])
     monkeypatch.delenv("HDPCOMM_COSTS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "hdpcomm" / "costs.json"
@@ -290,6 +340,65 @@ def test_calibrate_keeps_other_transports(
         path.write_text(text)
         assert main(["perf", "--calibrate", str(path)]) == 6
     assert main(["perf", "all_reduce", "--calibrate"]) == 6
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_gloo_does_not_wait_beyond_the_timeout() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    done = perf("all_reduce", "--compare", "gloo", "-T", "0.5", **place)  # rank 1 never comes
+    assert done.returncode == 4, done.stderr
+    assert "rank 0 did not join the other ranks over gloo within 0.5 s" in done.stderr
+    assert "raise -T" in done.stderr
+
+
+def test_ranks_of_srun(tmp_path: Path) -> None:
+    """Two tasks of a Slurm step on one host, without torchrun's variables."""
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "hdpcomm.cli.main", *SMALL, "--compare", "gloo", "-J", str(path)]
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"PMI_SIZE": "2", "PYTHONPATH": str(ROOT), "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=dict(os.environ) | step | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK"), str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [output.count("# Avg bus bandwidth") for output in outputs] == [1, 0]
+    document = json.loads(path.read_text())
+    assert [(device["rank"], device["device"]) for device in document["config"]["devices"]] == [(0, 0), (1, 1)]
+    assert [row["size"] for row in document["compare"]] == [8, 64]
+
+
+class OnGpu:
+    """Of a world of one rank, what the header asks."""
+
+    rank, size, device = 0, 1, torch.device("cuda", 3)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(x)
+
+
+def test_the_device_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdpcomm.perf import runner
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU model {device.index}")
+    (found,) = runner._devices(OnGpu(), PerfConfig("all_reduce"))  # type: ignore[arg-type]
+    assert (found.rank, found.pid, found.device) == (0, os.getpid(), 3)
+    assert (found.device_hex, found.device_info) == ("cuda:3", "GPU model 3")
+    with hdp.init(transport="sim") as world:
+        (found,) = runner._devices(world, PerfConfig("all_reduce"))
+    assert (found.device, found.device_hex) == (0, "cpu")
 
 
 @pytest.mark.usefixtures("alone")
@@ -363,6 +472,47 @@ def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest
         got = int(end.code or 0)
     assert got == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sweep_outlives_mpi_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured is printed and written in any case; the exit code is that of the error."""
+
+    def failing(config: PerfConfig, ranks: int) -> Iterator[Row]:
+        assert (config.op, ranks) == ("all_reduce", 1)
+        side = Side(1.0, 1.0, 1.0, None)
+        yield Row("mpi: some", "all_reduce", (0,), 8, 2, "float", "sum", -1, side, None, 2)
+        raise hdp.Error("--compare mpi: mpirun failed")
+
+    monkeypatch.setattr("hdpcomm.perf.mpi.check_mpi", lambda _: None)
+    monkeypatch.setattr("hdpcomm.perf.mpi.run_mpi", failing)
+    path = tmp_path / "r.json"
+    assert main([*SMALL, "--compare", "mpi", "-J", str(path)]) == 1
+    told = capsys.readouterr()
+    assert "mpirun failed" in told.err
+    assert "# Avg bus bandwidth" in told.out
+    assert "# Collective test concluded: all_reduce" in told.out
+    document = json.loads(path.read_text())
+    assert (len(document["results"]), len(document["compare"])) == (2, 1)
+    assert document["errors"] == ["Error: --compare mpi: mpirun failed"]
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        (["-J", "r.json"], "output_file"), (["-b", "8"], "minbytes"), (["-n", "3"], "iters"),
+        (["--subset", "0,1"], "subset"), (["--algorithm", "ring"], "algorithm"), (["--format", "csv"], "format"),
+        (["--baseline", "old.json"], "baseline"), (["--compare", "gloo"], "compare"), (["-r", "0"], "root"),
+    ],
+)  # fmt: skip
+def test_calibrate_refuses_options_of_a_sweep(
+    option: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["perf", "--calibrate", str(tmp_path / "costs.json"), *option]) == 6
+    assert f"{name} mean nothing here; leave them out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_mpi_that_is_missing_is_told_how_to_install(

@@ -98,6 +98,23 @@ def test_a_host_that_is_cut_off_is_lost_on_all_others(tmp_path: Path) -> None:
     assert "terminate" not in "".join(outputs)
 
 
+def test_a_slurm_step_on_two_hosts_needs_nothing(two: Hosts) -> None:
+    step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}
+    step |= {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    command = [sys.executable, "-m", "hdpcomm.cli.main", "perf", "all_reduce", "-b", "8", "-e", "8", "-n", "2"]
+    for rank, (node, local) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        task = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+        two.start(node, command, step | task | {"PMI_RANK": str(rank), "PMI_SIZE": "3"})  # as with --mpi=pmi2
+    outputs = two.finish(60)
+    assert [output.count("# Avg bus bandwidth") for output in outputs] == [1, 0, 0]  # torch warns on stderr
+    told = outputs[0]
+    assert "# transport: shm+torch" in told
+    assert "# Out of bounds values : 0 OK" in told
+    ranks = [line.split() for line in told.splitlines() if line.startswith("#  Rank")]
+    assert [(words[7], words[9]) for words in ranks] == [("on", "device")] * 3
+    assert [(words[8], words[10]) for words in ranks] == [("host0", "0"), ("host0", "1"), ("host1", "0")]
+
+
 def test_shm_alone_is_refused_across_hosts(two: Hosts) -> None:
     code = (
         "import hdpcomm as hdp\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm._core import scale
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.torch_transport import GroupCarrier, own_address
 from hdpcomm.testing import spawn
+from tests.faults.test_comm_errors import SOON_S
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +46,22 @@ def killed_and_told(path: str, large: bool) -> None:
     started = time.monotonic()
     with pytest.raises(hdp.PeerLost, match="rank 2"):
         comm.all_reduce(torch.zeros(1_000_000 if large else 4), algorithm="ring")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < SOON_S
     (open(f"{path}/{comm.rank}", "w")).close()
 
 
-def stopped() -> str:
-    """Rank 1 stops its own process, as a host does that is cut off: no goodbye, and no connection that breaks."""
+def stopped(folder: str) -> str:
+    """Rank 1 stops its own process, as a host does that is cut off: no goodbye, and no connection that breaks. It goes
+    on when rank 0 has noticed."""
+    noticed = f"{folder}/noticed"
     comm = hdp.init(timeout=20)
     comm.barrier()
     if comm.rank == 1:
         pid = os.fork()
         if pid == 0:
-            time.sleep(2.5)
+            until = time.monotonic() + 15
+            while not os.path.exists(noticed) and time.monotonic() < until:
+                time.sleep(0.05)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -64,12 +71,13 @@ def stopped() -> str:
     with pytest.raises(hdp.PeerLost, match="rank 1 gave no sign of life") as info:
         comm.recv(torch.zeros(1), 1)
     assert info.value.peer == 1
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < SOON_S
+    open(noticed, "w").close()
     return str(info.value)
 
 
-def test_a_silent_peer_is_lost() -> None:
-    assert "HDPCOMM_SILENCE_S" in spawn(stopped, 2, timeout=30)[0]
+def test_a_silent_peer_is_lost(tmp_path: Any) -> None:
+    assert "HDPCOMM_SILENCE_S" in spawn(stopped, 2, str(tmp_path), timeout=30)[0]
 
 
 def busy() -> None:
@@ -191,11 +199,19 @@ def test_foreign_bytes_are_no_frame() -> None:
 
 
 def test_no_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert own_address() == "127.0.0.1"
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    served, other = dist.TCPStore("127.0.0.1", 0, 1, is_master=True), dist.HashStore()
+    assert own_address(other) == "127.0.0.1"  # nothing says where the others are
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
+    with pytest.raises(hdp.Error, match=r"no way .* the address of its own name no-such-name.*GLOO_SOCKET_IFNAME"):
+        own_address(other)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address(other) == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(hdp.Error, match=r"no way from this host to MASTER_ADDR=no-such-host\.invalid"):
-        own_address()
+        own_address(other)
+    assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", served))) == "127.0.0.1"
 
 
 def test_unknown_transport_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

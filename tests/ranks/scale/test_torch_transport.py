@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,18 +28,24 @@ def test_both_sides_raise_mismatch(torch_ranks: Any, name: str) -> None:
     ("world_size", "fn"),
     [
         (3, faults.one_of_three_disagrees),
-        (2, faults.late_rank),
         (2, faults.bad_arguments),
         (3, faults.aborts),
         (3, faults.third_rank_is_absent),
+        (2, faults.stale_message),
+        (2, faults.withdrawn_before_another),
+        (3, faults.failure_behind_a_message),
         (2, faults.leave_early),
         (2, faults.exit_by_exception),
         (2, faults.interrupted),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_errors(torch_ranks: Any, world_size: int, fn: Any) -> None:
-    torch_ranks(world_size, fn)
+def test_errors(torch_ranks: Any, world_size: int, fn: Any, tmp_path: Any) -> None:
+    torch_ranks(world_size, fn, *([str(tmp_path)] if inspect.signature(fn).parameters else []))
+
+
+def test_timeout_reaches_the_late_rank(torch_ranks: Any, tmp_path: Path) -> None:
+    torch_ranks(2, faults.late_rank, str(tmp_path))
 
 
 def test_order_and_nesting(torch_ranks: Any) -> None:

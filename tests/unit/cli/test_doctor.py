@@ -7,6 +7,8 @@ import json
 import os
 import sys
 
+import pytest
+
 from hdpcomm.cli import doctor
 from hdpcomm.cli.main import main
 
@@ -19,7 +21,7 @@ def test_report_and_json_say_the_same(tmp_path, capsys):
     assert report["healthy"] is True
     names = {(row["topic"], row["name"]) for row in report["checks"]}
     assert {("versions", "torch"), ("core", "hdpcomm._core"), ("core", "CUDA code"), ("cuda", "driver")} <= names
-    assert {("transports", "memfd"), ("transports", "/dev/shm"), ("transports", "process_vm_readv")} <= names
+    assert {("transports", "memfd"), ("transports", "process_vm_readv")} <= names
     for row in report["checks"]:
         assert row["state"] in ("ok", "off", "bad")
         assert f"{row['name']:<18}{row['detail']}" in told
@@ -55,14 +57,29 @@ def test_a_missing_core_is_bad(monkeypatch):
     assert "install hdpcomm again" in rows["hdpcomm._core"].detail
 
 
-def test_what_the_system_forbids_is_off(monkeypatch):
+def test_what_the_system_forbids(monkeypatch, capsys):
+    """Messages have another way than process_vm_readv; a host's ranks have no memory but that of memfd_create."""
+
     def forbidden(*_, **__):
         raise PermissionError(1, os.strerror(1))
 
-    monkeypatch.setattr(os, "memfd_create", forbidden)
-    monkeypatch.setattr("shutil.disk_usage", forbidden)
     monkeypatch.setattr("subprocess.run", forbidden)
+    assert main(["doctor"]) == 0
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    assert main(["doctor"]) == 1
+    assert "bad memfd             memfd_create is not allowed (Operation not permitted); " in capsys.readouterr().out
     rows = {row.name: row for row in doctor.checks()}
-    for name in ("memfd", "/dev/shm", "process_vm_readv"):
-        assert rows[name].state == "off"
+    for name, state in (("memfd", "bad"), ("process_vm_readv", "off")):
+        assert rows[name].state == state
         assert "not permitted" in rows[name].detail.lower()
+    assert "allow the call" in rows["memfd"].detail
+
+
+@pytest.mark.parametrize("option", [["--ranks", "2"], ["--cluster", "c.json"], ["--device", "h100"]])
+def test_options_of_the_topology_alone_are_refused(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", *option]) == 6
+    told = capsys.readouterr()
+    assert f"{option[0]} without --topology" in told.err
+    assert told.out == ""
+    assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ import pytest
 
 from hdpcomm import __version__, errors
 from hdpcomm.cli import main as cli
-from hdpcomm.cli.output import check_writable, count, positive, write_json
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, write_json
 from hdpcomm.errors import InvalidUsage
 
 
@@ -141,6 +141,12 @@ def test_positive_refuses(text):
 
 def test_positive():
     assert positive("1e-3") == 0.001
+
+
+def test_num_bytes():
+    assert (num_bytes("0"), num_bytes("512M"), num_bytes("1.5k")) == (0, 512 << 20, 1536)
+    with pytest.raises(argparse.ArgumentTypeError, match="'8x' is no size"):
+        num_bytes("8x")
 
 
 def test_check_writable(tmp_path):

@@ -17,13 +17,14 @@ from hdpcomm.perf import baseline, calibrate
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import contribution, reduced, values
 from hdpcomm.perf.dtypes import ALL, element_type
-from hdpcomm.perf.environment import adopt_launcher, recorded, without_launcher
+from hdpcomm.perf.environment import recorded, without_launcher
 from hdpcomm.perf.ops import OPERATIONS, operation
 from hdpcomm.perf.ops.mixed import windows
 from hdpcomm.perf.ops.subset import members
+from hdpcomm.perf.records import json_document, records
 from hdpcomm.perf.results import IterationStats, Report, Row, Side, average
 from hdpcomm.perf.runner import check, points
-from hdpcomm.perf.table import fixed
+from hdpcomm.perf.table import comparison_lines, fixed
 
 
 @pytest.mark.parametrize(
@@ -221,55 +222,17 @@ def test_only_listed_variables_are_recorded() -> None:
     assert recorded(given_) == ["CUDA_VISIBLE_DEVICES=0", "HDPCOMM_TIMEOUT=3", "NCCL_DEBUG=INFO"]
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        {
-            "OMPI_COMM_WORLD_RANK": "2",
-            "OMPI_COMM_WORLD_SIZE": "4",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-            "PMIX_NAMESPACE": "job1",
-        },
-        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"},
-        {
-            "SLURM_PROCID": "2",
-            "SLURM_STEP_NUM_TASKS": "4",
-            "SLURM_LOCALID": "2",
-            "SLURM_STEP_ID": "0",
-            "SLURM_JOB_ID": "77",
-            "SLURM_STEP_TASKS_PER_NODE": "4",
-        },
-    ],
-)
-def test_launchers_on_one_host(launcher: dict[str, str]) -> None:
-    environment = dict(launcher)
-    assert adopt_launcher(environment)
-    assert [environment[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["2", "4", "2", "4"]
-    assert environment["MASTER_ADDR"] == "127.0.0.1"
-    assert 20000 <= int(environment["MASTER_PORT"]) < 32000
-    again = dict(launcher) | {"MASTER_ADDR": "head", "MASTER_PORT": "5"}
-    assert adopt_launcher(again)
-    assert (again["MASTER_ADDR"], again["MASTER_PORT"]) == ("head", "5")
-    assert not set(without_launcher(again)) & {"RANK", "MASTER_PORT", *launcher}
-
-
-def test_torchrun_wins_and_no_launcher_is_none() -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    assert adopt_launcher(environment)
-    assert environment["RANK"] == "0"
-    assert not adopt_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})  # the batch script itself
-
-
-def test_several_hosts_need_an_address() -> None:
-    environment = {
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    }
-    with pytest.raises(InvalidUsage, match=r"several hosts.*MASTER_ADDR=HOST"):
-        adopt_launcher(environment)
+def test_an_mpirun_of_our_own_sees_no_launcher() -> None:
+    outer = (
+        "PMI_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "PMIX_NAMESPACE",
+        "MPI_LOCALNRANKS",
+        "SLURM_STEP_ID",
+        "HYDI_CONTROL_FD",
+    )
+    names = (*outer, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert without_launcher(dict.fromkeys((*names, "PATH"), "1")) == {"PATH": "1"}
 
 
 def test_costs_are_recovered_from_exact_times() -> None:
@@ -283,16 +246,23 @@ def test_costs_are_recovered_from_exact_times() -> None:
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-def _report(time_us: float, size: int = 8) -> Report:
+def _row(time_us: float, size: int = 8, ranks: tuple[int, ...] = (0, 1), library: str = "hdpcomm") -> Row:
     side = Side(time_us, 1.0, 1.0, 0)
-    return Report("", rows=[Row("hdpcomm", "all_reduce", (0, 1), size, 2, "float", "sum", -1, side, None, 20)])
+    return Row(library, "all_reduce", ranks, size, 2, "float", "sum", -1, side, None, 20)
+
+
+def _report(time_us: float, size: int = 8) -> Report:
+    return Report("", rows=[_row(time_us, size)])
+
+
+def _written(config: PerfConfig, report: Report) -> dict[str, Any]:
+    """As -J writes and --baseline reads it."""
+    document: dict[str, Any] = json.loads(json.dumps(json_document(config, report)))
+    return document
 
 
 def _old(time_us: float) -> dict[str, Any]:
-    from hdpcomm.perf.records import json_document
-
-    document: dict[str, Any] = json.loads(json.dumps(json_document(PerfConfig("all_reduce"), _report(time_us))))
-    return document
+    return _written(PerfConfig("all_reduce"), _report(time_us))
 
 
 def test_the_gate_compares_common_rows() -> None:
@@ -304,6 +274,42 @@ def test_the_gate_compares_common_rows() -> None:
         baseline.compare(config, _report(1.0, size=16), _old(10.0))
     with pytest.raises(InvalidUsage, match="write the file with -J"):
         baseline.compare(config, _report(1.0), {"results": [{"size": 8, "out_of_place": {}}]})
+
+
+def test_the_gate_knows_subsets_of_equal_size_apart() -> None:
+    config = PerfConfig("all_reduce", subsets=((0, 1), (2, 3)))
+    old = _written(config, Report("", rows=[_row(10.0), _row(10.0, ranks=(2, 3))]))
+    fast, slow = baseline.compare(config, Report("", rows=[_row(10.0), _row(30.0, ranks=(2, 3))]), old)
+    assert (fast.ranks, fast.percent) == ((0, 1), 0)
+    assert (slow.ranks, slow.percent) == ((2, 3), pytest.approx(200))
+    with pytest.raises(InvalidUsage, match="no row in common"):
+        baseline.compare(config, Report("", rows=[_row(1.0, ranks=(1, 0))]), old)
+
+
+def test_the_gate_keeps_times_of_starting_apart() -> None:
+    starting, real = PerfConfig("all_reduce", cpu_time=True), PerfConfig("all_reduce")
+    old = _written(starting, _report(1.0))
+    with pytest.raises(InvalidUsage, match=r"no row in common.*-C"):
+        baseline.compare(real, _report(10.0), old)
+    (one,) = baseline.compare(starting, _report(2.0), old)
+    assert one.percent == pytest.approx(100)
+
+
+def test_ratios_are_those_of_the_same_subset() -> None:
+    ours = [_row(10.0), _row(100.0, ranks=(2, 3))]
+    peers = [_row(20.0, library="gloo"), _row(50.0, ranks=(2, 3), library="gloo")]
+    report = Report("", rows=ours, peers=peers)
+    assert [records(row, PerfConfig("all_reduce"), report)[0]["ratio"] for row in peers] == [2.0, 0.5]
+    assert [line.split()[-1] for line in comparison_lines(report)[2:]] == ["2.00", "0.50"]
+
+
+def test_the_gate_takes_files_of_nccl_tests() -> None:
+    """They have no ranks of a row: all devices take part."""
+    old = _written(PerfConfig("all_reduce"), _report(10.0))
+    del old["results"][0]["ranks"]
+    old["config"]["devices"] = [{"rank": 0}, {"rank": 1}]
+    (one,) = baseline.compare(PerfConfig("all_reduce"), _report(11.0), old)
+    assert (one.ranks, one.percent) == ((0, 1), pytest.approx(10))
 
 
 def test_the_gate_reads_the_best_cycle() -> None:

@@ -88,6 +88,8 @@ class World {
   bool advanceLocked();
   void rejectUnexpectedLocked();
   void hearFailuresLocked();
+  void lookAroundLocked();
+  void stopWaitingLocked();
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
   void checkUsable() const;
@@ -105,6 +107,8 @@ class World {
   int spins_;  // looks at the transport before the first look at the clock
   double spin_s_;
   double yield_s_;
+  double liveness_s_;
+  std::function<void()> wake_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Work>> queue_;
   int64_t next_seq_ = 0;

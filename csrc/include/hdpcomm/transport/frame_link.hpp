@@ -111,7 +111,7 @@ class FrameLink {
   std::condition_variable for_transport_;
   std::deque<Peer> peers_;  // never moves its elements
   std::vector<Arrival> arrivals_;
-  std::function<void()> wake_;
+  std::shared_ptr<const std::function<void()>> wake_;  // copied for each event
   uint32_t events_ = 0;
   bool closed_ = false;
 };

@@ -1,0 +1,130 @@
+"""How soon ranks hear of an error: of calls that disagree, within a second; of a rank that dies, within two.
+
+    python benchmarks/faults.py [--transports shm sim torch] [--rounds 9] [--json FILE]
+
+A row is a kind of error on a transport; a time is that of the last rank to hear of it, from its own call on (after a
+barrier), or from the death on, roughly. Exit code 4: a limit is missed. Needs an idle machine for figures worth
+keeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.testing import RankPool
+
+TRANSPORTS = ("shm", "sim", "torch")
+MISMATCH_S, DEATH_S = 1.0, 2.0
+DEADLINE_S = 30.0
+MISSED = 4
+
+DISAGREEMENTS: dict[str, Callable[[hdp.Communicator], Any]] = {
+    "size": lambda comm: comm.all_reduce(torch.zeros(4 + comm.rank)),
+    "dtype": lambda comm: comm.all_reduce(torch.zeros(4, dtype=(torch.float32, torch.int32)[comm.rank])),
+    "op": lambda comm: comm.all_reduce(torch.zeros(4), ("sum", "max")[comm.rank]),
+    "root": lambda comm: comm.broadcast(torch.zeros(4), comm.rank),
+    "order": lambda comm: comm.barrier() if comm.rank else comm.all_reduce(torch.zeros(4)),
+}
+
+
+def seconds_until(kind: type[hdp.Error], call: Callable[[], Any]) -> float:
+    """Seconds of a call that raises ``kind``."""
+    started = time.perf_counter()
+    try:
+        call()
+    except kind:
+        return time.perf_counter() - started
+    raise RuntimeError(f"no {kind.__name__} was raised")
+
+
+def disagree(transport: str, name: str) -> float:
+    """On each of two ranks."""
+    with hdp.init(transport=transport, timeout=DEADLINE_S) as comm:
+        comm.barrier()
+        return seconds_until(hdp.Mismatch, lambda: DISAGREEMENTS[name](comm))
+
+
+def outlive(transport: str, folder: str) -> None:
+    """On each of three ranks, of which the last dies; the others leave their seconds in a file."""
+    comm = hdp.init(transport=transport, timeout=DEADLINE_S)
+    comm.barrier()
+    time.sleep(0.2)  # over torch a send has ended when its thread has it, and what a killed process held is lost
+    if comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def until_noticed() -> None:
+        for _ in range(3):  # the first may still end: the dead rank had sent its part
+            comm.all_reduce(torch.zeros(4), algorithm="ring")
+
+    seconds = seconds_until(hdp.PeerLost, until_noticed)
+    Path(folder, str(comm.rank)).write_text(str(seconds))
+
+
+def deaths(transport: str) -> float:
+    """Seconds of the last survivor of one death."""
+    with tempfile.TemporaryDirectory() as folder, RankPool(3) as pool:
+        try:
+            pool.run(outlive, transport, folder, timeout=2 * DEADLINE_S)
+        except hdp.PeerLost:
+            seconds = [float(path.read_text()) for path in Path(folder).iterdir()]
+            if len(seconds) == 2:
+                return max(seconds)
+    raise RuntimeError(f"over {transport} the death of a rank went unnoticed by one of the others")
+
+
+def measure(transports: list[str], rounds: int) -> list[dict[str, Any]]:
+    """The rows."""
+    rows = []
+    with RankPool(2) as pool:
+        for transport in transports:
+            for name in DISAGREEMENTS:
+                times = [max(pool.run(disagree, transport, name, timeout=2 * DEADLINE_S)) for _ in range(rounds)]
+                rows.append(row(f"Mismatch: {name}", transport, times, MISMATCH_S))
+    for transport in transports:
+        rows.append(row("PeerLost: SIGKILL", transport, [deaths(transport) for _ in range(rounds)], DEATH_S))
+    return rows
+
+
+def row(error: str, transport: str, times: list[float], limit_s: float) -> dict[str, Any]:
+    """One line of the table."""
+    figures = {"median_s": statistics.median(times), "worst_s": max(times), "limit_s": limit_s}
+    return {"error": error, "transport": transport, **figures, "met": max(times) <= limit_s}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--rounds", type=int, default=9, help="of each row (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: give at least 1")
+    rows = measure(args.transports, args.rounds)
+    print(f"{'error':<20} {'transport':<10} {'median ms':>10} {'worst ms':>10} {'limit ms':>9}  met")
+    for one in rows:
+        times = f"{one['median_s'] * 1e3:>10.1f} {one['worst_s'] * 1e3:>10.1f} {one['limit_s'] * 1e3:>9.0f}"
+        print(f"{one['error']:<20} {one['transport']:<10} {times}  {'yes' if one['met'] else 'NO'}")
+    if args.json is not None:
+        about = {"date": date.today().isoformat(), "torch": torch.__version__, "hdpcomm": hdp.__version__}
+        about["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+        args.json.write_text(json.dumps({**about, "rounds": args.rounds, "rows": rows}, indent=1) + "\n")
+    return 0 if all(one["met"] for one in rows) else MISSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What a started operation returns, and the numbers by which the core takes one."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from hdpcomm import _core
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["ENDED", "Collective", "Ragged", "Work", "algorithm_code"]
+
+Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
+Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
+
+_ALGORITHMS = _core.comm.ALGORITHMS
+
+
+_dropped: collections.deque[tuple[Any, tuple[Any, ...]]] = collections.deque()
+"""Handles and tensors of operations whose Work was let go of before they had ended: the core still uses the memory."""
+
+
+def _sweep() -> None:
+    """Forgets what has ended. Other threads may append, and a destructor may come here, meanwhile."""
+    with contextlib.suppress(IndexError):
+        for _ in range(len(_dropped)):
+            each = _dropped.popleft()
+            if not each[0].done():
+                _dropped.append(each)
+
+
+class Work:
+    """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of."""
+
+    __slots__ = ("_buffers", "_handle")
+
+    def __init__(self, handle: _core.comm.Work | _core.comm.StreamWork | None, buffers: tuple[Any, ...]) -> None:
+        self._handle = handle  # None: it had ended when it was made
+        self._buffers = buffers
+        if _dropped:
+            _sweep()
+
+    def __del__(self) -> None:
+        if self._buffers and self._handle is not None and not self._handle.done():
+            _sweep()
+            _dropped.append((self._handle, self._buffers))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.
+
+        ``timeout``: seconds; the communicator's by default. Past it the operation is given up on all ranks concerned.
+        Raises: CommTimeout, PeerLost, Mismatch, Aborted.
+        """
+        if self._handle is not None:
+            self._handle.wait(-1.0 if timeout is None else timeout)
+        self._buffers = ()
+
+    def done(self) -> bool:
+        """Whether the operation has ended; never blocks. ``wait()`` raises its error if it failed."""
+        return self._handle is None or self._handle.done()
+
+    def __repr__(self) -> str:
+        return "<Work, ended>" if self._handle is None else repr(self._handle)
+
+
+ENDED = Work(None, ())
+"""Of operations that had ended when they returned."""
+
+
+def algorithm_code(name: str) -> int:
+    """The core's number of an algorithm. Raises: InvalidUsage for an unknown name."""
+    code = _ALGORITHMS.get(name)
+    if code is None:
+        raise InvalidUsage(f"algorithm {name!r} is unknown; known are: {', '.join(_ALGORITHMS)}")
+    return code
