@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <limits>
+#include <mutex>
 
 #include "hdpcomm/collective/peer_reads.hpp"
 #include "hdpcomm/transport/shm.hpp"
@@ -95,12 +96,43 @@ struct Block {
   size_t bytes;
 };
 
+// The worlds of this process that are still there, to close them at its end. Python's wrappers do
+// not live as long as the worlds do.
+class OpenWorlds {
+ public:
+  void add(const std::shared_ptr<World>& world) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(worlds_, [](const auto& each) { return each.expired(); });
+    worlds_.push_back(world);
+  }
+  void close(const std::string& reason) {
+    std::vector<std::weak_ptr<World>> worlds;
+    {
+      const std::lock_guard lock(mutex_);
+      worlds.swap(worlds_);
+    }
+    for (const auto& each : worlds) {
+      if (const auto world = each.lock()) world->close(reason);
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<World>> worlds_;
+};
+
+OpenWorlds& openWorlds() {
+  static OpenWorlds worlds;
+  return worlds;
+}
+
 void bindWorld(py::module_& module) {
   py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer([](Block& block) {
     return py::buffer_info(reinterpret_cast<uint8_t*>(block.data.get()),
                            static_cast<py::ssize_t>(block.bytes));
   });
-  py::class_<World, std::shared_ptr<World>>(module, "World")
+  py::class_<World, std::shared_ptr<World>>(module, "World",
+                                            py::release_gil_before_calling_cpp_dtor())
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
       .def_property_readonly("timeout", &World::timeout)
@@ -146,6 +178,10 @@ void bindWorld(py::module_& module) {
           py::arg("gamma_s_per_byte"))
       .def("abort", &World::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &World::close, py::call_guard<py::gil_scoped_release>());
+  module.def("close_at_end", [](const std::shared_ptr<World>& world) { openWorlds().add(world); });
+  module.def(
+      "close_worlds", [](const std::string& reason) { openWorlds().close(reason); },
+      py::call_guard<py::gil_scoped_release>());
   module.def(
       "join_shm_world",
       [](const std::shared_ptr<ShmSegment>& segment, int rank, double timeout_s, double joining_s) {

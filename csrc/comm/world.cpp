@@ -1,5 +1,7 @@
 #include "hdpcomm/comm/world.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <map>
 
@@ -13,7 +15,7 @@ constexpr size_t kMaxSchedules = 256;
 }  // namespace
 
 World::World(std::unique_ptr<Transport> transport, double timeout_s)
-    : transport_(std::move(transport)), timeout_s_(timeout_s) {
+    : transport_(std::move(transport)), timeout_s_(timeout_s), pid_(::getpid()) {
   if (!(timeout_s > 0)) {
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
   }
@@ -219,6 +221,11 @@ void World::abortTransport(const std::string& reason) {
 }
 
 void World::close(const std::string& reason) {
+  if (::getpid() !=
+      pid_) {  // a forked child: the world is its parent's, whose threads are not here
+    if (progress_thread_.joinable()) progress_thread_.detach();
+    return;
+  }
   if (const auto part = part_) part->close(reason);
   {
     std::lock_guard lock(mutex_);

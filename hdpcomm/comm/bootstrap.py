@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +46,6 @@ thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run
 # One store a process and address, kept: a new connection of torch's TCPStore now and then takes 5 s, and rank 0 cannot
 # serve a second one on the same port while an earlier world still holds the first.
 _stores: dict[tuple[str, int], Any] = {}
-_open_worlds: weakref.WeakSet[_core.comm.World] = weakref.WeakSet()
 
 
 def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
@@ -90,7 +88,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         store = open_store(rank, size, seconds)
         store.set_timeout(datetime.timedelta(seconds=seconds))
         world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
-    _open_worlds.add(world)
+    _core.comm.close_at_end(world)
     device = automatic(world.transport) if transport == "auto" and gpus else None
     return _communicator(world, device or transport)
 
@@ -106,7 +104,7 @@ def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "
         world = _join_alone(transport, timeout)
     else:
         world, _ = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
-    _open_worlds.add(world)
+    _core.comm.close_at_end(world)
     return _communicator(world, transport)
 
 
@@ -131,8 +129,11 @@ def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSour
 def close_all(reason: str) -> None:
     """Closes what this process (or, on a thread of ``run_threads``, this rank) has open; peers are told the reason."""
     joining: ThreadRank | None = getattr(thread_rank, "value", None)
-    for world in list(_open_worlds if joining is None else joining.worlds):
-        world.close(reason)
+    if joining is None:
+        _core.comm.close_worlds(reason)
+    else:
+        for world in joining.worlds:
+            world.close(reason)
 
 
 atexit.register(close_all, "its process ended")

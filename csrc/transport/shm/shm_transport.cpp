@@ -325,6 +325,7 @@ void ShmTransport::close(const std::string& reason) noexcept {
   if (closed_) return;
   closed_ = true;
   Control& own = segment_->control(rank_);
+  if (own.pid != ::getpid()) return;  // a forked child: the rank is its parent
   if (!reason.empty()) {
     const size_t bytes = std::min(reason.size(), kFailureText - 1);
     std::memcpy(own.reason, reason.data(), bytes);

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import hdpcomm as hdp
+from hdpcomm.comm.bootstrap import close_all
 
 REPOSITORY = Path(__file__).parents[3]
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -194,3 +195,53 @@ def test_torchrun(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["3.0"] * 3
+
+
+def forks_a_child() -> float:
+    """The child of a fork ends as Python programs do; the world stays its parent's."""
+    with hdp.init(timeout=20) as comm:
+        comm.all_reduce(torch.ones(1), async_op=True).wait()  # there is a progress thread
+        if comm.rank == 0:
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    close_all("its process ended")
+                    comm.close()
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+        x = torch.ones(50_000)
+        comm.all_reduce(x)
+        return x[-1].item()
+
+
+def test_a_forked_child_does_not_close_the_world(ranks: Any) -> None:
+    assert ranks(2, forks_a_child) == [2.0, 2.0]
+
+
+def ends_without_closing(folder: str) -> None:
+    comm = hdp.init(timeout=20).subset([0, 1])
+    assert comm is not None
+    sys.comm = comm  # type: ignore[attr-defined]  # there until the end
+    if comm.rank == 1:
+        sys.exit(0)
+    with pytest.raises(hdp.PeerLost) as info:
+        comm.recv(torch.zeros(1), 1)
+    Path(folder, "told").write_text(str(info.value))
+
+
+def test_the_end_of_a_process_tells_its_peers(tmp_path: Path) -> None:
+    program = "import sys; from tests.ranks.comm import test_bootstrap as t; t.ends_without_closing(sys.argv[1])"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=common | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert "rank 1 closed its communicator" in (tmp_path / "told").read_text()
+    assert "its process ended" in (tmp_path / "told").read_text()

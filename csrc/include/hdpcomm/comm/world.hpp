@@ -77,6 +77,7 @@ class World {
   // The same without the part that joined beside the transport: for that part.
   void abortTransport(const std::string& reason);
   // Leaves the world; peers that still need this rank get PeerLost with the reason. Idempotent.
+  // Does nothing in a forked child.
   void close(const std::string& reason);
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
@@ -104,6 +105,7 @@ class World {
 
   std::unique_ptr<Transport> transport_;
   double timeout_s_;
+  int pid_;
   int spins_;  // looks at the transport before the first look at the clock
   double spin_s_;
   double yield_s_;
