@@ -27,7 +27,17 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
   spins_ = transport_->oversubscribed() ? 4 : 64;
 }
 
-World::~World() { close("the communicator was destroyed"); }
+World::~World() {
+  if (::getpid() == pid_) {
+    close("the communicator was destroyed");
+    return;
+  }
+  // A forked child: the threads that are registered with these objects are its parent's, and to
+  // destroy a condition variable is to wait for them.
+  if (progress_thread_.joinable()) progress_thread_.detach();
+  (void)progress_wanted_.release();
+  (void)transport_.release();
+}
 
 TransportStats World::stats() {
   std::lock_guard lock(mutex_);
@@ -60,7 +70,7 @@ void World::submit(const std::shared_ptr<Work>& work) {
   submitLocked(work);
   if (!ended(*work)) {
     ensureProgressThread();
-    progress_wanted_.notify_one();
+    progress_wanted_->notify_one();
   }
 }
 
@@ -221,11 +231,7 @@ void World::abortTransport(const std::string& reason) {
 }
 
 void World::close(const std::string& reason) {
-  if (::getpid() !=
-      pid_) {  // a forked child: the world is its parent's, whose threads are not here
-    if (progress_thread_.joinable()) progress_thread_.detach();
-    return;
-  }
+  if (::getpid() != pid_) return;  // a forked child: the world is its parent's
   if (const auto part = part_) part->close(reason);
   {
     std::lock_guard lock(mutex_);
@@ -240,7 +246,7 @@ void World::close(const std::string& reason) {
     transport_->close(reason);
     stop_ = true;
   }
-  progress_wanted_.notify_all();
+  progress_wanted_->notify_all();
   if (progress_thread_.joinable()) progress_thread_.join();
 }
 

@@ -131,7 +131,7 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
 // Under the lock, so that the progress thread does not miss it between its look and its sleep.
 void World::stopWaitingLocked() {
   waiters_.fetch_sub(1, std::memory_order_relaxed);
-  progress_wanted_.notify_one();
+  progress_wanted_->notify_one();
 }
 
 // Spins, yields, then sleeps on the futex; looks after deadline, peers and Ctrl-C between sleeps.
@@ -204,7 +204,7 @@ void World::progressLoop() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
     if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
-      progress_wanted_.wait_for(lock, std::chrono::milliseconds(100));
+      progress_wanted_->wait_for(lock, std::chrono::milliseconds(100));
       continue;
     }
     lock.unlock();

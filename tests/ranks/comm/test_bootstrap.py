@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,22 +202,30 @@ def test_torchrun(tmp_path: Path) -> None:
 
 def forks_a_child() -> float:
     """The child of a fork ends as Python programs do; the world stays its parent's."""
-    with hdp.init(timeout=20) as comm:
-        comm.all_reduce(torch.ones(1), async_op=True).wait()  # there is a progress thread
-        if comm.rank == 0:
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    close_all("its process ended")
-                    comm.close()
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(child, 0)[1] == 0
-        x = torch.ones(50_000)
-        comm.all_reduce(x)
-        return x[-1].item()
+    comm = hdp.init(timeout=20)
+    comm.all_reduce(torch.ones(1), async_op=True).wait()  # there is a progress thread
+    if comm.rank == 0:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                close_all("its process ended")
+                comm.close()
+                del comm
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
+        deadline = time.monotonic() + 15
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
+        assert ended == (child, 0)
+    x = torch.ones(50_000)
+    comm.all_reduce(x)
+    comm.close()
+    return x[-1].item()
 
 
 def test_a_forked_child_does_not_close_the_world(ranks: Any) -> None:

@@ -128,7 +128,8 @@ class World {
   std::unordered_map<ScheduleRequest, std::shared_ptr<const Schedule>, HashRequest> schedules_;
 
   std::thread progress_thread_;
-  std::condition_variable progress_wanted_;
+  std::unique_ptr<std::condition_variable> progress_wanted_ =
+      std::make_unique<std::condition_variable>();
   std::atomic<int> waiters_{0};
   int background_works_ = 0;
   bool stop_ = false;
