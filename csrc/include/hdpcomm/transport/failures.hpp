@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "hdpcomm/base/call.hpp"
 #include "hdpcomm/base/error.hpp"
-#include "hdpcomm/transport/call.hpp"
 
 namespace hdpcomm {
 

@@ -21,8 +21,8 @@
 #include <span>
 #include <vector>
 
+#include "hdpcomm/base/call.hpp"
 #include "hdpcomm/base/error.hpp"
-#include "hdpcomm/transport/call.hpp"
 
 namespace hdpcomm {
 
