@@ -24,7 +24,7 @@ py::memoryview viewOf(std::byte* data, size_t bytes) {
 std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
                                  const std::shared_ptr<FrameLink>& link,
                                  const std::vector<int>& host_of_rank, const std::string& name,
-                                 double timeout_s) {
+                                 double timeout_s, double joining_s, std::vector<int> pids) {
   const py::gil_scoped_release release;
   const int rank = link->rank();
   std::vector<int> members;
@@ -35,7 +35,7 @@ std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
     route.push_back(here ? 0 : 1);
   }
   auto local = makeShmTransport(segment, rank, members);
-  shmWaitAllReady(*local, timeout_s);
+  shmWaitAllReady(*local, {joining_s, std::move(pids), checkSignals});
   link->setWake(local->waker());
   std::vector<std::unique_ptr<Transport>> parts;
   parts.push_back(std::move(local));
@@ -153,7 +153,8 @@ void bindScale(py::module_& module) {
       },
       py::arg("link"), py::arg("name"), py::arg("timeout"));
   module.def("join_hosts", &joinHosts, py::arg("segment"), py::arg("link"), py::arg("host_of_rank"),
-             py::arg("name"), py::arg("timeout"));
+             py::arg("name"), py::arg("timeout"), py::arg("joining"),
+             py::arg("pids") = std::vector<int>());
   module.def(
       "set_nodes",
       [](World& world, std::vector<int> nodes, const Costs& remote) {

@@ -80,7 +80,12 @@ struct alignas(64) Channel {
 };
 static_assert(sizeof(Channel) % 64 == 0);
 
-enum class RankState : uint32_t { kAbsent, kReady, kClosed };
+enum class RankState : uint32_t {
+  kAbsent,
+  kReady,
+  kClosed,
+  kLate,  // closed, because it had waited too long for others to join
+};
 
 struct alignas(64) Control {
   std::atomic<uint32_t>

@@ -2,16 +2,12 @@
 
 #include <linux/futex.h>
 #include <linux/membarrier.h>
-#include <sched.h>
-#include <signal.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <numeric>
-#include <thread>
 
 #include "hdpcomm/base/env.hpp"
 #include "hdpcomm/base/process.hpp"
@@ -31,18 +27,6 @@ void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nano
 void futexWakeAll(std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
             0);
-}
-
-// Cores on which at least one of the processes may run.
-int coresOf(const std::vector<int>& pids) {
-  cpu_set_t all;
-  CPU_ZERO(&all);
-  for (const int pid : pids) {
-    cpu_set_t own;
-    CPU_ZERO(&own);
-    if (::sched_getaffinity(pid, sizeof own, &own) == 0) CPU_OR(&all, &all, &own);
-  }
-  return CPU_COUNT(&all);
 }
 
 long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command, 0, 0); }
@@ -90,40 +74,6 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
 }
 
 ShmTransport::~ShmTransport() { close("the communicator was destroyed"); }
-
-void ShmTransport::waitAllReady(double timeout_s) {
-  const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
-  for (const int member : members_) {
-    Peer& peer = peers_[member];
-    while (peer.control->state.load(std::memory_order_acquire) == RankState::kAbsent) {
-      if (Clock::now() > deadline) {
-        std::string absent;
-        for (const int other : members_) {
-          if (peers_[other].control->state.load() == RankState::kAbsent)
-            absent += " " + std::to_string(other);
-        }
-        throw Error(ErrorKind::kTimeout,
-                    "ranks" + absent + " did not join the shared-memory world within " +
-                        std::to_string(timeout_s) + " s: look for their errors, or raise timeout=",
-                    {.rank = rank_, .peer = peer.rank, .op = "init", .ranks = {}, .seq = -1});
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    peer.same_process = peer.control->pid == segment_->control(rank_).pid;
-    uint64_t value = 0;
-    bool readable = peer.same_process;
-    if (!readable && Env::get().cma) {
-      iovec local{&value, sizeof value};
-      iovec remote{reinterpret_cast<void*>(peer.control->probe), sizeof value};
-      readable = ::process_vm_readv(peer.control->pid, &local, 1, &remote, 1, 0) == sizeof value &&
-                 value == kMagic;
-    }
-    peer.in->direct_allowed.store(readable ? 1 : 0, std::memory_order_release);
-  }
-  std::vector<int> pids;
-  for (const int member : members_) pids.push_back(peers_[member].control->pid);
-  oversubscribed_ = static_cast<int>(members_.size()) > coresOf(pids);
-}
 
 void ShmTransport::activate(Peer& peer) {
   if (peer.in_active_list) return;
@@ -221,7 +171,8 @@ std::string ShmTransport::lastWords(const Control& control) const {
 }
 
 std::optional<Error> ShmTransport::goneError(const Peer& peer, bool awaited) const {
-  const bool closed = peer.control->state.load(std::memory_order_acquire) == RankState::kClosed;
+  const RankState state = peer.control->state.load(std::memory_order_acquire);
+  const bool closed = state == RankState::kClosed || state == RankState::kLate;
   if (!closed && processAlive(*peer.control)) return std::nullopt;
   const std::string who = "rank " + std::to_string(peer.rank) +
                           (closed ? " closed its communicator"
@@ -332,7 +283,8 @@ void ShmTransport::close(const std::string& reason) noexcept {
     own.reason[bytes] = '\0';
     own.reason_ready.store(1, std::memory_order_release);
   }
-  own.state.store(RankState::kClosed, std::memory_order_release);
+  const bool late = own.state.load(std::memory_order_relaxed) == RankState::kLate;
+  if (!late) own.state.store(RankState::kClosed, std::memory_order_release);
   for (const int member : members_) ring(*peers_[member].control);
 }
 
@@ -342,10 +294,6 @@ std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment,
                                             std::vector<int> members) {
   return std::make_unique<shm::ShmTransport>(
       std::dynamic_pointer_cast<shm::Segment>(std::move(segment)), rank, std::move(members));
-}
-
-void shmWaitAllReady(Transport& transport, double timeout_s) {
-  dynamic_cast<shm::ShmTransport&>(transport).waitAllReady(timeout_s);
 }
 
 }  // namespace hdpcomm

@@ -89,7 +89,7 @@ class ShmTransport final : public Transport {
   TransportStats stats() const override;
   void close(const std::string& reason) noexcept override;
 
-  void waitAllReady(double timeout_s);
+  void waitAllReady(const ShmJoining& joining);
 
  private:
   // shm_send.cpp
@@ -119,6 +119,12 @@ class ShmTransport final : public Transport {
   void handleFailureNotice(Peer& peer, const Slot& slot);
   void reject(Peer& peer, Slot& slot, const RecvRequest& request);
   void consume(Peer& peer, const Slot& slot);
+
+  // shm_join.cpp
+  bool present(int member) const;
+  void waitForMembers(const ShmJoining& joining);
+  std::optional<Error> lostInJoining(const ShmJoining& joining) const;
+  void meet(Peer& peer);
 
   // shm_transport.cpp
   void activate(Peer& peer);

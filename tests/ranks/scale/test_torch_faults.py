@@ -57,6 +57,7 @@ def stopped(folder: str) -> str:
     comm = hdp.init(timeout=20)
     comm.barrier()
     if comm.rank == 1:
+        time.sleep(0.2)  # the carrier may still hold the barrier's message
         pid = os.fork()
         if pid == 0:
             until = time.monotonic() + 15
