@@ -142,7 +142,7 @@ const Communicator& communicator(PyObject* object) {
   return py::cast<const Communicator&>(py::handle(object));
 }
 
-ExchangeWork::Message message(PyObject* const* parts) {
+Message message(PyObject* const* parts) {
   return {address(parts[0]), static_cast<size_t>(integer(parts[1])),
           static_cast<DType>(integer(parts[2])), static_cast<int>(integer(parts[3]))};
 }
@@ -153,7 +153,7 @@ PyObject* pointToPoint(PyObject* const* args, Py_ssize_t count, bool send) {
     expect(count, 5);
     const Communicator& comm = communicator(args[0]);
     const auto only = message(args + 1);
-    const std::span<const ExchangeWork::Message> one(&only, 1);
+    const std::span<const Message> one(&only, 1);
     const py::gil_scoped_release release;
     send ? comm.exchange(one, {}, 0, checkSignals) : comm.exchange({}, one, 0, checkSignals);
   });
@@ -167,7 +167,7 @@ PyObject* runRecv(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return pointToPoint(args, count, false);
 }
 
-using Messages = InlineVector<ExchangeWork::Message, 8>;
+using Messages = InlineVector<Message, 8>;
 
 void addMessages(Messages& messages, PyObject* list) {
   if (!PyList_Check(list)) throw py::type_error("expected a list of messages");

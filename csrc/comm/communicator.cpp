@@ -163,30 +163,44 @@ Call Communicator::callOfMessages() const {
   return call;
 }
 
-ExchangeWork Communicator::makeExchange(Ranks ranks, std::span<const Message> sends,
-                                        std::span<const Message> recvs) const {
+Call Communicator::callOfMessage(const Message& message) const {
+  Call call = callOfMessages();
+  call.count = message.count;
+  call.dtype = message.dtype;
+  return call;
+}
+
+void Communicator::checkPositions(std::span<const Message> sends,
+                                  std::span<const Message> recvs) const {
   for (const Message& message : sends) checkPosition(message.peer, "send");
   for (const Message& message : recvs) checkPosition(message.peer, "recv");
-  Call call = callOfMessages();
-  if (sends.size() + recvs.size() == 1) {  // for messages about it
-    const Message& only = sends.empty() ? recvs[0] : sends[0];
-    call.count = only.count;
-    call.dtype = only.dtype;
-  }
-  return ExchangeWork(call, std::move(ranks), sends, recvs);
 }
 
 std::shared_ptr<Work> Communicator::startExchange(std::span<const Message> sends,
                                                   std::span<const Message> recvs) const {
-  std::shared_ptr<Work> work(new ExchangeWork(makeExchange(ranks_, sends, recvs)));
+  checkPositions(sends, recvs);
+  std::shared_ptr<Work> work;
+  if (sends.size() + recvs.size() == 1) {
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    work = std::make_shared<MessageWork>(callOfMessage(only), ranks_, only, !sends.empty());
+  } else {
+    work = std::make_shared<ExchangeWork>(callOfMessages(), ranks_, sends, recvs);
+  }
   world_->submit(work);
   return work;
 }
 
 void Communicator::exchange(std::span<const Message> sends, std::span<const Message> recvs,
                             double timeout_s, const InterruptCheck& check_interrupt) const {
-  ExchangeWork work = makeExchange(borrow(ranks_), sends, recvs);
-  world_->run(work, timeout_s, check_interrupt);
+  checkPositions(sends, recvs);
+  if (sends.size() + recvs.size() == 1) {
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    MessageWork work(callOfMessage(only), borrow(ranks_), only, !sends.empty());
+    world_->run(work, timeout_s, check_interrupt);
+  } else {
+    ExchangeWork work(callOfMessages(), borrow(ranks_), sends, recvs);
+    world_->run(work, timeout_s, check_interrupt);
+  }
 }
 
 }  // namespace hdpcomm

@@ -24,7 +24,7 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
   yield_s_ = env.yield_us * 1e-6;
   liveness_s_ = env.liveness_s;
   wake_ = transport_->waker();
-  spins_ = transport_->oversubscribed() ? 4 : 64;
+  spins_ = transport_->oversubscribed() ? 4 : 400;  // some microseconds
 }
 
 World::~World() {
@@ -46,50 +46,57 @@ TransportStats World::stats() {
 
 std::shared_ptr<std::byte> World::allocate(size_t bytes) {
   std::lock_guard lock(mutex_);
-  checkUsable();
+  if (unusable()) throwUnusable();
   return transport_->allocate(bytes);
 }
 
-void World::checkUsable() const {
+void World::throwUnusable() const {
+  const ErrorContext context{.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1};
   if (!abort_reason_.empty()) {
     throw Error(ErrorKind::kAborted,
                 "this communicator was aborted (" + abort_reason_ + "): make a new one with init()",
-                {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
+                context);
   }
-  if (closed_.load(std::memory_order_relaxed)) {
-    throw Error(ErrorKind::kInvalidUsage,
-                "this communicator is closed: call its operations before close(), or make a new "
-                "one with init()",
-                {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
-  }
+  throw Error(ErrorKind::kInvalidUsage,
+              "this communicator is closed: call its operations before close(), or make a new "
+              "one with init()",
+              context);
 }
 
 void World::submit(const std::shared_ptr<Work>& work) {
   std::lock_guard lock(mutex_);
   work->background_ = true;
-  submitLocked(work);
+  enterLocked(*work);
+  enqueueLocked(work);
   if (!ended(*work)) {
     ensureProgressThread();
     progress_wanted_->notify_one();
   }
 }
 
-void World::submitLocked(const std::shared_ptr<Work>& work) {
-  checkUsable();
-  work->seq_ = next_seq_++;
-  work->takeNumbers(*transport_);
+// Gives the operation its place in the order of all.
+void World::enterLocked(Work& work) {
+  if (unusable()) throwUnusable();
+  work.seq_ = next_seq_++;
+  work.takeNumbers(*transport_);
+}
+
+void World::enqueueLocked(const std::shared_ptr<Work>& work) {
   queue_.push_back(work);
   if (work->background_) ++background_works_;
   if (queue_.size() > 1 || advanceLocked()) progressLocked();
 }
 
 void World::progressLocked() {
-  // What was posted may be there already, and then nothing would wake a sleeper for it: go on until
-  // nothing is posted.
-  while (!queue_.empty()) {
-    transport_->progress();
-    if (!advanceLocked()) return;
-  }
+  if (queue_.empty()) return;
+  transport_->progress();
+  settleLocked();
+}
+
+// What was posted may be there already, and then nothing would wake a sleeper for it: goes on until
+// nothing is posted.
+void World::settleLocked() {
+  while (advanceLocked() && !queue_.empty()) transport_->progress();
 }
 
 // Returns true when new requests were posted.
@@ -104,7 +111,7 @@ bool World::advanceLocked() {
     if (work.failure()) {
       const Error error = *work.failure();
       fail(work, error);
-    } else if (work.allPosted() && work.completion_.pending + work.deferred_.pending == 0) {
+    } else if (work.complete()) {
       finish(work, Work::State::kDone);
     } else if (!work.allPosted()) {
       break;  // later operations must not overtake its messages
@@ -202,13 +209,13 @@ std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) 
 
 void World::attach(std::shared_ptr<WorldPart> part) {
   std::lock_guard lock(mutex_);
-  checkUsable();
+  if (unusable()) throwUnusable();
   part_ = std::move(part);
 }
 
 std::optional<Error> World::departure(int peer) {
   std::lock_guard lock(mutex_);
-  transport_->progress();
+  progressLocked();
   return transport_->departure(peer);
 }
 

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "hdpcomm/base/call.hpp"
 
@@ -68,6 +69,27 @@ struct Slot {
   uint8_t detail;  // kFailure: ErrorKind
 };
 static_assert(sizeof(Slot) == 64);
+
+// Up to kInlineBytes, without a call: two words that may overlap.
+inline void copyInline(void* to, const void* from, size_t bytes) {
+  const auto both = [&](auto word) {
+    auto last = word;
+    std::memcpy(&word, from, sizeof word);
+    std::memcpy(&last, static_cast<const std::byte*>(from) + bytes - sizeof last, sizeof last);
+    std::memcpy(to, &word, sizeof word);
+    std::memcpy(static_cast<std::byte*>(to) + bytes - sizeof last, &last, sizeof last);
+  };
+  if (bytes >= 8) {
+    both(uint64_t{});
+  } else if (bytes >= 4) {
+    both(uint32_t{});
+  } else {
+    for (size_t i = 0; i < bytes; ++i) {
+      static_cast<std::byte*>(to)[i] = static_cast<const std::byte*>(from)[i];
+    }
+  }
+}
+static_assert(kInlineBytes <= 16);
 
 struct alignas(64) Channel {
   // Written by the receiver. `consumed`: messages taken (release: after it has read slot and

@@ -71,15 +71,17 @@ Slot* ShmTransport::published(const Peer& peer, uint64_t index) const {
 }
 
 // Takes messages while there are receives for them, and the failure notices among them.
-void ShmTransport::drain(Peer& peer) {
+bool ShmTransport::drain(Peer& peer) {
+  const uint64_t before = peer.received;
   while (Slot* slot = published(peer, peer.received)) {
     if (slot->kind == Kind::kFailure) {
       handleFailureNotice(peer, *slot);
       consume(peer, *slot);
     } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
-      return;
+      break;
     }
   }
+  return peer.received != before;
 }
 
 bool ShmTransport::deliver(Peer& peer, Slot& slot) {
@@ -97,7 +99,11 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
   }
   switch (slot.kind) {
     case Kind::kInline:
-      store(request, 0, slot.inline_data, slot.bytes);
+      if (request.reduce == nullptr) {
+        copyInline(request.data, slot.inline_data, slot.bytes);
+      } else {
+        store(request, 0, slot.inline_data, slot.bytes);
+      }
       break;
     case Kind::kEager:
       store(request, 0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,

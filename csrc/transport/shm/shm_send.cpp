@@ -84,7 +84,7 @@ bool ShmTransport::pushMessage(Peer& peer, const SendRequest& request) {
     slot->at.address = reinterpret_cast<uint64_t>(request.data);
   } else if (request.bytes <= kInlineBytes) {
     slot->kind = Kind::kInline;
-    if (request.bytes > 0) std::memcpy(slot->inline_data, request.data, request.bytes);
+    copyInline(slot->inline_data, request.data, request.bytes);
   } else {
     uint64_t offset = 0;
     std::byte* payload = claimPayload(peer, request.bytes, &offset);

@@ -75,26 +75,29 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
 
 ShmTransport::~ShmTransport() { close("the communicator was destroyed"); }
 
-void ShmTransport::activate(Peer& peer) {
-  if (peer.in_active_list) return;
-  peer.in_active_list = true;
-  active_.push_back(peer.rank);
-}
-
-void ShmTransport::progress() {
+bool ShmTransport::progress() {
+  bool moved = false;
   for (size_t i = 0; i < active_.size();) {
     Peer& peer = peers_[active_[i]];
-    if (!peer.inflight.empty()) completeInflight(peer);
-    drain(peer);
-    while (!peer.queue.empty() && tryPush(peer, peer.queue.front())) peer.queue.pop();
-    if (peer.active()) {
-      ++i;
-    } else {
+    if (!peer.active()) {  // since the last look, and still: most soon are again
       peer.in_active_list = false;
       active_[i] = active_.back();
       active_.pop_back();
+      continue;
     }
+    if (!peer.inflight.empty() &&
+        peer.out->consumed.load(std::memory_order_relaxed) != peer.consumed_seen) {
+      completeInflight(peer);
+      moved = true;
+    }
+    moved |= drain(peer);
+    while (!peer.queue.empty() && tryPush(peer, peer.queue.front())) {
+      peer.queue.pop();
+      moved = true;
+    }
+    ++i;
   }
+  return moved;
 }
 
 void ShmTransport::cancel(const Completion* completion) {

@@ -71,7 +71,7 @@ class ShmTransport final : public Transport {
   uint32_t nextRecvNumber(int peer) override { return ++peers_[peer].recv_number; }
   void postSend(const SendRequest& request) override;
   void postRecv(const RecvRequest& request) override;
-  void progress() override;
+  bool progress() override;
   void cancel(const Completion* completion) override;
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
@@ -107,7 +107,7 @@ class ShmTransport final : public Transport {
 
   // shm_recv.cpp
   Slot* published(const Peer& peer, uint64_t index) const;
-  void drain(Peer& peer);
+  bool drain(Peer& peer);                // true: something was taken
   bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be taken now
   const std::byte* sharedBytes(Peer& peer, const Slot& slot);
   bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
@@ -127,7 +127,11 @@ class ShmTransport final : public Transport {
   void meet(Peer& peer);
 
   // shm_transport.cpp
-  void activate(Peer& peer);
+  void activate(Peer& peer) {
+    if (peer.in_active_list) return;
+    peer.in_active_list = true;
+    active_.push_back(peer.rank);
+  }
   void ring(Control& control);
   // Fails the requests up to the given numbers; returns whether there were any.
   bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);

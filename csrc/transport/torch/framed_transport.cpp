@@ -106,7 +106,8 @@ bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   return true;
 }
 
-void FramedTransport::progress() {
+// Its looks are dear anyway, so it does not keep count.
+bool FramedTransport::progress() {
   do {
     arrivals_.clear();
     link_->collect(arrivals_);
@@ -124,6 +125,7 @@ void FramedTransport::progress() {
       }
     }
   } while (!arrivals_.empty());  // frames to this rank itself arrive while it pushes
+  return true;
 }
 
 void FramedTransport::cancel(const Completion* completion) {

@@ -64,7 +64,7 @@ class FramedTransport final : public Transport {
   uint32_t nextRecvNumber(int peer) override { return ++at(peer).recv_number; }
   void postSend(const SendRequest& request) override;
   void postRecv(const RecvRequest& request) override;
-  void progress() override;
+  bool progress() override;
   void rejectUnexpected(int peer, uint32_t number, const Call& call,
                         Completion* completion) override;
   void cancel(const Completion* completion) override;

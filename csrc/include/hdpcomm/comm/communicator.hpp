@@ -45,7 +45,7 @@ class Communicator {
     int root = -1;
     Algorithm algorithm = Algorithm::kAuto;
   };
-  using Message = ExchangeWork::Message;
+  using Message = hdpcomm::Message;
   using InterruptCheck = World::InterruptCheck;
 
   // What the ranks agree on, and what this one does: for a StreamEngine, which runs it on a device.
@@ -84,8 +84,8 @@ class Communicator {
   void checkPosition(int position, const char* what) const;
   CollectiveWork makeCollective(Ranks ranks, const Operands& operands,
                                 const Options& options) const;
-  ExchangeWork makeExchange(Ranks ranks, std::span<const Message> sends,
-                            std::span<const Message> recvs) const;
+  void checkPositions(std::span<const Message> sends, std::span<const Message> recvs) const;
+  Call callOfMessage(const Message& message) const;
 
   std::shared_ptr<World> world_;
   Ranks ranks_;

@@ -82,10 +82,13 @@ class World {
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
  private:
-  void submitLocked(const std::shared_ptr<Work>& work);
+  void enterLocked(Work& work);
+  void enqueueLocked(const std::shared_ptr<Work>& work);
+  bool runAloneLocked(Work& work);
   bool spinLocked(Work& work);
   void forgetLocked(Work& work);
   void progressLocked();
+  void settleLocked();
   bool advanceLocked();
   void rejectUnexpectedLocked();
   void hearFailuresLocked();
@@ -93,7 +96,10 @@ class World {
   void stopWaitingLocked();
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
-  void checkUsable() const;
+  bool unusable() const noexcept {
+    return !abort_reason_.empty() || closed_.load(std::memory_order_relaxed);
+  }
+  [[noreturn]] void throwUnusable() const;
   void ensureProgressThread();
   void progressLoop();
   void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);

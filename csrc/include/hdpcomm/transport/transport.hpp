@@ -80,8 +80,9 @@ class Transport {
 
   virtual void postSend(const SendRequest& request) = 0;
   virtual void postRecv(const RecvRequest& request) = 0;
-  // Moves what can be moved now. Failures go to the requests' completions.
-  virtual void progress() = 0;
+  // Moves what can be moved now. Failures go to the requests' completions. False: no request has
+  // ended, failed or been posted to its channel.
+  virtual bool progress() = 0;
 
   // For an operation that posts no more receives: if the next message of `peer` belongs to it all
   // the same (its number is at most `number`), rejects it and fails `completion`, since the peer
