@@ -138,7 +138,7 @@ void bindWorld(py::module_& module) {
       .def_property_readonly("size", &World::size)
       .def_property_readonly("timeout", &World::timeout)
       .def_property_readonly("transport", &World::transportName)
-      .def_property_readonly("closed", &World::closed)
+      .def_property_readonly("over", &World::over)
       .def(
           "communicator",
           [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "hdpcomm/base/env.hpp"
 
@@ -46,7 +47,7 @@ TransportStats World::stats() {
 
 std::shared_ptr<std::byte> World::allocate(size_t bytes) {
   std::lock_guard lock(mutex_);
-  if (unusable()) throwUnusable();
+  if (over()) throwUnusable();
   return transport_->allocate(bytes);
 }
 
@@ -76,7 +77,7 @@ void World::submit(const std::shared_ptr<Work>& work) {
 
 // Gives the operation its place in the order of all.
 void World::enterLocked(Work& work) {
-  if (unusable()) throwUnusable();
+  if (over()) throwUnusable();
   work.seq_ = next_seq_++;
   work.takeNumbers(*transport_);
 }
@@ -101,10 +102,20 @@ void World::settleLocked() {
 
 // Returns true when new requests were posted.
 bool World::advanceLocked() {
+  struct DropEnded {  // at the end of the pass, also if something is thrown
+    World& world;
+    bool some = false;
+    ~DropEnded() {
+      if (some) world.dropEndedLocked();
+    }
+  } drop{*this};
   bool posted = false;
-  for (size_t i = 0; i < queue_.size();) {
-    Work& work = *queue_[i];
-    if (!work.failure()) {
+  for (const auto& each : queue_) {
+    Work& work = *each;
+    const bool failed = work.failure().has_value();
+    // Of many operations most are like this: no more than a look at each.
+    if (work.state_ == Work::State::kPosted && work.underWay() && !failed) continue;
+    if (!failed) {
       work.state_ = Work::State::kRunning;
       posted |= work.advance(*transport_);
     }
@@ -116,10 +127,16 @@ bool World::advanceLocked() {
     } else if (!work.allPosted()) {
       break;  // later operations must not overtake its messages
     } else {
-      ++i;
+      work.state_ = Work::State::kPosted;
     }
+    drop.some |= ended(work);
   }
   return posted;
+}
+
+// The queue may be the last owner of a work.
+void World::dropEndedLocked() {
+  std::erase_if(queue_, [this](const std::shared_ptr<Work>& each) { return ended(*each); });
 }
 
 void World::finish(Work& work, Work::State state) {
@@ -127,8 +144,6 @@ void World::finish(Work& work, Work::State state) {
   if (work.background_) --background_works_;
   // A thread that waits for this work may sleep, if another one ended it.
   if (waiters_.load(std::memory_order_relaxed) > 1) wake_();
-  // This may be the last owner: the work is not touched any more.
-  std::erase_if(queue_, [&](const std::shared_ptr<Work>& each) { return each.get() == &work; });
 }
 
 void World::fail(Work& work, const Error& error) {
@@ -209,7 +224,7 @@ std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) 
 
 void World::attach(std::shared_ptr<WorldPart> part) {
   std::lock_guard lock(mutex_);
-  if (unusable()) throwUnusable();
+  if (over()) throwUnusable();
   part_ = std::move(part);
 }
 
@@ -226,13 +241,13 @@ void World::abort(const std::string& reason) {
 
 void World::abortTransport(const std::string& reason) {
   std::lock_guard lock(mutex_);
-  if (!abort_reason_.empty() || closed_.load(std::memory_order_relaxed)) return;
+  if (over_.exchange(true, std::memory_order_relaxed)) return;
   abort_reason_ = reason.empty() ? "no reason given" : reason;
-  const std::vector<std::shared_ptr<Work>> works = queue_;
-  for (const auto& work : works) {
+  for (const auto& work : queue_) {
     fail(*work, Error(ErrorKind::kAborted,
                       "rank " + std::to_string(rank()) + " aborted: " + abort_reason_));
   }
+  dropEndedLocked();
   transport_->progress();
   transport_->close("aborted: " + abort_reason_);
 }
@@ -242,13 +257,14 @@ void World::close(const std::string& reason) {
   if (const auto part = part_) part->close(reason);
   {
     std::lock_guard lock(mutex_);
-    if (closed_.exchange(true)) return;
-    const std::vector<std::shared_ptr<Work>> works = queue_;
-    for (const auto& work : works) {
+    if (std::exchange(closed_, true)) return;
+    over_.store(true, std::memory_order_relaxed);
+    for (const auto& work : queue_) {
       fail(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
                                                  " closed its communicator during " +
                                                  work->describeCall()));
     }
+    dropEndedLocked();
     transport_->progress();
     transport_->close(reason);
     stop_ = true;

@@ -102,6 +102,7 @@ void World::forgetLocked(Work& work) {
   if (ended(work)) return;
   fail(work, Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " gave up " +
                                              work.describeCall() + " after an internal error"));
+  dropEndedLocked();
 }
 
 // The common case, without a look at the clock, and without a place in the queue: nothing else is
@@ -187,6 +188,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
                                std::to_string(std::chrono::duration<double>(now - start).count()) +
                                " s in " + work.describeCall() + " (ranks " + join(*work.ranks_) +
                                "): look for a rank that did not call it, or raise timeout="));
+          dropEndedLocked();
           return;
         }
       }
@@ -197,6 +199,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         if (!ended(work)) {
           fail(work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
                                                     " was interrupted in " + work.describeCall()));
+          dropEndedLocked();
         }
         throw;
       }

@@ -69,6 +69,28 @@ def test_all_members_hear_of_a_mismatch(ranks: Any) -> None:
     run_threads(one_of_three_disagrees, 3)
 
 
+def one_of_many_disagrees() -> None:
+    """The operations before and after it, which are under way at the same time, end as if nothing had been."""
+    with hdp.init(timeout=LONG_S) as comm:
+        count, odd = 300, 77
+        x = [torch.full((5 + (comm.rank == 1 and i == odd),), float(i)) for i in range(count)]
+        if comm.rank == 1:
+            works = [comm.send(each, 0, async_op=True) for each in x]
+        else:
+            works = [comm.recv(each.zero_(), 1, async_op=True) for each in x]
+        for i, work in reversed(list(enumerate(works))):
+            if i == odd:
+                assert isinstance(caught(work.wait), hdp.Mismatch)
+            else:
+                work.wait()
+                assert (x[i] == i).all()
+        still_works(comm)
+
+
+def test_one_of_many_operations_disagrees(ranks: Any) -> None:
+    ranks(2, one_of_many_disagrees)
+
+
 def late_rank(folder: str) -> None:
     comm = hdp.init(timeout=LONG_S)
     late_after_a_timeout(comm, folder)

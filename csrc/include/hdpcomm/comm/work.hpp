@@ -18,7 +18,13 @@ using Ranks = std::shared_ptr<const std::vector<int>>;
 
 class Work {
  public:
-  enum class State : uint8_t { kQueued, kRunning, kDone, kFailed };
+  enum class State : uint8_t {
+    kQueued,
+    kRunning,
+    kPosted,  // running, and all of its messages are under way
+    kDone,
+    kFailed
+  };
 
   Work(const Call& call, Ranks ranks) : call_(call), ranks_(std::move(ranks)) {}
   virtual ~Work() = default;
@@ -47,7 +53,8 @@ class Work {
   const std::optional<Error>& failure() const {
     return completion_.failure ? completion_.failure : deferred_.failure;
   }
-  bool complete() const { return completion_.pending + deferred_.pending == 0 && allPosted(); }
+  bool underWay() const { return completion_.pending + deferred_.pending > 0; }
+  bool complete() const { return !underWay() && allPosted(); }
   // True when nothing more will be posted, so that the next operation may post.
   virtual bool allPosted() const = 0;
   // Whether a transfer to or from the peer (a global rank) is still to be posted.

@@ -79,7 +79,8 @@ class World {
   // Leaves the world; peers that still need this rank get PeerLost with the reason. Idempotent.
   // Does nothing in a forked child.
   void close(const std::string& reason);
-  bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+  // Closed or aborted: operations are refused from now on.
+  bool over() const noexcept { return over_.load(std::memory_order_relaxed); }
 
  private:
   void enterLocked(Work& work);
@@ -94,11 +95,10 @@ class World {
   void hearFailuresLocked();
   void lookAroundLocked();
   void stopWaitingLocked();
+  // These two leave the work in the queue until dropEndedLocked().
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
-  bool unusable() const noexcept {
-    return !abort_reason_.empty() || closed_.load(std::memory_order_relaxed);
-  }
+  void dropEndedLocked();
   [[noreturn]] void throwUnusable() const;
   void ensureProgressThread();
   void progressLoop();
@@ -120,7 +120,8 @@ class World {
   std::mutex mutex_;
   std::vector<std::shared_ptr<Work>> queue_;
   int64_t next_seq_ = 0;
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> over_{false};  // relaxed: written under the lock, and nothing follows from it
+  bool closed_ = false;
   std::string abort_reason_;  // not empty after abort()
 
   std::shared_ptr<WorldPart> part_;
