@@ -1,4 +1,6 @@
 // Schedules as data, for tests, the simulator and whoever wants to look at one.
+#include "collective_py.hpp"
+
 #include <pybind11/stl.h>
 
 #include "hdpcomm/collective/checker.hpp"
@@ -10,20 +12,6 @@ namespace py = pybind11;
 
 namespace hdpcomm {
 namespace {
-
-ScheduleRequest requestOf(int op, int algorithm, int group_size, int rank, size_t count,
-                          size_t element_bytes, int root, bool average) {
-  ScheduleRequest request;
-  request.op = static_cast<OpCode>(op);
-  request.algorithm = static_cast<Algorithm>(algorithm);
-  request.group_size = group_size;
-  request.rank = rank;
-  request.count = count;
-  request.element_bytes = element_bytes;
-  request.root = root;
-  request.average = average;
-  return request;
-}
 
 py::tuple toPython(const Span& span) {
   static constexpr const char* kNames[] = {"in", "out", "temp"};
@@ -75,7 +63,7 @@ void bindCollective(py::module_& module) {
       "choose",
       [](int op, int group_size, size_t count, size_t element_bytes, double alpha_s,
          double message_s, double beta, double gamma) {
-        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
         return algorithmName(
             chooseAlgorithm(request, TransportCosts{alpha_s, message_s, beta, gamma}));
       },
@@ -86,7 +74,7 @@ void bindCollective(py::module_& module) {
       "estimate_s",
       [](int op, int algorithm, int group_size, size_t count, size_t element_bytes, double alpha_s,
          double message_s, double beta, double gamma) {
-        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
         return estimateSeconds(request, static_cast<Algorithm>(algorithm),
                                TransportCosts{alpha_s, message_s, beta, gamma});
       },
@@ -122,7 +110,7 @@ void bindCollective(py::module_& module) {
       .def(
           "choose",
           [](const DeviceCosts& costs, int op, int group_size, size_t count, size_t element_bytes) {
-            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
             return algorithmName(chooseAlgorithm(request, costs));
           },
           py::arg("op"), py::arg("group_size"), py::arg("count"), py::arg("element_bytes"))
@@ -130,7 +118,7 @@ void bindCollective(py::module_& module) {
           "estimate_s",
           [](const DeviceCosts& costs, int op, int algorithm, int group_size, size_t count,
              size_t element_bytes) {
-            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
             return estimateSeconds(request, static_cast<Algorithm>(algorithm), costs);
           },
           py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"),
