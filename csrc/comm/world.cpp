@@ -21,11 +21,12 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
   }
   const Env& env = Env::get();
-  spin_s_ = env.spin_us * 1e-6;
   yield_s_ = env.yield_us * 1e-6;
   liveness_s_ = env.liveness_s;
   wake_ = transport_->waker();
-  spins_ = transport_->oversubscribed() ? 4 : 400;  // some microseconds
+  const bool shared_cores = transport_->oversubscribed();
+  spins_ = shared_cores ? 4 : 400;  // some microseconds
+  spin_s_ = shared_cores ? 0 : env.spin_us * 1e-6;
 }
 
 World::~World() {
