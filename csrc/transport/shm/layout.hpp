@@ -28,14 +28,11 @@ enum class Kind : uint8_t {
   kDirect,    // payload in the sender's memory; the receiver copies it from there
   kShared,    // the same, in the sender's heap, which the receiver may map
   kFragment,  // one of several in the payload ring
-  kFailure,   // the sender gave up an operation; see below
+  // The sender gave up an operation: its sends up to `number`, its receives up to `bytes`, as the
+  // flags in call.count say (failures.hpp). `detail` is the ErrorKind, call.root the rank that it
+  // concerns, and the payload ring holds the text.
+  kFailure,
 };
-
-// A failure notice: the payload ring holds a text, `detail` the ErrorKind, call.count these flags.
-// The sender gave up its sends up to `number` (kEndsSends) and its receives up to `bytes`
-// (kEndsRecvs).
-inline constexpr uint64_t kEndsSends = 1;
-inline constexpr uint64_t kEndsRecvs = 2;
 
 enum class SlotState : uint16_t {
   kPosted,

@@ -43,10 +43,7 @@ bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
 
 void ShmTransport::postRecv(const RecvRequest& request) {
   Peer& peer = peers_[request.peer];
-  if (const Error* error = peer.given_up.recv(request.number)) {
-    if (!request.completion->failure) request.completion->failure = *error;
-    return;
-  }
+  if (peer.failures.refuses(request)) return;
   ++request.completion->pending;
   peer.recvs.push(request);
   activate(peer);
@@ -75,7 +72,7 @@ bool ShmTransport::drain(Peer& peer) {
   const uint64_t before = peer.received;
   while (Slot* slot = published(peer, peer.received)) {
     if (slot->kind == Kind::kFailure) {
-      handleFailureNotice(peer, *slot);
+      hearFailure(peer, *slot);
       consume(peer, *slot);
     } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
       break;
@@ -222,7 +219,7 @@ void ShmTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& 
   Peer& peer = peers_[peer_rank];
   if (!peer.recvs.empty() || completion->failure) return;
   Slot* head = published(peer, peer.received);
-  while (head != nullptr && head->kind != Kind::kFailure && upTo(head->number, peer.failed.recvs)) {
+  while (head != nullptr && head->kind != Kind::kFailure && peer.failures.gaveUp(head->number)) {
     drop(peer, *head);
     head = published(peer, peer.received);
   }
@@ -238,11 +235,14 @@ Notice ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
   const std::string text(reinterpret_cast<const char*>(
                              peer.in_payload + slot.at.address % segment_->layout().payload_bytes),
                          slot.at.fragment);
-  GiveUp ours;  // the peer's sends are our receives
-  if ((slot.call.count & kEndsSends) != 0) ours.recvs = slot.number;
-  if ((slot.call.count & kEndsRecvs) != 0) ours.sends = static_cast<uint32_t>(slot.bytes);
+  const GiveUp ours = endsHere(static_cast<uint32_t>(slot.call.count), slot.number,
+                               static_cast<uint32_t>(slot.bytes));
   return noticeFrom(peer.rank, rank_, static_cast<ErrorKind>(slot.detail), text, slot.call.root,
                     ours);
+}
+
+void ShmTransport::hearFailure(Peer& peer, const Slot& slot) {
+  peer.failures.hear(noticeIn(peer, slot), peer.recvs, peer.inflight, peer.queue);
 }
 
 // The notice of this very operation, wherever it is on the channel.
@@ -273,23 +273,6 @@ bool ShmTransport::takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& 
                      {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
   consume(peer, slot);
   return true;
-}
-
-void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
-  const Notice notice = noticeIn(peer, slot);
-  const GiveUp& ours = notice.ours;
-  const bool met_active = failRequests(peer, notice.error, ours);
-  const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
-    return a && b && *a == *b;
-  };
-  if (met_active || equal(ours.sends, peer.failed.sends) || equal(ours.recvs, peer.failed.recvs)) {
-    // Both ranks failed here, perhaps in different calls: from now on they count alike.
-    if (upTo(peer.send_number, ours.sends)) peer.send_number = *ours.sends;
-    if (upTo(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
-  }
-  // Whatever this rank has yet to post of those operations (later steps, or all where the peer was
-  // ahead) fails then.
-  peer.given_up.add(notice);
 }
 
 }  // namespace hdpcomm::shm

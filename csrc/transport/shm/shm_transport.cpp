@@ -122,44 +122,11 @@ void ShmTransport::notifyFailure(int peer_rank, const Error& error,
   Peer& peer = peers_[peer_rank];
   PendingSend send;
   send.kind = Kind::kFailure;
-  send.cause = static_cast<int16_t>(error.context().peer);
-  send.give_up = {send_number, recv_number};
-  if (send_number) peer.failed.sends = send_number;
-  if (recv_number) peer.failed.recvs = recv_number;
-  send.error = error.kind();
-  send.text = error.what();
+  send.notice = peer.failures.giveUp(error, {send_number, recv_number});
   if (!peer.queue.empty() || !tryPush(peer, send)) {
-    peer.queue.push(std::move(send));
-    // Before the messages of later operations, which the peer must not take for this one's.
-    for (size_t i = peer.queue.size() - 1; i > 0; --i) {
-      const PendingSend& before = peer.queue[i - 1];
-      if (before.kind == Kind::kFailure || before.offset > 0 ||
-          upTo(before.request.number, send_number)) {
-        break;
-      }
-      std::swap(peer.queue[i - 1], peer.queue[i]);
-    }
+    queueNotice(peer.queue, std::move(send), send_number);
     activate(peer);
   }
-}
-
-bool ShmTransport::failRequests(Peer& peer, const Error& error, const GiveUp& up_to) {
-  bool met = false;
-  const auto fail = [&](uint32_t number, std::optional<uint32_t> limit, Completion* completion) {
-    if (completion == nullptr || !upTo(number, limit)) return;
-    met = true;
-    if (!completion->failure) completion->failure = error;
-  };
-  for (size_t i = 0; i < peer.recvs.size(); ++i) {
-    fail(peer.recvs[i].number, up_to.recvs, peer.recvs[i].completion);
-  }
-  for (size_t i = 0; i < peer.inflight.size(); ++i) {
-    fail(peer.inflight[i].request.number, up_to.sends, peer.inflight[i].request.completion);
-  }
-  for (size_t i = 0; i < peer.queue.size(); ++i) {
-    fail(peer.queue[i].request.number, up_to.sends, peer.queue[i].request.completion);
-  }
-  return met;
 }
 
 bool ShmTransport::processAlive(const Control& control) const {
@@ -198,7 +165,7 @@ void ShmTransport::checkPeers() {
     // What the peer sent before it went is still valid.
     completeInflight(peer);
     drain(peer);
-    failRequests(peer, *gone, {peer.send_number, peer.recv_number});
+    peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
   }
 }
 
@@ -207,13 +174,8 @@ std::optional<Error> ShmTransport::lost(int peer_rank, std::optional<uint32_t> s
   Peer& peer = peers_[peer_rank];
   const auto gone = needed ? goneError(peer) : std::nullopt;
   drain(peer);
-  if (const Error* error = peer.given_up.operation(send_number, recv_number)) return *error;
-  // A notice behind messages that this rank does not take yet counts for this operation only.
-  if (const auto notice = noticeAhead(peer, send_number, recv_number)) return notice->error;
-  if (!needed) return std::nullopt;
-  const Error* error = send_number ? peer.given_up.send(*send_number) : nullptr;
-  if (error == nullptr && recv_number) error = peer.given_up.recv(*recv_number);
-  return error != nullptr ? *error : gone;
+  return peer.failures.lost(send_number, recv_number, needed, gone,
+                            [&] { return noticeAhead(peer, send_number, recv_number); });
 }
 
 void ShmTransport::ring(Control& control) {
