@@ -26,7 +26,8 @@ class StepMetrics:
         predicted_s: what the plan expected for forward and backward of all micro-batches.
         planning_s: what the solver took.
         plan_wait_s: what the step waited for its plan, mean over the ranks: ``planning_s`` when it was made inside the
-            step, about nothing when it was made while the step before ran (:class:`hdpcomm.plan.PlanAhead`).
+            step, about nothing when it was made while the step before ran (:class:`hdpcomm.plan.PlanAhead`), or, for
+            the first one of :func:`run`, while the models were made.
     """
 
     step: int
