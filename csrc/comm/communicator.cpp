@@ -133,9 +133,29 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
 
 CollectiveWork Communicator::makeCollective(Ranks ranks, const Operands& operands,
                                             const Options& options) const {
-  Plan made = plan(operands, options);
-  return CollectiveWork(made.call, std::move(ranks), std::move(made.schedule), operands.in,
-                        operands.out);
+  const bool ragged = !operands.in_counts.empty();
+  const uint64_t epoch = world_->planEpoch();
+  Call call;
+  std::shared_ptr<const Schedule> schedule;
+  if (!ragged) {
+    const std::lock_guard lock(mutex_);
+    const LastPlan& last = last_plan_;
+    if (last.schedule != nullptr && last.count == operands.count && last.dtype == operands.dtype &&
+        last.options == options && last.epoch == epoch) {
+      call = last.call;
+      schedule = last.schedule;
+    }
+  }
+  if (schedule == nullptr) {
+    Plan made = plan(operands, options);
+    call = made.call;
+    schedule = std::move(made.schedule);
+    if (!ragged) {
+      const std::lock_guard lock(mutex_);
+      last_plan_ = {options, operands.count, operands.dtype, epoch, call, schedule};
+    }
+  }
+  return CollectiveWork(call, std::move(ranks), std::move(schedule), operands.in, operands.out);
 }
 
 std::shared_ptr<Work> Communicator::startCollective(const Operands& operands,

@@ -167,7 +167,7 @@ void World::fail(Work& work, const Error& error) {
 void World::setCosts(const TransportCosts& costs) {
   std::lock_guard lock(mutex_);
   costs_ = costs;
-  schedules_.clear();
+  forgetSchedules();
 }
 
 void World::setNodes(std::vector<int> node_of_rank, const TransportCosts& remote) {
@@ -178,7 +178,12 @@ void World::setNodes(std::vector<int> node_of_rank, const TransportCosts& remote
   std::lock_guard lock(mutex_);
   node_of_rank_ = std::move(node_of_rank);
   remote_costs_ = remote;
+  forgetSchedules();
+}
+
+void World::forgetSchedules() {
   schedules_.clear();
+  plan_epoch_.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::vector<int> World::nodesOf(const std::vector<int>& ranks) const {

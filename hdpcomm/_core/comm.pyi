@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 from hdpcomm._core.collective import DeviceCosts
 from hdpcomm._core.device import Device
@@ -179,6 +180,21 @@ def use_exchange_api(capsule: object, tensor: type, parameter: type) -> bool: ..
 def run_send(comm: Communicator, address: int, count: int, dtype: int, peer: int, /) -> None: ...
 def run_recv(comm: Communicator, address: int, count: int, dtype: int, peer: int, /) -> None: ...
 def run_exchange(comm: Communicator, sends: list[Message], recvs: list[Message], /) -> None: ...
+def exchange_plain(
+    comm: Communicator, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]], /
+) -> bool: ...
+def collective_plain(
+    comm: Communicator,
+    op: int,
+    x: object,
+    out: object,
+    x_parts: int,
+    out_parts: int,
+    redop: int | None,
+    root: int,
+    algorithm: int | None,
+    /,
+) -> bool: ...
 def run_collective(
     comm: Communicator,
     op: int,

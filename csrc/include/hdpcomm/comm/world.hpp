@@ -63,6 +63,8 @@ class World {
   void setNodes(std::vector<int> node_of_rank, const TransportCosts& remote);
   // Of the given ranks, numbered by first appearance; empty when all share a node.
   std::vector<int> nodesOf(const std::vector<int>& ranks) const;
+  // Changes when kAuto may choose otherwise than before.
+  uint64_t planEpoch() const noexcept { return plan_epoch_.load(std::memory_order_relaxed); }
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
 
@@ -100,6 +102,7 @@ class World {
   void finish(Work& work, Work::State state);
   void dropEndedLocked();
   [[noreturn]] void throwUnusable() const;
+  void forgetSchedules();
   void ensureProgressThread();
   void progressLoop();
   void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
@@ -129,6 +132,7 @@ class World {
   TransportCosts costs_;
   TransportCosts remote_costs_;
   std::vector<int> node_of_rank_;  // empty: one node. Set before the first operation
+  std::atomic<uint64_t> plan_epoch_{0};
   struct HashRequest {
     size_t operator()(const ScheduleRequest& request) const noexcept;
   };
