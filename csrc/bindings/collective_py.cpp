@@ -39,9 +39,7 @@ py::dict toPython(const Step& step) {
   return result;
 }
 
-}  // namespace
-
-void bindCollective(py::module_& module) {
+void bindSchedules(py::module_& module) {
   module.def(
       "schedule",
       [](int op, int algorithm, int group_size, int rank, size_t count, size_t element_bytes,
@@ -59,6 +57,23 @@ void bindCollective(py::module_& module) {
       py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("rank"), py::arg("count"),
       py::arg("element_bytes") = 1, py::arg("root") = -1, py::arg("average") = false);
 
+  using Operation = std::tuple<int, int, size_t, int, bool, bool, std::vector<int>>;
+  module.def(
+      "check",
+      [](int num_ranks, const std::vector<Operation>& operations, uint64_t seed, int fault) {
+        std::vector<CheckedOperation> checked;
+        for (const auto& [op, algorithm, count, root, average, in_place, ranks] : operations) {
+          const auto size = static_cast<int>(ranks.size());
+          checked.push_back(
+              {requestOf(op, algorithm, size, 0, count, 1, root, average), ranks, in_place});
+        }
+        const py::gil_scoped_release release;
+        return checkOperations(num_ranks, checked, seed, static_cast<Fault>(fault));
+      },
+      py::arg("num_ranks"), py::arg("operations"), py::arg("seed") = 0, py::arg("fault") = 0);
+}
+
+void bindCosts(py::module_& module) {
   module.def(
       "choose",
       [](int op, int group_size, size_t count, size_t element_bytes, double alpha_s,
@@ -96,7 +111,9 @@ void bindCollective(py::module_& module) {
   device_costs["signal_s"] = device.reads.signal_s;
   device_costs["read_s_per_byte"] = device.reads.read_s_per_byte;
   module.attr("DEVICE_COSTS") = device_costs;
+}
 
+void bindDeviceCosts(py::module_& module) {
   py::class_<DeviceCosts>(module, "DeviceCosts")
       .def(py::init([](double alpha_s, double message_s, double beta, double gamma, double round_s,
                        double signal_s, double read, double window_bytes) {
@@ -123,21 +140,14 @@ void bindCollective(py::module_& module) {
           },
           py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"),
           py::arg("element_bytes"));
+}
 
-  using Operation = std::tuple<int, int, size_t, int, bool, bool, std::vector<int>>;
-  module.def(
-      "check",
-      [](int num_ranks, const std::vector<Operation>& operations, uint64_t seed, int fault) {
-        std::vector<CheckedOperation> checked;
-        for (const auto& [op, algorithm, count, root, average, in_place, ranks] : operations) {
-          const auto size = static_cast<int>(ranks.size());
-          checked.push_back(
-              {requestOf(op, algorithm, size, 0, count, 1, root, average), ranks, in_place});
-        }
-        const py::gil_scoped_release release;
-        return checkOperations(num_ranks, checked, seed, static_cast<Fault>(fault));
-      },
-      py::arg("num_ranks"), py::arg("operations"), py::arg("seed") = 0, py::arg("fault") = 0);
+}  // namespace
+
+void bindCollective(py::module_& module) {
+  bindSchedules(module);
+  bindCosts(module);
+  bindDeviceCosts(module);
 }
 
 }  // namespace hdpcomm

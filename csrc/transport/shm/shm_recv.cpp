@@ -14,17 +14,6 @@ namespace {
 inline constexpr size_t kScratchBytes =
     128 * 1024;  // fits the second-level cache beside the operands
 
-// data[offset...] = message piece, or operand op piece.
-void store(const RecvRequest& request, size_t offset, const std::byte* piece, size_t bytes) {
-  auto* out = static_cast<std::byte*>(request.data) + offset;
-  if (request.reduce == nullptr) {
-    if (bytes > 0) std::memcpy(out, piece, bytes);
-  } else {
-    request.reduce(out, static_cast<const std::byte*>(request.operand) + offset, piece,
-                   bytes / request.element_bytes);
-  }
-}
-
 // Returns false when the memory cannot be read (errno is set).
 bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
   size_t done = 0;
@@ -99,16 +88,17 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
       if (request.reduce == nullptr) {
         copyInline(request.data, slot.inline_data, slot.bytes);
       } else {
-        store(request, 0, slot.inline_data, slot.bytes);
+        request.store(0, slot.inline_data, slot.bytes);
       }
       break;
     case Kind::kEager:
-      store(request, 0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
-            slot.bytes);
+      request.store(0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
+                    slot.bytes);
       break;
     case Kind::kFragment:
-      store(request, peer.fragment_offset,
-            peer.in_payload + slot.at.address % segment_->layout().payload_bytes, slot.at.fragment);
+      request.store(peer.fragment_offset,
+                    peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
+                    slot.at.fragment);
       peer.fragment_offset += slot.at.fragment;
       if (peer.fragment_offset < slot.bytes) {
         consume(peer, slot);
@@ -158,12 +148,12 @@ const std::byte* ShmTransport::sharedBytes(Peer& peer, const Slot& slot) {
 // the cache.
 bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request) {
   if (peer.same_process) {
-    store(request, 0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
+    request.store(0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
     return true;
   }
   if (slot.kind == Kind::kShared) {
     if (const std::byte* bytes = sharedBytes(peer, slot)) {
-      store(request, 0, bytes, slot.bytes);
+      request.store(0, bytes, slot.bytes);
       return true;
     }
   }
@@ -176,7 +166,7 @@ bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& r
     for (size_t done = 0; ok && done < slot.bytes; done += kScratchBytes) {
       const size_t bytes = std::min(kScratchBytes, slot.bytes - done);
       ok = readProcess(pid, scratch_.data(), slot.at.address + done, bytes);
-      if (ok) store(request, done, scratch_.data(), bytes);
+      if (ok) request.store(done, scratch_.data(), bytes);
     }
   }
   if (ok) return true;

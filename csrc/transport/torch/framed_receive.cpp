@@ -7,17 +7,6 @@
 namespace hdpcomm::framed {
 namespace {
 
-// data[offset...] = message piece, or operand op piece.
-void store(const RecvRequest& request, size_t offset, const std::byte* piece, size_t bytes) {
-  auto* out = static_cast<std::byte*>(request.data) + offset;
-  if (request.reduce == nullptr) {
-    if (bytes > 0) std::memcpy(out, piece, bytes);
-  } else {
-    request.reduce(out, static_cast<const std::byte*>(request.operand) + offset, piece,
-                   bytes / request.element_bytes);
-  }
-}
-
 std::string textOf(Frame& frame, const Header& header) {
   return std::string(reinterpret_cast<const char*>(payload(frame)), header.piece);
 }
@@ -118,7 +107,7 @@ bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
     reject(peer, header, request);
     return true;
   }
-  store(request, header.offset, payload(frame), header.piece);
+  request.store(header.offset, payload(frame), header.piece);
   consume(peer, header);
   if (header.offset + header.piece < header.bytes) return true;
   ++stats_.messages_received;

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -54,6 +55,17 @@ struct RecvRequest {
   uint32_t number = 0;
   Call call;
   Completion* completion = nullptr;
+
+  // data[offset...] = a piece of the message, or operand op piece.
+  void store(size_t offset, const std::byte* piece, size_t piece_bytes) const {
+    auto* out = static_cast<std::byte*>(data) + offset;
+    if (reduce == nullptr) {
+      if (piece_bytes > 0) std::memcpy(out, piece, piece_bytes);
+    } else {
+      reduce(out, static_cast<const std::byte*>(operand) + offset, piece,
+             piece_bytes / element_bytes);
+    }
+  }
 };
 
 struct TransportStats {
