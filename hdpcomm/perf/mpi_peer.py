@@ -28,7 +28,7 @@ NO_IN_PLACE = ("alltoall", "sendrecv", "ring", "mixed")
 
 
 def array(count: int, kind: Any, value: int) -> Any:
-    """In pages like a torch tensor's: from 4 MiB on numpy asks for huge ones, which the kernel copies a third faster."""
+    """In pages like a torch tensor's: from 4 MiB on numpy asks for huge ones, which are copied a third faster."""
     size = count * np.dtype(kind).itemsize
     if size < 1 << 22:
         return np.full(count, value, kind)
