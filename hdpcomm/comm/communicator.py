@@ -18,7 +18,8 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["Communicator", "Work"]
 
 _OPS = _core.comm.OPS
-_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = (_OPS[name] for name in ("all_gather", "reduce_scatter", "all_reduce"))
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = _OPS["all_gather"], _OPS["reduce_scatter"], _OPS["all_reduce"]
+_BROADCAST, _ALL_TO_ALL = _OPS["broadcast"], _OPS["all_to_all"]
 _REDOPS = _core.comm.REDOPS
 _ALGORITHMS = _core.comm.ALGORITHMS
 _NO_REDOP = 255
@@ -239,8 +240,8 @@ class Communicator:
     ) -> Work:
         """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
         code = _ALGORITHMS.get(algorithm)
-        both = x, x if out is None else out
-        if not async_op and self._plain(self._core, _ALL_REDUCE, *both, 1, 1, _REDOPS.get(op), -1, code):
+        into = x if out is None else out
+        if not async_op and self._plain(self._core, _ALL_REDUCE, x, into, 1, 1, _REDOPS.get(op), -1, code):
             return ENDED
         source = self._describe(x, "x", writable=out is None)
         target = source if out is None else like(source, self._describe(out, "out", writable=True), "out")
@@ -248,6 +249,9 @@ class Communicator:
 
     def broadcast(self, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``x`` of position ``root`` goes to all ranks' ``x``."""
+        code = _ALGORITHMS.get(algorithm)
+        if not async_op and self._plain(self._core, _BROADCAST, x, x, 1, 1, _NO_REDOP, root, code):
+            return ENDED
         buffer = self._describe(x, "x", writable=self.rank != root)
         return self._collective("broadcast", buffer, buffer, buffer[1], None, root, algorithm, async_op, (x,))
 
@@ -287,6 +291,10 @@ class Communicator:
 
         Equal parts, or ``in_splits`` / ``out_splits``: elements for and from each rank (their sums are the sizes).
         """
+        parts, code = self.size, _ALGORITHMS.get(algorithm)
+        equal = out_splits is None and in_splits is None and not async_op
+        if equal and self._plain(self._core, _ALL_TO_ALL, x, out, parts, parts, _NO_REDOP, -1, code):
+            return ENDED
         source = self._describe(x, "x")
         target = same_type(source, self._describe(out, "out", writable=True), "out")
         if (out_splits is None) != (in_splits is None):
