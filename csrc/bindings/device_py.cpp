@@ -287,7 +287,8 @@ void bindDevice(py::module_& module) {
   bindStreams(device);
   bindWork(device);
   bindHost(device);
-  module.def("open_sim", &openSimDevice, py::arg("ordinal"), Release());
+  module.def("open_sim", &openSimDevice, py::arg("ordinal"),
+             py::arg("out_of_reach") = std::vector<int>{}, Release());
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());
   module.def("cuda_device_count", &cudaDeviceCount, Release());
   auto testing = module.def_submodule("testing", "SimDevice's check mode; for tests.");

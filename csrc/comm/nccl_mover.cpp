@@ -1,59 +1,15 @@
 #include "hdpcomm/comm/nccl_mover.hpp"
 
-#include "hdpcomm/comm/host_board.hpp"
-#include "hdpcomm/comm/stream_engine.hpp"
 #include "hdpcomm/transport/device/link.hpp"
 
 namespace hdpcomm {
 namespace {
 
-constexpr auto kLookAgain = std::chrono::milliseconds(100);
-
 NcclStream ncclStreamOf(Stream stream) { return reinterpret_cast<NcclStream>(stream.handle); }
 
 Stream streamOf(NcclStream stream) { return {reinterpret_cast<uintptr_t>(stream)}; }
 
-// Throws when a rank that has to join too is gone.
-NcclWorld::Look lookForRanks(World& world) {
-  return [&world, next = Clock::now() + kLookAgain]() mutable {
-    if (Clock::now() < next) return;
-    for (int rank = 0; rank < world.size(); ++rank) {
-      if (const std::optional<Error> loss = world.departure(rank)) throw *loss;
-    }
-    next = Clock::now() + kLookAgain;
-  };
-}
-
 }  // namespace
-
-std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
-                                       const std::shared_ptr<const NcclApi>& api,
-                                       int connect_distance, NcclCosts costs) {
-  NcclUniqueId id{};
-  if (comm.rank() == 0) ncclCheck(*api, api->getUniqueId(&id), "ncclGetUniqueId", nullptr, 0);
-  const Communicator::Operands operands{.in = &id, .out = &id, .count = sizeof id};
-  comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  comm.collective({.in = &costs, .out = &costs, .count = sizeof costs},
-                  {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  World& host = comm.world();
-  const std::vector<int> nodes = host.nodesOf(comm.ranks());
-  const NcclWorld::Look look = lookForRanks(host);
-  auto memory = std::make_shared<StreamNcclDevice>(device);
-  auto world = std::make_unique<NcclWorld>(api, memory, id, comm.rank(), comm.size(),
-                                           host.timeout(), nodes, look);
-  const OwnedStream stream(device, device->createStream());
-  memory->reserve(2, stream.get(), false);
-  world->connectAhead(connect_distance, ncclStreamOf(stream.get()), look);
-  device->synchronize(stream.get(), host.timeout(), look);
-  auto mover = std::make_unique<NcclMover>(device, std::move(memory), std::move(world), costs);
-  std::shared_ptr<device::CallBoard> board;
-  if (nodes.empty()) {
-    board = StreamEngine::shareBoard(comm);
-  } else {
-    board = std::make_shared<HostBoard>(host);
-  }
-  return StreamEngine::start(comm, std::move(device), std::move(board), std::move(mover));
-}
 
 void StreamNcclDevice::reserve(size_t bytes, Stream stream, bool captured) {
   reserved_ = bytes > 0 ? pool_.take(bytes, stream, captured) : nullptr;
@@ -85,7 +41,7 @@ NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
       costs_(costs),
       world_(std::move(world)) {}
 
-Communicator::Planning NcclMover::planning() const {
+Communicator::Planning NcclMover::planning(const std::vector<int>& /*ranks*/) const {
   return {.choose = [this](const ScheduleRequest& request) {
     return chooseAlgorithm(request, costs_.inside, costs_.between);
   }};
@@ -137,8 +93,11 @@ std::vector<Stream> NcclMover::exchange(const Exchange& operation, const Look& l
   return {stream};
 }
 
-void NcclMover::collective(const Collective& operation, const Look& look) {
-  world_->collective(operationOf(operation), ncclStreamOf(operation.stream), look);
+void NcclMover::collective(const Collective& operation, NcclWorld::Beside* beside,
+                           const Look& look) {
+  NcclWorld::Operation described = operationOf(operation);
+  described.beside = beside;
+  world_->collective(described, ncclStreamOf(operation.stream), look);
 }
 
 void NcclMover::release(Stream /*control*/) { world_->abort(); }
@@ -160,8 +119,9 @@ TransportStats NcclMover::stats() const {
           .peers_used = stats.peers};
 }
 
-uint64_t NcclMover::predictedBufferBytes() const {
-  return (world_ != nullptr ? world_->stats() : last_).buffer_bytes;
+StreamMover::NcclUse NcclMover::ncclUse() const {
+  const NcclStats stats = world_ != nullptr ? world_->stats() : last_;
+  return {stats.groups, stats.whole_world_ops, stats.buffer_bytes};
 }
 
 }  // namespace hdpcomm

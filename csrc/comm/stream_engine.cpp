@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 
 namespace hdpcomm {
 
 using device::CallBoard;
 using device::CallEntry;
-using device::SharedBoard;
 
 // Waits that were enqueued keep the point that they wait for, so the events can be lent again.
 StreamWork::~StreamWork() {
@@ -35,18 +33,6 @@ StreamWork::Share& StreamWork::shareOf(int peer) {
     if (share.peer == peer) return share;
   }
   return shares_.emplace_back(Share{.peer = peer});
-}
-
-std::shared_ptr<SharedBoard> StreamEngine::shareBoard(const Communicator& comm) {
-  char address[64] = {};
-  std::shared_ptr<SharedBoard> board;
-  if (comm.rank() == 0) {
-    board = SharedBoard::create(comm.size());
-    std::snprintf(address, sizeof address, "%s", board->address().c_str());
-  }
-  const Communicator::Operands operands{.in = address, .out = address, .count = sizeof address};
-  comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  return board != nullptr ? board : SharedBoard::open(address, comm.size());
 }
 
 std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, DevicePtr device,
@@ -261,9 +247,9 @@ size_t StreamEngine::scratchBytes() const {
   return mover_->scratchBytes();
 }
 
-uint64_t StreamEngine::predictedBufferBytes() const {
+StreamMover::NcclUse StreamEngine::ncclUse() const {
   const std::lock_guard lock(mutex_);
-  return mover_->predictedBufferBytes();
+  return mover_->ncclUse();
 }
 
 TransportStats StreamEngine::stats() const {

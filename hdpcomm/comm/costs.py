@@ -43,10 +43,9 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
 
 def cost_names(transport: str) -> tuple[str, str]:
     """Under which names the costs of a world's transport are stored: inside its hosts, and between them."""
-    if transport == "nccl":
-        return "nccl", "nccl between nodes"
-    inside, _, between = transport.partition("+")  # "shm+torch"
-    return inside, between or inside
+    inside, _, between = transport.partition("+")  # "shm+torch", "cuda+nccl"
+    between = between or inside
+    return inside, "nccl between nodes" if between == "nccl" else between
 
 
 def _defaults(transport: str) -> dict[str, float]:

@@ -154,11 +154,15 @@ uint64_t SimCheck::numOperations() const {
   return session_->trace().nodes.size();
 }
 
-std::shared_ptr<DeviceApi> openSimDevice(int ordinal) {
+std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach) {
+  std::shared_ptr<sim::SimMemoryDevice> device;
   if (auto session = sim::Session::current()) {
-    return std::make_shared<sim::CheckedDevice>(ordinal, std::move(session));
+    device = std::make_shared<sim::CheckedDevice>(ordinal, std::move(session));
+  } else {
+    device = std::make_shared<sim::FastDevice>(ordinal);
   }
-  return std::make_shared<sim::FastDevice>(ordinal);
+  device->keepOutOfReach(std::move(out_of_reach));
+  return device;
 }
 
 }  // namespace hdpcomm

@@ -181,9 +181,12 @@ void NcclWorld::connectAhead(int max_distance, NcclStream stream, const Look& lo
   for (int distance = 1; distance <= last; ++distance) {
     // Both directions of a pair: the ring forwards, then backwards.
     for (const int step : {distance, size_ - distance}) {
+      const int to = (rank_ + step) % size_;
+      const int from = (rank_ - step + size_) % size_;
+      if (leavesOut(to) && leavesOut(from)) continue;
       group(look, [&] {
-        send(bytes, 1, (rank_ + step) % size_, stream);
-        recv(bytes + 1, 1, (rank_ - step + size_) % size_, stream);
+        if (!leavesOut(to)) send(bytes, 1, to, stream);
+        if (!leavesOut(from)) recv(bytes + 1, 1, from, stream);
       });
     }
   }
@@ -245,8 +248,16 @@ void NcclWorld::runWhole(const Operation& operation, NcclStream stream, const Lo
   }
 }
 
+std::vector<bool> NcclWorld::elsewhere(const std::vector<int>& ranks) const {
+  std::vector<bool> result;
+  if (left_out_.empty()) return result;
+  for (const int rank : ranks) result.push_back(leavesOut(rank));
+  return result;
+}
+
 std::shared_ptr<const NcclWorld::Prepared> NcclWorld::prepare(const Operation& operation) {
-  const auto known = prepared_.find(operation.schedule.get());
+  const PreparedKey key(operation.schedule.get(), elsewhere(operation.ranks));
+  const auto known = prepared_.find(key);
   if (operation.schedule != nullptr && known != prepared_.end()) return known->second;
   ScheduleRequest request = operation.request;
   const auto own = std::find(operation.ranks.begin(), operation.ranks.end(), rank_);
@@ -260,12 +271,12 @@ std::shared_ptr<const NcclWorld::Prepared> NcclWorld::prepare(const Operation& o
   made->schedule = operation.schedule != nullptr
                        ? operation.schedule
                        : std::make_shared<const Schedule>(makeSchedule(request));
-  made->groups = nccl::groupsOf(request, *made->schedule);
+  made->groups = nccl::groupsOf(request, *made->schedule, key.second);
   made->temp_bytes = padded(made->schedule->temp_bytes);
   made->arrival_bytes = arrivalBytes(made->groups);
   if (operation.schedule == nullptr) return made;
   if (prepared_.size() >= kMaxPrepared) prepared_.clear();
-  prepared_.emplace(operation.schedule.get(), made);
+  prepared_.emplace(key, made);
   return made;
 }
 
@@ -324,12 +335,17 @@ void NcclWorld::runGroup(const nccl::Group& group, const Operation& operation,
 void NcclWorld::runSchedule(const Operation& operation, NcclStream stream, const Look& look) {
   const std::shared_ptr<const Prepared> prepared = prepare(operation);
   auto* scratch = static_cast<std::byte*>(device_->allocate(prepared->scratchBytes(), stream));
+  const std::vector<Step>& steps = prepared->schedule->steps;
   for (const nccl::Group& group : prepared->groups) {
     runMoves(group.moves, operation, scratch, stream);
+    const bool with_others = operation.beside != nullptr && group.step < steps.size();
+    if (with_others && group.first) operation.beside->begin(steps[group.step], scratch);
     if (!group.sends.empty() || !group.recvs.empty()) {
       runGroup(group, operation, *prepared, scratch, stream, look);
     }
+    if (with_others && group.last) operation.beside->end();
   }
+  if (operation.beside != nullptr) operation.beside->finish();
   device_->release(scratch, stream);
 }
 

@@ -6,9 +6,10 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "hdpcomm/collective/schedule.hpp"
@@ -71,10 +72,27 @@ class NcclWorld {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Exchanges a byte with each of the peers up to a distance, in an order that is fixed for all
-  // ranks, so that NCCL connects the pairs now and not inside an operation (nccl#783). Collective
-  // over all ranks.
+  // Messages between this rank and these go another way (Beside), on both ends; by rank. Before
+  // the first operation.
+  void leaveOut(std::vector<bool> peers) { left_out_ = std::move(peers); }
+
+  // Exchanges a byte with each of the peers up to a distance, but with those that are left out, in
+  // an order that is fixed for all ranks, so that NCCL connects the pairs now and not inside an
+  // operation (nccl#783). Collective over all ranks.
   void connectAhead(int max_distance, NcclStream stream, const Look& look = {});
+
+  // The part of a schedule that goes another way, step by step, on the operation's stream.
+  class Beside {
+   public:
+    virtual ~Beside() = default;
+    // After the step's moves: starts its transfers with the peers that are left out. Buffer::kTemp
+    // of the schedule begins at `temp`.
+    virtual void begin(const Step& step, std::byte* temp) = 0;
+    // Later work of the stream comes after them, but for deferred sends.
+    virtual void end() = 0;
+    // ... and after these, too. Once, after the last step.
+    virtual void finish() = 0;
+  };
 
   struct Operation {
     ScheduleRequest request;  // op, algorithm, sizes; rank and group_size are those of `ranks`
@@ -84,6 +102,7 @@ class NcclWorld {
     DType dtype = DType::kUint8;
     RedOp redop = RedOp::kNone;
     std::shared_ptr<const Schedule> schedule;  // of the request, if it is there already
+    Beside* beside = nullptr;                  // where some of `ranks` are left out
   };
   // Device memory that the operation will allocate.
   size_t scratchBytes(const Operation& operation);
@@ -120,7 +139,12 @@ class NcclWorld {
     size_t arrival_bytes;
     size_t scratchBytes() const { return temp_bytes + arrival_bytes + 2; }
   };
+  using PreparedKey = std::pair<const Schedule*, std::vector<bool>>;
   std::shared_ptr<const Prepared> prepare(const Operation& operation);
+  std::vector<bool> elsewhere(const std::vector<int>& ranks) const;
+  bool leavesOut(int peer) const {
+    return !left_out_.empty() && left_out_[static_cast<size_t>(peer)];
+  }
   void settle(int result, const char* call, const Look& look);
   void group(const Look& look, const std::function<void()>& calls);
   bool isWhole(const Operation& operation) const;
@@ -146,7 +170,8 @@ class NcclWorld {
   double timeout_s_;
   std::vector<bool> used_;
   NcclStats stats_;
-  std::unordered_map<const Schedule*, std::shared_ptr<const Prepared>> prepared_;
+  std::vector<bool> left_out_;  // empty: nobody
+  std::map<PreparedKey, std::shared_ptr<const Prepared>> prepared_;
 };
 
 }  // namespace hdpcomm
