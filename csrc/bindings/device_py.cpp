@@ -13,6 +13,7 @@
 #include "hdpcomm/device/accumulate.hpp"
 #include "hdpcomm/device/devices.hpp"
 #include "hdpcomm/device/sim_check.hpp"
+#include "hdpcomm/device/sim_graph.hpp"
 #include "rooms.hpp"
 
 namespace py = pybind11;
@@ -330,6 +331,16 @@ void bindDevice(py::module_& module) {
         device->limitThreads(count);
       },
       py::arg("device"), py::arg("count"), Release());
+  py::class_<SimGraph, std::shared_ptr<SimGraph>>(testing, "SimGraph")
+      .def(
+          "launch", [](SimGraph& graph, uintptr_t stream) { graph.launch({stream}); },
+          py::arg("stream"), Release());
+  testing.def(
+      "begin_capture", [](DeviceApi& d, uintptr_t stream) { beginSimCapture(d, {stream}); },
+      py::arg("device"), py::arg("stream"), Release());
+  testing.def(
+      "end_capture", [](DeviceApi& d, uintptr_t stream) { return endSimCapture(d, {stream}); },
+      py::arg("device"), py::arg("stream"), Release());
   testing.def(
       "open_cuda_from",
       [](const std::string& library, int ordinal) {
