@@ -82,7 +82,7 @@ void LinkMover::checkLanding(const Message& message, bool received) const {
   }
 }
 
-void LinkMover::prepare(const Messages& sends, const Messages& recvs) {
+void LinkMover::prepare(const Messages& sends, const Messages& recvs, bool /*captured*/) {
   for (const Message& message : sends) checkLanding(message, false);
   for (const Message& message : recvs) checkLanding(message, true);
 }

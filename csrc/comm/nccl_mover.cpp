@@ -47,8 +47,13 @@ Communicator::Planning NcclMover::planning(const std::vector<int>& /*ranks*/) co
   }};
 }
 
-void NcclMover::prepare(const Messages& sends, const Messages& recvs) {
+void NcclMover::prepare(const Messages& sends, const Messages& recvs, bool captured) {
   NcclWorld::checkExchange(sends.size(), recvs.size());
+  for (const Messages* messages : {&sends, &recvs}) {
+    for (const Message& message : *messages) {
+      if (captured) world_->checkConnected(message.peer);
+    }
+  }
   for (const Messages* messages : {&sends, &recvs}) {
     for (const Message& message : *messages) {
       if (message.landing == kNoLanding) continue;
@@ -70,6 +75,7 @@ NcclWorld::Operation NcclMover::operationOf(const Collective& operation) {
 }
 
 void NcclMover::prepare(const Collective& operation) {
+  if (operation.captured) world_->checkConnected(operationOf(operation));
   memory_->reserve(world_->scratchBytes(operationOf(operation)), operation.stream,
                    operation.captured);
 }

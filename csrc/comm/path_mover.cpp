@@ -62,11 +62,11 @@ PathMover::Parted PathMover::part(const Messages& messages) const {
   return parted;
 }
 
-void PathMover::prepare(const Messages& sends, const Messages& recvs) {
+void PathMover::prepare(const Messages& sends, const Messages& recvs, bool captured) {
   Parted outgoing = part(sends);
   Parted incoming = part(recvs);
-  if (links_ != nullptr) links_->prepare(outgoing.linked, incoming.linked);
-  nccl_->prepare(outgoing.others, incoming.others);
+  if (links_ != nullptr) links_->prepare(outgoing.linked, incoming.linked, captured);
+  nccl_->prepare(outgoing.others, incoming.others, captured);
   sends_ = std::move(outgoing);
   recvs_ = std::move(incoming);
 }

@@ -176,7 +176,8 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
                                                    const std::vector<Message>& recvs, Stream caller,
                                                    bool background) {
   std::unique_lock lock(mutex_);
-  mover_->prepare(sends, recvs);
+  checkUsable();
+  mover_->prepare(sends, recvs, device_->isCapturing(caller));
   Call described = call;
   if (sends.size() + recvs.size() == 1) {  // for messages about it
     const Message& only = sends.empty() ? recvs[0] : sends[0];
@@ -187,7 +188,8 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   for (const Message& message : sends) plan(*work, message.peer, 1, 0);
   for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
   const auto entryOf = [&](const Message& message) {
-    CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype)};
+    CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype),
+                    work->captured_ && mover_->capturesAlike(message.peer)};
     entry.call.count = message.count;
     entry.call.dtype = message.dtype;
     return entry;
@@ -229,8 +231,9 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
     for (size_t i = 0; i < work->ranks_->size(); ++i) {
       const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;
-      post(peer, {plan.call, traffic.landing, traffic.sent[i]});
-      expect(work, peer, {plan.call, traffic.landing, traffic.received[i]});
+      const bool captured = work->captured_ && mover_->capturesAlike(peer);
+      post(peer, {plan.call, traffic.landing, traffic.sent[i], captured});
+      expect(work, peer, {plan.call, traffic.landing, traffic.received[i], captured});
     }
   };
   submit(lock, work, caller, tell, [&] {

@@ -15,10 +15,13 @@ constexpr auto kWatch = milliseconds(50);
 // For what a lost peer has already set in motion.
 constexpr auto kGrace = milliseconds(300);
 
-std::string landingOf(const CallEntry& entry) {
-  return entry.landing == StreamEngine::kNoLanding
-             ? std::string()
-             : " (landing at " + std::to_string(entry.landing) + ")";
+std::string detailsOf(const CallEntry& entry) {
+  std::string text;
+  if (entry.landing != StreamEngine::kNoLanding) {
+    text += " (landing at " + std::to_string(entry.landing) + ")";
+  }
+  if (entry.captured != 0) text += " (captured into a graph)";
+  return text;
 }
 
 std::string listOf(const std::vector<int>& ranks) {
@@ -52,9 +55,9 @@ void StreamEngine::compareCalls() {
           *ours.work,
           Error(ErrorKind::kMismatch,
                 "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
-                    landingOf(ours.entry) + " and expected " + std::to_string(ours.entry.bytes) +
+                    detailsOf(ours.entry) + " and expected " + std::to_string(ours.entry.bytes) +
                     " bytes, but rank " + std::to_string(rank) + " called " +
-                    describe(theirs->call) + landingOf(*theirs) + " and sent " +
+                    describe(theirs->call) + detailsOf(*theirs) + " and sent " +
                     std::to_string(theirs->bytes) +
                     " bytes: call the same operations with the same arguments in the same order",
                 {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));

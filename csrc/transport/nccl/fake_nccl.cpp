@@ -6,6 +6,7 @@
 
 #include "groups.hpp"
 #include "hdpcomm/base/error.hpp"
+#include "hdpcomm/device/sim_graph.hpp"
 
 namespace hdpcomm::nccl {
 namespace {
@@ -176,12 +177,15 @@ void FakeNccl::abort(Rank& rank) {
   for (uint32_t& flag : rank.flags) {
     if (rank.device != nullptr) rank.device->storeFlag(&flag, 1);
   }
+  for (Captured& each : rank.captured) rank.device->storeFlag(&each.over, 1);
 }
 
 // All operations of a communicator run in the order of issue, whatever their streams: each waits
 // for the one before it.
 void FakeNccl::launch(Rank& rank) {
   if (rank.device == nullptr) return;
+  const Stream stream = rank.device_stream;
+  if (const uint64_t number = simCaptureOf(*rank.device, stream)) return capture(rank, number);
   uint32_t* before = nullptr;
   uint32_t* over = nullptr;
   {
@@ -190,28 +194,79 @@ void FakeNccl::launch(Rank& rank) {
     before = rank.flags.empty() ? nullptr : &rank.flags.back();
     over = rank.stream.back().over = &rank.flags.emplace_back(0);
   }
-  const Stream stream = rank.device_stream;
   if (before != nullptr) rank.device->waitValue(stream, before, 1);
   KernelLaunch kernel;
   kernel.name = "nccl";
-  kernel.cpu = [fake = shared_from_this(), &rank] { fake->begin(rank); };
+  kernel.cpu = [fake = shared_from_this(), &rank, over] { fake->begin(rank, over); };
   rank.device->launch(std::move(kernel), stream);
   rank.device->waitValue(stream, over, 1);
 }
 
-// The stream has come to the front of the rank's operations.
-void FakeNccl::begin(Rank& rank) {
-  const auto held = lock();
-  if (rank.aborted || rank.stream.empty()) return;
-  if (rank.stream.front().whole) rank.stream.front().posted = true;
-  start(rank);
-  std::string wrong;
-  while (wrong.empty() && !ready_.empty()) {
-    const auto pair = ready_.back();
-    ready_.pop_back();
-    wrong = match(pair.first, pair.second);
+// The operations of a capture follow each other in the order of issue as well.
+void FakeNccl::capture(Rank& rank, uint64_t number) {
+  Captured* captured = nullptr;
+  Event before;
+  {
+    const auto held = lock();
+    if (rank.stream.empty() || rank.stream.back().over != nullptr) return;
+    if (!rank.captured.empty() && rank.captured.back().capture == number) {
+      before = rank.captured.back().end.get();
+    }
+    captured =
+        &rank.captured.emplace_back(Captured{std::move(rank.stream.back()), 0, number,
+                                             OwnedEvent(rank.device, rank.device->createEvent())});
+    rank.stream.pop_back();
   }
-  if (wrong.empty() && allAtWhole()) wrong = runWhole();
+  const Stream stream = rank.device_stream;
+  if (before != Event{}) rank.device->wait(stream, before);
+  KernelLaunch kernel;
+  kernel.name = "nccl";
+  kernel.cpu = [fake = shared_from_this(), &rank, captured] { fake->again(rank, *captured); };
+  rank.device->launch(std::move(kernel), stream);
+  rank.device->waitValue(stream, &captured->over, 1);
+  rank.device->record(captured->end.get(), stream);
+}
+
+// The stream has come to the operation.
+void FakeNccl::begin(Rank& rank, const uint32_t* over) {
+  const auto held = lock();
+  for (Item& item : rank.stream) {
+    if (item.over == over) item.arrived = true;
+  }
+  goOn();
+}
+
+// A graph has come to it: it is issued before what no stream has come to.
+void FakeNccl::again(Rank& rank, Captured& captured) {
+  const auto held = lock();
+  rank.device->storeFlag(&captured.over, rank.aborted ? 1 : 0);
+  if (rank.aborted) return;
+  const auto place = std::find_if(rank.stream.begin(), rank.stream.end(),
+                                  [](const Item& item) { return !item.arrived; });
+  Item& item = *rank.stream.insert(place, captured.item);
+  item.arrived = true;
+  item.over = &captured.over;
+  goOn();
+}
+
+void FakeNccl::goOn() {
+  std::string wrong;
+  for (bool moved = true; moved && wrong.empty();) {
+    moved = false;
+    for (Rank& rank : ranks_) {
+      if (!rank.stream.empty() && rank.stream.front().arrived) moved |= start(rank);
+    }
+    while (wrong.empty() && !ready_.empty()) {
+      const auto pair = ready_.back();
+      ready_.pop_back();
+      wrong = match(pair.first, pair.second);
+      moved = true;
+    }
+    if (wrong.empty() && allAtWhole()) {
+      wrong = runWhole();
+      moved = true;
+    }
+  }
   // NCCL would not notice: they never end.
   if (!wrong.empty()) last_error_ = wrong;
 }
@@ -219,7 +274,7 @@ void FakeNccl::begin(Rank& rank) {
 bool FakeNccl::allAtWhole() const {
   return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
     return !rank.stream.empty() && rank.stream.front().whole &&
-           (rank.device == nullptr || rank.stream.front().posted);
+           (rank.device == nullptr || rank.stream.front().arrived);
   });
 }
 

@@ -210,6 +210,34 @@ void NcclWorld::exchange(const std::vector<Message>& sends, const std::vector<Me
   });
 }
 
+void NcclWorld::checkConnected(int peer) const {
+  if (peer == rank_ || used_[static_cast<size_t>(peer)]) return;
+  throwInvalidUsage("an operation that is captured into a graph has a message with rank " +
+                    std::to_string(peer) +
+                    ", with which NCCL is not connected yet, and it cannot connect during the "
+                    "capture: run the same operation once, and Communicator.synchronize(), "
+                    "before it");
+}
+
+void NcclWorld::checkConnected(const Operation& operation) {
+  if (isWhole(operation)) {
+    const OpCode op = operation.request.op;
+    if (std::find(whole_used_.begin(), whole_used_.end(), op) != whole_used_.end()) return;
+    throwInvalidUsage(std::string("the first ") + opName(op) +
+                      " by NCCL itself cannot be captured into a graph, since NCCL may have to "
+                      "connect for it: run the same operation once, and "
+                      "Communicator.synchronize(), before it");
+  }
+  for (const nccl::Group& group : prepare(operation)->groups) {
+    for (const Send& send : group.sends) {
+      checkConnected(operation.ranks[static_cast<size_t>(send.peer)]);
+    }
+    for (const Recv& recv : group.recvs) {
+      checkConnected(operation.ranks[static_cast<size_t>(recv.peer)]);
+    }
+  }
+}
+
 size_t NcclWorld::scratchBytes(const Operation& operation) {
   return isWhole(operation) ? 0 : prepare(operation)->scratchBytes();
 }
@@ -233,6 +261,9 @@ void NcclWorld::runWhole(const Operation& operation, NcclStream stream, const Lo
   const int type = ncclTypeOf(operation.dtype);
   const int op = ncclOpOf(operation.redop);
   ++stats_.whole_world_ops;
+  if (std::find(whole_used_.begin(), whole_used_.end(), request.op) == whole_used_.end()) {
+    whole_used_.push_back(request.op);
+  }
   switch (request.op) {
     case OpCode::kAllReduce:
       return settle(api_->allReduce(in, out, count, type, op, comm_, stream), "ncclAllReduce",

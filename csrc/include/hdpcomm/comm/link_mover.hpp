@@ -52,7 +52,7 @@ class LinkMover final : public StreamMover {
   bool lands(int peer) const override { return placeOf(peer) >= 0; }
   Communicator::Planning planning(const std::vector<int>& ranks) const override;
   Traffic trafficOf(const Collective& operation) const override;
-  void prepare(const Messages& sends, const Messages& recvs) override;
+  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
   void collective(const Collective& operation, const Look& look) override;

@@ -47,7 +47,8 @@ class NcclMover final : public StreamMover {
   const char* name() const override { return "nccl"; }
   size_t scratchBytes() const override { return memory_->bytes(); }
   Communicator::Planning planning(const std::vector<int>& ranks) const override;
-  void prepare(const Messages& sends, const Messages& recvs) override;
+  bool capturesAlike(int /*peer*/) const override { return true; }
+  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
   void collective(const Collective& operation, const Look& look) override {

@@ -35,7 +35,8 @@ class PathMover final : public StreamMover {
   size_t arenaBytes() const override { return links_ != nullptr ? links_->arenaBytes() : 0; }
   Communicator::Planning planning(const std::vector<int>& ranks) const override;
   Traffic trafficOf(const Collective& operation) const override;
-  void prepare(const Messages& sends, const Messages& recvs) override;
+  bool capturesAlike(int peer) const override { return !lands(peer); }
+  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
   void collective(const Collective& operation, const Look& look) override;

@@ -70,9 +70,13 @@ class StreamMover {
   };
   virtual Traffic trafficOf(const Collective& operation) const;
 
+  // Whether what it moves to and from the peer must be captured into graphs on both sides or on
+  // none.
+  virtual bool capturesAlike(int /*peer*/) const { return false; }
+
   // Before anybody is told of the operation: throws InvalidUsage for what cannot be done, and takes
   // the memory that it needs besides its tensors.
-  virtual void prepare(const Messages& sends, const Messages& recvs) = 0;
+  virtual void prepare(const Messages& sends, const Messages& recvs, bool captured) = 0;
   virtual void prepare(const Collective& operation) = 0;
   // Enqueue the operation that was prepared last. An exchange has ended when what the streams
   // returned hold now has; a collective, when its stream has. In the background nothing of an

@@ -104,6 +104,12 @@ class NcclWorld {
     std::shared_ptr<const Schedule> schedule;  // of the request, if it is there already
     Beside* beside = nullptr;                  // where some of `ranks` are left out
   };
+  // Before what is captured into a graph: NCCL must have its connections by then, since making them
+  // takes calls that a capture does not allow (NCCL 2.12, "Using NCCL with CUDA Graphs"). Throw
+  // InvalidUsage where there was no message with the peer yet, or no operation of NCCL's own of
+  // this kind.
+  void checkConnected(int peer) const;
+  void checkConnected(const Operation& operation);
   // Device memory that the operation will allocate.
   size_t scratchBytes(const Operation& operation);
   // Enqueues a collective. The whole world in its own order goes to NCCL's own collective where
@@ -169,6 +175,7 @@ class NcclWorld {
   NcclComm comm_ = nullptr;
   double timeout_s_;
   std::vector<bool> used_;
+  std::vector<OpCode> whole_used_;
   NcclStats stats_;
   std::vector<bool> left_out_;  // empty: nobody
   std::map<PreparedKey, std::shared_ptr<const Prepared>> prepared_;
