@@ -95,7 +95,7 @@ def save_costs(transport: str, costs: dict[str, float], path: Path | None = None
         raise InvalidUsage(f"costs {sorted(unknown)} are unknown; known are: {', '.join(known)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = json.loads(path.read_text()) if path.exists() else {}
-    everything[transport] = costs
+    everything[transport] = everything.get(transport, {}) | costs  # what was not measured now stays
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(everything, indent=1))
     temporary.replace(path)

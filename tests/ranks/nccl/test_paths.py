@@ -3,6 +3,7 @@ several hosts. The results of shared memory, and every byte the way that its pee
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import _core
+from hdpcomm.comm import device_world
 from hdpcomm.comm.costs import cost_names
 from hdpcomm.comm.device_communicator import DeviceCommunicator
-from hdpcomm.testing import run_threads
+from hdpcomm.testing import run_threads, spawn
 from tests.ranks.attention.attention_oracle import GRADS, Case
 from tests.ranks.comm.random_mix import random_mix
 from tests.ranks.comm.test_collectives import everything
@@ -315,6 +317,26 @@ def test_what_a_world_comes_to(size: int, hosts: tuple[int, ...], name: str) -> 
     found = run_threads(what, size, transport=PATHS, hosts=hosts, fake_nccl=Fake(size))
     assert found == [(name, float(size))] * size
     assert sorted(opened) == ([] if name == "sim" else list(range(size)))
+
+
+def as_processes() -> tuple[str, float, str]:
+    """On one host; then told that they are on two, where NCCL is needed, and missing."""
+
+    def missing() -> Any:
+        raise hdp.DeviceError("NCCL is not here")
+
+    device_world._real_nccl = lambda world: (_core.device.open_sim(world.rank), missing)  # type: ignore[assignment]
+    with hdp.init(PATHS, timeout=20) as world:
+        world.all_reduce(x := torch.ones(70_000))
+        found = world.transport, float(x[-1])
+    os.environ["HDPCOMM_HOSTID"] = str(int(os.environ["RANK"]) // 2)
+    with pytest.raises(hdp.DeviceError, match="NCCL is not here") as info:
+        hdp.init(PATHS, timeout=20)
+    return *found, str(info.value)
+
+
+def test_processes() -> None:
+    assert spawn(as_processes, 3) == [("sim", 3.0, "NCCL is not here")] * 3
 
 
 def test_costs_of_both_kinds() -> None:
