@@ -267,6 +267,7 @@ void LinkMover::release(Stream control) {
 // Peers may still write into this rank's arena: a slot's credit, say. It goes when nobody does.
 void LinkMover::retire() {
   peers_.clear();
+  scratch_.free();
   device_->annotateRelease(board_->key());
   board_->depart(rank_);
   device::retireArena(std::move(arena_), board_);

@@ -7,6 +7,8 @@ namespace {
 
 NcclStream ncclStreamOf(Stream stream) { return reinterpret_cast<NcclStream>(stream.handle); }
 
+constexpr double kClear = 60;  // seconds, for some bytes
+
 Stream streamOf(NcclStream stream) { return {reinterpret_cast<uintptr_t>(stream)}; }
 
 }  // namespace
@@ -16,6 +18,10 @@ void StreamNcclDevice::reserve(size_t bytes, Stream stream, bool captured) {
 }
 
 void* StreamNcclDevice::allocate(size_t /*bytes*/, NcclStream /*stream*/) { return reserved_; }
+
+void StreamNcclDevice::clear(void* memory, size_t bytes, NcclStream stream) {
+  device_->fill(memory, 0, bytes, streamOf(stream));
+}
 
 void StreamNcclDevice::copy(void* to, const void* from, size_t bytes, NcclStream stream) {
   device_->copy(to, from, bytes, streamOf(stream));
@@ -38,8 +44,12 @@ NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
     : device_(std::move(device)),
       memory_(std::move(memory)),
       background_stream_(device_, device_->createStream()),
+      tokens_(device_, device_->allocate(NcclWorld::kMaxExchange)),
       costs_(costs),
-      world_(std::move(world)) {}
+      world_(std::move(world)) {
+  device_->fill(tokens_.get(), 0, NcclWorld::kMaxExchange, background_stream_.get());
+  device_->synchronize(background_stream_.get(), kClear);
+}
 
 Communicator::Planning NcclMover::planning(const std::vector<int>& /*ranks*/) const {
   return {.choose = [this](const ScheduleRequest& request) {
@@ -83,16 +93,22 @@ void NcclMover::prepare(const Collective& operation) {
 std::vector<Stream> NcclMover::exchange(const Exchange& operation, const Look& look) {
   const Stream stream = operation.background ? background_stream_.get() : operation.caller;
   if (operation.background) device_->wait(stream, operation.begin);
-  const auto withBytes = [](const Messages& messages) {
-    std::vector<NcclWorld::Message> kept;
+  // NCCL sends nothing for an empty message, and then neither side waits for the other.
+  const auto described = [](const Messages& messages, std::byte* token) {
+    std::vector<NcclWorld::Message> result;
     for (const Message& each : messages) {
       const size_t bytes = each.count * dtypeBytes(each.dtype);
-      if (bytes > 0) kept.push_back({each.data, bytes, each.peer});
+      if (bytes > 0) {
+        result.push_back({each.data, bytes, each.peer});
+      } else {
+        result.push_back({token++, 1, each.peer});
+      }
     }
-    return kept;
+    return result;
   };
-  const auto sends = withBytes(operation.sends);
-  const auto recvs = withBytes(operation.recvs);
+  auto* const tokens = static_cast<std::byte*>(tokens_.get());
+  const auto sends = described(operation.sends, tokens);
+  const auto recvs = described(operation.recvs, tokens + operation.sends.size());
   if (!sends.empty() || !recvs.empty()) {
     world_->exchange(sends, recvs, ncclStreamOf(stream), look);
   }
@@ -112,6 +128,7 @@ void NcclMover::retire() {
   last_ = world_->stats();
   world_->retire();
   world_.reset();
+  memory_->free();
 }
 
 TransportStats NcclMover::stats() const {

@@ -112,6 +112,10 @@ void CheckedDevice::annotateAcquire(uint64_t key) { session_->ordered(NodeKind::
 
 }  // namespace sim
 
+bool inSimCheck(const DeviceApi& device) {
+  return dynamic_cast<const sim::CheckedDevice*>(&device) != nullptr;
+}
+
 SimCheck::SimCheck(uint64_t seed) : session_(std::make_shared<sim::Session>(seed)) {
   sim::Session::begin(session_);
 }

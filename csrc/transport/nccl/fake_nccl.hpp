@@ -109,6 +109,12 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     Stream device_stream;        // of the call in progress
     std::deque<uint32_t> flags;  // of its items, in the order of issue
     std::list<Captured> captured;
+    // In check mode.
+    std::vector<OwnedStream> lanes;
+    OwnedEvent last;
+    std::map<int, size_t> issued_sends;  // by peer
+    std::map<int, size_t> issued_recvs;
+    size_t issued_wholes = 0;
   };
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
   int join(NcclComm* comm, int num_ranks, int rank);
@@ -132,6 +138,25 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     Item* item;
     Transfer* transfer;
   };
+  // What check mode has of a message, and of a collective of all ranks.
+  struct Staged {
+    uint32_t full = 0;
+    uint32_t taken = 0;
+    std::unique_ptr<std::byte[]> data;
+    size_t bytes = 0;
+  };
+  struct StagedWhole {
+    std::vector<uint32_t> given;  // by rank
+    std::vector<std::vector<std::byte>> in;
+  };
+  Staged* stagedOf(int source, int target, size_t number, size_t bytes);
+  StagedWhole& stagedWholeOf(size_t number);
+  void launchChecked(Rank& rank);
+  void launchGroup(Rank& rank, const std::vector<Transfer>& group, Stream stream);
+  void launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stream stream);
+  std::pair<size_t, size_t> extentOf(const Whole& whole) const;
+  std::vector<std::byte> combine(const Whole& whole,
+                                 const std::vector<const std::byte*>& ins) const;
   bool start(Rank& rank);
   void finish(Rank& rank);
   void capture(Rank& rank, uint64_t number);
@@ -151,6 +176,8 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::map<std::pair<int, int>, std::deque<Posted>> sends_;
   std::map<std::pair<int, int>, std::deque<Posted>> recvs_;
   std::vector<std::pair<int, int>> ready_;
+  std::map<std::pair<int, int>, std::deque<Staged>> staged_;
+  std::deque<StagedWhole> staged_wholes_;
   std::string last_error_;
   std::vector<std::string> complaints_;
   bool stall_init_ = false;

@@ -4,12 +4,13 @@
 #include <vector>
 
 #include "hdpcomm/collective/schedule.hpp"
+#include "hdpcomm/transport/nccl_world.hpp"
 
 namespace hdpcomm::nccl {
 
 // NCCL takes 256 operations of a group at most before it cuts it into several kernels, perhaps at
 // different places on different ranks (pytorch#174942).
-inline constexpr size_t kMaxGroup = 256;
+inline constexpr size_t kMaxGroup = NcclWorld::kMaxExchange;
 
 struct Group {
   std::vector<Move> moves;  // before it

@@ -177,6 +177,7 @@ void NcclWorld::group(const Look& look, const std::function<void()>& calls) {
 void NcclWorld::connectAhead(int max_distance, NcclStream stream, const Look& look) {
   checkUsable();
   auto* bytes = static_cast<std::byte*>(device_->allocate(2, stream));
+  device_->clear(bytes, 2, stream);
   const int last = std::min(max_distance, size_ / 2);
   for (int distance = 1; distance <= last; ++distance) {
     // Both directions of a pair: the ring forwards, then backwards.
@@ -335,7 +336,7 @@ void NcclWorld::runGroup(const nccl::Group& group, const Operation& operation,
                          const Look& look) {
   std::byte* const arrivals = scratch + prepared.temp_bytes;
   // A barrier's messages are empty, and NCCL would send nothing: a byte instead.
-  std::byte* const token = arrivals + prepared.arrival_bytes;
+  std::byte* const token = tokensOf(prepared, scratch);
   const bool empty_counts = operation.request.op == OpCode::kBarrier;
   const auto peerOf = [&](int peer) { return operation.ranks[static_cast<size_t>(peer)]; };
   this->group(look, [&] {
@@ -366,6 +367,8 @@ void NcclWorld::runGroup(const nccl::Group& group, const Operation& operation,
 void NcclWorld::runSchedule(const Operation& operation, NcclStream stream, const Look& look) {
   const std::shared_ptr<const Prepared> prepared = prepare(operation);
   auto* scratch = static_cast<std::byte*>(device_->allocate(prepared->scratchBytes(), stream));
+  if (operation.request.op == OpCode::kBarrier)
+    device_->clear(tokensOf(*prepared, scratch), 2, stream);
   const std::vector<Step>& steps = prepared->schedule->steps;
   for (const nccl::Group& group : prepared->groups) {
     runMoves(group.moves, operation, scratch, stream);

@@ -19,9 +19,11 @@ class StreamNcclDevice final : public NcclDevice {
   // What the next allocate() of this stream returns.
   void reserve(size_t bytes, Stream stream, bool captured);
   size_t bytes() const { return pool_.bytes(); }
+  void free() { pool_.free(); }
 
   void* allocate(size_t bytes, NcclStream stream) override;
   void release(void* /*memory*/, NcclStream /*stream*/) override {}  // the stream keeps it
+  void clear(void* memory, size_t bytes, NcclStream stream) override;
   void copy(void* to, const void* from, size_t bytes, NcclStream stream) override;
   void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
               NcclStream stream) override;
@@ -70,6 +72,7 @@ class NcclMover final : public StreamMover {
   const DevicePtr device_;
   const std::shared_ptr<StreamNcclDevice> memory_;
   const OwnedStream background_stream_;  // exchanges in the background
+  const DeviceMemory tokens_;            // what empty messages of an exchange are instead
   const NcclCosts costs_;
   std::unique_ptr<NcclWorld> world_;
   NcclStats last_;  // after retire()

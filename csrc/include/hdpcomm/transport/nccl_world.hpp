@@ -29,6 +29,8 @@ class NcclDevice {
   // Memory that may be used by what is enqueued from now on, until release() in the same stream.
   virtual void* allocate(size_t bytes, NcclStream stream) = 0;
   virtual void release(void* memory, NcclStream stream) = 0;
+  // Zeros.
+  virtual void clear(void* memory, size_t bytes, NcclStream stream) = 0;
   virtual void copy(void* to, const void* from, size_t bytes, NcclStream stream) = 0;
   // out[i] = a[i] op b[i]
   virtual void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
@@ -121,7 +123,8 @@ class NcclWorld {
     size_t bytes = 0;
     int peer = -1;  // global rank
   };
-  // Throws InvalidUsage for more than one group can hold: 256.
+  // Messages that one group can hold; throws InvalidUsage for more.
+  static constexpr size_t kMaxExchange = 256;
   static void checkExchange(size_t sends, size_t recvs);
   // Enqueues sends and receives as one group.
   void exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs,
@@ -150,6 +153,10 @@ class NcclWorld {
   std::vector<bool> elsewhere(const std::vector<int>& ranks) const;
   bool leavesOut(int peer) const {
     return !left_out_.empty() && left_out_[static_cast<size_t>(peer)];
+  }
+  // Two bytes behind the rest of the scratch memory.
+  static std::byte* tokensOf(const Prepared& prepared, std::byte* scratch) {
+    return scratch + prepared.temp_bytes + prepared.arrival_bytes;
   }
   void settle(int result, const char* call, const Look& look);
   void group(const Look& look, const std::function<void()>& calls);
