@@ -109,7 +109,9 @@ std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& devi
   return arena;
 }
 
-// One for each host, with the world's numbers; where nobody is, its pages are never touched.
+// One for each host, with the world's numbers; where nobody is, its pages are never touched. The
+// last before StreamEngine::start(), whose barrier says that all have opened it: a rank that failed
+// in between would have closed it.
 std::shared_ptr<SharedBoard> shareBoard(const Communicator& comm, const LinkMap& map) {
   struct Address {
     char text[64] = {};
@@ -219,22 +221,23 @@ std::shared_ptr<StreamEngine> joinPaths(const Communicator& comm, DevicePtr devi
   const DeviceCosts link_costs = linkCosts(comm, links);
   NcclCosts nccl_costs = nccl.costs;
   fromRank0(comm, nccl_costs);
+  std::unique_ptr<NcclMover> others;
+  if (!map->complete()) others = ncclMover(comm, device, nccl, nccl_costs, *map);
   const std::shared_ptr<SharedBoard> local = shareBoard(comm, *map);
-  std::shared_ptr<CallBoard> board = boardOf(comm, local, *map);
   std::unique_ptr<LinkMover> linked;
   if (arena != nullptr) {
     linked = linkMover(comm, device, std::move(arena), local, link_costs, *map);
   }
   std::unique_ptr<StreamMover> mover;
-  if (map->complete()) {
+  if (others == nullptr) {
     mover = std::move(linked);
+  } else if (map->none()) {
+    mover = std::move(others);
   } else {
-    auto others = ncclMover(comm, device, nccl, nccl_costs, *map);
-    mover = map->none()
-                ? std::unique_ptr<StreamMover>(std::move(others))
-                : std::make_unique<PathMover>(device, map, std::move(linked), std::move(others),
-                                              link_costs.messages, nccl_costs, comm.rank());
+    mover = std::make_unique<PathMover>(device, map, std::move(linked), std::move(others),
+                                        link_costs.messages, nccl_costs, comm.rank());
   }
+  std::shared_ptr<CallBoard> board = boardOf(comm, local, *map);
   return StreamEngine::start(comm, std::move(device), std::move(board), std::move(mover));
 }
 
