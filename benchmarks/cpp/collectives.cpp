@@ -117,7 +117,7 @@ int main(int argc, char** argv) {
   }
   if (argc < 4) bind(rank, ranks);
   auto transport = makeShmTransport(segment, rank);
-  shmWaitAllReady(*transport, 10);
+  shmWaitAllReady(*transport, {.timeout_s = 10});
   run(Communicator(std::make_shared<World>(std::move(transport), 60)), iterations);
   std::fflush(stdout);
   if (rank != 0) _exit(0);

@@ -24,7 +24,7 @@ using namespace hdpcomm;
 
 std::shared_ptr<World> join(const std::shared_ptr<ShmSegment>& segment, int rank) {
   auto transport = makeShmTransport(segment, rank);
-  shmWaitAllReady(*transport, 10);
+  shmWaitAllReady(*transport, {.timeout_s = 10});
   return std::make_shared<World>(std::move(transport), 10);
 }
 

@@ -22,7 +22,7 @@ constexpr Row kTable[] = {
      "shared memory for eager and chunked data of an ordered pair of ranks"},
     {"HDPCOMM_SHM_CMA", "1", "0: do not use process_vm_readv, send big messages in chunks"},
     {"HDPCOMM_SPIN_US", "1",
-     "microseconds of busy waiting before sched_yield, which lets a peer on the same core run"},
+     "microseconds of busy waiting before sched_yield; ranks that share cores yield at once"},
     {"HDPCOMM_YIELD_US", "200",
      "microseconds of sched_yield after that, before sleeping on a futex"},
     {"HDPCOMM_LIVENESS_S", "0.2", "seconds between looks at whether the awaited peers still live"},

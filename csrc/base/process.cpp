@@ -21,9 +21,17 @@ ProcessInfo processInfo(int pid) {
   return info;
 }
 
+namespace {
+
+bool runs(const ProcessInfo& info) { return info.state != 'X' && info.state != 'Z'; }
+
+}  // namespace
+
+bool processRuns(int pid) { return runs(processInfo(pid)); }
+
 bool processAlive(int pid, uint64_t start_time) {
   const ProcessInfo info = processInfo(pid);
-  return info.state != 'X' && info.state != 'Z' && info.start_time == start_time;
+  return runs(info) && info.start_time == start_time;
 }
 
 }  // namespace hdpcomm

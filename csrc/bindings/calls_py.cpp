@@ -74,28 +74,38 @@ bool contiguous(const DLTensorAbi& tensor) {
 const DLExchangeAbi* exchange_api = nullptr;  // of torch; set once, at import
 PyObject* described_types[2] = {nullptr, nullptr};
 
-// describe_torch(x) -> (address, elements, dtype code), or None when x is not a plain contiguous
-// CPU tensor of a known type: the caller then finds out what it is.
-PyObject* describeTorch(PyObject*, PyObject* x) {
+// The data, count and type of a plain contiguous CPU tensor of a known type; false for all else.
+bool describePlain(PyObject* x, Message* described) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
   if (exchange_api == nullptr || (type != described_types[0] && type != described_types[1])) {
-    Py_RETURN_NONE;
+    return false;
   }
   DLTensorAbi tensor;
   if (exchange_api->tensor_from_object(x, &tensor) != 0) {
     PyErr_Clear();
-    Py_RETURN_NONE;
+    return false;
   }
   const int dtype = tensor.device_type == kDeviceCpu ? dtypeCode(tensor) : -1;
-  if (dtype < 0 || !contiguous(tensor)) Py_RETURN_NONE;
+  if (dtype < 0 || !contiguous(tensor)) return false;
   int64_t count = 1;
   for (int i = 0; i < tensor.ndim; ++i) count *= tensor.shape[i];
-  const auto address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+  auto* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  described->data = count > 0 ? data : nullptr;
+  described->count = static_cast<size_t>(count);
+  described->dtype = static_cast<DType>(dtype);
+  return true;
+}
+
+// describe_torch(x) -> (address, elements, dtype code), or None when x is not a plain tensor: the
+// caller then finds out what it is.
+PyObject* describeTorch(PyObject*, PyObject* x) {
+  Message tensor;
+  if (!describePlain(x, &tensor)) Py_RETURN_NONE;
   PyObject* result = PyTuple_New(3);
   if (result == nullptr) return nullptr;
-  PyTuple_SET_ITEM(result, 0, PyLong_FromUnsignedLongLong(count > 0 ? address : 0));
-  PyTuple_SET_ITEM(result, 1, PyLong_FromLongLong(count));
-  PyTuple_SET_ITEM(result, 2, PyLong_FromLong(dtype));
+  PyTuple_SET_ITEM(result, 0, PyLong_FromVoidPtr(tensor.data));
+  PyTuple_SET_ITEM(result, 1, PyLong_FromSize_t(tensor.count));
+  PyTuple_SET_ITEM(result, 2, PyLong_FromLong(static_cast<long>(tensor.dtype)));
   return result;
 }
 
@@ -142,7 +152,7 @@ const Communicator& communicator(PyObject* object) {
   return py::cast<const Communicator&>(py::handle(object));
 }
 
-ExchangeWork::Message message(PyObject* const* parts) {
+Message message(PyObject* const* parts) {
   return {address(parts[0]), static_cast<size_t>(integer(parts[1])),
           static_cast<DType>(integer(parts[2])), static_cast<int>(integer(parts[3]))};
 }
@@ -153,7 +163,7 @@ PyObject* pointToPoint(PyObject* const* args, Py_ssize_t count, bool send) {
     expect(count, 5);
     const Communicator& comm = communicator(args[0]);
     const auto only = message(args + 1);
-    const std::span<const ExchangeWork::Message> one(&only, 1);
+    const std::span<const Message> one(&only, 1);
     const py::gil_scoped_release release;
     send ? comm.exchange(one, {}, 0, checkSignals) : comm.exchange({}, one, 0, checkSignals);
   });
@@ -167,7 +177,7 @@ PyObject* runRecv(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return pointToPoint(args, count, false);
 }
 
-using Messages = InlineVector<ExchangeWork::Message, 8>;
+using Messages = InlineVector<Message, 8>;
 
 void addMessages(Messages& messages, PyObject* list) {
   if (!PyList_Check(list)) throw py::type_error("expected a list of messages");
@@ -196,6 +206,44 @@ PyObject* runExchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
+// Of (tensor, peer) pairs; false where one is anything else.
+bool addPlain(Messages& messages, PyObject* pairs) {
+  if (!PyList_Check(pairs) && !PyTuple_Check(pairs)) return false;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(pairs);
+  messages.reserve(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* pair = PySequence_Fast_GET_ITEM(pairs, i);
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) return false;
+    PyObject* peer = PyTuple_GET_ITEM(pair, 1);
+    Message message;
+    if (!PyLong_CheckExact(peer) || !describePlain(PyTuple_GET_ITEM(pair, 0), &message)) {
+      return false;
+    }
+    message.peer = static_cast<int>(std::clamp<int64_t>(integer(peer), -1, INT_MAX));
+    messages.push_back(message);
+  }
+  return true;
+}
+
+// (communicator, sends, recvs): sequences of (tensor, peer). False, and nothing done, where there
+// is more than plain tensors.
+PyObject* exchangePlain(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  bool ran = false;
+  PyObject* none = guarded([&] {
+    expect(count, 3);
+    Messages sends;
+    Messages recvs;
+    if (!addPlain(sends, args[1]) || !addPlain(recvs, args[2])) return;
+    const Communicator& comm = communicator(args[0]);
+    const py::gil_scoped_release release;
+    comm.exchange({sends.begin(), sends.size()}, {recvs.begin(), recvs.size()}, 0, checkSignals);
+    ran = true;
+  });
+  if (none == nullptr) return nullptr;
+  Py_DECREF(none);
+  return PyBool_FromLong(ran);
+}
+
 // (communicator, op, in, out, count, dtype, redop, root, algorithm)
 PyObject* runCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
@@ -210,6 +258,37 @@ PyObject* runCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const py::gil_scoped_release release;
     comm.collective(operands, options, 0, checkSignals);
   });
+}
+
+// (communicator, op, in, out, parts of in, parts of out, redop, root, algorithm): one block of the
+// collective is a part of either. False, and nothing done, where the tensors are not plain, their
+// sizes or types do not fit each other, or a number is None.
+PyObject* collectivePlain(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  bool ran = false;
+  PyObject* none = guarded([&] {
+    expect(count, 9);
+    Message in;
+    Message out;
+    if (!PyLong_Check(args[6]) || !PyLong_Check(args[7]) || !PyLong_Check(args[8]) ||
+        !describePlain(args[2], &in) || !describePlain(args[3], &out) || in.dtype != out.dtype) {
+      return;
+    }
+    const auto in_parts = static_cast<size_t>(integer(args[4]));
+    const auto out_parts = static_cast<size_t>(integer(args[5]));
+    const size_t block = in.count / in_parts;
+    if (in.count != block * in_parts || out.count != block * out_parts) return;
+    const Communicator& comm = communicator(args[0]);
+    const Communicator::Operands operands{in.data, out.data, block, in.dtype};
+    const Communicator::Options options{
+        static_cast<OpCode>(integer(args[1])), static_cast<RedOp>(integer(args[6])),
+        static_cast<int>(integer(args[7])), static_cast<Algorithm>(integer(args[8]))};
+    const py::gil_scoped_release release;
+    comm.collective(operands, options, 0, checkSignals);
+    ran = true;
+  });
+  if (none == nullptr) return nullptr;
+  Py_DECREF(none);
+  return PyBool_FromLong(ran);
 }
 
 // (communicator, positions) -> (communicator, its rank, its size), or None when this rank is not in
@@ -246,7 +325,9 @@ PyMethodDef calls[] = {
     {"run_send", function(runSend), METH_FASTCALL, nullptr},
     {"run_recv", function(runRecv), METH_FASTCALL, nullptr},
     {"run_exchange", function(runExchange), METH_FASTCALL, nullptr},
+    {"exchange_plain", function(exchangePlain), METH_FASTCALL, nullptr},
     {"run_collective", function(runCollective), METH_FASTCALL, nullptr},
+    {"collective_plain", function(collectivePlain), METH_FASTCALL, nullptr},
     {"subset", function(subset), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

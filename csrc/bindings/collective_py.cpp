@@ -1,4 +1,6 @@
 // Schedules as data, for tests, the simulator and whoever wants to look at one.
+#include "collective_py.hpp"
+
 #include <pybind11/stl.h>
 
 #include "hdpcomm/collective/checker.hpp"
@@ -10,20 +12,6 @@ namespace py = pybind11;
 
 namespace hdpcomm {
 namespace {
-
-ScheduleRequest requestOf(int op, int algorithm, int group_size, int rank, size_t count,
-                          size_t element_bytes, int root, bool average) {
-  ScheduleRequest request;
-  request.op = static_cast<OpCode>(op);
-  request.algorithm = static_cast<Algorithm>(algorithm);
-  request.group_size = group_size;
-  request.rank = rank;
-  request.count = count;
-  request.element_bytes = element_bytes;
-  request.root = root;
-  request.average = average;
-  return request;
-}
 
 py::tuple toPython(const Span& span) {
   static constexpr const char* kNames[] = {"in", "out", "temp"};
@@ -51,9 +39,7 @@ py::dict toPython(const Step& step) {
   return result;
 }
 
-}  // namespace
-
-void bindCollective(py::module_& module) {
+void bindSchedules(py::module_& module) {
   module.def(
       "schedule",
       [](int op, int algorithm, int group_size, int rank, size_t count, size_t element_bytes,
@@ -71,11 +57,28 @@ void bindCollective(py::module_& module) {
       py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("rank"), py::arg("count"),
       py::arg("element_bytes") = 1, py::arg("root") = -1, py::arg("average") = false);
 
+  using Operation = std::tuple<int, int, size_t, int, bool, bool, std::vector<int>>;
+  module.def(
+      "check",
+      [](int num_ranks, const std::vector<Operation>& operations, uint64_t seed, int fault) {
+        std::vector<CheckedOperation> checked;
+        for (const auto& [op, algorithm, count, root, average, in_place, ranks] : operations) {
+          const auto size = static_cast<int>(ranks.size());
+          checked.push_back(
+              {requestOf(op, algorithm, size, 0, count, 1, root, average), ranks, in_place});
+        }
+        const py::gil_scoped_release release;
+        return checkOperations(num_ranks, checked, seed, static_cast<Fault>(fault));
+      },
+      py::arg("num_ranks"), py::arg("operations"), py::arg("seed") = 0, py::arg("fault") = 0);
+}
+
+void bindCosts(py::module_& module) {
   module.def(
       "choose",
       [](int op, int group_size, size_t count, size_t element_bytes, double alpha_s,
          double message_s, double beta, double gamma) {
-        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
         return algorithmName(
             chooseAlgorithm(request, TransportCosts{alpha_s, message_s, beta, gamma}));
       },
@@ -86,7 +89,7 @@ void bindCollective(py::module_& module) {
       "estimate_s",
       [](int op, int algorithm, int group_size, size_t count, size_t element_bytes, double alpha_s,
          double message_s, double beta, double gamma) {
-        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+        const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
         return estimateSeconds(request, static_cast<Algorithm>(algorithm),
                                TransportCosts{alpha_s, message_s, beta, gamma});
       },
@@ -108,7 +111,9 @@ void bindCollective(py::module_& module) {
   device_costs["signal_s"] = device.reads.signal_s;
   device_costs["read_s_per_byte"] = device.reads.read_s_per_byte;
   module.attr("DEVICE_COSTS") = device_costs;
+}
 
+void bindDeviceCosts(py::module_& module) {
   py::class_<DeviceCosts>(module, "DeviceCosts")
       .def(py::init([](double alpha_s, double message_s, double beta, double gamma, double round_s,
                        double signal_s, double read, double window_bytes) {
@@ -122,7 +127,7 @@ void bindCollective(py::module_& module) {
       .def(
           "choose",
           [](const DeviceCosts& costs, int op, int group_size, size_t count, size_t element_bytes) {
-            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
             return algorithmName(chooseAlgorithm(request, costs));
           },
           py::arg("op"), py::arg("group_size"), py::arg("count"), py::arg("element_bytes"))
@@ -130,26 +135,19 @@ void bindCollective(py::module_& module) {
           "estimate_s",
           [](const DeviceCosts& costs, int op, int algorithm, int group_size, size_t count,
              size_t element_bytes) {
-            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0, false);
+            const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
             return estimateSeconds(request, static_cast<Algorithm>(algorithm), costs);
           },
           py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"),
           py::arg("element_bytes"));
+}
 
-  using Operation = std::tuple<int, int, size_t, int, bool, bool, std::vector<int>>;
-  module.def(
-      "check",
-      [](int num_ranks, const std::vector<Operation>& operations, uint64_t seed, int fault) {
-        std::vector<CheckedOperation> checked;
-        for (const auto& [op, algorithm, count, root, average, in_place, ranks] : operations) {
-          const auto size = static_cast<int>(ranks.size());
-          checked.push_back(
-              {requestOf(op, algorithm, size, 0, count, 1, root, average), ranks, in_place});
-        }
-        const py::gil_scoped_release release;
-        return checkOperations(num_ranks, checked, seed, static_cast<Fault>(fault));
-      },
-      py::arg("num_ranks"), py::arg("operations"), py::arg("seed") = 0, py::arg("fault") = 0);
+}  // namespace
+
+void bindCollective(py::module_& module) {
+  bindSchedules(module);
+  bindCosts(module);
+  bindDeviceCosts(module);
 }
 
 }  // namespace hdpcomm

@@ -7,6 +7,7 @@
 #include <limits>
 #include <mutex>
 
+#include "hdpcomm/base/process.hpp"
 #include "hdpcomm/collective/peer_reads.hpp"
 #include "hdpcomm/transport/shm.hpp"
 #include "rooms.hpp"
@@ -137,7 +138,7 @@ void bindWorld(py::module_& module) {
       .def_property_readonly("size", &World::size)
       .def_property_readonly("timeout", &World::timeout)
       .def_property_readonly("transport", &World::transportName)
-      .def_property_readonly("closed", &World::closed)
+      .def_property_readonly("over", &World::over)
       .def(
           "communicator",
           [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })
@@ -184,13 +185,15 @@ void bindWorld(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "join_shm_world",
-      [](const std::shared_ptr<ShmSegment>& segment, int rank, double timeout_s, double joining_s) {
+      [](const std::shared_ptr<ShmSegment>& segment, int rank, double timeout_s, double joining_s,
+         std::vector<int> pids) {
         const py::gil_scoped_release release;
         auto transport = makeShmTransport(segment, rank);
-        shmWaitAllReady(*transport, joining_s);
+        shmWaitAllReady(*transport, {joining_s, std::move(pids), checkSignals});
         return std::make_shared<World>(std::move(transport), timeout_s);
       },
-      py::arg("segment"), py::arg("rank"), py::arg("timeout"), py::arg("joining"));
+      py::arg("segment"), py::arg("rank"), py::arg("timeout"), py::arg("joining"),
+      py::arg("pids") = std::vector<int>());
 }
 
 }  // namespace
@@ -202,6 +205,7 @@ void bindComm(py::module_& module) {
   module.def("create_segment", &createShmSegment, py::arg("num_ranks"));
   module.def("open_segment", &openShmSegment, py::arg("address"), py::arg("num_ranks"));
   module.def("host_identity", &hostIdentity);
+  module.def("process_runs", &processRuns, py::arg("pid"));
   module.def("process_vm_readv_works", &processVmReadvWorks);
   module.def("memfd_works", &memfdWorks);
 
@@ -211,6 +215,8 @@ void bindComm(py::module_& module) {
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
   bindCalls(module);
+  auto testing = module.def_submodule("testing", "Parts of the transports alone; for tests.");
+  bindPairFailures(testing);
   bindWorld(module);
   bindCommunicator(module);
 

@@ -9,5 +9,7 @@ namespace hdpcomm {
 
 // Blocking operations and describe_torch (calls_py.cpp).
 void bindCalls(pybind11::module_& module);
+// For tests (pair_failures_py.cpp).
+void bindPairFailures(pybind11::module_& module);
 
 }  // namespace hdpcomm

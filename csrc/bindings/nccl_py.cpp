@@ -6,6 +6,7 @@
 
 #include "../transport/nccl/fake_nccl.hpp"
 #include "../transport/nccl/groups.hpp"
+#include "collective_py.hpp"
 #include "hdpcomm/base/error.hpp"
 #include "rooms.hpp"
 
@@ -144,13 +145,7 @@ void bindNccl(py::module_& module) {
       [](int op, int algorithm, int group_size, size_t count) {
         size_t most = 0;
         for (const int rank : {0, group_size / 2, group_size - 1}) {
-          ScheduleRequest request;
-          request.op = static_cast<OpCode>(op);
-          request.algorithm = static_cast<Algorithm>(algorithm);
-          request.group_size = group_size;
-          request.rank = rank;
-          request.count = count;
-          request.root = 0;
+          const auto request = requestOf(op, algorithm, group_size, rank, count, 1, 0);
           for (const auto& group : nccl::groupsOf(request, makeSchedule(request))) {
             most = std::max(most, group.sends.size() + group.recvs.size());
           }

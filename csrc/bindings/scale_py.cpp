@@ -3,6 +3,7 @@
 
 #include <numeric>
 
+#include "collective_py.hpp"
 #include "hdpcomm/collective/checker.hpp"
 #include "hdpcomm/collective/cost.hpp"
 #include "hdpcomm/comm/world.hpp"
@@ -24,7 +25,7 @@ py::memoryview viewOf(std::byte* data, size_t bytes) {
 std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
                                  const std::shared_ptr<FrameLink>& link,
                                  const std::vector<int>& host_of_rank, const std::string& name,
-                                 double timeout_s) {
+                                 double timeout_s, double joining_s, std::vector<int> pids) {
   const py::gil_scoped_release release;
   const int rank = link->rank();
   std::vector<int> members;
@@ -35,7 +36,7 @@ std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
     route.push_back(here ? 0 : 1);
   }
   auto local = makeShmTransport(segment, rank, members);
-  shmWaitAllReady(*local, timeout_s);
+  shmWaitAllReady(*local, {joining_s, std::move(pids), checkSignals});
   link->setWake(local->waker());
   std::vector<std::unique_ptr<Transport>> parts;
   parts.push_back(std::move(local));
@@ -51,16 +52,10 @@ TransportCosts costsOf(const Costs& costs) {
   return {alpha, message, beta, gamma};
 }
 
-ScheduleRequest requestOf(int op, int algorithm, int rank, size_t count, size_t element_bytes,
-                          int root, std::vector<int> nodes) {
-  ScheduleRequest request;
-  request.op = static_cast<OpCode>(op);
-  request.algorithm = static_cast<Algorithm>(algorithm);
-  request.group_size = static_cast<int>(nodes.size());
-  request.rank = rank;
-  request.count = count;
-  request.element_bytes = element_bytes;
-  request.root = root;
+ScheduleRequest spreadRequest(int op, int algorithm, int rank, size_t count, size_t element_bytes,
+                              int root, std::vector<int> nodes) {
+  const int size = static_cast<int>(nodes.size());
+  ScheduleRequest request = requestOf(op, algorithm, size, rank, count, element_bytes, root);
   request.nodes = std::move(nodes);
   return request;
 }
@@ -74,8 +69,8 @@ void bindSpread(py::module_& module) {
          const std::vector<int>& nodes) {
         std::vector<size_t> crossing(nodes.size());
         for (size_t rank = 0; rank < nodes.size(); ++rank) {
-          const Schedule schedule = makeSchedule(
-              requestOf(op, algorithm, static_cast<int>(rank), count, element_bytes, root, nodes));
+          const Schedule schedule = makeSchedule(spreadRequest(
+              op, algorithm, static_cast<int>(rank), count, element_bytes, root, nodes));
           for (const Step& step : schedule.steps) {
             for (const Send& send : step.sends) {
               if (nodes[rank] != nodes[static_cast<size_t>(send.peer)])
@@ -91,7 +86,7 @@ void bindSpread(py::module_& module) {
       "choose",
       [](int op, size_t count, size_t element_bytes, const std::vector<int>& nodes,
          const Costs& local, const Costs& remote) {
-        const auto request = requestOf(op, 0, 0, count, element_bytes, 0, nodes);
+        const auto request = spreadRequest(op, 0, 0, count, element_bytes, 0, nodes);
         return algorithmName(chooseAlgorithm(request, costsOf(local), costsOf(remote)));
       },
       py::arg("op"), py::arg("count"), py::arg("element_bytes"), py::arg("nodes"), py::arg("local"),
@@ -100,7 +95,7 @@ void bindSpread(py::module_& module) {
       "estimate_s",
       [](int op, int algorithm, size_t count, size_t element_bytes, const std::vector<int>& nodes,
          const Costs& local, const Costs& remote) {
-        const auto request = requestOf(op, 0, 0, count, element_bytes, 0, nodes);
+        const auto request = spreadRequest(op, 0, 0, count, element_bytes, 0, nodes);
         return estimateSeconds(request, static_cast<Algorithm>(algorithm), costsOf(local),
                                costsOf(remote));
       },
@@ -114,7 +109,7 @@ void bindSpread(py::module_& module) {
         std::vector<CheckedOperation> checked;
         for (const auto& [op, algorithm, count, root, average, in_place, ranks, nodes] :
              operations) {
-          ScheduleRequest request = requestOf(op, algorithm, 0, count, 1, root, nodes);
+          ScheduleRequest request = spreadRequest(op, algorithm, 0, count, 1, root, nodes);
           request.average = average;
           checked.push_back({std::move(request), ranks, in_place});
         }
@@ -153,7 +148,8 @@ void bindScale(py::module_& module) {
       },
       py::arg("link"), py::arg("name"), py::arg("timeout"));
   module.def("join_hosts", &joinHosts, py::arg("segment"), py::arg("link"), py::arg("host_of_rank"),
-             py::arg("name"), py::arg("timeout"));
+             py::arg("name"), py::arg("timeout"), py::arg("joining"),
+             py::arg("pids") = std::vector<int>());
   module.def(
       "set_nodes",
       [](World& world, std::vector<int> nodes, const Costs& remote) {

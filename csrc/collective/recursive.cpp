@@ -1,6 +1,7 @@
 // Recursive doubling and halving: ceil(log2 p) steps. Sizes that are no power of two are folded:
 // rank q + i hands its part to rank i before and gets the result after.
 #include <algorithm>
+#include <optional>
 
 #include "algorithms.hpp"
 
@@ -113,21 +114,34 @@ void recursiveReduceScatter(Builder& b) {
   }
 }
 
-void recursiveAllReduce(Builder& b) {
-  const int q = powerOfTwoBelow(b.p());
+namespace {
+
+// The ranks from q (a power of two) on give their operands to those below, and get the result from
+// them at the end. Returns what this rank sums from then on, or nothing when it has done its part.
+std::optional<Buffer> foldAllReduce(Builder& b, int q) {
   const int r = b.r();
   const Span in = b.whole(Buffer::kIn);
   const Span out = b.whole(Buffer::kOut);
   if (r >= q) {
     b.step().sends.push_back({r - q, in});
     b.step().recvs.push_back({r - q, out});
-    return;
+    return std::nullopt;
   }
-  Span current = in;
-  if (q + r < b.p()) {
-    b.step().recvs.push_back({q + r, out, true, in});
-    current = out;
-  }
+  if (q + r >= b.p()) return Buffer::kIn;
+  b.step().recvs.push_back({q + r, out, true, in});
+  return Buffer::kOut;
+}
+
+}  // namespace
+
+void recursiveAllReduce(Builder& b) {
+  const int q = powerOfTwoBelow(b.p());
+  const int r = b.r();
+  const auto folded = foldAllReduce(b, q);
+  if (!folded) return;
+  const Span in = b.whole(Buffer::kIn);
+  const Span out = b.whole(Buffer::kOut);
+  Span current = b.whole(*folded);
   // A sum goes to the other buffer than the one that is being sent. The first target is chosen so
   // that the last is the output, but never a buffer in use (in place, the input is the output).
   const Span temp{Buffer::kTemp, 0, in.bytes};
@@ -161,18 +175,10 @@ Span parts(const Builder& b, Buffer buffer, int low, int high) {
 void rabenseifnerAllReduce(Builder& b) {
   const int q = powerOfTwoBelow(b.p());
   const int r = b.r();
-  const Span in = b.whole(Buffer::kIn);
+  const auto folded = foldAllReduce(b, q);
+  if (!folded) return;
   const Span out = b.whole(Buffer::kOut);
-  if (r >= q) {
-    b.step().sends.push_back({r - q, in});
-    b.step().recvs.push_back({r - q, out});
-    return;
-  }
-  Buffer sums = Buffer::kIn;
-  if (q + r < b.p()) {
-    b.step().recvs.push_back({q + r, out, true, in});
-    sums = Buffer::kOut;
-  }
+  Buffer sums = *folded;
   int low = 0;
   int high = q;
   for (int distance = q / 2; distance > 0; distance /= 2) {  // reduce-scatter by halving
@@ -186,7 +192,7 @@ void rabenseifnerAllReduce(Builder& b) {
         {r ^ distance, parts(b, Buffer::kOut, low, high), true, parts(b, sums, low, high)});
     sums = Buffer::kOut;
   }
-  if (q == 1) b.move({sums, 0, in.bytes}, out);
+  if (q == 1) b.move(b.whole(sums), out);
   b.scale(parts(b, Buffer::kOut, low, high));
   for (int distance = 1; distance < q; distance *= 2) {  // all-gather by doubling
     const int mine = r / distance * distance;

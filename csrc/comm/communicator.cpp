@@ -133,9 +133,29 @@ Communicator::Plan Communicator::plan(const Operands& operands, const Options& o
 
 CollectiveWork Communicator::makeCollective(Ranks ranks, const Operands& operands,
                                             const Options& options) const {
-  Plan made = plan(operands, options);
-  return CollectiveWork(made.call, std::move(ranks), std::move(made.schedule), operands.in,
-                        operands.out);
+  const bool ragged = !operands.in_counts.empty();
+  const uint64_t epoch = world_->planEpoch();
+  Call call;
+  std::shared_ptr<const Schedule> schedule;
+  if (!ragged) {
+    const std::lock_guard lock(mutex_);
+    const LastPlan& last = last_plan_;
+    if (last.schedule != nullptr && last.count == operands.count && last.dtype == operands.dtype &&
+        last.options == options && last.epoch == epoch) {
+      call = last.call;
+      schedule = last.schedule;
+    }
+  }
+  if (schedule == nullptr) {
+    Plan made = plan(operands, options);
+    call = made.call;
+    schedule = std::move(made.schedule);
+    if (!ragged) {
+      const std::lock_guard lock(mutex_);
+      last_plan_ = {options, operands.count, operands.dtype, epoch, call, schedule};
+    }
+  }
+  return CollectiveWork(call, std::move(ranks), std::move(schedule), operands.in, operands.out);
 }
 
 std::shared_ptr<Work> Communicator::startCollective(const Operands& operands,
@@ -163,30 +183,44 @@ Call Communicator::callOfMessages() const {
   return call;
 }
 
-ExchangeWork Communicator::makeExchange(Ranks ranks, std::span<const Message> sends,
-                                        std::span<const Message> recvs) const {
+Call Communicator::callOfMessage(const Message& message) const {
+  Call call = callOfMessages();
+  call.count = message.count;
+  call.dtype = message.dtype;
+  return call;
+}
+
+void Communicator::checkPositions(std::span<const Message> sends,
+                                  std::span<const Message> recvs) const {
   for (const Message& message : sends) checkPosition(message.peer, "send");
   for (const Message& message : recvs) checkPosition(message.peer, "recv");
-  Call call = callOfMessages();
-  if (sends.size() + recvs.size() == 1) {  // for messages about it
-    const Message& only = sends.empty() ? recvs[0] : sends[0];
-    call.count = only.count;
-    call.dtype = only.dtype;
-  }
-  return ExchangeWork(call, std::move(ranks), sends, recvs);
 }
 
 std::shared_ptr<Work> Communicator::startExchange(std::span<const Message> sends,
                                                   std::span<const Message> recvs) const {
-  std::shared_ptr<Work> work(new ExchangeWork(makeExchange(ranks_, sends, recvs)));
+  checkPositions(sends, recvs);
+  std::shared_ptr<Work> work;
+  if (sends.size() + recvs.size() == 1) {
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    work = std::make_shared<MessageWork>(callOfMessage(only), ranks_, only, !sends.empty());
+  } else {
+    work = std::make_shared<ExchangeWork>(callOfMessages(), ranks_, sends, recvs);
+  }
   world_->submit(work);
   return work;
 }
 
 void Communicator::exchange(std::span<const Message> sends, std::span<const Message> recvs,
                             double timeout_s, const InterruptCheck& check_interrupt) const {
-  ExchangeWork work = makeExchange(borrow(ranks_), sends, recvs);
-  world_->run(work, timeout_s, check_interrupt);
+  checkPositions(sends, recvs);
+  if (sends.size() + recvs.size() == 1) {
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    MessageWork work(callOfMessage(only), borrow(ranks_), only, !sends.empty());
+    world_->run(work, timeout_s, check_interrupt);
+  } else {
+    ExchangeWork work(callOfMessages(), borrow(ranks_), sends, recvs);
+    world_->run(work, timeout_s, check_interrupt);
+  }
 }
 
 }  // namespace hdpcomm

@@ -98,23 +98,60 @@ void CollectiveWork::move(const Move& move) const {
   }
 }
 
-ExchangeWork::ExchangeWork(Call call, Ranks ranks, std::span<const Message> sends,
+void MessageWork::takeNumbers(Transport& transport) {
+  Numbers& numbers = numbers_.push_back({peer_, {}, {}});
+  if (sends_) {
+    number_ = transport.nextSendNumber(peer_);
+    numbers.send = number_;
+  } else {
+    number_ = transport.nextRecvNumber(peer_);
+    numbers.recv = number_;
+  }
+}
+
+bool MessageWork::advance(Transport& transport) {
+  if (posted_) return false;
+  posted_ = true;
+  if (sends_) {
+    transport.postSend({.peer = peer_,
+                        .data = data_,
+                        .bytes = bytes_,
+                        .number = number_,
+                        .confirm = true,
+                        .call = call_,
+                        .completion = &completion_});
+  } else {
+    transport.postRecv({.peer = peer_,
+                        .data = data_,
+                        .bytes = bytes_,
+                        .number = number_,
+                        .call = call_,
+                        .completion = &completion_});
+  }
+  return true;
+}
+
+ExchangeWork::ExchangeWork(const Call& call, Ranks ranks, std::span<const Message> sends,
                            std::span<const Message> recvs)
     : Work(call, std::move(ranks)) {
   sends_.reserve(sends.size());
   recvs_.reserve(recvs.size());
-  for (const Message& message : sends) add(sends_, message);
+  numbers_.reserve(std::min(sends.size() + recvs.size(), ranks_->size()));
+  for (const Message& message : sends) add(sends_, message).confirm = true;
   for (const Message& message : recvs) add(recvs_, message);
 }
 
-void ExchangeWork::add(InlineVector<Transfer, 2>& transfers, const Message& message) {
-  Transfer& transfer = transfers.push_back({});
-  transfer.data = static_cast<std::byte*>(message.data);
-  transfer.bytes = message.count * dtypeBytes(message.dtype);
-  transfer.call = call_;
-  transfer.call.count = message.count;
-  transfer.call.dtype = message.dtype;
-  transfer.peer = (*ranks_)[static_cast<size_t>(message.peer)];
+template <typename Request>
+Request& ExchangeWork::add(InlineVector<Request, 2>& requests, const Message& message) {
+  Request& request = requests.emplace_back();
+  request.peer = (*ranks_)[static_cast<size_t>(message.peer)];
+  request.data = message.data;
+  request.bytes = message.count * dtypeBytes(message.dtype);
+  request.call = call_;
+  request.call.count = message.count;
+  request.call.dtype = message.dtype;
+  request.completion = &completion_;
+  return request;
 }
 
 ExchangeWork::Numbers& ExchangeWork::numbersOf(int peer) {
@@ -125,11 +162,11 @@ ExchangeWork::Numbers& ExchangeWork::numbersOf(int peer) {
 }
 
 void ExchangeWork::takeNumbers(Transport& transport) {
-  for (Transfer& send : sends_) {
+  for (SendRequest& send : sends_) {
     send.number = transport.nextSendNumber(send.peer);
     numbersOf(send.peer).send = send.number;
   }
-  for (Transfer& recv : recvs_) {
+  for (RecvRequest& recv : recvs_) {
     recv.number = transport.nextRecvNumber(recv.peer);
     numbersOf(recv.peer).recv = recv.number;
   }
@@ -138,27 +175,9 @@ void ExchangeWork::takeNumbers(Transport& transport) {
 bool ExchangeWork::advance(Transport& transport) {
   if (posted_) return false;
   posted_ = true;
-  for (const Transfer& recv : recvs_) {
-    RecvRequest request;
-    request.peer = recv.peer;
-    request.data = recv.data;
-    request.bytes = recv.bytes;
-    request.number = recv.number;
-    request.call = recv.call;
-    request.completion = &completion_;
-    transport.postRecv(request);
-  }
-  for (const Transfer& send : sends_) {
-    SendRequest request;
-    request.peer = send.peer;
-    request.data = send.data;
-    request.bytes = send.bytes;
-    request.number = send.number;
-    request.confirm = true;
-    request.call = send.call;
-    request.completion = &completion_;
-    transport.postSend(request);
-  }
+  // Receives first, as in a step of a collective.
+  for (const RecvRequest& recv : recvs_) transport.postRecv(recv);
+  for (const SendRequest& send : sends_) transport.postSend(send);
   return true;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "hdpcomm/base/env.hpp"
 
@@ -20,11 +21,12 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
   }
   const Env& env = Env::get();
-  spin_s_ = env.spin_us * 1e-6;
   yield_s_ = env.yield_us * 1e-6;
   liveness_s_ = env.liveness_s;
   wake_ = transport_->waker();
-  spins_ = transport_->oversubscribed() ? 4 : 64;
+  const bool shared_cores = transport_->oversubscribed();
+  spins_ = shared_cores ? 4 : 400;  // some microseconds
+  spin_s_ = shared_cores ? 0 : env.spin_us * 1e-6;
 }
 
 World::~World() {
@@ -46,73 +48,96 @@ TransportStats World::stats() {
 
 std::shared_ptr<std::byte> World::allocate(size_t bytes) {
   std::lock_guard lock(mutex_);
-  checkUsable();
+  if (over()) throwUnusable();
   return transport_->allocate(bytes);
 }
 
-void World::checkUsable() const {
+void World::throwUnusable() const {
+  const ErrorContext context{.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1};
   if (!abort_reason_.empty()) {
     throw Error(ErrorKind::kAborted,
                 "this communicator was aborted (" + abort_reason_ + "): make a new one with init()",
-                {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
+                context);
   }
-  if (closed_.load(std::memory_order_relaxed)) {
-    throw Error(ErrorKind::kInvalidUsage,
-                "this communicator is closed: call its operations before close(), or make a new "
-                "one with init()",
-                {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
-  }
+  throw Error(ErrorKind::kInvalidUsage,
+              "this communicator is closed: call its operations before close(), or make a new "
+              "one with init()",
+              context);
 }
 
 void World::submit(const std::shared_ptr<Work>& work) {
   std::lock_guard lock(mutex_);
   work->background_ = true;
-  submitLocked(work);
+  enterLocked(*work);
+  enqueueLocked(work);
   if (!ended(*work)) {
     ensureProgressThread();
     progress_wanted_->notify_one();
   }
 }
 
-void World::submitLocked(const std::shared_ptr<Work>& work) {
-  checkUsable();
-  work->seq_ = next_seq_++;
-  work->takeNumbers(*transport_);
+// Gives the operation its place in the order of all.
+void World::enterLocked(Work& work) {
+  if (over()) throwUnusable();
+  work.seq_ = next_seq_++;
+  work.takeNumbers(*transport_);
+}
+
+void World::enqueueLocked(const std::shared_ptr<Work>& work) {
   queue_.push_back(work);
   if (work->background_) ++background_works_;
   if (queue_.size() > 1 || advanceLocked()) progressLocked();
 }
 
 void World::progressLocked() {
-  // What was posted may be there already, and then nothing would wake a sleeper for it: go on until
-  // nothing is posted.
-  while (!queue_.empty()) {
-    transport_->progress();
-    if (!advanceLocked()) return;
-  }
+  if (queue_.empty()) return;
+  transport_->progress();
+  settleLocked();
+}
+
+// What was posted may be there already, and then nothing would wake a sleeper for it: goes on until
+// nothing is posted.
+void World::settleLocked() {
+  while (advanceLocked() && !queue_.empty()) transport_->progress();
 }
 
 // Returns true when new requests were posted.
 bool World::advanceLocked() {
+  struct DropEnded {  // at the end of the pass, also if something is thrown
+    World& world;
+    bool some = false;
+    ~DropEnded() {
+      if (some) world.dropEndedLocked();
+    }
+  } drop{*this};
   bool posted = false;
-  for (size_t i = 0; i < queue_.size();) {
-    Work& work = *queue_[i];
-    if (!work.failure()) {
+  for (const auto& each : queue_) {
+    Work& work = *each;
+    const bool failed = work.failure().has_value();
+    // Of many operations most are like this: no more than a look at each.
+    if (work.state_ == Work::State::kPosted && work.underWay() && !failed) continue;
+    if (!failed) {
       work.state_ = Work::State::kRunning;
       posted |= work.advance(*transport_);
     }
     if (work.failure()) {
       const Error error = *work.failure();
       fail(work, error);
-    } else if (work.allPosted() && work.completion_.pending + work.deferred_.pending == 0) {
+    } else if (work.complete()) {
       finish(work, Work::State::kDone);
     } else if (!work.allPosted()) {
       break;  // later operations must not overtake its messages
     } else {
-      ++i;
+      work.state_ = Work::State::kPosted;
     }
+    drop.some |= ended(work);
   }
   return posted;
+}
+
+// The queue may be the last owner of a work.
+void World::dropEndedLocked() {
+  std::erase_if(queue_, [this](const std::shared_ptr<Work>& each) { return ended(*each); });
 }
 
 void World::finish(Work& work, Work::State state) {
@@ -120,8 +145,6 @@ void World::finish(Work& work, Work::State state) {
   if (work.background_) --background_works_;
   // A thread that waits for this work may sleep, if another one ended it.
   if (waiters_.load(std::memory_order_relaxed) > 1) wake_();
-  // This may be the last owner: the work is not touched any more.
-  std::erase_if(queue_, [&](const std::shared_ptr<Work>& each) { return each.get() == &work; });
 }
 
 void World::fail(Work& work, const Error& error) {
@@ -144,7 +167,7 @@ void World::fail(Work& work, const Error& error) {
 void World::setCosts(const TransportCosts& costs) {
   std::lock_guard lock(mutex_);
   costs_ = costs;
-  schedules_.clear();
+  forgetSchedules();
 }
 
 void World::setNodes(std::vector<int> node_of_rank, const TransportCosts& remote) {
@@ -155,7 +178,12 @@ void World::setNodes(std::vector<int> node_of_rank, const TransportCosts& remote
   std::lock_guard lock(mutex_);
   node_of_rank_ = std::move(node_of_rank);
   remote_costs_ = remote;
+  forgetSchedules();
+}
+
+void World::forgetSchedules() {
   schedules_.clear();
+  plan_epoch_.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::vector<int> World::nodesOf(const std::vector<int>& ranks) const {
@@ -202,13 +230,13 @@ std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) 
 
 void World::attach(std::shared_ptr<WorldPart> part) {
   std::lock_guard lock(mutex_);
-  checkUsable();
+  if (over()) throwUnusable();
   part_ = std::move(part);
 }
 
 std::optional<Error> World::departure(int peer) {
   std::lock_guard lock(mutex_);
-  transport_->progress();
+  progressLocked();
   return transport_->departure(peer);
 }
 
@@ -219,13 +247,13 @@ void World::abort(const std::string& reason) {
 
 void World::abortTransport(const std::string& reason) {
   std::lock_guard lock(mutex_);
-  if (!abort_reason_.empty() || closed_.load(std::memory_order_relaxed)) return;
+  if (over_.exchange(true, std::memory_order_relaxed)) return;
   abort_reason_ = reason.empty() ? "no reason given" : reason;
-  const std::vector<std::shared_ptr<Work>> works = queue_;
-  for (const auto& work : works) {
+  for (const auto& work : queue_) {
     fail(*work, Error(ErrorKind::kAborted,
                       "rank " + std::to_string(rank()) + " aborted: " + abort_reason_));
   }
+  dropEndedLocked();
   transport_->progress();
   transport_->close("aborted: " + abort_reason_);
 }
@@ -235,13 +263,14 @@ void World::close(const std::string& reason) {
   if (const auto part = part_) part->close(reason);
   {
     std::lock_guard lock(mutex_);
-    if (closed_.exchange(true)) return;
-    const std::vector<std::shared_ptr<Work>> works = queue_;
-    for (const auto& work : works) {
+    if (std::exchange(closed_, true)) return;
+    over_.store(true, std::memory_order_relaxed);
+    for (const auto& work : queue_) {
       fail(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
                                                  " closed its communicator during " +
                                                  work->describeCall()));
     }
+    dropEndedLocked();
     transport_->progress();
     transport_->close(reason);
     stop_ = true;

@@ -77,9 +77,11 @@ void World::wait(Work& work, double timeout_s, const InterruptCheck& check_inter
 void World::run(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
   {
     std::lock_guard lock(mutex_);
-    // Owned by the caller: the queue lets go of it before this function returns or throws.
+    enterLocked(work);
     try {
-      submitLocked(std::shared_ptr<Work>(std::shared_ptr<void>(), &work));
+      if (queue_.empty() && runAloneLocked(work)) return;
+      // Owned by the caller: the queue lets go of it before this function returns or throws.
+      enqueueLocked(std::shared_ptr<Work>(std::shared_ptr<void>(), &work));
       if (spinLocked(work)) return;
     } catch (...) {
       forgetLocked(work);
@@ -97,16 +99,33 @@ void World::run(Work& work, double timeout_s, const InterruptCheck& check_interr
 
 // Nothing of this rank or of another touches the work afterwards.
 void World::forgetLocked(Work& work) {
-  const auto same = [&](const std::shared_ptr<Work>& each) { return each.get() == &work; };
-  if (std::none_of(queue_.begin(), queue_.end(), same)) return;
+  if (ended(work)) return;
   fail(work, Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " gave up " +
                                              work.describeCall() + " after an internal error"));
+  dropEndedLocked();
 }
 
-// The common case, without a look at the clock. Throws the work's error.
+// The common case, without a look at the clock, and without a place in the queue: nothing else is
+// under way, and the lock is held. False: the work has failed, or is not complete yet.
+bool World::runAloneLocked(Work& work) {
+  work.state_ = Work::State::kRunning;
+  for (int looks = spins_; looks > 0;) {
+    work.advance(*transport_);
+    if (work.failure()) return false;
+    if (work.complete()) {
+      work.state_ = Work::State::kDone;
+      return true;
+    }
+    while (--looks > 0 && !transport_->progress()) {
+    }
+  }
+  return false;
+}
+
+// The same for one in the queue. Throws its error.
 bool World::spinLocked(Work& work) {
   for (int i = 0; i < spins_ && !ended(work); ++i) {
-    progressLocked();
+    if (transport_->progress()) settleLocked();
   }
   if (work.state_ == Work::State::kFailed) throw *work.error_;
   return work.state_ == Work::State::kDone;
@@ -169,6 +188,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
                                std::to_string(std::chrono::duration<double>(now - start).count()) +
                                " s in " + work.describeCall() + " (ranks " + join(*work.ranks_) +
                                "): look for a rank that did not call it, or raise timeout="));
+          dropEndedLocked();
           return;
         }
       }
@@ -179,6 +199,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         if (!ended(work)) {
           fail(work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
                                                     " was interrupted in " + work.describeCall()));
+          dropEndedLocked();
         }
         throw;
       }

@@ -32,7 +32,13 @@ class FrameLink:
 
 def join_framed_world(link: FrameLink, name: str, timeout: float) -> World: ...
 def join_hosts(
-    segment: ShmSegment, link: FrameLink, host_of_rank: Sequence[int], name: str, timeout: float
+    segment: ShmSegment,
+    link: FrameLink,
+    host_of_rank: Sequence[int],
+    name: str,
+    timeout: float,
+    joining: float,
+    pids: Sequence[int] = ...,
 ) -> World: ...
 def set_nodes(world: World, node_of_rank: Sequence[int], remote_costs: Costs) -> None: ...
 def nodes_of(world: World) -> list[int]: ...

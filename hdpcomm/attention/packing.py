@@ -77,7 +77,7 @@ def packing(
     Local. May be nested; the inner one counts. Backward may run after the block.
     """
     pack = Pack(comm, as_cu_seqlens(cu_seqlens), variant, backend, costs, check, next(_tickets))
-    _let_go_of_closed_worlds()
+    _let_go_of_worlds_that_are_over()
     before, _current.pack = _current.pack, pack
     try:
         yield pack
@@ -96,7 +96,7 @@ def current_pack() -> Pack:
 
 
 def _remember(pack: Pack) -> int:
-    """The pack's ticket, by which :func:`_found` finds it as long as its world is open."""
+    """The pack's ticket, by which :func:`_found` finds it until its world is closed or aborted."""
     world = None if pack.comm is None else pack.comm._core.world
     with _lock:
         _remembered[pack.ticket] = pack, world
@@ -105,12 +105,12 @@ def _remember(pack: Pack) -> int:
     return pack.ticket
 
 
-def _let_go_of_closed_worlds() -> None:
-    """No backward can run in them any more."""
+def _let_go_of_worlds_that_are_over() -> None:
+    """No backward can run any more in what was closed or aborted."""
     if not _remembered:  # always, where nothing is compiled
         return
     with _lock:
-        for ticket in [ticket for ticket, (_, world) in _remembered.items() if world is not None and world.closed]:
+        for ticket in [ticket for ticket, (_, world) in _remembered.items() if world is not None and world.over]:
             del _remembered[ticket]
 
 
@@ -118,8 +118,8 @@ def _found(ticket: int) -> Pack:
     found = _remembered.get(ticket)
     if found is None:
         raise InvalidUsage(
-            f"the pack of this backward was forgotten: its world was closed, or more than {_REMEMBERED} packs were "
-            "used since its forward; run backward before that"
+            "the pack of this backward was forgotten: its world was closed or aborted, or more than "
+            f"{_REMEMBERED} packs were used since its forward; run backward before that"
         )
     return found[0]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, write_json
+from hdpcomm.cli.output import check_writable, count, ranks_here, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def add_topology_options(parser: argparse.ArgumentParser) -> None:
         help="describe the hosts of a world and measure its messages instead; under a launcher its ranks, "
         "else new ones on this host",
     )
-    group.add_argument("--ranks", type=count, metavar="N", help="ranks to start here (default 2)")
+    group.add_argument(
+        "--ranks", type=count, metavar="N", help="start N ranks here (default 2; under a launcher: its ranks)"
+    )
     group.add_argument(
         "--cluster", type=Path, metavar="FILE", help="write the cluster with its measured links, for plan --cluster"
     )
@@ -38,14 +40,14 @@ def add_topology_options(parser: argparse.ArgumentParser) -> None:
 def show_topology(options: argparse.Namespace) -> int:
     """Measures and prints on rank 0; returns the exit code."""
     from hdpcomm.comm.launch import run_ranks
-    from hdpcomm.comm.launchers import joined
     from hdpcomm.plan import DEVICES, save_cluster
 
     check_writable(options.cluster)
     device = options.device or "h100"
     if device not in DEVICES:
         raise InvalidUsage(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
-    topology = _on_rank() if joined() else run_ranks(_on_rank, options.ranks or 2)[0]
+    rank, ranks = ranks_here(options.ranks, default=2)
+    topology = _on_rank() if rank is not None else run_ranks(_on_rank, ranks)[0]
     if topology is None:
         return 0
     print("\n".join(_lines(topology)))

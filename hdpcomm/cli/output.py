@@ -1,4 +1,4 @@
-"""What commands share: checking numbers given as options, and writing ``--json`` files."""
+"""What commands share: checking what is given as options, and writing ``--json`` files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_writable", "count", "num_bytes", "positive", "refuse_others", "write_json"]
+__all__ = ["check_writable", "count", "num_bytes", "positive", "ranks_here", "refuse_others", "write_json"]
 
 
 def count(text: str) -> int:
@@ -47,6 +47,23 @@ def num_bytes(text: str) -> int:
         return parse_size(text)
     except InvalidUsage as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def ranks_here(asked: int | None, *, default: int) -> tuple[int | None, int]:
+    """Which rank of a launcher's job this process is (``None``: none, it starts them), and how many there are.
+
+    asked: what ``--ranks`` says. Raises: InvalidUsage where a launcher has started another number of ranks.
+    """
+    from hdpcomm.comm.launchers import joined, rank_and_size
+
+    if not joined():
+        return None, asked or default
+    rank, size = rank_and_size()
+    if asked not in (None, size):
+        raise InvalidUsage(
+            f"--ranks {asked} was given, but the launcher started {size} ranks; leave --ranks out or make them equal"
+        )
+    return rank, size
 
 
 def check_writable(path: Path | None) -> None:

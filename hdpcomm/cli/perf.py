@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, count, num_bytes, positive, refuse_others, write_json
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, ranks_here, refuse_others, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -260,21 +260,6 @@ def _config(options: argparse.Namespace) -> PerfConfig:
     )
 
 
-def _world(options: argparse.Namespace) -> tuple[int | None, int]:
-    """Which rank of a launcher's job this process is (``None``: none, it starts them), and how many there are."""
-    from hdpcomm.comm.launchers import joined, rank_and_size
-
-    if not joined():
-        return None, options.ranks or 2
-    rank, size = rank_and_size()
-    if options.ranks not in (None, size):
-        raise InvalidUsage(
-            f"--ranks {options.ranks} was given, but the launcher started {size} ranks; leave --ranks out or make them "
-            "equal"
-        )
-    return rank, size
-
-
 def _measure(options: argparse.Namespace) -> int:
     """Checks all that can be checked, runs the sweep, compares, and writes the files."""
     from hdpcomm.perf import baseline
@@ -282,7 +267,7 @@ def _measure(options: argparse.Namespace) -> int:
     from hdpcomm.perf.results import Report
     from hdpcomm.perf.runner import check, now
 
-    rank, ranks = _world(options)
+    rank, ranks = ranks_here(options.ranks, default=2)
     config = _config(options)
     check(config, ranks)
     if "mpi" in config.compare:
@@ -384,6 +369,6 @@ def _calibrate(options: argparse.Namespace, defaults: argparse.Namespace) -> int
     if options.op is not None:
         raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
     refuse_others(options, defaults, USED, "--calibrate measures messages of sizes of its own")
-    rank, ranks = _world(options)
+    rank, ranks = ranks_here(options.ranks, default=2)
     file = Path(options.calibrate) if options.calibrate else None
     return calibrate(file, rank, ranks, transport=options.transport, timeout=options.timeout)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, num_bytes, positive, write_json
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.cli.output import check_writable, count, num_bytes, positive, ranks_here, write_json
 
 if TYPE_CHECKING:
     from hdpcomm.data import Corpus
@@ -111,33 +110,18 @@ class _Job:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from hdpcomm.comm.launchers import joined, rank_and_size
-
     check_writable(options.json)
     check_writable(options.log)
-    place = rank_and_size() if joined() else None
-    ranks = _ranks(options.ranks, None if place is None else place[1])
+    rank, ranks = ranks_here(options.ranks, default=4)
     job = _job(options, ranks)
-    if place is not None:
+    if rank is not None:
         result = run_rank(job)
-        if place[0] != 0:
+        if rank != 0:
             return 0
     else:
         result = _start_ranks(job, ranks)
     _report(options, job, result)
     return 0
-
-
-def _ranks(asked: int | None, world: int | None) -> int:
-    """``world``: the ranks that a launcher has started."""
-    if world is None:
-        return asked or 4
-    if asked is not None and asked != world:
-        raise InvalidUsage(
-            f"--ranks {asked} was given, and the launcher has started {world} ranks; leave --ranks out or make them "
-            "equal"
-        )
-    return world
 
 
 def _job(options: argparse.Namespace, ranks: int) -> _Job:

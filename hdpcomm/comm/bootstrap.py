@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -23,7 +24,7 @@ from hdpcomm.comm.device_world import AUTOMATIC, DEVICE_TRANSPORTS, NcclSource, 
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
-from hdpcomm.errors import CommTimeout, Error, InvalidUsage
+from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost
 
 __all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
 
@@ -65,7 +66,8 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         by the streams of a simulated device); ``auto``: shm inside each host and torch between hosts, and where torch
         sees a GPU on every rank cuda+nccl. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
-    Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks).
+    Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks),
+        PeerLost (a rank of this host died while the ranks joined).
     """
     joining: ThreadRank | None = getattr(thread_rank, "value", None)
     transport = _chosen(joining.transport if joining is not None and transport == "auto" else transport)
@@ -207,6 +209,7 @@ class _Joining:
     size: int
     seconds: float
     deadline: float
+    pids: tuple[int, ...] = ()  # of each rank; 0: it runs elsewhere. Empty: nobody has told yet
 
     @property
     def left(self) -> float:
@@ -214,7 +217,8 @@ class _Joining:
 
     def wait(self, *keys: str) -> None:
         """Waits for keys of this world; CommTimeout past the deadline."""
-        _wait_for_all(self.store, [f"{self.prefix}/{key}" for key in keys], self.deadline, self.seconds, self.rank)
+        full = [f"{self.prefix}/{key}" for key in keys]
+        _wait_for_all(self.store, full, self.deadline, self.seconds, self.rank, pids=self.pids)
 
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on all ranks; a JSON value."""
@@ -239,8 +243,11 @@ def _join_processes(
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
     joining = _Joining(store, prefix, rank, size, seconds, deadline)
-    told = joining.from_all("host", f"{int(has_gpu())} {_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}")
-    seen, identities = zip(*(each.split(" ", 1) for each in told), strict=True)
+    here = f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}"
+    told = joining.from_all("host", f"{int(has_gpu())} {os.getpid()} {here}")
+    seen, pids, identities = zip(*(each.split(" ", 2) for each in told), strict=True)
+    near = [int(pid) if identity == here else 0 for pid, identity in zip(pids, identities, strict=True)]
+    joining = dataclasses.replace(joining, pids=tuple(near))
     world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
     # Rank 0's costs are everybody's, so that all choose the same algorithms.
     names = cost_names(world.transport)
@@ -275,7 +282,7 @@ def _join_shm(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, li
     made = _core.comm.create_segment(joining.size) if rank == 0 else None
     address = joining.from_rank_0("segment", lambda: made.address() if made else "")
     segment = made or _core.comm.open_segment(address, joining.size)
-    world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left)
+    world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left, pids=joining.pids)
     segment.release()
     return world, hosts
 
@@ -309,10 +316,14 @@ def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, l
     hosts = [host if reached[peer] == "yes" else peer for peer, host in enumerate(hosts)]
     segment = segment or _core.comm.create_segment(joining.size)
     if len(set(hosts)) == 1:
-        world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left)
+        world = _core.comm.join_shm_world(
+            segment, rank, timeout=joining.seconds, joining=joining.left, pids=joining.pids
+        )
     else:
         link = _core.scale.FrameLink(rank, joining.size)
-        world = _core.scale.join_hosts(segment, link, hosts, "torch", joining.seconds)
+        world = _core.scale.join_hosts(
+            segment, link, hosts, "torch", timeout=joining.seconds, joining=joining.left, pids=joining.pids
+        )
         _carry(joining, link)
     segment.release()
     return world, hosts
@@ -329,17 +340,47 @@ _JOINS: dict[str, _Join] = {
 TRANSPORTS = ("auto", "shm", "torch", *DEVICE_TRANSPORTS)
 
 
-def _wait_for_all(store: Any, keys: list[str], deadline: float, seconds: float, rank: int) -> None:
-    left = max(0.1, deadline - time.monotonic())
+def _wait_for_all(
+    store: Any, keys: list[str], deadline: float, seconds: float, rank: int, *, pids: Sequence[int] = ()
+) -> None:
+    """Waits until all keys are there. Raises: CommTimeout past the deadline, PeerLost once a process of ``pids`` ends.
+
+    It asks instead of ``store.wait()``, which neither Ctrl-C nor the end of a neighbour ends before its time. Of many
+    keys it comes to ask for one that is missing, again and again, so that a store of many ranks has little to do.
+    """
+    started = time.monotonic()
+    few = len(keys)
     try:
-        store.wait(keys, datetime.timedelta(seconds=left))
-    except dist.DistStoreError as error:
+        while keys:
+            if store.check(keys[:few]):
+                keys = keys[few:]
+                few = len(keys)
+            elif few > 1:
+                few //= 2
+            else:
+                _look_around(pids, rank)
+                now = time.monotonic()
+                if now > deadline:
+                    break
+                time.sleep(min(0.1, 1e-3 + (now - started) / 10))
         absent = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
+    except RuntimeError as error:
+        raise Error(f"rank {rank} lost the job's store in init(): {error}; did rank 0 end?", rank=rank) from error
+    if absent:
         raise CommTimeout(
             f"rank {rank} waited {seconds} s in init() for: {', '.join(absent)} (ranks that did not come, or rank 0's "
             "segment); look for their errors, or raise timeout=",
             rank=rank,
             op="init",
-        ) from error
-    except RuntimeError as error:
-        raise Error(f"rank {rank} lost the job's store in init(): {error}; did rank 0 end?", rank=rank) from error
+        )
+
+
+def _look_around(pids: Sequence[int], rank: int) -> None:
+    for peer, pid in enumerate(pids):
+        if pid and not _core.comm.process_runs(pid):
+            raise PeerLost(
+                f"rank {peer} died (process {pid}) while the ranks joined the world: look for its error",
+                rank=rank,
+                peer=peer,
+                op="init",
+            )

@@ -18,12 +18,15 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["Communicator", "Work"]
 
 _OPS = _core.comm.OPS
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE = (_OPS[name] for name in ("all_gather", "reduce_scatter", "all_reduce"))
 _REDOPS = _core.comm.REDOPS
+_ALGORITHMS = _core.comm.ALGORITHMS
 _NO_REDOP = 255
 _subset = _core.comm.subset
 _run_send = _core.comm.run_send
 _run_recv = _core.comm.run_recv
 _run_exchange = _core.comm.run_exchange
+_exchange_plain = _core.comm.exchange_plain
 _run_collective = _core.comm.run_collective
 _NOTHING = (0, 0, 0)
 
@@ -46,6 +49,9 @@ class Communicator:
     __slots__ = ("_core", "_ranks", "rank", "size")
 
     _describe = staticmethod(describe)
+    # Runs a blocking collective of plain CPU tensors in one call of the core; False for anything else, errors too:
+    # then the long way, which says what is wrong.
+    _plain = staticmethod(_core.comm.collective_plain)
 
     def __init__(self, core: _core.comm.Communicator, rank: int, size: int) -> None:
         self._core = core
@@ -184,6 +190,8 @@ class Communicator:
         ``(x, dst, offset)`` and ``(y, src, offset)`` with ``y`` a view of :meth:`landing_zone` there. It is then put
         right there, without the copy out of a slot, once all that the receiver's stream held has run.
         """
+        if not async_op and _exchange_plain(self._core, sends, recvs):
+            return ENDED
         if any(len(message) != 2 for message in (*sends, *recvs)):
             raise InvalidUsage("exchange() got a landing place for host memory; only device messages have one")
         outgoing = [(*self._describe(x, f"sends[{i}]"), dst) for i, (x, dst) in enumerate(sends)]
@@ -216,6 +224,9 @@ class Communicator:
 
     def all_gather(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """``out`` [size * n] = the ``x`` [n] of rank 0, 1, ... In place when ``x`` is this rank's part of ``out``."""
+        code = _ALGORITHMS.get(algorithm)
+        if not async_op and self._plain(self._core, _ALL_GATHER, x, out, 1, self.size, _NO_REDOP, -1, code):
+            return ENDED
         return self._blocks("all_gather", x, out, "out", self.size, None, algorithm, async_op)
 
     def reduce_scatter(
@@ -228,12 +239,19 @@ class Communicator:
         ``op``: sum, avg, min, max, prod. 16-bit floats are added in fp32 and rounded after each addition. The order of
         summation is fixed by the algorithm and the ranks, so results are the same from run to run.
         """
+        code = _ALGORITHMS.get(algorithm)
+        if not async_op and self._plain(self._core, _REDUCE_SCATTER, x, out, self.size, 1, _REDOPS.get(op), -1, code):
+            return ENDED
         return self._blocks("reduce_scatter", out, x, "x", self.size, op, algorithm, async_op)
 
     def all_reduce(
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", async_op: bool = False
     ) -> Work:
         """Reduces the ``x`` of all ranks, in place or into ``out``; all ranks get the same bits."""
+        code = _ALGORITHMS.get(algorithm)
+        both = x, x if out is None else out
+        if not async_op and self._plain(self._core, _ALL_REDUCE, *both, 1, 1, _REDOPS.get(op), -1, code):
+            return ENDED
         source = self._describe(x, "x", writable=out is None)
         target = source if out is None else like(source, self._describe(out, "out", writable=True), "out")
         return self._collective("all_reduce", source, target, source[1], op, -1, algorithm, async_op, (x, out))

@@ -143,6 +143,10 @@ class DeviceCommunicator(Communicator):
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _plain(*_: Any) -> bool:
+        return False  # the devices say which tensors are theirs
+
     def _describe(self, x: Any, what: str, *, writable: bool = False) -> Buffer:
         path = self._devices.path(x)
         return describe(x, what, writable=writable) if path is None else path.describe(x, what, writable=writable)

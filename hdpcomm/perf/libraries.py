@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm.perf.dtypes import ElementType
+from hdpcomm.perf.operation import Works
 
 __all__ = ["Gloo", "unsupported"]
 
@@ -22,17 +23,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-
-
-class _Works:
-    __slots__ = ("_works",)
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class Gloo:
@@ -138,10 +128,10 @@ class Gloo:
         recvs: Sequence[tuple[torch.Tensor, int]],
         *,
         async_op: bool = False,
-    ) -> _Works:
+    ) -> Works:
         works = [dist.isend(x, self.ranks[peer], group=self._group) for x, peer in sends]
         works += [dist.irecv(y, self.ranks[peer], group=self._group) for y, peer in recvs]
-        both = _Works(works)
+        both = Works(works)
         if not async_op:
             both.wait()
         return both

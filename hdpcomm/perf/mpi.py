@@ -159,20 +159,7 @@ def _row(config: PerfConfig, point: Point, record: dict[str, Any], library: str,
             details["create_us"] = float(record["create"][0])
         return Side(time_us, algbw, algbw * op.bus_factor(len(point.ranks)), None, details=details)
 
-    return Row(
-        library=library,
-        op=op.name,
-        ranks=point.ranks,
-        size=point.size,
-        count=point.shape.count,
-        type=point.kind.name,
-        redop=point.redop,
-        root=point.root,
-        out_of_place=side("out_of_place"),
-        in_place=side("in_place"),
-        iterations=config.iters,
-        note=record["note"],
-    )
+    return point.row(config, library, {False: side("out_of_place"), True: side("in_place")}, record["note"])
 
 
 class _Sized:

@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hdpcomm.perf.dtypes import ElementType, element_type
 from hdpcomm.perf.engine import check_modes, measure_side
 from hdpcomm.perf.operation import Case, Operation, Shape
 from hdpcomm.perf.ops import operation
-from hdpcomm.perf.results import Device, Report, Row
+from hdpcomm.perf.results import Device, Report, Row, Side
 
 __all__ = ["Point", "check", "join_gloo", "now", "points", "run_rank"]
 
@@ -43,6 +43,23 @@ class Point:
     def size(self) -> int:
         """Column size(B)."""
         return self.shape.total * self.kind.bytes
+
+    def row(self, config: PerfConfig, library: str, sides: Mapping[bool, Side | None], note: str = "") -> Row:
+        """The line of one library; ``sides``: out of place (``False``) and in place, as far as they were measured."""
+        return Row(
+            library=library,
+            op=config.op,
+            ranks=self.ranks,
+            size=self.size,
+            count=self.shape.count,
+            type=self.kind.name,
+            redop=self.redop,
+            root=self.root,
+            out_of_place=sides.get(False),
+            in_place=sides.get(True),
+            iterations=config.iters,
+            note=note,
+        )
 
 
 def check(config: PerfConfig, ranks: int) -> None:
@@ -196,20 +213,7 @@ def _measure(
                 case = None if comm is None else _case(comm, point, config, in_place, ours=name == "hdpcomm")
                 sides[name][in_place] = measure_side(world, op, case, config, point.ranks)
     for name, _ in libraries:
-        row = Row(
-            library=name,
-            op=op.name,
-            ranks=point.ranks,
-            size=point.size,
-            count=point.shape.count,
-            type=point.kind.name,
-            redop=point.redop,
-            root=point.root,
-            out_of_place=sides[name].get(False),
-            in_place=sides[name].get(True),
-            iterations=config.iters,
-            note=notes.get(name, ""),
-        )
+        row = point.row(config, name, sides[name], notes.get(name, ""))
         (report.rows if name == "hdpcomm" else report.peers).append(row)
         tell("row", row)
 

@@ -25,8 +25,10 @@ class StepMetrics:
         micro_batches: micro-batches of the step, all ranks together.
         predicted_s: what the plan expected for forward and backward of all micro-batches.
         planning_s: what the solver took.
+        processor_s: the most processor time that a rank's process took for the step, 0 where nobody measured it.
         plan_wait_s: what the step waited for its plan, mean over the ranks: ``planning_s`` when it was made inside the
-            step, about nothing when it was made while the step before ran (:class:`hdpcomm.plan.PlanAhead`).
+            step, about nothing when it was made while the step before ran (:class:`hdpcomm.plan.PlanAhead`), or, for
+            the first one of :func:`run`, while the models were made.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StepMetrics:
     predicted_s: float
     planning_s: float
     plan_wait_s: float
+    processor_s: float = 0.0
     offload_ratio: float = 0.0
     offloaded_bytes: int = 0
     memory_bytes: int = 0
@@ -57,7 +60,7 @@ class Totals:
             batch does not count.
         tokens_per_s: all tokens over all seconds.
         idle_share: mean over the run's time.
-        planning_s, plan_wait_s: sums over the steps.
+        planning_s, plan_wait_s, processor_s: sums over the steps.
     """
 
     steps: int
@@ -68,6 +71,7 @@ class Totals:
     idle_share: float
     planning_s: float
     plan_wait_s: float
+    processor_s: float
     first_loss: float
     last_loss: float
 
@@ -90,6 +94,7 @@ def totals(steps: Sequence[StepMetrics]) -> Totals:
         idle_share=sum(step.idle_share * step.seconds for step in steps) / seconds if seconds else 0.0,
         planning_s=sum(step.planning_s for step in steps),
         plan_wait_s=sum(step.plan_wait_s for step in steps),
+        processor_s=sum(step.processor_s for step in steps),
         first_loss=sum(step.loss for step in steps[:tenth]) / tenth,
         last_loss=sum(step.loss for step in steps[-tenth:]) / tenth,
     )

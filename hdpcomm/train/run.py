@@ -136,24 +136,27 @@ def run(
     )
     cluster = ClusterSpec(ranks=comm.size, capacity=config.capacity, offload=config.offload_bytes > 0)
     pool, memory = _host_memory(comm, config)
+    planners = {
+        policy: Planner(None, cluster, policy, cost_model, context=longest, memory=memory) for policy in config.policies
+    }
     trainers: dict[str, Trainer] = {}
-    for policy in config.policies:
-        model = Llama(config.model, seed=config.seed).to(comm.device)
-        planner = Planner(None, cluster, policy, cost_model, context=longest, memory=memory)
-        trainers[policy] = Trainer(
-            model,
-            _optimizer(model, config),
-            planner,
-            comm,
-            max_grad_norm=config.max_grad_norm,
-            offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
-        )
-    steps: dict[str, list[StepMetrics]] = {policy: [] for policy in trainers}
+    steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
     with ExitStack() as stack:
+        # From here on, so that the first step's plan is made while the models are.
         plans = {
-            policy: stack.enter_context(PlanAhead(trainer.planner, _lengths(corpus, config)))
-            for policy, trainer in trainers.items()
+            policy: stack.enter_context(PlanAhead(planner, _lengths(corpus, config)))
+            for policy, planner in planners.items()
         }
+        for policy, planner in planners.items():
+            model = Llama(config.model, seed=config.seed).to(comm.device)
+            trainers[policy] = Trainer(
+                model,
+                _optimizer(model, config),
+                planner,
+                comm,
+                max_grad_norm=config.max_grad_norm,
+                offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
+            )
         for step in range(config.steps):
             batch = sampler.batch(step)
             for policy, trainer in trainers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -119,7 +120,7 @@ class Trainer:
         """
         sent = self._bytes_sent()
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
-        started = time.perf_counter() - planned.waited_s
+        started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
         check_same_plan(plan, self.comm)
         self.gradients.zero()
@@ -143,6 +144,9 @@ class Trainer:
         self.optimizer.step()
         self._synchronize()
         metrics = self._metrics(planned, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
+        busiest = torch.tensor([time.process_time() - processor], dtype=torch.float64)
+        self.comm.all_reduce(busiest, "max")
+        metrics = replace(metrics, processor_s=busiest.item())
         return offloading.add_to(metrics, self.comm)
 
     def _plan_now(self, lengths: Sequence[int]) -> PlannedStep:

@@ -30,8 +30,10 @@ class CompositeTransport final : public Transport {
   uint32_t nextRecvNumber(int peer) override { return to(peer).nextRecvNumber(peer); }
   void postSend(const SendRequest& request) override { to(request.peer).postSend(request); }
   void postRecv(const RecvRequest& request) override { to(request.peer).postRecv(request); }
-  void progress() override {
-    for (const auto& member : members_) member->progress();
+  bool progress() override {
+    bool moved = false;
+    for (const auto& member : members_) moved |= member->progress();
+    return moved;
   }
   void rejectUnexpected(int peer, uint32_t number, const Call& call,
                         Completion* completion) override {

@@ -10,8 +10,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
-#include "hdpcomm/transport/call.hpp"
+#include "hdpcomm/base/call.hpp"
 
 namespace hdpcomm::shm {
 
@@ -27,14 +28,11 @@ enum class Kind : uint8_t {
   kDirect,    // payload in the sender's memory; the receiver copies it from there
   kShared,    // the same, in the sender's heap, which the receiver may map
   kFragment,  // one of several in the payload ring
-  kFailure,   // the sender gave up an operation; see below
+  // The sender gave up an operation: its sends up to `number`, its receives up to `bytes`, as the
+  // flags in call.count say (failures.hpp). `detail` is the ErrorKind, call.root the rank that it
+  // concerns, and the payload ring holds the text.
+  kFailure,
 };
-
-// A failure notice: the payload ring holds a text, `detail` the ErrorKind, call.count these flags.
-// The sender gave up its sends up to `number` (kEndsSends) and its receives up to `bytes`
-// (kEndsRecvs).
-inline constexpr uint64_t kEndsSends = 1;
-inline constexpr uint64_t kEndsRecvs = 2;
 
 enum class SlotState : uint16_t {
   kPosted,
@@ -69,6 +67,27 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 64);
 
+// Up to kInlineBytes, without a call: two words that may overlap.
+inline void copyInline(void* to, const void* from, size_t bytes) {
+  const auto both = [&](auto word) {
+    auto last = word;
+    std::memcpy(&word, from, sizeof word);
+    std::memcpy(&last, static_cast<const std::byte*>(from) + bytes - sizeof last, sizeof last);
+    std::memcpy(to, &word, sizeof word);
+    std::memcpy(static_cast<std::byte*>(to) + bytes - sizeof last, &last, sizeof last);
+  };
+  if (bytes >= 8) {
+    both(uint64_t{});
+  } else if (bytes >= 4) {
+    both(uint32_t{});
+  } else {
+    for (size_t i = 0; i < bytes; ++i) {
+      static_cast<std::byte*>(to)[i] = static_cast<const std::byte*>(from)[i];
+    }
+  }
+}
+static_assert(kInlineBytes <= 16);
+
 struct alignas(64) Channel {
   // Written by the receiver. `consumed`: messages taken (release: after it has read slot and
   // payload, and set `state`).
@@ -80,7 +99,12 @@ struct alignas(64) Channel {
 };
 static_assert(sizeof(Channel) % 64 == 0);
 
-enum class RankState : uint32_t { kAbsent, kReady, kClosed };
+enum class RankState : uint32_t {
+  kAbsent,
+  kReady,
+  kClosed,
+  kLate,  // closed, because it had waited too long for others to join
+};
 
 struct alignas(64) Control {
   std::atomic<uint32_t>

@@ -14,17 +14,6 @@ namespace {
 inline constexpr size_t kScratchBytes =
     128 * 1024;  // fits the second-level cache beside the operands
 
-// data[offset...] = message piece, or operand op piece.
-void store(const RecvRequest& request, size_t offset, const std::byte* piece, size_t bytes) {
-  auto* out = static_cast<std::byte*>(request.data) + offset;
-  if (request.reduce == nullptr) {
-    if (bytes > 0) std::memcpy(out, piece, bytes);
-  } else {
-    request.reduce(out, static_cast<const std::byte*>(request.operand) + offset, piece,
-                   bytes / request.element_bytes);
-  }
-}
-
 // Returns false when the memory cannot be read (errno is set).
 bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
   size_t done = 0;
@@ -43,10 +32,7 @@ bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
 
 void ShmTransport::postRecv(const RecvRequest& request) {
   Peer& peer = peers_[request.peer];
-  if (const Error* error = peer.given_up.recv(request.number)) {
-    if (!request.completion->failure) request.completion->failure = *error;
-    return;
-  }
+  if (peer.failures.refuses(request)) return;
   ++request.completion->pending;
   peer.recvs.push(request);
   activate(peer);
@@ -71,15 +57,17 @@ Slot* ShmTransport::published(const Peer& peer, uint64_t index) const {
 }
 
 // Takes messages while there are receives for them, and the failure notices among them.
-void ShmTransport::drain(Peer& peer) {
+bool ShmTransport::drain(Peer& peer) {
+  const uint64_t before = peer.received;
   while (Slot* slot = published(peer, peer.received)) {
     if (slot->kind == Kind::kFailure) {
-      handleFailureNotice(peer, *slot);
+      hearFailure(peer, *slot);
       consume(peer, *slot);
     } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
-      return;
+      break;
     }
   }
+  return peer.received != before;
 }
 
 bool ShmTransport::deliver(Peer& peer, Slot& slot) {
@@ -97,15 +85,20 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
   }
   switch (slot.kind) {
     case Kind::kInline:
-      store(request, 0, slot.inline_data, slot.bytes);
+      if (request.reduce == nullptr) {
+        copyInline(request.data, slot.inline_data, slot.bytes);
+      } else {
+        request.store(0, slot.inline_data, slot.bytes);
+      }
       break;
     case Kind::kEager:
-      store(request, 0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
-            slot.bytes);
+      request.store(0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
+                    slot.bytes);
       break;
     case Kind::kFragment:
-      store(request, peer.fragment_offset,
-            peer.in_payload + slot.at.address % segment_->layout().payload_bytes, slot.at.fragment);
+      request.store(peer.fragment_offset,
+                    peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
+                    slot.at.fragment);
       peer.fragment_offset += slot.at.fragment;
       if (peer.fragment_offset < slot.bytes) {
         consume(peer, slot);
@@ -155,12 +148,12 @@ const std::byte* ShmTransport::sharedBytes(Peer& peer, const Slot& slot) {
 // the cache.
 bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request) {
   if (peer.same_process) {
-    store(request, 0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
+    request.store(0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
     return true;
   }
   if (slot.kind == Kind::kShared) {
     if (const std::byte* bytes = sharedBytes(peer, slot)) {
-      store(request, 0, bytes, slot.bytes);
+      request.store(0, bytes, slot.bytes);
       return true;
     }
   }
@@ -173,7 +166,7 @@ bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& r
     for (size_t done = 0; ok && done < slot.bytes; done += kScratchBytes) {
       const size_t bytes = std::min(kScratchBytes, slot.bytes - done);
       ok = readProcess(pid, scratch_.data(), slot.at.address + done, bytes);
-      if (ok) store(request, done, scratch_.data(), bytes);
+      if (ok) request.store(done, scratch_.data(), bytes);
     }
   }
   if (ok) return true;
@@ -216,7 +209,7 @@ void ShmTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& 
   Peer& peer = peers_[peer_rank];
   if (!peer.recvs.empty() || completion->failure) return;
   Slot* head = published(peer, peer.received);
-  while (head != nullptr && head->kind != Kind::kFailure && upTo(head->number, peer.failed.recvs)) {
+  while (head != nullptr && head->kind != Kind::kFailure && peer.failures.gaveUp(head->number)) {
     drop(peer, *head);
     head = published(peer, peer.received);
   }
@@ -232,11 +225,14 @@ Notice ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
   const std::string text(reinterpret_cast<const char*>(
                              peer.in_payload + slot.at.address % segment_->layout().payload_bytes),
                          slot.at.fragment);
-  GiveUp ours;  // the peer's sends are our receives
-  if ((slot.call.count & kEndsSends) != 0) ours.recvs = slot.number;
-  if ((slot.call.count & kEndsRecvs) != 0) ours.sends = static_cast<uint32_t>(slot.bytes);
+  const GiveUp ours = endsHere(static_cast<uint32_t>(slot.call.count), slot.number,
+                               static_cast<uint32_t>(slot.bytes));
   return noticeFrom(peer.rank, rank_, static_cast<ErrorKind>(slot.detail), text, slot.call.root,
                     ours);
+}
+
+void ShmTransport::hearFailure(Peer& peer, const Slot& slot) {
+  peer.failures.hear(noticeIn(peer, slot), peer.recvs, peer.inflight, peer.queue);
 }
 
 // The notice of this very operation, wherever it is on the channel.
@@ -267,23 +263,6 @@ bool ShmTransport::takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& 
                      {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
   consume(peer, slot);
   return true;
-}
-
-void ShmTransport::handleFailureNotice(Peer& peer, const Slot& slot) {
-  const Notice notice = noticeIn(peer, slot);
-  const GiveUp& ours = notice.ours;
-  const bool met_active = failRequests(peer, notice.error, ours);
-  const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
-    return a && b && *a == *b;
-  };
-  if (met_active || equal(ours.sends, peer.failed.sends) || equal(ours.recvs, peer.failed.recvs)) {
-    // Both ranks failed here, perhaps in different calls: from now on they count alike.
-    if (upTo(peer.send_number, ours.sends)) peer.send_number = *ours.sends;
-    if (upTo(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
-  }
-  // Whatever this rank has yet to post of those operations (later steps, or all where the peer was
-  // ahead) fails then.
-  peer.given_up.add(notice);
 }
 
 }  // namespace hdpcomm::shm

@@ -9,10 +9,7 @@ namespace hdpcomm::shm {
 
 void ShmTransport::postSend(const SendRequest& request) {
   Peer& peer = peers_[request.peer];
-  if (const Error* error = peer.given_up.send(request.number)) {
-    if (!request.completion->failure) request.completion->failure = *error;
-    return;
-  }
+  if (peer.failures.refuses(request)) return;
   ++request.completion->pending;
   if (peer.queue.empty() && !needsFragments(peer, request) && pushMessage(peer, request)) return;
   PendingSend send;
@@ -84,7 +81,7 @@ bool ShmTransport::pushMessage(Peer& peer, const SendRequest& request) {
     slot->at.address = reinterpret_cast<uint64_t>(request.data);
   } else if (request.bytes <= kInlineBytes) {
     slot->kind = Kind::kInline;
-    if (request.bytes > 0) std::memcpy(slot->inline_data, request.data, request.bytes);
+    copyInline(slot->inline_data, request.data, request.bytes);
   } else {
     uint64_t offset = 0;
     std::byte* payload = claimPayload(peer, request.bytes, &offset);
@@ -138,18 +135,19 @@ bool ShmTransport::pushFragments(Peer& peer, PendingSend& send) {
 bool ShmTransport::pushFailure(Peer& peer, PendingSend& send) {
   Slot* slot = claimSlot(peer);
   if (slot == nullptr) return false;
-  const size_t bytes = std::min(send.text.size(), kFailureText);
+  const OwnNotice& notice = send.notice;
+  const size_t bytes = std::min(notice.text.size(), kFailureText);
   uint64_t offset = 0;
   std::byte* payload = claimPayload(peer, bytes, &offset);
   if (payload == nullptr) return false;
-  std::memcpy(payload, send.text.data(), bytes);
+  std::memcpy(payload, notice.text.data(), bytes);
   slot->kind = Kind::kFailure;
-  slot->detail = static_cast<uint8_t>(send.error);
-  slot->bytes = send.give_up.recvs.value_or(0);
-  slot->number = send.give_up.sends.value_or(0);
+  slot->detail = static_cast<uint8_t>(notice.kind);
+  slot->bytes = notice.ends.recvs.value_or(0);
+  slot->number = notice.ends.sends.value_or(0);
   slot->call = Call{};
-  slot->call.root = send.cause;
-  slot->call.count = (send.give_up.sends ? kEndsSends : 0) | (send.give_up.recvs ? kEndsRecvs : 0);
+  slot->call.root = notice.cause;
+  slot->call.count = notice.flags();
   slot->at.address = offset;
   slot->at.fragment = bytes;
   publish(peer, *slot);

@@ -2,16 +2,12 @@
 
 #include <linux/futex.h>
 #include <linux/membarrier.h>
-#include <sched.h>
-#include <signal.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <numeric>
-#include <thread>
 
 #include "hdpcomm/base/env.hpp"
 #include "hdpcomm/base/process.hpp"
@@ -31,18 +27,6 @@ void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nano
 void futexWakeAll(std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
             0);
-}
-
-// Cores on which at least one of the processes may run.
-int coresOf(const std::vector<int>& pids) {
-  cpu_set_t all;
-  CPU_ZERO(&all);
-  for (const int pid : pids) {
-    cpu_set_t own;
-    CPU_ZERO(&own);
-    if (::sched_getaffinity(pid, sizeof own, &own) == 0) CPU_OR(&all, &all, &own);
-  }
-  return CPU_COUNT(&all);
 }
 
 long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command, 0, 0); }
@@ -91,60 +75,29 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
 
 ShmTransport::~ShmTransport() { close("the communicator was destroyed"); }
 
-void ShmTransport::waitAllReady(double timeout_s) {
-  const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
-  for (const int member : members_) {
-    Peer& peer = peers_[member];
-    while (peer.control->state.load(std::memory_order_acquire) == RankState::kAbsent) {
-      if (Clock::now() > deadline) {
-        std::string absent;
-        for (const int other : members_) {
-          if (peers_[other].control->state.load() == RankState::kAbsent)
-            absent += " " + std::to_string(other);
-        }
-        throw Error(ErrorKind::kTimeout,
-                    "ranks" + absent + " did not join the shared-memory world within " +
-                        std::to_string(timeout_s) + " s: look for their errors, or raise timeout=",
-                    {.rank = rank_, .peer = peer.rank, .op = "init", .ranks = {}, .seq = -1});
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    peer.same_process = peer.control->pid == segment_->control(rank_).pid;
-    uint64_t value = 0;
-    bool readable = peer.same_process;
-    if (!readable && Env::get().cma) {
-      iovec local{&value, sizeof value};
-      iovec remote{reinterpret_cast<void*>(peer.control->probe), sizeof value};
-      readable = ::process_vm_readv(peer.control->pid, &local, 1, &remote, 1, 0) == sizeof value &&
-                 value == kMagic;
-    }
-    peer.in->direct_allowed.store(readable ? 1 : 0, std::memory_order_release);
-  }
-  std::vector<int> pids;
-  for (const int member : members_) pids.push_back(peers_[member].control->pid);
-  oversubscribed_ = static_cast<int>(members_.size()) > coresOf(pids);
-}
-
-void ShmTransport::activate(Peer& peer) {
-  if (peer.in_active_list) return;
-  peer.in_active_list = true;
-  active_.push_back(peer.rank);
-}
-
-void ShmTransport::progress() {
+bool ShmTransport::progress() {
+  bool moved = false;
   for (size_t i = 0; i < active_.size();) {
     Peer& peer = peers_[active_[i]];
-    if (!peer.inflight.empty()) completeInflight(peer);
-    drain(peer);
-    while (!peer.queue.empty() && tryPush(peer, peer.queue.front())) peer.queue.pop();
-    if (peer.active()) {
-      ++i;
-    } else {
+    if (!peer.active()) {  // since the last look, and still: most soon are again
       peer.in_active_list = false;
       active_[i] = active_.back();
       active_.pop_back();
+      continue;
     }
+    if (!peer.inflight.empty() &&
+        peer.out->consumed.load(std::memory_order_relaxed) != peer.consumed_seen) {
+      completeInflight(peer);
+      moved = true;
+    }
+    moved |= drain(peer);
+    while (!peer.queue.empty() && tryPush(peer, peer.queue.front())) {
+      peer.queue.pop();
+      moved = true;
+    }
+    ++i;
   }
+  return moved;
 }
 
 void ShmTransport::cancel(const Completion* completion) {
@@ -169,44 +122,11 @@ void ShmTransport::notifyFailure(int peer_rank, const Error& error,
   Peer& peer = peers_[peer_rank];
   PendingSend send;
   send.kind = Kind::kFailure;
-  send.cause = static_cast<int16_t>(error.context().peer);
-  send.give_up = {send_number, recv_number};
-  if (send_number) peer.failed.sends = send_number;
-  if (recv_number) peer.failed.recvs = recv_number;
-  send.error = error.kind();
-  send.text = error.what();
+  send.notice = peer.failures.giveUp(error, {send_number, recv_number});
   if (!peer.queue.empty() || !tryPush(peer, send)) {
-    peer.queue.push(std::move(send));
-    // Before the messages of later operations, which the peer must not take for this one's.
-    for (size_t i = peer.queue.size() - 1; i > 0; --i) {
-      const PendingSend& before = peer.queue[i - 1];
-      if (before.kind == Kind::kFailure || before.offset > 0 ||
-          upTo(before.request.number, send_number)) {
-        break;
-      }
-      std::swap(peer.queue[i - 1], peer.queue[i]);
-    }
+    queueNotice(peer.queue, std::move(send), send_number);
     activate(peer);
   }
-}
-
-bool ShmTransport::failRequests(Peer& peer, const Error& error, const GiveUp& up_to) {
-  bool met = false;
-  const auto fail = [&](uint32_t number, std::optional<uint32_t> limit, Completion* completion) {
-    if (completion == nullptr || !upTo(number, limit)) return;
-    met = true;
-    if (!completion->failure) completion->failure = error;
-  };
-  for (size_t i = 0; i < peer.recvs.size(); ++i) {
-    fail(peer.recvs[i].number, up_to.recvs, peer.recvs[i].completion);
-  }
-  for (size_t i = 0; i < peer.inflight.size(); ++i) {
-    fail(peer.inflight[i].request.number, up_to.sends, peer.inflight[i].request.completion);
-  }
-  for (size_t i = 0; i < peer.queue.size(); ++i) {
-    fail(peer.queue[i].request.number, up_to.sends, peer.queue[i].request.completion);
-  }
-  return met;
 }
 
 bool ShmTransport::processAlive(const Control& control) const {
@@ -221,7 +141,8 @@ std::string ShmTransport::lastWords(const Control& control) const {
 }
 
 std::optional<Error> ShmTransport::goneError(const Peer& peer, bool awaited) const {
-  const bool closed = peer.control->state.load(std::memory_order_acquire) == RankState::kClosed;
+  const RankState state = peer.control->state.load(std::memory_order_acquire);
+  const bool closed = state == RankState::kClosed || state == RankState::kLate;
   if (!closed && processAlive(*peer.control)) return std::nullopt;
   const std::string who = "rank " + std::to_string(peer.rank) +
                           (closed ? " closed its communicator"
@@ -244,7 +165,7 @@ void ShmTransport::checkPeers() {
     // What the peer sent before it went is still valid.
     completeInflight(peer);
     drain(peer);
-    failRequests(peer, *gone, {peer.send_number, peer.recv_number});
+    peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
   }
 }
 
@@ -253,13 +174,8 @@ std::optional<Error> ShmTransport::lost(int peer_rank, std::optional<uint32_t> s
   Peer& peer = peers_[peer_rank];
   const auto gone = needed ? goneError(peer) : std::nullopt;
   drain(peer);
-  if (const Error* error = peer.given_up.operation(send_number, recv_number)) return *error;
-  // A notice behind messages that this rank does not take yet counts for this operation only.
-  if (const auto notice = noticeAhead(peer, send_number, recv_number)) return notice->error;
-  if (!needed) return std::nullopt;
-  const Error* error = send_number ? peer.given_up.send(*send_number) : nullptr;
-  if (error == nullptr && recv_number) error = peer.given_up.recv(*recv_number);
-  return error != nullptr ? *error : gone;
+  return peer.failures.lost(send_number, recv_number, needed, gone,
+                            [&] { return noticeAhead(peer, send_number, recv_number); });
 }
 
 void ShmTransport::ring(Control& control) {
@@ -332,7 +248,8 @@ void ShmTransport::close(const std::string& reason) noexcept {
     own.reason[bytes] = '\0';
     own.reason_ready.store(1, std::memory_order_release);
   }
-  own.state.store(RankState::kClosed, std::memory_order_release);
+  const bool late = own.state.load(std::memory_order_relaxed) == RankState::kLate;
+  if (!late) own.state.store(RankState::kClosed, std::memory_order_release);
   for (const int member : members_) ring(*peers_[member].control);
 }
 
@@ -342,10 +259,6 @@ std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment,
                                             std::vector<int> members) {
   return std::make_unique<shm::ShmTransport>(
       std::dynamic_pointer_cast<shm::Segment>(std::move(segment)), rank, std::move(members));
-}
-
-void shmWaitAllReady(Transport& transport, double timeout_s) {
-  dynamic_cast<shm::ShmTransport&>(transport).waitAllReady(timeout_s);
 }
 
 }  // namespace hdpcomm

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "hdpcomm/base/ring_queue.hpp"
-#include "hdpcomm/transport/failures.hpp"
+#include "hdpcomm/transport/pair_failures.hpp"
 #include "heap.hpp"
 #include "segment.hpp"
 
@@ -15,10 +15,9 @@ struct PendingSend {
   SendRequest request;
   size_t offset = 0;  // bytes already sent in fragments
   Kind kind = Kind::kInline;
-  ErrorKind error = ErrorKind::kInternal;  // kFailure
-  int16_t cause = -1;                      // kFailure: the rank that the error concerns
-  GiveUp give_up;                          // kFailure
-  std::string text;                        // kFailure
+  OwnNotice notice;  // kFailure
+
+  bool begun() const { return kind == Kind::kFailure || offset > 0; }
 };
 
 // A message on its channel whose request ends when the receiver has taken it.
@@ -45,10 +44,7 @@ struct Peer {
   uint64_t received = 0;  // messages consumed from `in`
   uint64_t payload_received = 0;
   size_t fragment_offset = 0;  // of the message at the front of `recvs`
-  uint32_t send_number = 0;    // of the last operation towards the peer
-  uint32_t recv_number = 0;
-  GiveUp failed;     // numbers of this rank's last failed operation with the peer
-  GivenUp given_up;  // by the peer: what is posted of that fails
+  PairFailures failures;
 
   RingQueue<PendingSend> queue;
   RingQueue<Inflight> inflight;
@@ -67,11 +63,11 @@ class ShmTransport final : public Transport {
   const char* name() const noexcept override { return "shm"; }
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return static_cast<int>(segment_->layout().num_ranks); }
-  uint32_t nextSendNumber(int peer) override { return ++peers_[peer].send_number; }
-  uint32_t nextRecvNumber(int peer) override { return ++peers_[peer].recv_number; }
+  uint32_t nextSendNumber(int peer) override { return peers_[peer].failures.nextSend(); }
+  uint32_t nextRecvNumber(int peer) override { return peers_[peer].failures.nextRecv(); }
   void postSend(const SendRequest& request) override;
   void postRecv(const RecvRequest& request) override;
-  void progress() override;
+  bool progress() override;
   void cancel(const Completion* completion) override;
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
@@ -89,7 +85,7 @@ class ShmTransport final : public Transport {
   TransportStats stats() const override;
   void close(const std::string& reason) noexcept override;
 
-  void waitAllReady(double timeout_s);
+  void waitAllReady(const ShmJoining& joining);
 
  private:
   // shm_send.cpp
@@ -107,7 +103,7 @@ class ShmTransport final : public Transport {
 
   // shm_recv.cpp
   Slot* published(const Peer& peer, uint64_t index) const;
-  void drain(Peer& peer);
+  bool drain(Peer& peer);                // true: something was taken
   bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be taken now
   const std::byte* sharedBytes(Peer& peer, const Slot& slot);
   bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
@@ -115,16 +111,24 @@ class ShmTransport final : public Transport {
   Notice noticeIn(const Peer& peer, const Slot& slot) const;
   std::optional<Notice> noticeAhead(const Peer& peer, std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) const;
+  void hearFailure(Peer& peer, const Slot& slot);
   bool takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request);
-  void handleFailureNotice(Peer& peer, const Slot& slot);
   void reject(Peer& peer, Slot& slot, const RecvRequest& request);
   void consume(Peer& peer, const Slot& slot);
 
+  // shm_join.cpp
+  bool present(int member) const;
+  void waitForMembers(const ShmJoining& joining);
+  std::optional<Error> lostInJoining(const ShmJoining& joining) const;
+  void meet(Peer& peer);
+
   // shm_transport.cpp
-  void activate(Peer& peer);
+  void activate(Peer& peer) {
+    if (peer.in_active_list) return;
+    peer.in_active_list = true;
+    active_.push_back(peer.rank);
+  }
   void ring(Control& control);
-  // Fails the requests up to the given numbers; returns whether there were any.
-  bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
   std::optional<Error> goneError(const Peer& peer, bool awaited = true) const;
   bool processAlive(const Control& control) const;
   std::string lastWords(const Control& control) const;

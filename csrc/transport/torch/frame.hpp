@@ -15,16 +15,14 @@ enum class Kind : uint8_t {
   kAccepted,  // the receiver took message `index`, whose sender had asked to be told
   kRejected,  // the receiver called something else: `call`, `bytes` are its own
   kFailure,   // the sender gave up an operation: its sends up to `number`, its receives up to
-              // `other`
+              // `other`, as the flags say (failures.hpp)
   kCredit,    // carries `consumed` and nothing else
   kPing,
   kPong,
   kGoodbye,  // the last frame; the text says why
 };
 
-inline constexpr uint32_t kConfirm = 1;    // kData: kAccepted is wanted
-inline constexpr uint32_t kEndsSends = 2;  // kFailure: `number` holds
-inline constexpr uint32_t kEndsRecvs = 4;  // kFailure: `other` holds
+inline constexpr uint32_t kConfirm = 1;  // kData: kAccepted is wanted
 
 struct Header {
   uint32_t magic = kMagic;

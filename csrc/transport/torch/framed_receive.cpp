@@ -7,17 +7,6 @@
 namespace hdpcomm::framed {
 namespace {
 
-// data[offset...] = message piece, or operand op piece.
-void store(const RecvRequest& request, size_t offset, const std::byte* piece, size_t bytes) {
-  auto* out = static_cast<std::byte*>(request.data) + offset;
-  if (request.reduce == nullptr) {
-    if (bytes > 0) std::memcpy(out, piece, bytes);
-  } else {
-    request.reduce(out, static_cast<const std::byte*>(request.operand) + offset, piece,
-                   bytes / request.element_bytes);
-  }
-}
-
 std::string textOf(Frame& frame, const Header& header) {
   return std::string(reinterpret_cast<const char*>(payload(frame)), header.piece);
 }
@@ -91,7 +80,7 @@ void FramedTransport::drain(Peer& peer) {
     const Header header = readHeader(*frame);
     if (header.kind == Kind::kFailure) {
       peer.incoming.pop();
-      handleNotice(peer, *frame);
+      peer.failures.hear(noticeIn(peer, *frame), peer.recvs, peer.inflight, peer.queue);
     } else if (deliver(peer, *frame, header)) {
       peer.incoming.pop();
     } else {
@@ -118,7 +107,7 @@ bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
     reject(peer, header, request);
     return true;
   }
-  store(request, header.offset, payload(frame), header.piece);
+  request.store(header.offset, payload(frame), header.piece);
   consume(peer, header);
   if (header.offset + header.piece < header.bytes) return true;
   ++stats_.messages_received;
@@ -158,7 +147,7 @@ void FramedTransport::rejectUnexpected(int peer_rank, uint32_t number, const Cal
   for (;;) {
     if (peer.incoming.empty()) return;
     header = readHeader(*peer.incoming.front());
-    if (header.kind == Kind::kFailure || !upTo(header.number, peer.failed.recvs)) break;
+    if (header.kind == Kind::kFailure || !peer.failures.gaveUp(header.number)) break;
     consume(peer, header);  // of an operation that this rank gave up
     peer.incoming.pop();
   }
@@ -172,27 +161,21 @@ void FramedTransport::rejectUnexpected(int peer_rank, uint32_t number, const Cal
 
 Notice FramedTransport::noticeIn(const Peer& peer, Frame& frame) const {
   const Header header = readHeader(frame);
-  GiveUp ours;  // the peer's sends are our receives
-  if ((header.flags & kEndsSends) != 0) ours.recvs = header.number;
-  if ((header.flags & kEndsRecvs) != 0) ours.sends = header.other;
+  const GiveUp ours = endsHere(header.flags, header.number, header.other);
   return noticeFrom(peer.rank, rank(), static_cast<ErrorKind>(header.detail), textOf(frame, header),
                     header.cause, ours);
 }
 
-void FramedTransport::handleNotice(Peer& peer, Frame& frame) {
-  const Notice notice = noticeIn(peer, frame);
-  const GiveUp& ours = notice.ours;
-  const bool met_active = failRequests(peer, notice.error, ours);
-  const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
-    return a && b && *a == *b;
-  };
-  if (met_active || equal(ours.sends, peer.failed.sends) || equal(ours.recvs, peer.failed.recvs)) {
-    // Both ranks failed here, perhaps in different calls: from now on they count alike.
-    if (upTo(peer.send_number, ours.sends)) peer.send_number = *ours.sends;
-    if (upTo(peer.recv_number, ours.recvs)) peer.recv_number = *ours.recvs;
+// The notice of this very operation among what was not taken yet.
+std::optional<Notice> FramedTransport::noticeAhead(Peer& peer, std::optional<uint32_t> send_number,
+                                                   std::optional<uint32_t> recv_number) const {
+  for (size_t i = 0; i < peer.incoming.size(); ++i) {
+    Frame& frame = *peer.incoming[i];
+    if (readHeader(frame).kind != Kind::kFailure) continue;
+    Notice notice = noticeIn(peer, frame);
+    if (notice.concerns(send_number, recv_number)) return notice;
   }
-  // Whatever this rank has yet to post of those operations fails then.
-  peer.given_up.add(notice);
+  return std::nullopt;
 }
 
 }  // namespace hdpcomm::framed

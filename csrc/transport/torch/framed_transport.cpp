@@ -37,10 +37,7 @@ void FramedTransport::control(Peer& peer, Header header, const std::string& text
 
 void FramedTransport::postSend(const SendRequest& request) {
   Peer& peer = at(request.peer);
-  if (const Error* error = peer.given_up.send(request.number)) {
-    if (!request.completion->failure) request.completion->failure = *error;
-    return;
-  }
+  if (peer.failures.refuses(request)) return;
   ++request.completion->pending;
   Outgoing out;
   out.request = request;
@@ -51,10 +48,7 @@ void FramedTransport::postSend(const SendRequest& request) {
 
 void FramedTransport::postRecv(const RecvRequest& request) {
   Peer& peer = at(request.peer);
-  if (const Error* error = peer.given_up.recv(request.number)) {
-    if (!request.completion->failure) request.completion->failure = *error;
-    return;
-  }
+  if (peer.failures.refuses(request)) return;
   ++request.completion->pending;
   peer.recvs.push(request);
   activate(peer);
@@ -82,7 +76,15 @@ void FramedTransport::push(Peer& peer) {
 bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   if (!link_->hasRoom(peer.rank)) return false;
   if (out.notice) {
-    control(peer, out.header, out.text);
+    const OwnNotice& notice = *out.notice;
+    Header header;
+    header.kind = Kind::kFailure;
+    header.detail = static_cast<uint8_t>(notice.kind);
+    header.cause = notice.cause;
+    header.flags = notice.flags();
+    header.number = notice.ends.sends.value_or(0);
+    header.other = notice.ends.recvs.value_or(0);
+    control(peer, header, notice.text);
     return true;
   }
   const SendRequest& request = out.request;
@@ -106,7 +108,8 @@ bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   return true;
 }
 
-void FramedTransport::progress() {
+// Its looks are dear anyway, so it does not keep count.
+bool FramedTransport::progress() {
   do {
     arrivals_.clear();
     link_->collect(arrivals_);
@@ -124,6 +127,7 @@ void FramedTransport::progress() {
       }
     }
   } while (!arrivals_.empty());  // frames to this rank itself arrive while it pushes
+  return true;
 }
 
 void FramedTransport::cancel(const Completion* completion) {
@@ -140,45 +144,11 @@ void FramedTransport::notifyFailure(int peer_rank, const Error& error,
                                     std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) {
   Peer& peer = at(peer_rank);
-  if (send_number) peer.failed.sends = send_number;
-  if (recv_number) peer.failed.recvs = recv_number;
   Outgoing out;
-  out.notice = true;
-  out.header.kind = Kind::kFailure;
-  out.header.detail = static_cast<uint8_t>(error.kind());
-  out.header.cause = static_cast<int16_t>(error.context().peer);
-  out.header.flags = (send_number ? kEndsSends : 0) | (recv_number ? kEndsRecvs : 0);
-  out.header.number = send_number.value_or(0);
-  out.header.other = recv_number.value_or(0);
-  out.text = error.what();
-  peer.queue.push(std::move(out));
-  // Before the messages of later operations, which the peer must not take for this one's.
-  for (size_t i = peer.queue.size() - 1; i > 0; --i) {
-    const Outgoing& before = peer.queue[i - 1];
-    if (before.notice || before.started || upTo(before.request.number, send_number)) break;
-    std::swap(peer.queue[i - 1], peer.queue[i]);
-  }
+  out.notice = peer.failures.giveUp(error, {send_number, recv_number});
+  queueNotice(peer.queue, std::move(out), send_number);
   activate(peer);
   push(peer);
-}
-
-bool FramedTransport::failRequests(Peer& peer, const Error& error, const GiveUp& up_to) {
-  bool met = false;
-  const auto fail = [&](uint32_t number, std::optional<uint32_t> limit, Completion* completion) {
-    if (completion == nullptr || !upTo(number, limit)) return;
-    met = true;
-    if (!completion->failure) completion->failure = error;
-  };
-  for (size_t i = 0; i < peer.recvs.size(); ++i) {
-    fail(peer.recvs[i].number, up_to.recvs, peer.recvs[i].completion);
-  }
-  for (RingQueue<Outgoing>* queue : {&peer.inflight, &peer.queue}) {
-    for (size_t i = 0; i < queue->size(); ++i) {
-      const SendRequest& request = (*queue)[i].request;
-      fail(request.number, up_to.sends, request.completion);
-    }
-  }
-  return met;
 }
 
 std::optional<Error> FramedTransport::goneError(const Peer& peer, bool awaited) {
@@ -211,26 +181,17 @@ void FramedTransport::checkPeers() {
     const auto gone = goneError(peer);
     if (!gone) continue;
     drain(peer);  // what the peer sent before it went is still valid
-    failRequests(peer, *gone, {peer.send_number, peer.recv_number});
+    peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
   }
 }
 
 std::optional<Error> FramedTransport::lost(int peer_rank, std::optional<uint32_t> send_number,
                                            std::optional<uint32_t> recv_number, bool needed) {
   Peer& peer = at(peer_rank);
+  const auto gone = needed ? goneError(peer) : std::nullopt;
   drain(peer);
-  if (const Error* error = peer.given_up.operation(send_number, recv_number)) return *error;
-  // A notice behind messages that this rank does not take yet counts for this operation only.
-  for (size_t i = 0; i < peer.incoming.size(); ++i) {
-    Frame& frame = *peer.incoming[i];
-    if (readHeader(frame).kind != Kind::kFailure) continue;
-    const Notice notice = noticeIn(peer, frame);
-    if (notice.concerns(send_number, recv_number)) return notice.error;
-  }
-  if (!needed) return std::nullopt;
-  const Error* error = send_number ? peer.given_up.send(*send_number) : nullptr;
-  if (error == nullptr && recv_number) error = peer.given_up.recv(*recv_number);
-  return error != nullptr ? *error : goneError(peer);
+  return peer.failures.lost(send_number, recv_number, needed, gone,
+                            [&] { return noticeAhead(peer, send_number, recv_number); });
 }
 
 std::function<void()> FramedTransport::waker() {

@@ -11,7 +11,7 @@
 
 #include "frame.hpp"
 #include "hdpcomm/base/ring_queue.hpp"
-#include "hdpcomm/transport/failures.hpp"
+#include "hdpcomm/transport/pair_failures.hpp"
 
 namespace hdpcomm::framed {
 
@@ -21,19 +21,16 @@ struct Outgoing {
   uint64_t index = 0;
   size_t offset = 0;  // bytes handed to the link
   bool started = false;
-  bool notice = false;
-  Header header;     // of a notice
-  std::string text;  // of a notice
+  std::optional<OwnNotice> notice;
+
+  bool begun() const { return notice || started; }
 };
 
 struct Peer {
   int rank = -1;
   bool used = false;
   bool in_active_list = false;
-  uint32_t send_number = 0;  // of the last operation towards the peer
-  uint32_t recv_number = 0;
-  GiveUp failed;         // numbers of this rank's last failed operation with the peer
-  GivenUp given_up;      // by the peer: what is posted of that fails
+  PairFailures failures;
   std::string farewell;  // of the peer's goodbye
   bool gone = false;     // the goodbye came
 
@@ -60,11 +57,11 @@ class FramedTransport final : public Transport {
   const char* name() const noexcept override { return name_.c_str(); }
   int rank() const noexcept override { return link_->rank(); }
   int size() const noexcept override { return link_->size(); }
-  uint32_t nextSendNumber(int peer) override { return ++at(peer).send_number; }
-  uint32_t nextRecvNumber(int peer) override { return ++at(peer).recv_number; }
+  uint32_t nextSendNumber(int peer) override { return at(peer).failures.nextSend(); }
+  uint32_t nextRecvNumber(int peer) override { return at(peer).failures.nextRecv(); }
   void postSend(const SendRequest& request) override;
   void postRecv(const RecvRequest& request) override;
-  void progress() override;
+  bool progress() override;
   void rejectUnexpected(int peer, uint32_t number, const Call& call,
                         Completion* completion) override;
   void cancel(const Completion* completion) override;
@@ -90,7 +87,6 @@ class FramedTransport final : public Transport {
   // framed_transport.cpp
   void push(Peer& peer);
   bool pushPiece(Peer& peer, Outgoing& out);
-  bool failRequests(Peer& peer, const Error& error, const GiveUp& up_to);
   std::optional<Error> goneError(const Peer& peer, bool awaited = true);
 
   // framed_receive.cpp
@@ -101,7 +97,8 @@ class FramedTransport final : public Transport {
   bool deliver(Peer& peer, Frame& frame, const Header& header);
   void reject(Peer& peer, const Header& header, const RecvRequest& request);
   Notice noticeIn(const Peer& peer, Frame& frame) const;
-  void handleNotice(Peer& peer, Frame& frame);
+  std::optional<Notice> noticeAhead(Peer& peer, std::optional<uint32_t> send_number,
+                                    std::optional<uint32_t> recv_number) const;
   void consume(Peer& peer, const Header& header);
 
   std::shared_ptr<FrameLink> link_;

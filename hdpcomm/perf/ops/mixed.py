@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hdpcomm.perf.data import values
-from hdpcomm.perf.operation import Bound, Case, Operation, Shape, Storage, bind_call, blocks
+from hdpcomm.perf.operation import Bound, Case, Operation, Shape, Storage, Works, bind_call, blocks
 
 __all__ = ["Mixed", "windows"]
 
@@ -67,8 +67,8 @@ class _BoundMix(Bound):
             self._parts.append((index, x, out, comm))
             starts.append(bind_call(comm.all_gather, out.data, x.data, algorithm=case.algorithm, async_op=True))
 
-        def start() -> _Works:
-            return _Works([begin() for begin in starts])
+        def start() -> Works:
+            return Works([begin() for begin in starts])
 
         self.start = start
         self.run = lambda: start().wait()
@@ -86,16 +86,3 @@ class _BoundMix(Bound):
             count += int((out.data.to(torch.float64) != torch.cat(parts).to(torch.float64)).sum())
             count += x.trespassed() + out.trespassed()
         return count
-
-
-class _Works:
-    """Several operations that are waited for together."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()

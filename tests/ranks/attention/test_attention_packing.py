@@ -125,7 +125,8 @@ def test_packs_of_eager_layers_are_not_kept(remembered):
     assert not remembered
 
 
-def test_closed_worlds_are_let_go_of(remembered):
+@pytest.mark.parametrize("end", [hdp.Communicator.close, lambda comm: comm.abort("enough")])
+def test_worlds_that_are_over_are_let_go_of(remembered, end):
     """Their communicators are not kept alive once the next pack begins; those of open worlds are."""
     layer = Layer()
     torch._dynamo.reset()
@@ -142,13 +143,13 @@ def test_closed_worlds_are_let_go_of(remembered):
         second.backward()
         with packing(comm, CU):
             late = call(_x()).sum()
-        comm.close()
+        end(comm)
         assert len(remembered) == 3
         with packing(None, CU):
             assert not remembered
             call(_x()).sum().backward()
             assert len(remembered) == 1
-        with pytest.raises(InvalidUsage, match="its world was closed, or more than 1024"):
+        with pytest.raises(InvalidUsage, match="its world was closed or aborted, or more than 1024"):
             late.backward()
 
     run_threads(main, 1)

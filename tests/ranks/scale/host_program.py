@@ -52,19 +52,18 @@ def everything(folder: Path) -> None:
 
 def cut(folder: Path) -> None:
     """Waits until the test has cut off the last rank's host, then works: with it, and then without."""
-    world = hdp.init(timeout=8)
+    world = hdp.init(timeout=600)  # more than the test has: the silence tells, not the deadline
     world.barrier()
     write(folder, f"ready{world.rank}", None)
     limit = time.monotonic() + 30
     while not (folder / "cut").exists():
         assert time.monotonic() < limit
         time.sleep(0.02)
-    started = time.monotonic()
     found: dict[str, Any] = {}
     try:
         world.all_reduce(torch.ones(50_000))
     except hdp.Error as error:
-        found = {"type": type(error).__name__, "text": str(error), "waited": time.monotonic() - started}
+        found = {"type": type(error).__name__, "text": str(error)}
     rest = world.subset(range(world.size - 1))
     if rest is not None:
         y = torch.full((70_000,), float(world.rank))

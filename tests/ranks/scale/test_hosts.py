@@ -87,11 +87,10 @@ def test_a_host_that_is_cut_off_is_lost_on_all_others(tmp_path: Path) -> None:
             time.sleep(0.05)
         hosts.cut(2)
         (tmp_path / "cut").touch()
-        outputs = hosts.finish(40)
+        outputs = hosts.finish(90)
     for rank in range(4):
         found = load(tmp_path, f"found{rank}")
-        assert found["type"] in ("PeerLost", "CommTimeout"), found
-        assert found["waited"] < 9
+        assert found["type"] == "PeerLost", found
         if rank < 3:
             assert "rank 3" in found["text"], found
             assert found["sum"] == 3.0  # the others work on

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults import test_comm_errors as faults
+from tests.faults.cases import bad_arguments, exit_by_exception
 from tests.ranks.comm import test_collectives as collectives
 from tests.ranks.comm import test_subsets as subsets
 
@@ -28,20 +29,23 @@ def test_both_sides_raise_mismatch(torch_ranks: Any, name: str) -> None:
     ("world_size", "fn"),
     [
         (3, faults.one_of_three_disagrees),
-        (2, faults.bad_arguments),
+        (2, bad_arguments),
         (3, faults.aborts),
         (3, faults.third_rank_is_absent),
         (2, faults.stale_message),
         (2, faults.withdrawn_before_another),
         (3, faults.failure_behind_a_message),
         (2, faults.leave_early),
-        (2, faults.exit_by_exception),
         (2, faults.interrupted),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_errors(torch_ranks: Any, world_size: int, fn: Any, tmp_path: Any) -> None:
     torch_ranks(world_size, fn, *([str(tmp_path)] if inspect.signature(fn).parameters else []))
+
+
+def test_reason_of_a_rank_that_failed_is_told(torch_ranks: Any) -> None:
+    torch_ranks(2, exit_by_exception, "auto")
 
 
 def test_timeout_reaches_the_late_rank(torch_ranks: Any, tmp_path: Path) -> None:

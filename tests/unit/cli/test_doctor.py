@@ -75,6 +75,16 @@ def test_what_the_system_forbids(monkeypatch, capsys):
     assert "allow the call" in rows["memfd"].detail
 
 
+@pytest.mark.parametrize("command", [["doctor", "--topology"], ["perf", "all_reduce"], ["train"]])
+def test_a_launcher_with_another_number_of_ranks(command, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main([*command, "--ranks", "2"]) == 6
+    told = capsys.readouterr()
+    assert "--ranks 2 was given, but the launcher started 3 ranks; leave --ranks out or make them equal" in told.err
+    assert told.out == ""
+
+
 @pytest.mark.parametrize("option", [["--ranks", "2"], ["--cluster", "c.json"], ["--device", "h100"]])
 def test_options_of_the_topology_alone_are_refused(option, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

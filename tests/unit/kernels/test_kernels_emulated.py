@@ -56,7 +56,7 @@ def tree(tmp_path_factory):
     shutil.copytree(TOP / "csrc/kernels", sources, dirs_exist_ok=True)
     replace(sources / "cuda_launch.cuh", LAUNCH, EMULATED)
     replace(sources / "cuda_launch.cuh", BLOCKS, "kMaxBlocks = 3;")
-    others = [TOP / "csrc" / name for name in ("base/error.cpp", "base/dtype.cpp", "transport/call.cpp")]
+    others = [TOP / "csrc" / name for name in ("base/error.cpp", "base/dtype.cpp", "base/call.cpp")]
     files = [*sources.glob("*.cu"), *sources.glob("*.cpp"), *others, HERE / "driver.cpp"]
     files.sort(key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(2) as pool:

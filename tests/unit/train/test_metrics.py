@@ -23,6 +23,7 @@ def step_of(**values):
         "predicted_s": 1.0,
         "planning_s": 0.5,
         "plan_wait_s": 0.25,
+        "processor_s": 0.75,
     }
     return StepMetrics(**{**base, **values})
 
@@ -30,7 +31,7 @@ def step_of(**values):
 def test_totals():
     total = totals([step_of(loss=20.0 - i, seconds=1 + i % 2, idle_share=i % 2) for i in range(20)])
     assert (total.steps, total.tokens, total.seconds, total.bytes_sent) == (20, 200, 30, 100)
-    assert (total.planning_s, total.plan_wait_s) == (10, 5)
+    assert (total.planning_s, total.plan_wait_s, total.processor_s) == (10, 5, 15)
     assert total.tokens_per_s == pytest.approx(200 / 30)
     assert total.idle_share == pytest.approx(20 / 30)  # weighed by time
     assert (total.first_loss, total.last_loss) == (19.5, 1.5)

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <type_traits>
+#include <utility>
 
 namespace hdpcomm {
 
@@ -28,20 +30,23 @@ class InlineVector {
   const T& operator[](size_t i) const noexcept { return data()[i]; }
 
   void reserve(size_t capacity) {
-    if (capacity <= capacity_) return;
+    if (capacity > capacity_) grow(capacity);
+  }
+  T& push_back(const T& item) { return emplace_back(item); }
+  template <typename... Args>
+  T& emplace_back(Args&&... args) {
+    if (size_ == capacity_) [[unlikely]]
+      grow(capacity_ * 2);
+    return *new (data() + size_++) T{std::forward<Args>(args)...};
+  }
+
+ private:
+  [[gnu::noinline, gnu::cold]] void grow(size_t capacity) {
     auto larger = std::make_unique_for_overwrite<std::byte[]>(capacity * sizeof(T));
     std::memcpy(larger.get(), data(), size_ * sizeof(T));
     heap_ = std::move(larger);
     capacity_ = capacity;
   }
-  T& push_back(const T& item) {
-    if (size_ == capacity_) reserve(capacity_ * 2);
-    T& place = data()[size_++];
-    place = item;
-    return place;
-  }
-
- private:
   T* data() noexcept { return reinterpret_cast<T*>(heap_ ? heap_.get() : inline_); }
   const T* data() const noexcept {
     return reinterpret_cast<const T*>(heap_ ? heap_.get() : inline_);

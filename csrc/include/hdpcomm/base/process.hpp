@@ -14,6 +14,9 @@ struct ProcessInfo {
 
 ProcessInfo processInfo(int pid);
 
+// Whether there is such a process and it has not ended.
+bool processRuns(int pid);
+
 // Whether the process that had this start time still runs: a pid may have been given to another.
 bool processAlive(int pid, uint64_t start_time);
 

@@ -18,11 +18,8 @@ class RingQueue {
   T& back() noexcept { return (*this)[size_ - 1]; }
   T& operator[](size_t i) noexcept { return items_[(head_ + i) & (items_.size() - 1)]; }
 
-  void push(T item) {
-    if (size_ == items_.size()) grow();
-    items_[(head_ + size_) & (items_.size() - 1)] = std::move(item);
-    ++size_;
-  }
+  void push(const T& item) { next() = item; }
+  void push(T&& item) { next() = std::move(item); }
   void pop() noexcept {
     if constexpr (!std::is_trivially_destructible_v<T>)
       items_[head_] = T{};  // lets go of what it holds
@@ -43,6 +40,10 @@ class RingQueue {
   }
 
  private:
+  T& next() {
+    if (size_ == items_.size()) grow();
+    return items_[(head_ + size_++) & (items_.size() - 1)];
+  }
   void grow() {
     std::vector<T> larger(items_.empty() ? 4 : items_.size() * 2);
     for (size_t i = 0; i < size_; ++i) larger[i] = std::move((*this)[i]);

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -44,8 +45,10 @@ class Communicator {
     RedOp redop = RedOp::kNone;
     int root = -1;
     Algorithm algorithm = Algorithm::kAuto;
+
+    bool operator==(const Options&) const = default;
   };
-  using Message = ExchangeWork::Message;
+  using Message = hdpcomm::Message;
   using InterruptCheck = World::InterruptCheck;
 
   // What the ranks agree on, and what this one does: for a StreamEngine, which runs it on a device.
@@ -82,16 +85,27 @@ class Communicator {
  private:
   Communicator(std::shared_ptr<World> world, Ranks ranks, int rank);
   void checkPosition(int position, const char* what) const;
+  // The plan that a loop makes again and again.
+  struct LastPlan {
+    Options options;
+    size_t count = 0;
+    DType dtype = DType::kUint8;
+    uint64_t epoch = 0;
+    Call call;
+    std::shared_ptr<const Schedule> schedule;
+  };
   CollectiveWork makeCollective(Ranks ranks, const Operands& operands,
                                 const Options& options) const;
-  ExchangeWork makeExchange(Ranks ranks, std::span<const Message> sends,
-                            std::span<const Message> recvs) const;
+  void checkPositions(std::span<const Message> sends, std::span<const Message> recvs) const;
+  Call callOfMessage(const Message& message) const;
 
   std::shared_ptr<World> world_;
   Ranks ranks_;
   int rank_;
   uint64_t hash_;
   std::vector<int> nodes_;  // of the ranks; empty when they share one
+  mutable std::mutex mutex_;
+  mutable LastPlan last_plan_;  // under the mutex; another thread may use this communicator, too
 };
 
 }  // namespace hdpcomm

@@ -18,9 +18,15 @@ using Ranks = std::shared_ptr<const std::vector<int>>;
 
 class Work {
  public:
-  enum class State : uint8_t { kQueued, kRunning, kDone, kFailed };
+  enum class State : uint8_t {
+    kQueued,
+    kRunning,
+    kPosted,  // running, and all of its messages are under way
+    kDone,
+    kFailed
+  };
 
-  Work(Call call, Ranks ranks) : call_(call), ranks_(std::move(ranks)) {}
+  Work(const Call& call, Ranks ranks) : call_(call), ranks_(std::move(ranks)) {}
   virtual ~Work() = default;
   Work(const Work&) = delete;
   Work& operator=(const Work&) = delete;
@@ -47,6 +53,8 @@ class Work {
   const std::optional<Error>& failure() const {
     return completion_.failure ? completion_.failure : deferred_.failure;
   }
+  bool underWay() const { return completion_.pending + deferred_.pending > 0; }
+  bool complete() const { return !underWay() && allPosted(); }
   // True when nothing more will be posted, so that the next operation may post.
   virtual bool allPosted() const = 0;
   // Whether a transfer to or from the peer (a global rank) is still to be posted.
@@ -88,17 +96,42 @@ class CollectiveWork final : public Work {
   size_t next_step_ = 0;
 };
 
+struct Message {
+  void* data = nullptr;
+  size_t count = 0;
+  DType dtype = DType::kUint8;
+  int peer = -1;  // position in the ranks; checked by the caller
+};
+
+// One send or one receive, which `call` describes.
+class MessageWork final : public Work {
+ public:
+  MessageWork(const Call& call, Ranks ranks, const Message& message, bool sends)
+      : Work(call, std::move(ranks)),
+        data_(message.data),
+        bytes_(message.count * dtypeBytes(message.dtype)),
+        peer_((*ranks_)[static_cast<size_t>(message.peer)]),
+        sends_(sends) {}
+
+ protected:
+  void takeNumbers(Transport& transport) override;
+  bool advance(Transport& transport) override;
+  bool allPosted() const override { return posted_; }
+  bool willNeed(int) const override { return !posted_; }
+
+ private:
+  void* data_;
+  size_t bytes_;
+  int peer_;  // global rank
+  uint32_t number_ = 0;
+  bool sends_;
+  bool posted_ = false;
+};
+
 // Sends and receives, all posted at once.
 class ExchangeWork final : public Work {
  public:
-  struct Message {
-    void* data = nullptr;
-    size_t count = 0;
-    DType dtype = DType::kUint8;
-    int peer = -1;  // position in the ranks; checked by the caller
-  };
-
-  ExchangeWork(Call call, Ranks ranks, std::span<const Message> sends,
+  ExchangeWork(const Call& call, Ranks ranks, std::span<const Message> sends,
                std::span<const Message> recvs);
 
  protected:
@@ -108,18 +141,12 @@ class ExchangeWork final : public Work {
   bool willNeed(int) const override { return !posted_; }
 
  private:
-  struct Transfer {
-    std::byte* data;
-    size_t bytes;
-    Call call;
-    int peer;  // global rank
-    uint32_t number;
-  };
-  void add(InlineVector<Transfer, 2>& transfers, const Message& message);
+  template <typename Request>
+  Request& add(InlineVector<Request, 2>& requests, const Message& message);
   Numbers& numbersOf(int peer);
 
-  InlineVector<Transfer, 2> sends_;
-  InlineVector<Transfer, 2> recvs_;
+  InlineVector<SendRequest, 2> sends_;
+  InlineVector<RecvRequest, 2> recvs_;
   bool posted_ = false;
 };
 

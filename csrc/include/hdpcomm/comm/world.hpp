@@ -63,6 +63,8 @@ class World {
   void setNodes(std::vector<int> node_of_rank, const TransportCosts& remote);
   // Of the given ranks, numbered by first appearance; empty when all share a node.
   std::vector<int> nodesOf(const std::vector<int>& ranks) const;
+  // Changes when kAuto may choose otherwise than before.
+  uint64_t planEpoch() const noexcept { return plan_epoch_.load(std::memory_order_relaxed); }
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
 
@@ -79,21 +81,28 @@ class World {
   // Leaves the world; peers that still need this rank get PeerLost with the reason. Idempotent.
   // Does nothing in a forked child.
   void close(const std::string& reason);
-  bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+  // Closed or aborted: operations are refused from now on.
+  bool over() const noexcept { return over_.load(std::memory_order_relaxed); }
 
  private:
-  void submitLocked(const std::shared_ptr<Work>& work);
+  void enterLocked(Work& work);
+  void enqueueLocked(const std::shared_ptr<Work>& work);
+  bool runAloneLocked(Work& work);
   bool spinLocked(Work& work);
   void forgetLocked(Work& work);
   void progressLocked();
+  void settleLocked();
   bool advanceLocked();
   void rejectUnexpectedLocked();
   void hearFailuresLocked();
   void lookAroundLocked();
   void stopWaitingLocked();
+  // These two leave the work in the queue until dropEndedLocked().
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
-  void checkUsable() const;
+  void dropEndedLocked();
+  [[noreturn]] void throwUnusable() const;
+  void forgetSchedules();
   void ensureProgressThread();
   void progressLoop();
   void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
@@ -114,7 +123,8 @@ class World {
   std::mutex mutex_;
   std::vector<std::shared_ptr<Work>> queue_;
   int64_t next_seq_ = 0;
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> over_{false};  // relaxed: written under the lock, and nothing follows from it
+  bool closed_ = false;
   std::string abort_reason_;  // not empty after abort()
 
   std::shared_ptr<WorldPart> part_;
@@ -122,6 +132,7 @@ class World {
   TransportCosts costs_;
   TransportCosts remote_costs_;
   std::vector<int> node_of_rank_;  // empty: one node. Set before the first operation
+  std::atomic<uint64_t> plan_epoch_{0};
   struct HashRequest {
     size_t operator()(const ScheduleRequest& request) const noexcept;
   };

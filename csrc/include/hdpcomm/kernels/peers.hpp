@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "hdpcomm/transport/call.hpp"
+#include "hdpcomm/base/call.hpp"
 
 namespace hdpcomm::kernels {
 

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "hdpcomm/transport/call.hpp"
+#include "hdpcomm/base/call.hpp"
 
 namespace hdpcomm {
 

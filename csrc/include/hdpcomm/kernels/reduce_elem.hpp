@@ -6,9 +6,9 @@
 #include <limits>
 #include <type_traits>
 
+#include "hdpcomm/base/call.hpp"
 #include "hdpcomm/kernels/host_device.hpp"
 #include "hdpcomm/kernels/numeric_elem.hpp"
-#include "hdpcomm/transport/call.hpp"
 
 namespace hdpcomm::kernels {
 

@@ -1,14 +1,12 @@
-// What the transports share of the failure protocol (transport.hpp): which operations of a pair
-// have failed, and how it is said.
+// What is said when operations fail: of a mismatch, and of what a peer gave up.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
+#include "hdpcomm/base/call.hpp"
 #include "hdpcomm/base/error.hpp"
-#include "hdpcomm/transport/call.hpp"
 
 namespace hdpcomm {
 
@@ -44,6 +42,29 @@ inline Error mismatchError(const Called& own, const Called& other, bool sent) {
       {.rank = own.rank, .peer = other.rank, .op = opName(own.call.op), .ranks = {}, .seq = -1});
 }
 
+// How a notice travels: what it ends is in two numbers, of which these say which hold.
+inline constexpr uint32_t kEndsSends = 2;
+inline constexpr uint32_t kEndsRecvs = 4;
+
+// What this rank tells a peer of an operation that it gave up.
+struct OwnNotice {
+  GiveUp ends;
+  ErrorKind kind = ErrorKind::kInternal;
+  int16_t cause = -1;  // the rank that the error concerns
+  std::string text;
+
+  uint32_t flags() const { return (ends.sends ? kEndsSends : 0) | (ends.recvs ? kEndsRecvs : 0); }
+};
+
+// A peer's notice ended its sends up to one number and its receives up to another: what that ends
+// here, where its sends are received.
+inline GiveUp endsHere(uint32_t flags, uint32_t sends, uint32_t recvs) {
+  GiveUp ours;
+  if ((flags & kEndsSends) != 0) ours.recvs = sends;
+  if ((flags & kEndsRecvs) != 0) ours.sends = recvs;
+  return ours;
+}
+
 // A failure notice, as its receiver understands it.
 struct Notice {
   GiveUp ours;
@@ -63,42 +84,5 @@ inline Notice noticeFrom(int peer, int rank, ErrorKind kind, const std::string& 
   return {ours, Error(kind, told ? text : text + " (told by rank " + std::to_string(peer) + ")",
                       {.rank = rank, .peer = concerned, .op = {}, .ranks = {}, .seq = -1})};
 }
-
-// The failures that one peer told of; ours are the sends that it does not take, and the receives
-// that it does not serve.
-class GivenUp {
- public:
-  void add(const Notice& notice) {
-    const GiveUp& ours = notice.ours;
-    if (ours.sends && (!up_to_.sends || upTo(*up_to_.sends, ours.sends))) up_to_.sends = ours.sends;
-    if (ours.recvs && (!up_to_.recvs || upTo(*up_to_.recvs, ours.recvs))) up_to_.recvs = ours.recvs;
-    last_ = notice.error;
-    if (notices_.size() == kNotices) notices_.erase(notices_.begin());
-    notices_.push_back(notice);
-  }
-
-  // Why a request with this number fails as soon as it is posted, or null.
-  const Error* send(uint32_t number) const {
-    return upTo(number, up_to_.sends) ? &*last_ : nullptr;
-  }
-  const Error* recv(uint32_t number) const {
-    return upTo(number, up_to_.recvs) ? &*last_ : nullptr;
-  }
-
-  // The failure of the very operation that has these numbers, or null.
-  const Error* operation(std::optional<uint32_t> send, std::optional<uint32_t> recv) const {
-    for (const Notice& notice : notices_) {
-      if (notice.concerns(send, recv)) return &notice.error;
-    }
-    return nullptr;
-  }
-
- private:
-  static constexpr size_t kNotices = 64;  // older ones are forgotten
-
-  GiveUp up_to_;
-  std::optional<Error> last_;
-  std::vector<Notice> notices_;
-};
 
 }  // namespace hdpcomm

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "hdpcomm/transport/call.hpp"
+#include "hdpcomm/base/call.hpp"
 
 namespace hdpcomm {
 

@@ -1,6 +1,7 @@
 // The shared-memory transport: ranks that are processes or threads of one host.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,8 +36,17 @@ bool memfdWorks();
 // `members`: the ranks of the segment that will come and with which there are messages; empty: all.
 std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank,
                                             std::vector<int> members = {});
-// Waits until all ranks of the transport's segment are present. Throws CommTimeout naming those
-// that are not.
-void shmWaitAllReady(Transport& transport, double timeout_s);
+// How to wait for the others.
+struct ShmJoining {
+  double timeout_s = 0;
+  // The process of each rank of the segment, as far as it is known before the rank is there (0: it
+  // is not); may be empty.
+  std::vector<int> pids = {};
+  std::function<void()> check = {};  // called a few times a second; may throw to give up (Ctrl-C)
+};
+
+// Waits until all members are present. Throws CommTimeout naming those that are not, and PeerLost
+// as soon as a member has died or given up while others are absent.
+void shmWaitAllReady(Transport& transport, const ShmJoining& joining);
 
 }  // namespace hdpcomm

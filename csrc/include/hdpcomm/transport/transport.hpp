@@ -15,14 +15,15 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "hdpcomm/base/call.hpp"
 #include "hdpcomm/base/error.hpp"
-#include "hdpcomm/transport/call.hpp"
 
 namespace hdpcomm {
 
@@ -54,6 +55,17 @@ struct RecvRequest {
   uint32_t number = 0;
   Call call;
   Completion* completion = nullptr;
+
+  // data[offset...] = a piece of the message, or operand op piece.
+  void store(size_t offset, const std::byte* piece, size_t piece_bytes) const {
+    auto* out = static_cast<std::byte*>(data) + offset;
+    if (reduce == nullptr) {
+      if (piece_bytes > 0) std::memcpy(out, piece, piece_bytes);
+    } else {
+      reduce(out, static_cast<const std::byte*>(operand) + offset, piece,
+             piece_bytes / element_bytes);
+    }
+  }
 };
 
 struct TransportStats {
@@ -80,8 +92,9 @@ class Transport {
 
   virtual void postSend(const SendRequest& request) = 0;
   virtual void postRecv(const RecvRequest& request) = 0;
-  // Moves what can be moved now. Failures go to the requests' completions.
-  virtual void progress() = 0;
+  // Moves what can be moved now. Failures go to the requests' completions. False: no request has
+  // ended, failed or been posted to its channel.
+  virtual bool progress() = 0;
 
   // For an operation that posts no more receives: if the next message of `peer` belongs to it all
   // the same (its number is at most `number`), rejects it and fails `completion`, since the peer

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "hdpcomm/base/call.hpp"
 #include "hdpcomm/base/error.hpp"
 #include "hdpcomm/base/fd.hpp"
-#include "hdpcomm/transport/call.hpp"
 
 namespace hdpcomm::device {
 

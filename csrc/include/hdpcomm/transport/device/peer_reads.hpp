@@ -22,7 +22,7 @@
 #include <optional>
 #include <vector>
 
-#include "hdpcomm/transport/call.hpp"
+#include "hdpcomm/base/call.hpp"
 #include "hdpcomm/transport/device/link.hpp"
 
 namespace hdpcomm::device {

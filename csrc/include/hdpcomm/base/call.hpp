@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
+#include <type_traits>
 
 #include "hdpcomm/base/dtype.hpp"
 
@@ -59,9 +61,10 @@ struct Call {
   int16_t root = -1;                       // group rank
   uint16_t group_size = 2;
 
-  bool operator==(const Call&) const = default;
+  // Bytewise: three words.
+  bool operator==(const Call& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
-static_assert(sizeof(Call) == 24);
+static_assert(sizeof(Call) == 24 && std::has_unique_object_representations_v<Call>);
 
 // "all_reduce(16 x float32, sum) on 4 ranks [subset 1f2e3d4c]"
 std::string describe(const Call& call);

@@ -1,4 +1,4 @@
-#include "hdpcomm/transport/call.hpp"
+#include "hdpcomm/base/call.hpp"
 
 #include <cstdio>
 

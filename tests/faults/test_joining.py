@@ -1,0 +1,230 @@
+"""Ranks that die, give up, are interrupted or do not come while the others join: who hears of it, and what is said."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hdpcomm as hdp
+from hdpcomm import _core
+from hdpcomm.comm import bootstrap
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.testing import spawn
+
+LONG_S = 60.0
+"""A deadline that no test waits for: where it is given, something else has to end the wait."""
+
+
+def dies(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_when_ready(segment: _core.comm.ShmSegment, rank: int, **options: Any) -> None:
+    threading.Timer(0.5, dies).start()
+    _core.comm.join_shm_world(segment, rank, **options)
+
+
+def stays_away(heard: str, *_: Any, **__: Any) -> None:
+    """Alive, and not there before another rank has given up."""
+    until = time.monotonic() + LONG_S
+    while not os.path.exists(heard) and time.monotonic() < until:
+        time.sleep(0.02)
+    os._exit(0)
+
+
+def joins_with_one_that_dies(folder: str, ways: dict[int, Callable[..., Any]], transport: str) -> None:
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in ways:
+            patch.setattr(bootstrap, "_core", Core(ways[rank]))
+        with pytest.raises(hdp.PeerLost, match=r"rank [12] (died \(process \d+\)|gave up).* joined the") as info:
+            hdp.init(transport, timeout=LONG_S)
+    assert info.value.op == "init"
+    Path(folder, str(rank)).write_text(str(info.value))
+
+
+class Core:
+    """hdpcomm._core with another way to join a segment."""
+
+    def __init__(self, way: Callable[..., Any]) -> None:
+        self.way = way
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name in ("comm", "scale") else getattr(_core.comm, name, getattr(_core.scale, name, None))
+
+    def join_shm_world(self, segment: Any, rank: int, **options: Any) -> Any:
+        return self.way(segment, rank, **options)
+
+    def create_segment(self, size: int) -> Any:
+        return _core.comm.create_segment(size)
+
+
+@pytest.mark.parametrize("transport", ["shm", "auto"])
+def test_one_that_dies_before_it_is_there(tmp_path: Path, transport: str) -> None:
+    with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
+        spawn(joins_with_one_that_dies, 3, str(tmp_path), {2: dies}, transport, timeout=LONG_S)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+def test_one_that_dies_while_another_is_awaited(tmp_path: Path) -> None:
+    ways = {1: functools.partial(stays_away, str(tmp_path / "0")), 2: dies_when_ready}
+    with pytest.raises(hdp.PeerLost, match=r"rank [12] ended"):
+        spawn(joins_with_one_that_dies, 3, str(tmp_path), ways, "shm", timeout=LONG_S)
+    assert "rank 2 died" in (tmp_path / "0").read_text()
+
+
+def dies_before_the_segment(folder: str) -> None:
+    """Rank 0 has told who it is, and never makes the segment."""
+    if os.environ["RANK"] == "0":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bootstrap, "_join_shm", dies)
+            patch.setattr(bootstrap, "_JOINS", {})
+            hdp.init("shm", timeout=LONG_S)
+    with pytest.raises(hdp.Error, match=r"rank 0 died|did rank 0 end"):
+        hdp.init("shm", timeout=LONG_S)
+    Path(folder, os.environ["RANK"]).touch()
+
+
+def test_one_that_dies_at_the_store(tmp_path: Path) -> None:
+    with pytest.raises(hdp.PeerLost, match="rank 0 ended by signal SIGKILL"):
+        spawn(dies_before_the_segment, 3, str(tmp_path), timeout=LONG_S)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
+@contextmanager
+def interrupt_soon() -> Iterator[None]:
+    """Ctrl-C on the main thread a moment later."""
+    timer = threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    timer.join()
+
+
+def join_segment(segment: _core.comm.ShmSegment, rank: int, seconds: float, pids: tuple[int, ...] = ()) -> Communicator:
+    world = _core.comm.join_shm_world(segment, rank, timeout=LONG_S, joining=seconds, pids=pids)
+    return Communicator(world.communicator(), world.rank, world.size)
+
+
+def test_ctrl_c_in_the_segment_ends_the_wait_of_all() -> None:
+    segment = _core.comm.create_segment(3)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(join_segment, segment, 1, LONG_S)
+        with interrupt_soon():
+            join_segment(segment, 0, LONG_S)
+        with pytest.raises(hdp.PeerLost, match="rank 0 gave up; its last words: it was interrupted while") as info:
+            other.result()
+    assert (info.value.rank, info.value.peer, info.value.op) == (1, 0, "init")
+
+
+def test_ctrl_c_at_the_store() -> None:
+    store = dist.HashStore()
+    with interrupt_soon():
+        bootstrap._wait_for_all(store, ["a/1"], time.monotonic() + LONG_S, LONG_S, 0)
+
+
+def test_who_does_not_come_is_named_by_all_whose_time_is_over() -> None:
+    """Also by those that wait longer than one that has given up; a latecomer hears of both when it needs them."""
+    segment = _core.comm.create_segment(3)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(join_segment, segment, rank, seconds) for rank, seconds in ((0, 0.3), (1, 1.2))]
+        for rank, future in enumerate(futures):
+            with pytest.raises(hdp.CommTimeout, match="ranks 2 did not join") as info:
+                future.result()
+            assert (info.value.rank, info.value.peer) == (rank, 2)
+    late = join_segment(segment, 2, LONG_S)
+    with pytest.raises(hdp.PeerLost, match=r"rank 0 closed its communicator.*last words: ranks 2 did not join"):
+        late.recv(torch.zeros(1), 0)
+    late.close()
+
+
+def test_an_ended_process_is_named_before_it_was_there() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with pytest.raises(hdp.PeerLost, match=rf"rank 1 died \(process {gone.pid}\) while the ranks joined the shared"):
+        join_segment(_core.comm.create_segment(2), 0, LONG_S, (os.getpid(), gone.pid))
+    with pytest.raises(
+        hdp.PeerLost, match=rf"rank 1 died \(process {gone.pid}\) while the ranks joined the wor"
+    ) as info:
+        bootstrap._wait_for_all(
+            dist.HashStore(), ["a/1"], time.monotonic() + LONG_S, LONG_S, 0, pids=(os.getpid(), gone.pid)
+        )
+    assert (info.value.rank, info.value.peer, info.value.op) == (0, 1, "init")
+    assert _core.comm.process_runs(os.getpid())
+
+
+def test_who_left_after_all_had_come_is_no_error_of_joining() -> None:
+    segment = _core.comm.create_segment(2)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(join_segment, segment, 0, LONG_S)
+        second = join_segment(segment, 1, LONG_S)
+        first.result().close()
+    with pytest.raises(hdp.PeerLost, match="rank 0 closed its communicator"):
+        second.recv(torch.zeros(1), 0)
+    second.close()
+
+
+class SlowStore:
+    """Its keys appear in the given order, one with each question."""
+
+    def __init__(self, order: list[str]) -> None:
+        self.order, self.there, self.asked = order, 0, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += len(keys)
+        self.there += 1
+        return all(key in self.order[: self.there] for key in keys)
+
+
+@settings(max_examples=30)
+@given(st.permutations([f"key/{i}" for i in range(24)]), st.integers(0, 24))
+def test_all_keys_are_waited_for_in_whatever_order_they_come(order: list[str], absent: int) -> None:
+    store = SlowStore(order[absent:])
+    keys = sorted(order)
+    deadline = time.monotonic() + (LONG_S if absent == 0 else 0.05)
+    if absent == 0:
+        bootstrap._wait_for_all(store, keys, deadline, LONG_S, 3)
+        assert store.there >= len(keys)
+    else:
+        store.there = len(order)
+        with pytest.raises(hdp.CommTimeout) as info:
+            bootstrap._wait_for_all(store, keys, deadline, 0.05, 3)
+        named = str(info.value).split("for: ")[1].split(" (")[0].split(", ")
+        assert named == [key.split("/")[1] for key in keys if key in order[:absent]]
+
+
+def test_a_store_of_many_ranks_is_asked_for_little() -> None:
+    """The last of 1024 comes late: polling for it is a question for one key."""
+    keys = [f"key/{i}" for i in range(1024)]
+    store = SlowStore([])
+    store.order = keys[:-1]
+    store.there = len(keys)
+    with pytest.raises(hdp.CommTimeout, match="for: 1023 "):
+        bootstrap._wait_for_all(store, keys, time.monotonic() + 0.3, 0.3, 0)
+    polls = 300  # one each 1 ms at the most
+    assert store.asked < 2 * 1024 + polls + 1024 + 2 * 1024
+
+
+def test_a_store_that_is_lost_is_said() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=datetime.timedelta(seconds=5))
+    client = dist.TCPStore("127.0.0.1", store.port, timeout=datetime.timedelta(seconds=5))
+    del store
+    with pytest.raises(hdp.Error, match=r"rank 1 lost the job's store in init.*did rank 0 end"):
+        bootstrap._wait_for_all(client, ["a/1"], time.monotonic() + LONG_S, LONG_S, 1)

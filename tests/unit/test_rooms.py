@@ -1,0 +1,129 @@
+"""`.ci/rooms` on this tree, and on small ones with a line planted that needs a room above its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+SOUND = {
+    "csrc/include/hdpcomm/base/error.hpp": "#include <string>\n",
+    "csrc/include/hdpcomm/transport/transport.hpp": '#pragma once\n\n#include "hdpcomm/base/error.hpp"\n',
+    "csrc/transport/shm/layout.hpp": '#include "hdpcomm/transport/transport.hpp"\n',
+    "csrc/transport/shm/shm.cpp": '#include "layout.hpp"\n',
+    "hdpcomm/__init__.py": "from hdpcomm.errors import Error\n",
+    "hdpcomm/errors.py": "class Error(Exception): ...\n",
+    "hdpcomm/comm/__init__.py": "from hdpcomm.comm.work import Work\n",
+    "hdpcomm/comm/work.py": "from hdpcomm import _core\nfrom hdpcomm.errors import Error\n",
+}
+
+
+def run(top: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOP / ".ci/rooms"), "--top", str(top)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the check on the sound tree with other files written into it."""
+
+    def write(files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        for name, text in {**SOUND, **files}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return run(tmp_path)
+
+    return write
+
+
+def test_this_tree_is_in_order() -> None:
+    done = run(TOP)
+    assert done.returncode == 0, done.stdout
+    includes, imports = map(int, re.findall(r"(\d+) (?:includes|imports)", done.stdout))
+    assert includes > 100
+    assert imports > 200
+
+
+def test_the_documentation_tells_the_order_that_is_checked() -> None:
+    source = (TOP / ".ci/rooms").read_text()
+    namespace: dict[str, tuple[str, ...]] = {}
+    exec(source[source.index("CORE = ") : source.index("INCLUDE = ")], namespace)
+    text = " ".join((TOP / "docs/architecture.md").read_text().split())
+    for order in (namespace["CORE"], namespace["PACKAGE"]):
+        assert f"`{', '.join(order)}`" in text
+
+
+def test_a_sound_tree_passes(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = planted({})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 includes and 2 imports between rooms: 0 out of order" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        (
+            "csrc/include/hdpcomm/base/error.hpp",
+            '\n  #  include "hdpcomm/transport/transport.hpp"\n',
+            "csrc/include/hdpcomm/base/error.hpp:2: base includes csrc/include/hdpcomm/transport/transport.hpp, "
+            "but transport is above base",
+        ),
+        (
+            "csrc/kernels/sum.cu",
+            '#include "../transport/shm/layout.hpp"\n',
+            "csrc/kernels/sum.cu:1: kernels includes csrc/transport/shm/layout.hpp, but transport is above kernels",
+        ),
+        (
+            "hdpcomm/comm/late.py",
+            "def f():\n    from hdpcomm.attention.ring import run\n",
+            "hdpcomm/comm/late.py:2: comm imports hdpcomm/attention/ring.py, but attention is above comm",
+        ),
+        (
+            "hdpcomm/comm/typed.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .. import attention\n",
+            "hdpcomm/comm/typed.py:3: comm imports hdpcomm/attention/__init__.py, but attention is above comm",
+        ),
+        (
+            "hdpcomm/errors.py",
+            "import hdpcomm._core.base\n",
+            "hdpcomm/errors.py:1: errors imports hdpcomm/_core, but _core is above errors",
+        ),
+    ],
+)
+def test_what_needs_a_room_above_is_named(
+    planted: Callable[..., subprocess.CompletedProcess[str]], file: str, text: str, says: str
+) -> None:
+    done = planted({"hdpcomm/attention/__init__.py": "", "hdpcomm/attention/ring.py": "", file: text})
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0] == says
+    assert done.stdout.endswith(" 1 out of order\n") or "in a circle" in done.stdout
+
+
+def test_files_in_a_circle_are_named(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = planted({"csrc/include/hdpcomm/transport/transport.hpp": '#include "../../../transport/shm/layout.hpp"\n'})
+    assert done.returncode == 1
+    files, says = done.stdout.splitlines()[0].split(": ")
+    assert says == "these files include each other in a circle"
+    assert {Path(name).name for name in files.split(" <- ")} == {"layout.hpp", "transport.hpp"}
+
+
+def test_an_unknown_room_asks_for_a_place(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = planted({"hdpcomm/attic/__init__.py": "from hdpcomm import errors\n"})
+    assert done.returncode == 2
+    assert "'attic' has no place in the order" in done.stderr
+
+
+def test_nothing_to_read_is_no_success(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 2
+    assert "give the top of the tree" in done.stderr
+
+
+def test_plans_and_simulations_know_nothing_of_torch() -> None:
+    code = "import sys, hdpcomm.plan, hdpcomm.sim, hdpcomm.trace; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False, cwd=TOP).returncode == 0
