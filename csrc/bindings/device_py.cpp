@@ -13,6 +13,7 @@
 #include "hdpcomm/device/accumulate.hpp"
 #include "hdpcomm/device/devices.hpp"
 #include "hdpcomm/device/sim_check.hpp"
+#include "hdpcomm/device/sim_graph.hpp"
 #include "rooms.hpp"
 
 namespace py = pybind11;
@@ -287,7 +288,8 @@ void bindDevice(py::module_& module) {
   bindStreams(device);
   bindWork(device);
   bindHost(device);
-  module.def("open_sim", &openSimDevice, py::arg("ordinal"), Release());
+  module.def("open_sim", &openSimDevice, py::arg("ordinal"),
+             py::arg("out_of_reach") = std::vector<int>{}, Release());
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());
   module.def("cuda_device_count", &cudaDeviceCount, Release());
   auto testing = module.def_submodule("testing", "SimDevice's check mode; for tests.");
@@ -329,6 +331,16 @@ void bindDevice(py::module_& module) {
         device->limitThreads(count);
       },
       py::arg("device"), py::arg("count"), Release());
+  py::class_<SimGraph, std::shared_ptr<SimGraph>>(testing, "SimGraph")
+      .def(
+          "launch", [](SimGraph& graph, uintptr_t stream) { graph.launch({stream}); },
+          py::arg("stream"), Release());
+  testing.def(
+      "begin_capture", [](DeviceApi& d, uintptr_t stream) { beginSimCapture(d, {stream}); },
+      py::arg("device"), py::arg("stream"), Release());
+  testing.def(
+      "end_capture", [](DeviceApi& d, uintptr_t stream) { return endSimCapture(d, {stream}); },
+      py::arg("device"), py::arg("stream"), Release());
   testing.def(
       "open_cuda_from",
       [](const std::string& library, int ordinal) {

@@ -1,9 +1,9 @@
 // StreamEngine and its works. Buffers come as addresses and streams as handles;
 // hdpcomm/comm/devices.py checks them and keeps them alive.
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "hdpcomm/comm/link_mover.hpp"
-#include "hdpcomm/comm/nccl_mover.hpp"
+#include "hdpcomm/comm/join_devices.hpp"
 #include "hdpcomm/comm/stream_engine.hpp"
 #include "rooms.hpp"
 
@@ -66,7 +66,7 @@ StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Commu
   const Communicator::Plan plan = comm.plan(
       {.count = count, .dtype = static_cast<DType>(dtype)},
       {static_cast<OpCode>(op), static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm)},
-      engine->planning());
+      engine->planning(comm.ranks()));
   const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
                                        reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
@@ -77,52 +77,58 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
                       std::vector<size_t> in_counts, int algorithm, uintptr_t stream,
                       bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan = comm.plan(
-      {.count = 0,
-       .dtype = static_cast<DType>(dtype),
-       .in_counts = std::move(in_counts),
-       .out_counts = std::move(out_counts)},
-      {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)}, engine->planning());
+  const Communicator::Plan plan =
+      comm.plan({.count = 0,
+                 .dtype = static_cast<DType>(dtype),
+                 .in_counts = std::move(in_counts),
+                 .out_counts = std::move(out_counts)},
+                {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)},
+                engine->planning(comm.ranks()));
   const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
                                        reinterpret_cast<void*>(out), Stream{stream}, background);
   return {engine, work};
 }
 
-std::shared_ptr<StreamEngine> join(const Communicator& comm, const DevicePtr& device,
-                                   size_t slot_bytes, int num_slots, int num_lanes,
-                                   size_t landing_bytes, size_t window_bytes,
-                                   const DeviceCosts& costs) {
-  const py::gil_scoped_release release;
-  auto engine = joinLinks(comm, device,
-                          {.slot_bytes = slot_bytes,
-                           .num_slots = num_slots,
-                           .num_lanes = num_lanes,
-                           .landing_bytes = landing_bytes,
-                           .window_bytes = window_bytes},
-                          costs);
+using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
+
+LinkJoining linkJoining(size_t slot_bytes, int num_slots, int num_lanes, size_t landing_bytes,
+                        size_t window_bytes, const DeviceCosts& costs) {
+  return {.arena = {.slot_bytes = slot_bytes,
+                    .num_slots = num_slots,
+                    .num_lanes = num_lanes,
+                    .landing_bytes = landing_bytes,
+                    .window_bytes = window_bytes},
+          .costs = costs};
+}
+
+NcclJoining ncclJoining(const std::function<std::shared_ptr<NcclApi>()>& library,
+                        int connect_distance, const LinkCosts& inside, const LinkCosts& between) {
+  return {.library = library,
+          .connect_distance = connect_distance,
+          .costs = {.inside = std::make_from_tuple<TransportCosts>(inside),
+                    .between = std::make_from_tuple<TransportCosts>(between)}};
+}
+
+std::shared_ptr<StreamEngine> attached(const Communicator& comm,
+                                       std::shared_ptr<StreamEngine> engine) {
   comm.world().attach(engine);
   return engine;
 }
 
-using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
-
-std::shared_ptr<StreamEngine> joinByNccl(const Communicator& comm, const DevicePtr& device,
-                                         const std::shared_ptr<NcclApi>& library,
-                                         int connect_distance, const LinkCosts& inside,
-                                         const LinkCosts& between) {
-  const py::gil_scoped_release release;
-  const auto costsOf = [](const LinkCosts& costs) {
-    return std::make_from_tuple<TransportCosts>(costs);
-  };
-  auto engine = joinNccl(comm, device, library, connect_distance,
-                         {.inside = costsOf(inside), .between = costsOf(between)});
-  comm.world().attach(engine);
-  return engine;
+void bindJoining(py::module_& module) {
+  py::class_<LinkJoining>(module, "LinkJoining")
+      .def(py::init(&linkJoining), py::kw_only(), py::arg("slot_bytes"), py::arg("num_slots"),
+           py::arg("num_lanes"), py::arg("landing_bytes"), py::arg("window_bytes"),
+           py::arg("costs"));
+  py::class_<NcclJoining>(module, "NcclJoining")
+      .def(py::init(&ncclJoining), py::kw_only(), py::arg("library"), py::arg("connect_distance"),
+           py::arg("inside"), py::arg("between"));
 }
 
 }  // namespace
 
 void bindStream(py::module_& module) {
+  bindJoining(module);
   py::class_<StreamHandle>(module, "StreamWork")
       .def("wait", &StreamHandle::wait, py::arg("timeout") = -1.0)
       .def("wait_on", &StreamHandle::waitOn, py::arg("stream"))
@@ -133,14 +139,38 @@ void bindStream(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine",
                                                           py::release_gil_before_calling_cpp_dtor())
-      .def_static("join", &join, py::arg("comm"), py::arg("device"), py::arg("slot_bytes"),
-                  py::arg("num_slots"), py::arg("num_lanes"), py::arg("landing_bytes"),
-                  py::arg("window_bytes"), py::arg("costs"))
-      .def_static("join_nccl", &joinByNccl, py::arg("comm"), py::arg("device"), py::arg("library"),
-                  py::arg("connect_distance"), py::arg("inside"), py::arg("between"))
+      .def_static(
+          "join_links",
+          [](const Communicator& comm, const DevicePtr& device, const LinkJoining& links) {
+            return attached(comm, joinLinks(comm, device, links));
+          },
+          py::arg("comm"), py::arg("device"), py::arg("links"), Unlocked())
+      .def_static(
+          "join_nccl",
+          [](const Communicator& comm, const DevicePtr& device, const NcclJoining& nccl) {
+            return attached(comm, joinNccl(comm, device, nccl));
+          },
+          py::arg("comm"), py::arg("device"), py::arg("nccl"), Unlocked())
+      .def_static(
+          "join_paths",
+          [](const Communicator& comm, const DevicePtr& device, const LinkJoining& links,
+             const NcclJoining& nccl) {
+            return attached(comm, joinPaths(comm, device, links, nccl));
+          },
+          py::arg("comm"), py::arg("device"), py::arg("links"), py::arg("nccl"), Unlocked())
       .def_property_readonly("name", &StreamEngine::name)
-      .def_property_readonly("reads_peers",
-                             [](const StreamEngine& e) { return e.planning().peer_reads; })
+      .def(
+          "reads_peers",
+          [](const StreamEngine& engine, const Communicator& comm) {
+            return engine.planning(comm.ranks()).peer_reads;
+          },
+          py::arg("comm"))
+      .def(
+          "lands",
+          [](const StreamEngine& engine, const Communicator& comm, int peer) {
+            return engine.lands(comm.globalRank(peer, "lands"));
+          },
+          py::arg("comm"), py::arg("peer"))
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
@@ -149,6 +179,7 @@ void bindStream(py::module_& module) {
                                return py::make_tuple(reinterpret_cast<uintptr_t>(engine.landing()),
                                                      engine.landingBytes());
                              })
+      .def_property_readonly("arena_bytes", &StreamEngine::arenaBytes)
       // What takes the engine's lock may wait for a call of NCCL that another thread is in.
       .def_property_readonly("scratch_bytes",
                              py::cpp_function(&StreamEngine::scratchBytes, Unlocked()))
@@ -166,9 +197,9 @@ void bindStream(py::module_& module) {
              engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
            })
       .def("stats", [](const StreamEngine& engine) {
-        const auto [stats, predicted_buffer_bytes] = [&engine] {
+        const auto [stats, nccl] = [&engine] {
           const py::gil_scoped_release release;
-          return std::pair(engine.stats(), engine.predictedBufferBytes());
+          return std::pair(engine.stats(), engine.ncclUse());
         }();
         py::dict result;
         result["bytes_sent"] = stats.bytes_sent;
@@ -178,7 +209,9 @@ void bindStream(py::module_& module) {
         result["remote_bytes_sent"] = stats.remote_bytes_sent;
         result["remote_bytes_received"] = stats.remote_bytes_received;
         result["peers"] = stats.peers_used;
-        result["predicted_buffer_bytes"] = predicted_buffer_bytes;
+        result["nccl_groups"] = nccl.groups;
+        result["nccl_whole_world_ops"] = nccl.whole_world_ops;
+        result["predicted_buffer_bytes"] = nccl.buffer_bytes;
         return result;
       });
 }

@@ -79,16 +79,28 @@ std::unique_ptr<HostBoard::Parcel> HostBoard::parcel(const CallEntry& entry, int
   return made;
 }
 
-// What became of it goes to the peer's last words if it failed.
+// What became of it goes to the peer's last words if it failed. Of a peer that has left, what it
+// did before still ends well.
 bool HostBoard::ended(Peer& peer, const Parcel& parcel) {
-  if (left_ || peer.words || !world_.test(*parcel.work)) return false;
+  if (left_ || !world_.test(*parcel.work)) return false;
   try {
     world_.wait(*parcel.work, 0, {});
     return true;
   } catch (const Error& error) {
-    peer.words = error;
+    if (!peer.words || error.kind() == ErrorKind::kMismatch) peer.words = error;
     return false;
   }
+}
+
+// Up to the first one that has not come; what was not asked for yet may have been sent.
+uint64_t HostBoard::sound(int src, int /*own*/) {
+  Peer& peer = peers_[static_cast<size_t>(src)];
+  uint64_t come = peer.taken;
+  for (const auto& parcel : peer.receives) {
+    if (!ended(peer, *parcel)) return come;
+    ++come;
+  }
+  return ~0ULL;
 }
 
 bool HostBoard::post(int /*own*/, int dst, const CallEntry& entry) {
@@ -109,6 +121,7 @@ std::optional<CallEntry> HostBoard::take(int src, int /*own*/) {
   }
   const CallEntry entry = peer.receives.front()->entry;
   peer.receives.pop_front();
+  ++peer.taken;
   return entry;
 }
 

@@ -3,57 +3,17 @@
 // and come back before the next step.
 #include "hdpcomm/comm/link_mover.hpp"
 
-#include "hdpcomm/comm/stream_engine.hpp"
+#include <algorithm>
+
 #include "hdpcomm/kernels/reduce.hpp"
 #include "hdpcomm/transport/device/retired.hpp"
 
 namespace hdpcomm {
 
 using device::Arena;
-using device::ArenaConfig;
 using device::SharedBoard;
 
 namespace {
-
-// What every rank tells every other one as it joins.
-struct Introduction {
-  MemoryHandle arena;
-  ArenaConfig config;
-  int32_t ordinal;
-  int32_t sim;
-};
-
-std::vector<Introduction> introduce(const Communicator& comm, const Introduction& own) {
-  std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
-  const Communicator::Operands operands{.in = &own, .out = everyone.data(), .count = sizeof own};
-  comm.collective(operands, {.op = OpCode::kAllGather}, 0, {});
-  return everyone;
-}
-
-void checkIntroductions(const Communicator& comm, const DevicePtr& device,
-                        const std::vector<Introduction>& everyone) {
-  const Introduction& own = everyone[static_cast<size_t>(comm.rank())];
-  for (int peer = 0; peer < comm.size(); ++peer) {
-    const Introduction& other = everyone[static_cast<size_t>(peer)];
-    const ErrorContext context{
-        .rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1};
-    if (other.sim != own.sim || !(other.config == own.config)) {
-      throw Error(ErrorKind::kMismatch,
-                  "ranks " + std::to_string(comm.rank()) + " and " + std::to_string(peer) +
-                      " joined with different transports or HDPCOMM_DEVICE_* settings: start all "
-                      "ranks with the same ones",
-                  context);
-    }
-    if (!device->canAccessPeer(other.ordinal)) {
-      throw Error(ErrorKind::kInvalidUsage,
-                  "device " + std::to_string(own.ordinal) + " of rank " +
-                      std::to_string(comm.rank()) + " cannot read the memory of device " +
-                      std::to_string(other.ordinal) + " of rank " + std::to_string(peer) +
-                      ": this transport needs peer access between all GPUs; use another one",
-                  context);
-    }
-  }
-}
 
 std::byte* at(const std::array<std::byte*, 3>& buffers, const Span& span) {
   return buffers[static_cast<size_t>(span.buffer)] + span.offset;
@@ -61,37 +21,28 @@ std::byte* at(const std::array<std::byte*, 3>& buffers, const Span& span) {
 
 }  // namespace
 
-std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr device,
-                                        const ArenaConfig& config, DeviceCosts costs) {
-  device::freeRetiredArenas();
-  auto arena = std::make_unique<Arena>(device, config, comm.size(), comm.rank());
-  const Introduction own{arena->exportOwn(), config, device->ordinal(), device->isSim()};
-  const std::vector<Introduction> everyone = introduce(comm, own);
-  checkIntroductions(comm, device, everyone);
-  std::vector<MemoryHandle> handles;
-  for (const Introduction& each : everyone) handles.push_back(each.arena);
-  arena->importPeers(handles);
-  costs.window_bytes = static_cast<double>(config.window_bytes);
-  comm.collective({.in = &costs, .out = &costs, .count = sizeof costs},
-                  {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  const std::shared_ptr<SharedBoard> board = StreamEngine::shareBoard(comm);
-  auto mover =
-      std::make_unique<LinkMover>(device, std::move(arena), board, costs, comm.size(), comm.rank());
-  return StreamEngine::start(comm, std::move(device), board, std::move(mover));
-}
-
 LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
-                     std::shared_ptr<SharedBoard> board, const DeviceCosts& costs, int num_ranks,
-                     int rank)
+                     std::shared_ptr<SharedBoard> board, const DeviceCosts& costs,
+                     std::vector<int> places, int rank)
     : device_(std::move(device)),
+      places_(std::move(places)),
       rank_(rank),
+      place_(placeOf(rank)),
+      landing_bytes_(arena->config().landing_bytes),
       arena_(std::move(arena)),
       board_(std::move(board)),
       scratch_(device_),
       step_event_(device_, device_->createEvent()),
       costs_(costs),
-      reads_(device_, *arena_, rank),
-      peers_(static_cast<size_t>(num_ranks)) {}
+      reads_(device_, *arena_, place_),
+      peers_(places_.size()) {}
+
+std::vector<int> LinkMover::placesOf(const std::vector<int>& ranks) const {
+  std::vector<int> places;
+  places.reserve(ranks.size());
+  for (const int rank : ranks) places.push_back(placeOf(rank));
+  return places;
+}
 
 void LinkMover::use(int peer) {
   Peer& entry = peers_[static_cast<size_t>(peer)];
@@ -104,13 +55,13 @@ void LinkMover::use(int peer) {
 device::Link& LinkMover::link(int peer) {
   Peer& entry = peers_[static_cast<size_t>(peer)];
   if (entry.link == nullptr) {
-    entry.link = std::make_unique<device::Link>(device_, *arena_, rank_, peer);
+    entry.link = std::make_unique<device::Link>(device_, *arena_, place_, placeOf(peer));
   }
   use(peer);
   return *entry.link;
 }
 
-Communicator::Planning LinkMover::planning() const {
+Communicator::Planning LinkMover::planning(const std::vector<int>& /*ranks*/) const {
   return {
       .choose = [this](const ScheduleRequest& request) { return chooseAlgorithm(request, costs_); },
       .peer_reads = true};
@@ -131,22 +82,24 @@ void LinkMover::checkLanding(const Message& message, bool received) const {
   }
 }
 
-void LinkMover::prepare(const Messages& sends, const Messages& recvs) {
+void LinkMover::prepare(const Messages& sends, const Messages& recvs, bool /*captured*/) {
   for (const Message& message : sends) checkLanding(message, false);
   for (const Message& message : recvs) checkLanding(message, true);
 }
 
 namespace {
 
-device::PeerReads::Operation readsOf(const StreamMover::Collective& operation) {
-  return {operation.plan.call, &operation.ranks, operation.in, operation.out};
+device::PeerReads::Operation readsOf(const StreamMover::Collective& operation,
+                                     const std::vector<int>& places) {
+  return {operation.plan.call, &places, operation.in, operation.out};
 }
 
 }  // namespace
 
 StreamMover::Traffic LinkMover::trafficOf(const Collective& operation) const {
   if (operation.plan.schedule != nullptr) return StreamMover::trafficOf(operation);
-  const auto reads = readsOf(operation);
+  const std::vector<int> places = placesOf(operation.ranks);
+  const auto reads = readsOf(operation, places);
   Traffic traffic;
   for (int i = 0; i < static_cast<int>(operation.ranks.size()); ++i) {
     traffic.sent.push_back(reads_.bytesWith(reads, i));
@@ -160,7 +113,8 @@ StreamMover::Traffic LinkMover::trafficOf(const Collective& operation) const {
 void LinkMover::readPeers(const Collective& operation) {
   device_->record(step_event_.get(), operation.stream);
   device::Fork fork(*device_, step_event_.get());
-  const auto reads = readsOf(operation);
+  const std::vector<int> places = placesOf(operation.ranks);
+  const auto reads = readsOf(operation, places);
   reads_.run(reads, fork.enter(reads_.lane()));
   fork.join(operation.stream);
   for (int i = 0; i < static_cast<int>(operation.ranks.size()); ++i) {
@@ -240,37 +194,58 @@ void LinkMover::runMoves(const Step& step, const Call& call, const Buffers& buff
 }
 
 void LinkMover::runSchedule(const Collective& operation, const Buffers& buffers) {
-  const Call& call = operation.plan.call;
-  const Stream stream = operation.stream;
-  const auto peerOf = [&](int group_rank) -> device::Link& {
-    return link(operation.ranks[static_cast<size_t>(group_rank)]);
-  };
-  std::vector<device::Fork> deferred;
+  Pass pass(*this, operation);
   for (const Step& step : operation.plan.schedule->steps) {
-    runMoves(step, call, buffers, stream);
-    if (step.sends.empty() && step.recvs.empty()) continue;
-    device_->record(step_event_.get(), stream);
-    device::Fork fork(*device_, step_event_.get());
-    device::Fork late(*device_, step_event_.get());
-    for (const Recv& recv : step.recvs) {
-      peerOf(recv.peer).receive({.data = at(buffers, recv.to),
-                                 .bytes = recv.to.bytes,
-                                 .operand = recv.reduce ? at(buffers, recv.operand) : nullptr,
-                                 .dtype = call.dtype,
-                                 .redop = call.redop},
-                                fork);
-      ++stats_.messages_received;
-      stats_.bytes_received += recv.to.bytes;
-    }
-    for (const Send& send : step.sends) {
-      peerOf(send.peer).send(at(buffers, send.from), send.from.bytes, send.deferred ? late : fork);
-      ++stats_.messages_sent;
-      stats_.bytes_sent += send.from.bytes;
-    }
-    fork.join(stream);
-    if (!late.lanes().empty()) deferred.push_back(std::move(late));
+    runMoves(step, operation.plan.call, buffers, operation.stream);
+    pass.begin(step, buffers);
+    pass.end();
   }
-  for (device::Fork& late : deferred) late.join(stream);
+  pass.finish();
+}
+
+void LinkMover::Pass::begin(const Step& step, const Buffers& buffers) {
+  const Call& call = operation_.plan.call;
+  TransportStats& stats = mover_.stats_;
+  const auto rankOf = [&](int peer) { return operation_.ranks[static_cast<size_t>(peer)]; };
+  const auto linked = [&](const auto& transfer) { return mover_.lands(rankOf(transfer.peer)); };
+  if (std::none_of(step.sends.begin(), step.sends.end(), linked) &&
+      std::none_of(step.recvs.begin(), step.recvs.end(), linked)) {
+    return;
+  }
+  const Event begin = mover_.step_event_.get();
+  mover_.device_->record(begin, operation_.stream);
+  device::Fork& fork = fork_.emplace(*mover_.device_, begin);
+  device::Fork late(*mover_.device_, begin);
+  for (const Recv& recv : step.recvs) {
+    if (!linked(recv)) continue;
+    mover_.link(rankOf(recv.peer))
+        .receive({.data = at(buffers, recv.to),
+                  .bytes = recv.to.bytes,
+                  .operand = recv.reduce ? at(buffers, recv.operand) : nullptr,
+                  .dtype = call.dtype,
+                  .redop = call.redop},
+                 fork);
+    ++stats.messages_received;
+    stats.bytes_received += recv.to.bytes;
+  }
+  for (const Send& send : step.sends) {
+    if (!linked(send)) continue;
+    mover_.link(rankOf(send.peer))
+        .send(at(buffers, send.from), send.from.bytes, send.deferred ? late : fork);
+    ++stats.messages_sent;
+    stats.bytes_sent += send.from.bytes;
+  }
+  if (!late.lanes().empty()) deferred_.push_back(std::move(late));
+}
+
+void LinkMover::Pass::end() {
+  if (fork_) fork_->join(operation_.stream);
+  fork_.reset();
+}
+
+void LinkMover::Pass::finish() {
+  for (device::Fork& late : deferred_) late.join(operation_.stream);
+  deferred_.clear();
 }
 
 std::vector<Stream> LinkMover::streams() const {
@@ -292,6 +267,7 @@ void LinkMover::release(Stream control) {
 // Peers may still write into this rank's arena: a slot's credit, say. It goes when nobody does.
 void LinkMover::retire() {
   peers_.clear();
+  scratch_.free();
   device_->annotateRelease(board_->key());
   board_->depart(rank_);
   device::retireArena(std::move(arena_), board_);

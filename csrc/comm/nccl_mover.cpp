@@ -1,65 +1,27 @@
 #include "hdpcomm/comm/nccl_mover.hpp"
 
-#include "hdpcomm/comm/host_board.hpp"
-#include "hdpcomm/comm/stream_engine.hpp"
 #include "hdpcomm/transport/device/link.hpp"
 
 namespace hdpcomm {
 namespace {
 
-constexpr auto kLookAgain = std::chrono::milliseconds(100);
-
 NcclStream ncclStreamOf(Stream stream) { return reinterpret_cast<NcclStream>(stream.handle); }
+
+constexpr double kClear = 60;  // seconds, for some bytes
 
 Stream streamOf(NcclStream stream) { return {reinterpret_cast<uintptr_t>(stream)}; }
 
-// Throws when a rank that has to join too is gone.
-NcclWorld::Look lookForRanks(World& world) {
-  return [&world, next = Clock::now() + kLookAgain]() mutable {
-    if (Clock::now() < next) return;
-    for (int rank = 0; rank < world.size(); ++rank) {
-      if (const std::optional<Error> loss = world.departure(rank)) throw *loss;
-    }
-    next = Clock::now() + kLookAgain;
-  };
-}
-
 }  // namespace
-
-std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
-                                       const std::shared_ptr<const NcclApi>& api,
-                                       int connect_distance, NcclCosts costs) {
-  NcclUniqueId id{};
-  if (comm.rank() == 0) ncclCheck(*api, api->getUniqueId(&id), "ncclGetUniqueId", nullptr, 0);
-  const Communicator::Operands operands{.in = &id, .out = &id, .count = sizeof id};
-  comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  comm.collective({.in = &costs, .out = &costs, .count = sizeof costs},
-                  {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  World& host = comm.world();
-  const std::vector<int> nodes = host.nodesOf(comm.ranks());
-  const NcclWorld::Look look = lookForRanks(host);
-  auto memory = std::make_shared<StreamNcclDevice>(device);
-  auto world = std::make_unique<NcclWorld>(api, memory, id, comm.rank(), comm.size(),
-                                           host.timeout(), nodes, look);
-  const OwnedStream stream(device, device->createStream());
-  memory->reserve(2, stream.get(), false);
-  world->connectAhead(connect_distance, ncclStreamOf(stream.get()), look);
-  device->synchronize(stream.get(), host.timeout(), look);
-  auto mover = std::make_unique<NcclMover>(device, std::move(memory), std::move(world), costs);
-  std::shared_ptr<device::CallBoard> board;
-  if (nodes.empty()) {
-    board = StreamEngine::shareBoard(comm);
-  } else {
-    board = std::make_shared<HostBoard>(host);
-  }
-  return StreamEngine::start(comm, std::move(device), std::move(board), std::move(mover));
-}
 
 void StreamNcclDevice::reserve(size_t bytes, Stream stream, bool captured) {
   reserved_ = bytes > 0 ? pool_.take(bytes, stream, captured) : nullptr;
 }
 
 void* StreamNcclDevice::allocate(size_t /*bytes*/, NcclStream /*stream*/) { return reserved_; }
+
+void StreamNcclDevice::clear(void* memory, size_t bytes, NcclStream stream) {
+  device_->fill(memory, 0, bytes, streamOf(stream));
+}
 
 void StreamNcclDevice::copy(void* to, const void* from, size_t bytes, NcclStream stream) {
   device_->copy(to, from, bytes, streamOf(stream));
@@ -82,17 +44,26 @@ NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
     : device_(std::move(device)),
       memory_(std::move(memory)),
       background_stream_(device_, device_->createStream()),
+      tokens_(device_, device_->allocate(NcclWorld::kMaxExchange)),
       costs_(costs),
-      world_(std::move(world)) {}
+      world_(std::move(world)) {
+  device_->fill(tokens_.get(), 0, NcclWorld::kMaxExchange, background_stream_.get());
+  device_->synchronize(background_stream_.get(), kClear);
+}
 
-Communicator::Planning NcclMover::planning() const {
+Communicator::Planning NcclMover::planning(const std::vector<int>& /*ranks*/) const {
   return {.choose = [this](const ScheduleRequest& request) {
     return chooseAlgorithm(request, costs_.inside, costs_.between);
   }};
 }
 
-void NcclMover::prepare(const Messages& sends, const Messages& recvs) {
+void NcclMover::prepare(const Messages& sends, const Messages& recvs, bool captured) {
   NcclWorld::checkExchange(sends.size(), recvs.size());
+  for (const Messages* messages : {&sends, &recvs}) {
+    for (const Message& message : *messages) {
+      if (captured) world_->checkConnected(message.peer);
+    }
+  }
   for (const Messages* messages : {&sends, &recvs}) {
     for (const Message& message : *messages) {
       if (message.landing == kNoLanding) continue;
@@ -114,6 +85,7 @@ NcclWorld::Operation NcclMover::operationOf(const Collective& operation) {
 }
 
 void NcclMover::prepare(const Collective& operation) {
+  if (operation.captured) world_->checkConnected(operationOf(operation));
   memory_->reserve(world_->scratchBytes(operationOf(operation)), operation.stream,
                    operation.captured);
 }
@@ -121,24 +93,33 @@ void NcclMover::prepare(const Collective& operation) {
 std::vector<Stream> NcclMover::exchange(const Exchange& operation, const Look& look) {
   const Stream stream = operation.background ? background_stream_.get() : operation.caller;
   if (operation.background) device_->wait(stream, operation.begin);
-  const auto withBytes = [](const Messages& messages) {
-    std::vector<NcclWorld::Message> kept;
+  // NCCL sends nothing for an empty message, and then neither side waits for the other.
+  const auto described = [](const Messages& messages, std::byte* token) {
+    std::vector<NcclWorld::Message> result;
     for (const Message& each : messages) {
       const size_t bytes = each.count * dtypeBytes(each.dtype);
-      if (bytes > 0) kept.push_back({each.data, bytes, each.peer});
+      if (bytes > 0) {
+        result.push_back({each.data, bytes, each.peer});
+      } else {
+        result.push_back({token++, 1, each.peer});
+      }
     }
-    return kept;
+    return result;
   };
-  const auto sends = withBytes(operation.sends);
-  const auto recvs = withBytes(operation.recvs);
+  auto* const tokens = static_cast<std::byte*>(tokens_.get());
+  const auto sends = described(operation.sends, tokens);
+  const auto recvs = described(operation.recvs, tokens + operation.sends.size());
   if (!sends.empty() || !recvs.empty()) {
     world_->exchange(sends, recvs, ncclStreamOf(stream), look);
   }
   return {stream};
 }
 
-void NcclMover::collective(const Collective& operation, const Look& look) {
-  world_->collective(operationOf(operation), ncclStreamOf(operation.stream), look);
+void NcclMover::collective(const Collective& operation, NcclWorld::Beside* beside,
+                           const Look& look) {
+  NcclWorld::Operation described = operationOf(operation);
+  described.beside = beside;
+  world_->collective(described, ncclStreamOf(operation.stream), look);
 }
 
 void NcclMover::release(Stream /*control*/) { world_->abort(); }
@@ -147,6 +128,7 @@ void NcclMover::retire() {
   last_ = world_->stats();
   world_->retire();
   world_.reset();
+  memory_->free();
 }
 
 TransportStats NcclMover::stats() const {
@@ -160,8 +142,9 @@ TransportStats NcclMover::stats() const {
           .peers_used = stats.peers};
 }
 
-uint64_t NcclMover::predictedBufferBytes() const {
-  return (world_ != nullptr ? world_->stats() : last_).buffer_bytes;
+StreamMover::NcclUse NcclMover::ncclUse() const {
+  const NcclStats stats = world_ != nullptr ? world_->stats() : last_;
+  return {stats.groups, stats.whole_world_ops, stats.buffer_bytes};
 }
 
 }  // namespace hdpcomm

@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 
 namespace hdpcomm {
 
 using device::CallBoard;
 using device::CallEntry;
-using device::SharedBoard;
 
 // Waits that were enqueued keep the point that they wait for, so the events can be lent again.
 StreamWork::~StreamWork() {
@@ -35,18 +33,6 @@ StreamWork::Share& StreamWork::shareOf(int peer) {
     if (share.peer == peer) return share;
   }
   return shares_.emplace_back(Share{.peer = peer});
-}
-
-std::shared_ptr<SharedBoard> StreamEngine::shareBoard(const Communicator& comm) {
-  char address[64] = {};
-  std::shared_ptr<SharedBoard> board;
-  if (comm.rank() == 0) {
-    board = SharedBoard::create(comm.size());
-    std::snprintf(address, sizeof address, "%s", board->address().c_str());
-  }
-  const Communicator::Operands operands{.in = address, .out = address, .count = sizeof address};
-  comm.collective(operands, {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-  return board != nullptr ? board : SharedBoard::open(address, comm.size());
 }
 
 std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, DevicePtr device,
@@ -190,7 +176,8 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
                                                    const std::vector<Message>& recvs, Stream caller,
                                                    bool background) {
   std::unique_lock lock(mutex_);
-  mover_->prepare(sends, recvs);
+  checkUsable();
+  mover_->prepare(sends, recvs, device_->isCapturing(caller));
   Call described = call;
   if (sends.size() + recvs.size() == 1) {  // for messages about it
     const Message& only = sends.empty() ? recvs[0] : sends[0];
@@ -201,7 +188,8 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   for (const Message& message : sends) plan(*work, message.peer, 1, 0);
   for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
   const auto entryOf = [&](const Message& message) {
-    CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype)};
+    CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype),
+                    work->captured_ && mover_->capturesAlike(message.peer)};
     entry.call.count = message.count;
     entry.call.dtype = message.dtype;
     return entry;
@@ -243,8 +231,9 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const Communicator::Plan& p
     for (size_t i = 0; i < work->ranks_->size(); ++i) {
       const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;
-      post(peer, {plan.call, traffic.landing, traffic.sent[i]});
-      expect(work, peer, {plan.call, traffic.landing, traffic.received[i]});
+      const bool captured = work->captured_ && mover_->capturesAlike(peer);
+      post(peer, {plan.call, traffic.landing, traffic.sent[i], captured});
+      expect(work, peer, {plan.call, traffic.landing, traffic.received[i], captured});
     }
   };
   submit(lock, work, caller, tell, [&] {
@@ -261,9 +250,9 @@ size_t StreamEngine::scratchBytes() const {
   return mover_->scratchBytes();
 }
 
-uint64_t StreamEngine::predictedBufferBytes() const {
+StreamMover::NcclUse StreamEngine::ncclUse() const {
   const std::lock_guard lock(mutex_);
-  return mover_->predictedBufferBytes();
+  return mover_->ncclUse();
 }
 
 TransportStats StreamEngine::stats() const {

@@ -14,11 +14,18 @@ using std::chrono::milliseconds;
 constexpr auto kWatch = milliseconds(50);
 // For what a lost peer has already set in motion.
 constexpr auto kGrace = milliseconds(300);
+// A rank may close because another one failed, of which this one is to hear.
+constexpr auto kHearsay = milliseconds(120);
+// For what others have yet to do in an operation in which a member that left has done its part.
+constexpr auto kLeftGrace = milliseconds(2000);
 
-std::string landingOf(const CallEntry& entry) {
-  return entry.landing == StreamEngine::kNoLanding
-             ? std::string()
-             : " (landing at " + std::to_string(entry.landing) + ")";
+std::string detailsOf(const CallEntry& entry) {
+  std::string text;
+  if (entry.landing != StreamEngine::kNoLanding) {
+    text += " (landing at " + std::to_string(entry.landing) + ")";
+  }
+  if (entry.captured != 0) text += " (captured into a graph)";
+  return text;
 }
 
 std::string listOf(const std::vector<int>& ranks) {
@@ -52,9 +59,9 @@ void StreamEngine::compareCalls() {
           *ours.work,
           Error(ErrorKind::kMismatch,
                 "rank " + std::to_string(rank_) + " called " + describe(ours.entry.call) +
-                    landingOf(ours.entry) + " and expected " + std::to_string(ours.entry.bytes) +
+                    detailsOf(ours.entry) + " and expected " + std::to_string(ours.entry.bytes) +
                     " bytes, but rank " + std::to_string(rank) + " called " +
-                    describe(theirs->call) + landingOf(*theirs) + " and sent " +
+                    describe(theirs->call) + detailsOf(*theirs) + " and sent " +
                     std::to_string(theirs->bytes) +
                     " bytes: call the same operations with the same arguments in the same order",
                 {.rank = rank_, .peer = rank, .op = {}, .ranks = {}, .seq = -1}));
@@ -145,14 +152,29 @@ bool StreamEngine::lives(int rank, Clock::time_point now) {
 
 // Of a member that left, failed or died before it had done its part.
 std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point now) {
+  const auto tells = [this](int rank) {
+    const BoardState state = rank == rank_ ? BoardState::kReady : board_->state(rank);
+    if (state == BoardState::kReady) return false;
+    const std::string words = board_->lastWords(rank).what();
+    return state == BoardState::kFailed || words.find("last words") != std::string::npos;
+  };
   for (const StreamWork::Share& share : work.shares_) {
     if (share.peer == rank_) continue;
     const bool announced = board_->state(share.peer) != BoardState::kReady;
     if (!announced && lives(share.peer, now)) continue;
     if (!work.bereft_) work.bereft_ = now;
     // Its part may still be under way.
-    if (sound(share) && now - *work.bereft_ < kGrace) continue;
-    if (announced) return refusalOf(work, share);
+    const bool left = board_->state(share.peer) == BoardState::kClosed;
+    const auto grace =
+        sound(share) ? (left ? kLeftGrace : kGrace) : (left ? kHearsay : milliseconds(0));
+    if (now - *work.bereft_ < grace) continue;
+    if (announced) {
+      // A member that closed as it gave up says less than the one for which it did.
+      const auto cause =
+          std::find_if(work.shares_.begin(), work.shares_.end(),
+                       [&](const StreamWork::Share& each) { return tells(each.peer); });
+      return refusalOf(work, tells(share.peer) || cause == work.shares_.end() ? share : *cause);
+    }
     return placed(Error(ErrorKind::kPeerLost,
                         "rank " + std::to_string(share.peer) + " died while rank " +
                             std::to_string(rank_) + " waited for it in " + describe(work.call_),

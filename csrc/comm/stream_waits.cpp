@@ -91,22 +91,26 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
 // hears whether its peers agreed: a send ends when the receiver has called the same.
 bool StreamEngine::conclude(const WorkPtr& work) {
   const std::lock_guard lock(mutex_);
+  // Asked for first: who has gone said all that it had to say before.
+  std::vector<bool> gone;
+  for (const StreamWork::Share& share : work->shares_) {
+    gone.push_back(board_->state(share.peer) != BoardState::kReady);
+  }
   compareCalls();
   bool agreed = true;
-  for (const StreamWork::Share& share : work->shares_) {
+  for (size_t i = 0; i < work->shares_.size(); ++i) {
+    const StreamWork::Share& share = work->shares_[i];
     if (work->state_ != StreamWork::State::kRunning || failed_) break;
     const bool heard =
         share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
-    if (!sound(share) || (!heard && board_->state(share.peer) != BoardState::kReady)) {
-      if (share.peer != rank_) failWork(*work, *refusalOf(*work, share));
+    if (gone[i] && share.peer != rank_ && (!sound(share) || !heard)) {
+      failWork(*work, *refusalOf(*work, share));
     }
     agreed = agreed && heard;
     // What it was to be compared with may come later than its message.
     if (work->uncompared_ > 0 && share.expects > 0) {
       agreed = false;
-      if (share.peer != rank_ && board_->state(share.peer) != BoardState::kReady) {
-        failWork(*work, *refusalOf(*work, share));
-      }
+      if (gone[i] && share.peer != rank_) failWork(*work, *refusalOf(*work, share));
     }
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hdpcomm._core.collective import DeviceCosts
@@ -86,37 +86,42 @@ class StreamWork:
     def wait_on(self, stream: int) -> None: ...
     def done(self) -> bool: ...
 
-class StreamEngine:
-    @staticmethod
-    def join(
-        comm: Communicator,
-        device: Device,
+class LinkJoining:
+    def __init__(
+        self,
+        *,
         slot_bytes: int,
         num_slots: int,
         num_lanes: int,
         landing_bytes: int,
         window_bytes: int,
         costs: DeviceCosts,
-    ) -> StreamEngine: ...
+    ) -> None: ...
+
+class NcclJoining:
+    def __init__(
+        self, *, library: Callable[[], NcclLibrary], connect_distance: int, inside: Costs, between: Costs
+    ) -> None: ...
+
+class StreamEngine:
     @staticmethod
-    def join_nccl(
-        comm: Communicator,
-        device: Device,
-        library: NcclLibrary,
-        connect_distance: int,
-        inside: Costs,
-        between: Costs,
-    ) -> StreamEngine: ...
+    def join_links(comm: Communicator, device: Device, links: LinkJoining) -> StreamEngine: ...
+    @staticmethod
+    def join_nccl(comm: Communicator, device: Device, nccl: NcclJoining) -> StreamEngine: ...
+    @staticmethod
+    def join_paths(comm: Communicator, device: Device, links: LinkJoining, nccl: NcclJoining) -> StreamEngine: ...
     @property
     def name(self) -> str: ...  # of the transport
     @property
     def device(self) -> Device: ...
-    @property
-    def reads_peers(self) -> bool: ...  # has the algorithms of peer_readers_of()
+    def reads_peers(self, comm: Communicator) -> bool: ...  # has the algorithms of peer_readers_of()
+    def lands(self, comm: Communicator, peer: int) -> bool: ...
     @property
     def host_stream(self) -> int: ...
     @property
     def landing(self) -> tuple[int, int]: ...  # address and bytes
+    @property
+    def arena_bytes(self) -> int: ...  # of device memory that peers map
     @property
     def scratch_bytes(self) -> int: ...
     def exchange(

@@ -23,24 +23,36 @@ class Landing:
     Both sides compute a message's place from the plan: no word is exchanged about it.
     """
 
-    __slots__ = ("_bytes", "_row", "_type", "_zone")
+    __slots__ = ("_bytes", "_lands", "_row", "_type", "_zone")
 
-    def __init__(self, zone: LandingZone, plan: RingPlan, k: torch.Tensor) -> None:
+    def __init__(self, zone: LandingZone, plan: RingPlan, comm: Communicator, k: torch.Tensor) -> None:
         self._row = (2, *k.shape[1:])
         self._type = k.dtype
         self._bytes = _buffer_bytes(plan, k)
         self._zone = zone
+        self._lands = {
+            message.peer: comm.lands(message.peer)
+            for step in plan.steps
+            for message in (*step.kv_sends, *step.kv_recvs)
+        }
         zone.enter()
 
-    def offset(self, step: int) -> int:
-        """Of the buffer of a step, in bytes."""
+    def place(self, peer: int, step: int) -> tuple[int, ...]:
+        """What a message of KV due at a step says of its place: where the step's buffer begins, in bytes.
+
+        Nothing, if messages with the peer have no place, because it is on another host: then the receiver's buffer is
+        the same, and the message goes there as to any other memory.
+        """
+        return (self._offset(step),) if self._lands[peer] else ()
+
+    def _offset(self, step: int) -> int:
         return step % 2 * self._bytes
 
     def buffer(self, step: int, rows: int) -> torch.Tensor:
         """[rows, 2, kv_heads, head_dim]"""
         shape = (rows, *self._row)
         size = torch.Size(shape).numel() * self._type.itemsize
-        start = self.offset(step)
+        start = self._offset(step)
         return self._zone.memory[start : start + size].view(self._type).view(shape)
 
     def close(self) -> None:
@@ -54,10 +66,13 @@ def _buffer_bytes(plan: RingPlan, k: torch.Tensor) -> int:
 
 
 def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> Landing | None:
-    """The landing buffers of a pass, if the transport of ``k`` has a zone and both fit into it; so on all ranks."""
+    """The landing buffers of a pass, if the transport of ``k`` has a zone here and both fit into it.
+
+    Ranks that may name a landing place to each other have zones of one size, so both ends of a message decide alike.
+    """
     if comm is None or not plan.neighbours_only:
         return None
     zone = comm.landing_zone(k)
     if zone is None or 2 * _buffer_bytes(plan, k) > zone.memory.numel():
         return None
-    return Landing(zone, plan, k)
+    return Landing(zone, plan, comm, k)

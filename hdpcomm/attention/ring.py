@@ -91,12 +91,13 @@ class _Carrier:
     def _post_kv(self, flight: _Flight, due: int) -> None:
         step, landing = self._plan.steps[due], self._landing
         for message in step.kv_sends:
-            place = () if landing is None else (landing.offset(due),)
+            place = () if landing is None else landing.place(message.peer, due)
             flight.sends.append((_outgoing(self._kv[message.step], message.rows), message.peer, *place))
         if landing is not None:
             if step.kv_recvs:
                 self._kv[due] = landing.buffer(due, step.kv_rows)
-                flight.recvs.append((self._kv[due], step.kv_recvs[0].peer, landing.offset(due)))
+                source = step.kv_recvs[0].peer
+                flight.recvs.append((self._kv[due], source, *landing.place(source, due)))
             return
         if step.kv_rows:
             self._kv[due] = self._new((step.kv_rows, *self._row))

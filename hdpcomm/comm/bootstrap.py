@@ -19,8 +19,8 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
-from hdpcomm.comm.device_communicator import DeviceCommunicator, NcclCommunicator
-from hdpcomm.comm.device_world import DEVICE_TRANSPORTS, NcclSource, automatic, has_gpu, join_devices
+from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device_world import AUTOMATIC, DEVICE_TRANSPORTS, NcclSource, has_gpu, join_devices
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
@@ -61,9 +61,10 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
         torch); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may
         share a GPU); ``nccl`` (ranks on any hosts, one GPU each; host tensors as with auto, and CUDA tensors by one
-        NCCL communicator); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each host
-        and torch between hosts, and where torch sees a GPU cuda if all ranks share a host, else nccl.
-        ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
+        NCCL communicator); ``cuda+nccl`` (ranks on any hosts; CUDA tensors by streams between GPUs of one host that
+        reach each other, by NCCL between all others; NCCL is asked for only if there are such); ``sim`` (host tensors
+        by the streams of a simulated device); ``auto``: shm inside each host and torch between hosts, and where torch
+        sees a GPU on every rank cuda+nccl. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks),
         PeerLost (a rank of this host died while the ranks joined).
@@ -91,7 +92,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         store.set_timeout(datetime.timedelta(seconds=seconds))
         world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
     _core.comm.close_at_end(world)
-    device = automatic(world.transport) if transport == "auto" and gpus else None
+    device = AUTOMATIC if transport == "auto" and gpus else None
     return _communicator(world, device or transport)
 
 
@@ -121,8 +122,7 @@ def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSour
     if transport not in DEVICE_TRANSPORTS:
         return Communicator(*place)
     try:
-        kind = NcclCommunicator if transport == "nccl" else DeviceCommunicator
-        return kind(*place, join_devices(transport, world, nccl_source))
+        return DeviceCommunicator(*place, join_devices(transport, world, nccl_source))
     except BaseException as error:  # the others must not wait for this rank
         world.close(f"{type(error).__name__}: {error}")
         raise
@@ -329,8 +329,14 @@ def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, l
     return world, hosts
 
 
-# A device's host world is shm, but for nccl, whose ranks may be anywhere.
-_JOINS: dict[str, _Join] = {"auto": _join_auto, "shm": _join_shm, "torch": _join_torch, "nccl": _join_auto}
+# A device's host world is shm, but where NCCL takes part: then ranks may be anywhere.
+_JOINS: dict[str, _Join] = {
+    "auto": _join_auto,
+    "shm": _join_shm,
+    "torch": _join_torch,
+    "nccl": _join_auto,
+    "cuda+nccl": _join_auto,
+}
 TRANSPORTS = ("auto", "shm", "torch", *DEVICE_TRANSPORTS)
 
 

@@ -205,11 +205,21 @@ class Communicator:
     def landing_zone(self, x: Any) -> LandingZone | None:
         """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
 
-        Its size is the same on all ranks, and both sides of a message must agree on a place in it. Collectives by
-        ``one_shot`` and ``two_shot`` read an operand there without a copy; it must have one place on all ranks. Local.
+        Its size is the same on all ranks that have one, and both sides of a message must agree on a place in it; only
+        messages with peers that :meth:`lands` names may have one. Collectives by ``one_shot`` and ``two_shot`` read an
+        operand there without a copy; it must have one place on all ranks. Local.
         """
         del x
         return None
+
+    def lands(self, peer: int) -> bool:
+        """Whether device messages with ``peer`` may name a landing place: the two devices map each other's memory.
+
+        Both ranks of a pair get the same answer. Local. Raises: InvalidUsage for a peer that is no rank of this
+        communicator, where there are devices.
+        """
+        del peer
+        return False
 
     # --- collectives -----------------------------------------------------------------------------------------------
 

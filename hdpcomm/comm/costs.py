@@ -43,10 +43,9 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
 
 def cost_names(transport: str) -> tuple[str, str]:
     """Under which names the costs of a world's transport are stored: inside its hosts, and between them."""
-    if transport == "nccl":
-        return "nccl", "nccl between nodes"
-    inside, _, between = transport.partition("+")  # "shm+torch"
-    return inside, between or inside
+    inside, _, between = transport.partition("+")  # "shm+torch", "cuda+nccl"
+    between = between or inside
+    return inside, "nccl between nodes" if between == "nccl" else between
 
 
 def _defaults(transport: str) -> dict[str, float]:
@@ -96,7 +95,7 @@ def save_costs(transport: str, costs: dict[str, float], path: Path | None = None
         raise InvalidUsage(f"costs {sorted(unknown)} are unknown; known are: {', '.join(known)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = json.loads(path.read_text()) if path.exists() else {}
-    everything[transport] = costs
+    everything[transport] = everything.get(transport, {}) | costs  # what was not measured now stays
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(everything, indent=1))
     temporary.replace(path)

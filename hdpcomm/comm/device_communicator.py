@@ -15,7 +15,7 @@ from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.comm.work import ENDED, Collective, Ragged, Work
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DeviceCommunicator", "DeviceWork", "NcclCommunicator"]
+__all__ = ["DeviceCommunicator", "DeviceWork"]
 
 
 class DeviceWork(Work):
@@ -64,11 +64,19 @@ class DeviceCommunicator(Communicator):
         return self._devices.engine
 
     def stats(self) -> dict[str, int]:
-        """See :meth:`Communicator.stats`."""
+        """See :meth:`Communicator.stats`.
+
+        Where NCCL takes part, also ``nccl_groups``, the groups of messages so far, and ``predicted_buffer_bytes``, the
+        device memory that NCCL, by its source, takes for this rank's peers. What NCCL's own collectives move is not
+        counted.
+        """
         counts, devices = super().stats(), self._devices.engine.stats()
-        return {
+        found = {
             name: max(n, devices[name]) if name == "peers" else n + devices.get(name, 0) for name, n in counts.items()
         }
+        if "nccl" in self.transport:
+            found |= {name: devices[name] for name in ("nccl_groups", "predicted_buffer_bytes")}
+        return found
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""
@@ -80,6 +88,10 @@ class DeviceCommunicator(Communicator):
         """See :meth:`Communicator.landing_zone`."""
         return None if self._devices.path(x) is None else self._devices.landing_zone()
 
+    def lands(self, peer: int) -> bool:
+        """See :meth:`Communicator.lands`."""
+        return self._devices.engine.lands(self._core, peer)
+
     def subset(self, ranks: Sequence[int]) -> DeviceCommunicator | None:
         """See :meth:`Communicator.subset`."""
         made = super().subset(ranks)
@@ -88,7 +100,7 @@ class DeviceCommunicator(Communicator):
     def algorithms(self, op: str) -> tuple[str, ...]:  # type: ignore[override]
         """See :meth:`Communicator.algorithms`; for device tensors, with what this transport's kernels do."""
         names = Communicator.algorithms(op)
-        reads = self._devices.engine.reads_peers
+        reads = self._devices.engine.reads_peers(self._core)
         return names + tuple(_core.comm.peer_readers_of(_core.comm.OPS[op])) if reads else names
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -159,24 +171,6 @@ class DeviceCommunicator(Communicator):
         if path is None:
             return super()._run_ragged(operands, async_op, buffers)
         return _finish(path.all_to_all(self._core, operands, background=async_op), buffers, path, async_op)
-
-
-class NcclCommunicator(DeviceCommunicator):
-    """A communicator whose device tensors go by NCCL."""
-
-    __slots__ = ()
-
-    @staticmethod
-    def algorithms(op: str) -> tuple[str, ...]:
-        """See :meth:`Communicator.algorithms`."""
-        return Communicator.algorithms(op)
-
-    def stats(self) -> dict[str, int]:
-        """As elsewhere, and ``predicted_buffer_bytes``: device memory that NCCL, by its source, takes for the peers.
-
-        What NCCL's own collectives move is not counted.
-        """
-        return super().stats() | {"predicted_buffer_bytes": self.streams.stats()["predicted_buffer_bytes"]}
 
 
 def _to(place: Sequence[int]) -> tuple[int, int | None]:

@@ -16,10 +16,10 @@ from hdpcomm.comm.nccl import load as load_nccl
 from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DEVICE_TRANSPORTS", "NcclSource", "automatic", "has_gpu", "join_devices"]
+__all__ = ["DEVICE_TRANSPORTS", "AUTOMATIC", "NcclSource", "has_gpu", "join_devices"]
 
-#: Gives a rank's device and the NCCL that works on it.
-NcclSource = Callable[[_core.comm.World], tuple[Any, Any]]
+#: Gives a rank's device, and what opens the NCCL that works on it.
+NcclSource = Callable[[_core.comm.World], tuple[Any, Callable[[], Any]]]
 
 
 def _sim(world: _core.comm.World) -> Any:
@@ -44,7 +44,12 @@ def _cuda(world: _core.comm.World) -> Any:
 
 
 #: Opens a rank's device, by the name of the transport.
-DEVICE_TRANSPORTS: dict[str, Callable[[_core.comm.World], Any]] = {"sim": _sim, "cuda": _cuda, "nccl": _cuda}
+DEVICE_TRANSPORTS: dict[str, Callable[[_core.comm.World], Any]] = {
+    "sim": _sim,
+    "cuda": _cuda,
+    "nccl": _cuda,
+    "cuda+nccl": _cuda,
+}
 
 
 def has_gpu() -> bool:
@@ -52,23 +57,27 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def automatic(host_transport: str) -> str:
-    """The device transport that ``auto`` adds to the host's where every rank sees a GPU: cuda if all share a host (and
-    so memory), else nccl."""
-    return "cuda" if host_transport == "shm" else "nccl"
+#: The device transport that ``auto`` adds where every rank sees a GPU.
+AUTOMATIC = "cuda+nccl"
 
 
 def join_devices(transport: str, world: _core.comm.World, nccl_source: NcclSource | None = None) -> Devices:
-    """Collective over the world, on its host transport. ``nccl_source``: of the nccl transport, if not the real one.
+    """Collective over the world, on its host transport. ``nccl_source``: of what uses NCCL, if not the real one.
 
     Raises: InvalidUsage, Mismatch, DeviceError, CommTimeout.
     """
+    comm, join = world.communicator(), _core.comm.StreamEngine
+    if "nccl" not in transport:
+        return Devices(join.join_links(comm, DEVICE_TRANSPORTS[transport](world), _links(transport)))
+    device, library = (nccl_source or _real_nccl)(world)
     if transport == "nccl":
-        return _join_nccl(world, nccl_source or _real_nccl)
+        return Devices(join.join_nccl(comm, device, _nccl(library)))
+    return Devices(join.join_paths(comm, device, _links("sim" if device.is_sim else "cuda"), _nccl(library)))
+
+
+def _links(transport: str) -> _core.comm.LinkJoining:
     settings = {name: int(value) for name, value, _, _ in _core.environment() if name.startswith("HDPCOMM_DEVICE_")}
-    engine = _core.comm.StreamEngine.join(
-        world.communicator(),
-        DEVICE_TRANSPORTS[transport](world),
+    return _core.comm.LinkJoining(
         slot_bytes=settings["HDPCOMM_DEVICE_SLOT_BYTES"],
         num_slots=settings["HDPCOMM_DEVICE_SLOTS"],
         num_lanes=settings["HDPCOMM_DEVICE_LANES"],
@@ -76,25 +85,15 @@ def join_devices(transport: str, world: _core.comm.World, nccl_source: NcclSourc
         window_bytes=settings["HDPCOMM_DEVICE_WINDOW_BYTES"],
         costs=_core.collective.DeviceCosts(**load_costs(transport)),  # rank 0's count
     )
-    return Devices(engine)
 
 
-def _real_nccl(world: _core.comm.World) -> tuple[Any, Any]:
-    return _cuda(world), load_nccl()
-
-
-def _join_nccl(world: _core.comm.World, source: NcclSource) -> Devices:
-    device, library = source(world)
+def _nccl(library: Callable[[], Any]) -> _core.comm.NcclJoining:
     distance = setting("HDPCOMM_NCCL_CONNECT")
     if not distance.isdecimal():
         raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
     inside, between = (link_costs(load_costs(name)) for name in cost_names("nccl"))  # rank 0's count
-    engine = _core.comm.StreamEngine.join_nccl(
-        world.communicator(),
-        device,
-        library,
-        connect_distance=int(distance),
-        inside=inside,
-        between=between,
-    )
-    return Devices(engine)
+    return _core.comm.NcclJoining(library=library, connect_distance=int(distance), inside=inside, between=between)
+
+
+def _real_nccl(world: _core.comm.World) -> tuple[Any, Callable[[], Any]]:
+    return _cuda(world), load_nccl

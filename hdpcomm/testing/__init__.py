@@ -67,10 +67,10 @@ def run_threads(
 ) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` ranks that are threads of this process; returns the results by rank.
 
-    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda, nccl) unless it names
-    one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations. nccl is a fake
-    one here, on simulated devices: ``fake_nccl``, or a new one. ``hosts``: the host of each rank, as the ranks are made
-    to believe.
+    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda, nccl, cuda+nccl) unless
+    it names one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations. nccl
+    is a fake one here, and what goes with it are simulated devices: ``fake_nccl``, or a new one. ``hosts``: the host of
+    each rank, as the ranks are made to believe.
 
     Raises: what a rank raised, also where other ranks are stuck (a CommTimeout that names them is its cause then, if it
     has no other); CommTimeout when ranks are stuck and none raised; Error when NCCL's rules were broken.
@@ -81,9 +81,9 @@ def run_threads(
     def on_simulated_device(world: _core.comm.World) -> tuple[Any, Any]:
         nonlocal fake_nccl
         with making:
-            fake_nccl = fake_nccl or _core.scale.FakeNccl(world_size)
+            fake = fake_nccl = fake_nccl or _core.scale.FakeNccl(world_size)
         device = _core.device.open_sim(world.rank)
-        return device, fake_nccl.library(world.rank, device)
+        return device, lambda: fake.library(world.rank, device)
 
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}

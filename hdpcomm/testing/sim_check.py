@@ -17,7 +17,7 @@ orders is reported with both operations and their lines, in whatever order they 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,20 @@ def current_rank() -> int:
 
 
 def check(
-    fn: Callable[..., Any], world_size: int, *args: Any, seeds: Iterable[int] = range(50), timeout: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seeds: Iterable[int] = range(50),
+    timeout: float = 60.0,
+    transport: str = "shm",
+    hosts: Sequence[int] = (),
 ) -> list[list[Any]]:
     """Runs ``fn(*args)`` on ``world_size`` ranks (threads of this process), once for each seed.
 
-    Inside, ``hdpcomm.init(transport="sim")`` or ``open_sim(current_rank())`` gives the rank its device. ``timeout``:
-    seconds for one run; where all ranks wait for devices and nothing can run, the shortest wait ends at once instead.
+    Inside, ``hdpcomm.init(transport="sim")`` or ``open_sim(current_rank())`` gives the rank its device. ``transport``
+    (what ``init()`` takes where it names none) and ``hosts``: as in :func:`hdpcomm.testing.run_threads`; what uses
+    NCCL has a fake one. ``timeout``: seconds for one run; where all ranks wait for devices and nothing can run, the
+    shortest wait ends at once instead.
     Returns the results by seed and rank.
 
     Raises: SimError with the reports of the first seed that has any (and what ``fn`` raised as its cause); else what
@@ -96,7 +104,7 @@ def check(
     """
     results = []
     for seed in seeds:
-        _, values = _clean_run(fn, world_size, args, seed, timeout)
+        _, values = _clean_run(fn, world_size, args, seed, _Options(timeout, transport, tuple(hosts)))
         results.append(values)
     return results
 
@@ -108,6 +116,8 @@ def planted_sites(
     seeds: Iterable[int] = (0,),
     path: str = "",
     timeout: float = 60.0,
+    transport: str = "shm",
+    hosts: Sequence[int] = (),
 ) -> list[PlantedSite]:
     """Runs ``fn`` as :func:`check` does, then replays the run once for each line that orders, with that line left out.
 
@@ -119,7 +129,7 @@ def planted_sites(
     """
     sites: dict[tuple[str, int, str], PlantedSite] = {}
     for seed in seeds:
-        run, _ = _clean_run(fn, world_size, args, seed, timeout)
+        run, _ = _clean_run(fn, world_size, args, seed, _Options(timeout, transport, tuple(hosts)))
         for site in run.ordering_sites():
             if path not in site.file:
                 continue
@@ -131,10 +141,19 @@ def planted_sites(
     return [sites[key] for key in sorted(sites)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Of one run."""
+
+    timeout: float
+    transport: str
+    hosts: tuple[int, ...]
+
+
 def _clean_run(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, timeout: float
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, options: _Options
 ) -> tuple[_device.testing.SimCheck, list[Any]]:
-    run, values, error = _run(fn, world_size, args, seed, timeout)
+    run, values, error = _run(fn, world_size, args, seed, options)
     reports = _reports(run.reports())
     # A rank that fails by itself leaves the others waiting: then its error is the news.
     follows = error is not None and not isinstance(error, TimeoutError) and {r.kind for r in reports} <= {"deadlock"}
@@ -146,7 +165,7 @@ def _clean_run(
 
 
 def _run(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, timeout: float
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, options: _Options
 ) -> tuple[_device.testing.SimCheck, list[Any], BaseException | None]:
     run = _device.testing.SimCheck(seed)
     entered = threading.Barrier(world_size)
@@ -154,7 +173,7 @@ def _run(
 
     def rank_main() -> Any:
         run.enter_rank(current_rank())
-        entered.wait(timeout)  # so that no rank is taken for the only one
+        entered.wait(options.timeout)  # so that no rank is taken for the only one
         try:
             result = fn(*args)
             close_all("")
@@ -168,7 +187,9 @@ def _run(
     values: list[Any] = []
     error: BaseException | None = None
     try:
-        values = run_threads(rank_main, world_size, timeout=timeout)
+        values = run_threads(
+            rank_main, world_size, timeout=options.timeout, transport=options.transport, hosts=options.hosts
+        )
     except Exception as failure:
         # Of the ranks' errors, not one that another rank's failure brought about.
         error = min([failure, *raised], key=lambda each: isinstance(each, (TimeoutError, ConnectionError)))

@@ -1,10 +1,12 @@
-"""The nccl transport with the real library: a world of one on any GPU; two ranks where NCCL lets them share a GPU, or
-two GPUs are there. Bodies of tests/ranks."""
+"""The transports with NCCL and its real library: a world of one on any GPU; more ranks where NCCL lets them share one,
+or two GPUs are there. Bodies of tests/ranks. "Hosts" are ranks of this one whose HDPCOMM_HOSTID differs."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import nccl
 from hdpcomm.testing import run_threads, spawn
+from tests.gpu.test_transport_gpu import attention
 from tests.ranks.device.test_device_collectives import bits, messages
 
 pytestmark = [
@@ -27,6 +30,12 @@ def sharing(fn: Callable[..., Any], *args: Any) -> Any:
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     os.environ.setdefault("NCCL_MAX_CTAS", "4")
     return fn(*args)
+
+
+def on_two_hosts(fn: Callable[..., Any], *args: Any) -> Any:
+    """The first half of the ranks on one, the others on another."""
+    os.environ["HDPCOMM_HOSTID"] = str(int(os.environ["RANK"]) * 2 // int(os.environ["WORLD_SIZE"]))
+    return sharing(fn, *args)
 
 
 def several() -> bool:
@@ -67,3 +76,118 @@ def test_ranks_that_may_not_share_a_gpu_hear_of_it() -> None:
         pytest.skip("each rank has its GPU")
     with pytest.raises(hdp.Error, match=r"ncclCommInitRankConfig failed on rank \d|closed its communicator"):
         spawn(whole_world, 2, transport="nccl")
+
+
+PATHS = "cuda+nccl"
+
+
+@pytest.mark.parametrize("count", [777, 1_000_003])
+def test_links_inside_hosts_and_nccl_between_them(count: int) -> None:
+    if not several():
+        pytest.skip("one GPU, and this NCCL lets one rank use it")
+    spawn(on_two_hosts, 4, messages, transport=PATHS)
+    assert spawn(on_two_hosts, 4, bits, count, transport=PATHS) == run_threads(bits, 4, count, hosts=(0, 0, 1, 1))
+
+
+def ways() -> tuple[str, int]:
+    """The transport, and NCCL's groups in a collective inside a host."""
+    with hdp.init(timeout=60) as comm:
+        inside = comm.subset([comm.rank // 2 * 2, comm.rank // 2 * 2 + 1])
+        assert inside is not None
+        before = comm.stats()["nccl_groups"]
+        inside.all_reduce(x := torch.ones(5000, device=comm.device))
+        comm.synchronize()
+        assert bool((x == 2).all())
+        return comm.transport, comm.stats()["nccl_groups"] - before
+
+
+def test_auto_takes_both_and_a_subset_of_a_host_no_nccl() -> None:
+    if not several():
+        pytest.skip("one GPU, and this NCCL lets one rank use it")
+    assert spawn(on_two_hosts, 4, ways) == [(PATHS, 0)] * 4
+
+
+def test_ring_attention_that_crosses_hosts_to_bf16_tolerance() -> None:
+    if not several():
+        pytest.skip("one GPU, and this NCCL lets one rank use it")
+    got_all = spawn(on_two_hosts, 4, attention, PATHS)
+    for got, want in zip(got_all, run_threads(attention, 4, "shm"), strict=True):
+        for mine, expected in zip(got, want, strict=True):
+            assert float((mine - expected).norm() / expected.norm()) < 2e-2
+
+
+def graphs() -> None:
+    """Exchanges in the foreground and in the background, a schedule, and NCCL's own collective."""
+    with hdp.init(timeout=60) as comm:
+        to, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        x = torch.zeros(2048, device=comm.device)
+        y, late, total, whole = (torch.empty_like(x) for _ in range(4))
+
+        def step() -> None:
+            comm.exchange([(x, to)], [(y, back)])
+            work = comm.exchange([(x, back)], [(late, to)], async_op=True)
+            comm.all_reduce(x, out=total, algorithm="ring")
+            work.wait()
+            comm.all_reduce(total, out=whole)
+
+        step()
+        comm.synchronize()
+        torch.cuda.synchronize()
+        comm.barrier()
+        comm.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        for turn in range(1, 8):
+            x.fill_(turn * (comm.rank + 1))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert bool((y == turn * (back + 1)).all())
+            assert bool((late == turn * (to + 1)).all())
+            everyone = turn * sum(range(1, comm.size + 1))
+            assert bool((total == everyone).all())
+            assert bool((whole == comm.size * everyone).all())
+
+
+def test_graphs_of_a_world_of_one() -> None:
+    spawn(graphs, 1, transport="nccl")
+
+
+@pytest.mark.parametrize(("size", "transport"), [(2, "nccl"), (4, PATHS)])
+def test_graphs(size: int, transport: str) -> None:
+    if not several():
+        pytest.skip("one GPU, and this NCCL lets one rank use it")
+    spawn(on_two_hosts, size, graphs, transport=transport)
+
+
+def killed(folder: str, victim: int) -> None:
+    """What a rank hears whose peer's process is killed goes to a file."""
+    comm = hdp.init(timeout=30)
+    x = torch.zeros(100_000, device=comm.device)
+    comm.all_reduce(x, algorithm="ring")
+    comm.synchronize()
+    comm.barrier()
+    comm.synchronize()
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on() -> None:
+        while True:
+            comm.all_reduce(x, algorithm="ring")
+            comm.synchronize()
+
+    with pytest.raises((hdp.PeerLost, hdp.Aborted)) as info:
+        go_on()
+    Path(folder, str(comm.rank)).write_text(str(info.value))
+
+
+@pytest.mark.parametrize(("size", "transport"), [(2, "nccl"), (4, PATHS)])
+@pytest.mark.parametrize("victim", [0, -1])
+def test_a_process_that_is_killed(size: int, transport: str, victim: int, tmp_path: Path) -> None:
+    if not several():
+        pytest.skip("one GPU, and this NCCL lets one rank use it")
+    victim %= size
+    with pytest.raises(hdp.PeerLost):
+        spawn(on_two_hosts, size, killed, str(tmp_path), victim, transport=transport, timeout=60)
+    heard = [(tmp_path / str(rank)).read_text() for rank in range(size) if rank != victim]
+    assert all(f"rank {victim}" in text for text in heard), heard

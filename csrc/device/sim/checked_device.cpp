@@ -112,6 +112,10 @@ void CheckedDevice::annotateAcquire(uint64_t key) { session_->ordered(NodeKind::
 
 }  // namespace sim
 
+bool inSimCheck(const DeviceApi& device) {
+  return dynamic_cast<const sim::CheckedDevice*>(&device) != nullptr;
+}
+
 SimCheck::SimCheck(uint64_t seed) : session_(std::make_shared<sim::Session>(seed)) {
   sim::Session::begin(session_);
 }
@@ -154,11 +158,15 @@ uint64_t SimCheck::numOperations() const {
   return session_->trace().nodes.size();
 }
 
-std::shared_ptr<DeviceApi> openSimDevice(int ordinal) {
+std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach) {
+  std::shared_ptr<sim::SimMemoryDevice> device;
   if (auto session = sim::Session::current()) {
-    return std::make_shared<sim::CheckedDevice>(ordinal, std::move(session));
+    device = std::make_shared<sim::CheckedDevice>(ordinal, std::move(session));
+  } else {
+    device = std::make_shared<sim::FastDevice>(ordinal);
   }
-  return std::make_shared<sim::FastDevice>(ordinal);
+  device->keepOutOfReach(std::move(out_of_reach));
+  return device;
 }
 
 }  // namespace hdpcomm

@@ -1,9 +1,12 @@
 // SimDevice's fast mode: each stream is a thread, events are counts of finished operations.
 #pragma once
 
+#include <atomic>
+#include <map>
 #include <memory>
 #include <vector>
 
+#include "capture.hpp"
 #include "fast_stream.hpp"
 #include "stream_device.hpp"
 
@@ -38,6 +41,12 @@ class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Poi
   void synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
                    Site site) override;
 
+  bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
+  // See sim_graph.hpp.
+  void beginCapture(Stream stream);
+  std::shared_ptr<SimGraph> endCapture(Stream stream);
+  uint64_t captureOf(Stream stream);
+
   void storeFlag(uint32_t* flag, uint32_t value, Site site) override;
   uint32_t loadFlag(const uint32_t* flag, Site site) override;
   void annotateRead(const void*, size_t, Site) override {}
@@ -49,11 +58,17 @@ class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Poi
  private:
   void checkFault() const override;
   void submit(Op op, Stream stream) override;
+  std::shared_ptr<Capture> capturing(const FastStream* stream);
+  void refuseCaptured(const char* call, Event event);
   void await(const Point& point, double timeout_s, const InterruptCheck& check, Site site);
 
   std::shared_ptr<DeviceState> state_ = std::make_shared<DeviceState>();
   // Under mutex_: destroyed, their threads may still run.
   std::vector<std::shared_ptr<FastStream>> retired_;
+  std::map<const FastStream*, std::shared_ptr<Capture>> captures_;  // under mutex_, as below
+  std::map<uintptr_t, Capture::Moment> captured_events_;            // last recorded in a capture
+  uint64_t next_capture_ = 1;
+  std::atomic<bool> has_captured_{false};  // ever
 };
 
 }  // namespace hdpcomm::sim

@@ -1,6 +1,9 @@
 // What both modes of SimDevice do alike.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "hdpcomm/device/device_api.hpp"
 #include "memory.hpp"
 
@@ -15,7 +18,11 @@ class SimMemoryDevice : public DeviceApi {
 
   bool isSim() const override { return true; }
   int ordinal() const override { return ordinal_; }
-  bool canAccessPeer(int) const override { return true; }
+  bool canAccessPeer(int other) const override {
+    return std::find(out_of_reach_.begin(), out_of_reach_.end(), other) == out_of_reach_.end();
+  }
+  // Before anybody else has the device.
+  void keepOutOfReach(std::vector<int> others) { out_of_reach_ = std::move(others); }
   bool isCapturing(Stream) override { return false; }
 
   void registerPinned(void* memory, size_t bytes) override {
@@ -32,6 +39,7 @@ class SimMemoryDevice : public DeviceApi {
 
  private:
   int ordinal_;
+  std::vector<int> out_of_reach_;
 };
 
 }  // namespace hdpcomm::sim

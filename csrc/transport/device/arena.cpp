@@ -54,12 +54,9 @@ Arena::Arena(DevicePtr device, ArenaConfig config, int num_ranks, int rank)
 
 MemoryHandle Arena::exportOwn() const { return device_->exportMemory(own_.get()); }
 
-void Arena::importPeers(const std::vector<MemoryHandle>& handles) {
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer == rank_) continue;
-    imports_.emplace_back(device_, device_->importMemory(handles[static_cast<size_t>(peer)]));
-    blocks_[static_cast<size_t>(peer)] = static_cast<std::byte*>(imports_.back().get());
-  }
+void Arena::importPeer(int peer, const MemoryHandle& handle) {
+  imports_.emplace_back(device_, device_->importMemory(handle));
+  blocks_[static_cast<size_t>(peer)] = static_cast<std::byte*>(imports_.back().get());
 }
 
 PairFlags& Arena::flags(int owner, int peer) const {

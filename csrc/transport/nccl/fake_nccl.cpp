@@ -6,6 +6,8 @@
 
 #include "groups.hpp"
 #include "hdpcomm/base/error.hpp"
+#include "hdpcomm/device/sim_check.hpp"
+#include "hdpcomm/device/sim_graph.hpp"
 
 namespace hdpcomm::nccl {
 namespace {
@@ -41,6 +43,9 @@ class FakeDevice final : public NcclDevice {
     FakeNccl::Rank& rank = fake_->ranks()[static_cast<size_t>(rank_)];
     const size_t bytes = rank.allocated.at(static_cast<std::byte*>(memory));
     fake_->enqueueLocal(rank_, [memory, bytes] { std::memset(memory, 0xDD, bytes); });
+  }
+  void clear(void* memory, size_t bytes, NcclStream) override {
+    fake_->enqueueLocal(rank_, [=] { std::memset(memory, 0, bytes); });
   }
   void copy(void* to, const void* from, size_t bytes, NcclStream) override {
     fake_->enqueueLocal(rank_, [=] { std::memmove(to, from, bytes); });
@@ -176,12 +181,16 @@ void FakeNccl::abort(Rank& rank) {
   for (uint32_t& flag : rank.flags) {
     if (rank.device != nullptr) rank.device->storeFlag(&flag, 1);
   }
+  for (Captured& each : rank.captured) rank.device->storeFlag(&each.over, 1);
 }
 
 // All operations of a communicator run in the order of issue, whatever their streams: each waits
 // for the one before it.
 void FakeNccl::launch(Rank& rank) {
   if (rank.device == nullptr) return;
+  const Stream stream = rank.device_stream;
+  if (const uint64_t number = simCaptureOf(*rank.device, stream)) return capture(rank, number);
+  if (inSimCheck(*rank.device)) return launchChecked(rank);
   uint32_t* before = nullptr;
   uint32_t* over = nullptr;
   {
@@ -190,28 +199,79 @@ void FakeNccl::launch(Rank& rank) {
     before = rank.flags.empty() ? nullptr : &rank.flags.back();
     over = rank.stream.back().over = &rank.flags.emplace_back(0);
   }
-  const Stream stream = rank.device_stream;
   if (before != nullptr) rank.device->waitValue(stream, before, 1);
   KernelLaunch kernel;
   kernel.name = "nccl";
-  kernel.cpu = [fake = shared_from_this(), &rank] { fake->begin(rank); };
+  kernel.cpu = [fake = shared_from_this(), &rank, over] { fake->begin(rank, over); };
   rank.device->launch(std::move(kernel), stream);
   rank.device->waitValue(stream, over, 1);
 }
 
-// The stream has come to the front of the rank's operations.
-void FakeNccl::begin(Rank& rank) {
-  const auto held = lock();
-  if (rank.aborted || rank.stream.empty()) return;
-  if (rank.stream.front().whole) rank.stream.front().posted = true;
-  start(rank);
-  std::string wrong;
-  while (wrong.empty() && !ready_.empty()) {
-    const auto pair = ready_.back();
-    ready_.pop_back();
-    wrong = match(pair.first, pair.second);
+// The operations of a capture follow each other in the order of issue as well.
+void FakeNccl::capture(Rank& rank, uint64_t number) {
+  Captured* captured = nullptr;
+  Event before;
+  {
+    const auto held = lock();
+    if (rank.stream.empty() || rank.stream.back().over != nullptr) return;
+    if (!rank.captured.empty() && rank.captured.back().capture == number) {
+      before = rank.captured.back().end.get();
+    }
+    captured =
+        &rank.captured.emplace_back(Captured{std::move(rank.stream.back()), 0, number,
+                                             OwnedEvent(rank.device, rank.device->createEvent())});
+    rank.stream.pop_back();
   }
-  if (wrong.empty() && allAtWhole()) wrong = runWhole();
+  const Stream stream = rank.device_stream;
+  if (before != Event{}) rank.device->wait(stream, before);
+  KernelLaunch kernel;
+  kernel.name = "nccl";
+  kernel.cpu = [fake = shared_from_this(), &rank, captured] { fake->again(rank, *captured); };
+  rank.device->launch(std::move(kernel), stream);
+  rank.device->waitValue(stream, &captured->over, 1);
+  rank.device->record(captured->end.get(), stream);
+}
+
+// The stream has come to the operation.
+void FakeNccl::begin(Rank& rank, const uint32_t* over) {
+  const auto held = lock();
+  for (Item& item : rank.stream) {
+    if (item.over == over) item.arrived = true;
+  }
+  goOn();
+}
+
+// A graph has come to it: it is issued before what no stream has come to.
+void FakeNccl::again(Rank& rank, Captured& captured) {
+  const auto held = lock();
+  rank.device->storeFlag(&captured.over, rank.aborted ? 1 : 0);
+  if (rank.aborted) return;
+  const auto place = std::find_if(rank.stream.begin(), rank.stream.end(),
+                                  [](const Item& item) { return !item.arrived; });
+  Item& item = *rank.stream.insert(place, captured.item);
+  item.arrived = true;
+  item.over = &captured.over;
+  goOn();
+}
+
+void FakeNccl::goOn() {
+  std::string wrong;
+  for (bool moved = true; moved && wrong.empty();) {
+    moved = false;
+    for (Rank& rank : ranks_) {
+      if (!rank.stream.empty() && rank.stream.front().arrived) moved |= start(rank);
+    }
+    while (wrong.empty() && !ready_.empty()) {
+      const auto pair = ready_.back();
+      ready_.pop_back();
+      wrong = match(pair.first, pair.second);
+      moved = true;
+    }
+    if (wrong.empty() && allAtWhole()) {
+      wrong = runWhole();
+      moved = true;
+    }
+  }
   // NCCL would not notice: they never end.
   if (!wrong.empty()) last_error_ = wrong;
 }
@@ -219,7 +279,7 @@ void FakeNccl::begin(Rank& rank) {
 bool FakeNccl::allAtWhole() const {
   return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
     return !rank.stream.empty() && rank.stream.front().whole &&
-           (rank.device == nullptr || rank.stream.front().posted);
+           (rank.device == nullptr || rank.stream.front().arrived);
   });
 }
 
@@ -304,34 +364,50 @@ std::string FakeNccl::runWhole() {
            std::to_string(other.count) + ") where rank 0 called " + first.name + "(" +
            std::to_string(first.count) + ")" + culprit();
   }
-  const DType dtype = dtypeOfType(first.type);
-  const size_t bytes = first.count * dtypeBytes(dtype);
-  const size_t p = ranks_.size();
-  const bool reduces = first.op == OpCode::kAllReduce || first.op == OpCode::kReduceScatter;
-  const size_t whole = first.op == OpCode::kReduceScatter ? bytes * p : bytes;
-  std::vector<std::byte> result(first.op == OpCode::kAllGather ? bytes * p : whole);
-  for (size_t i = 0; i < p; ++i) {
-    const auto* in = static_cast<const std::byte*>(ranks_[i].stream.front().whole->in);
-    if (first.op == OpCode::kAllGather) {
-      std::memcpy(result.data() + i * bytes, in, bytes);
-    } else if (reduces && i > 0) {
-      reduceFunction(dtype, redOpOf(first.redop))(result.data(), result.data(), in,
-                                                  whole / dtypeBytes(dtype));
-    } else if (reduces || static_cast<int>(i) == first.root) {
-      std::memcpy(result.data(), in, whole);
-    }
+  std::vector<const std::byte*> ins;
+  for (const Rank& rank : ranks_) {
+    ins.push_back(static_cast<const std::byte*>(rank.stream.front().whole->in));
   }
-  if (reduces && redOpOf(first.redop) == RedOp::kAvg) {
-    scaleFunction(dtype)(result.data(), whole / dtypeBytes(dtype), static_cast<double>(p));
-  }
-  for (size_t i = 0; i < p; ++i) {
+  const std::vector<std::byte> result = combine(first, ins);
+  const size_t bytes = extentOf(first).second;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
     auto* out = static_cast<std::byte*>(ranks_[i].stream.front().whole->out);
     const size_t offset = first.op == OpCode::kReduceScatter ? i * bytes : 0;
-    const size_t size = first.op == OpCode::kReduceScatter ? bytes : result.size();
-    std::memcpy(out, result.data() + offset, size);
+    std::memcpy(out, result.data() + offset, bytes);
     finish(ranks_[i]);
   }
   return "";
+}
+
+// Bytes that a rank gives and gets.
+std::pair<size_t, size_t> FakeNccl::extentOf(const Whole& whole) const {
+  const size_t bytes = whole.count * dtypeBytes(dtypeOfType(whole.type));
+  return {whole.op == OpCode::kReduceScatter ? bytes * ranks_.size() : bytes,
+          whole.op == OpCode::kAllGather ? bytes * ranks_.size() : bytes};
+}
+
+// Of the inputs of all ranks: what all get, or of which each gets its part.
+std::vector<std::byte> FakeNccl::combine(const Whole& whole,
+                                         const std::vector<const std::byte*>& ins) const {
+  const DType dtype = dtypeOfType(whole.type);
+  const size_t bytes = extentOf(whole).first;
+  const bool gathers = whole.op == OpCode::kAllGather;
+  const bool reduces = whole.op == OpCode::kAllReduce || whole.op == OpCode::kReduceScatter;
+  std::vector<std::byte> result(gathers ? bytes * ins.size() : bytes);
+  for (size_t i = 0; i < ins.size(); ++i) {
+    if (gathers) {
+      std::memcpy(result.data() + i * bytes, ins[i], bytes);
+    } else if (reduces && i > 0) {
+      reduceFunction(dtype, redOpOf(whole.redop))(result.data(), result.data(), ins[i],
+                                                  bytes / dtypeBytes(dtype));
+    } else if (reduces || static_cast<int>(i) == whole.root) {
+      std::memcpy(result.data(), ins[i], bytes);
+    }
+  }
+  if (reduces && redOpOf(whole.redop) == RedOp::kAvg) {
+    scaleFunction(dtype)(result.data(), bytes / dtypeBytes(dtype), static_cast<double>(ins.size()));
+  }
+  return result;
 }
 
 std::string FakeNccl::run(uint64_t seed) {

@@ -4,7 +4,8 @@
 //
 // A send blocks until its receive is posted and the other way round; messages of a pair match in
 // the order of posting; the operations of a group progress independently, but the group's stream
-// goes on only when all have ended; collectives wait for all ranks. Found are: messages that match
+// goes on only when all have ended; collectives wait for all ranks. What a stream is given while it
+// is captured (sim_graph.hpp) is issued each time the graph runs. Found are: messages that match
 // with different sizes, collectives that differ, waits that never end, groups that are too large,
 // memory that is used after its release. Every call can be told to fail.
 #pragma once
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -78,7 +80,15 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     std::shared_ptr<Whole> whole;
     std::string label;
     bool posted = false;
-    uint32_t* over = nullptr;  // with a device: the flag that its stream waits for
+    bool arrived = false;      // with a device: the stream has come to it
+    uint32_t* over = nullptr;  // ... the flag that its stream waits for
+  };
+  // An item of a graph, issued at every run.
+  struct Captured {
+    Item item;
+    uint32_t over = 0;
+    uint64_t capture;
+    OwnedEvent end;
   };
   struct Rank {
     FakeNccl* owner = nullptr;
@@ -90,7 +100,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     int async_error = kNcclSuccess;
     int group_depth = 0;
     std::vector<Transfer> collecting;
-    std::deque<Item> stream;
+    std::list<Item> stream;
     std::string label;
     std::vector<std::string> order;  // labels as enqueued, each once
     std::map<std::byte*, size_t> allocated;
@@ -98,6 +108,13 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     DevicePtr device;
     Stream device_stream;        // of the call in progress
     std::deque<uint32_t> flags;  // of its items, in the order of issue
+    std::list<Captured> captured;
+    // In check mode.
+    std::vector<OwnedStream> lanes;
+    OwnedEvent last;
+    std::map<int, size_t> issued_sends;  // by peer
+    std::map<int, size_t> issued_recvs;
+    size_t issued_wholes = 0;
   };
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
   int join(NcclComm* comm, int num_ranks, int rank);
@@ -121,9 +138,31 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     Item* item;
     Transfer* transfer;
   };
+  // What check mode has of a message, and of a collective of all ranks.
+  struct Staged {
+    uint32_t full = 0;
+    uint32_t taken = 0;
+    std::unique_ptr<std::byte[]> data;
+    size_t bytes = 0;
+  };
+  struct StagedWhole {
+    std::vector<uint32_t> given;  // by rank
+    std::vector<std::vector<std::byte>> in;
+  };
+  Staged* stagedOf(int source, int target, size_t number, size_t bytes);
+  StagedWhole& stagedWholeOf(size_t number);
+  void launchChecked(Rank& rank);
+  void launchGroup(Rank& rank, const std::vector<Transfer>& group, Stream stream);
+  void launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stream stream);
+  std::pair<size_t, size_t> extentOf(const Whole& whole) const;
+  std::vector<std::byte> combine(const Whole& whole,
+                                 const std::vector<const std::byte*>& ins) const;
   bool start(Rank& rank);
   void finish(Rank& rank);
-  void begin(Rank& rank);
+  void capture(Rank& rank, uint64_t number);
+  void begin(Rank& rank, const uint32_t* over);
+  void again(Rank& rank, Captured& captured);
+  void goOn();
   bool allAtWhole() const;
   std::string match(int source, int target);
   std::string runWhole();
@@ -137,6 +176,8 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::map<std::pair<int, int>, std::deque<Posted>> sends_;
   std::map<std::pair<int, int>, std::deque<Posted>> recvs_;
   std::vector<std::pair<int, int>> ready_;
+  std::map<std::pair<int, int>, std::deque<Staged>> staged_;
+  std::deque<StagedWhole> staged_wholes_;
   std::string last_error_;
   std::vector<std::string> complaints_;
   bool stall_init_ = false;

@@ -177,13 +177,17 @@ void NcclWorld::group(const Look& look, const std::function<void()>& calls) {
 void NcclWorld::connectAhead(int max_distance, NcclStream stream, const Look& look) {
   checkUsable();
   auto* bytes = static_cast<std::byte*>(device_->allocate(2, stream));
+  device_->clear(bytes, 2, stream);
   const int last = std::min(max_distance, size_ / 2);
   for (int distance = 1; distance <= last; ++distance) {
     // Both directions of a pair: the ring forwards, then backwards.
     for (const int step : {distance, size_ - distance}) {
+      const int to = (rank_ + step) % size_;
+      const int from = (rank_ - step + size_) % size_;
+      if (leavesOut(to) && leavesOut(from)) continue;
       group(look, [&] {
-        send(bytes, 1, (rank_ + step) % size_, stream);
-        recv(bytes + 1, 1, (rank_ - step + size_) % size_, stream);
+        if (!leavesOut(to)) send(bytes, 1, to, stream);
+        if (!leavesOut(from)) recv(bytes + 1, 1, from, stream);
       });
     }
   }
@@ -205,6 +209,34 @@ void NcclWorld::exchange(const std::vector<Message>& sends, const std::vector<Me
     for (const Message& message : sends) send(message.data, message.bytes, message.peer, stream);
     for (const Message& message : recvs) recv(message.data, message.bytes, message.peer, stream);
   });
+}
+
+void NcclWorld::checkConnected(int peer) const {
+  if (peer == rank_ || used_[static_cast<size_t>(peer)]) return;
+  throwInvalidUsage("an operation that is captured into a graph has a message with rank " +
+                    std::to_string(peer) +
+                    ", with which NCCL is not connected yet, and it cannot connect during the "
+                    "capture: run the same operation once, and Communicator.synchronize(), "
+                    "before it");
+}
+
+void NcclWorld::checkConnected(const Operation& operation) {
+  if (isWhole(operation)) {
+    const OpCode op = operation.request.op;
+    if (std::find(whole_used_.begin(), whole_used_.end(), op) != whole_used_.end()) return;
+    throwInvalidUsage(std::string("the first ") + opName(op) +
+                      " by NCCL itself cannot be captured into a graph, since NCCL may have to "
+                      "connect for it: run the same operation once, and "
+                      "Communicator.synchronize(), before it");
+  }
+  for (const nccl::Group& group : prepare(operation)->groups) {
+    for (const Send& send : group.sends) {
+      checkConnected(operation.ranks[static_cast<size_t>(send.peer)]);
+    }
+    for (const Recv& recv : group.recvs) {
+      checkConnected(operation.ranks[static_cast<size_t>(recv.peer)]);
+    }
+  }
 }
 
 size_t NcclWorld::scratchBytes(const Operation& operation) {
@@ -230,6 +262,9 @@ void NcclWorld::runWhole(const Operation& operation, NcclStream stream, const Lo
   const int type = ncclTypeOf(operation.dtype);
   const int op = ncclOpOf(operation.redop);
   ++stats_.whole_world_ops;
+  if (std::find(whole_used_.begin(), whole_used_.end(), request.op) == whole_used_.end()) {
+    whole_used_.push_back(request.op);
+  }
   switch (request.op) {
     case OpCode::kAllReduce:
       return settle(api_->allReduce(in, out, count, type, op, comm_, stream), "ncclAllReduce",
@@ -245,8 +280,16 @@ void NcclWorld::runWhole(const Operation& operation, NcclStream stream, const Lo
   }
 }
 
+std::vector<bool> NcclWorld::elsewhere(const std::vector<int>& ranks) const {
+  std::vector<bool> result;
+  if (left_out_.empty()) return result;
+  for (const int rank : ranks) result.push_back(leavesOut(rank));
+  return result;
+}
+
 std::shared_ptr<const NcclWorld::Prepared> NcclWorld::prepare(const Operation& operation) {
-  const auto known = prepared_.find(operation.schedule.get());
+  const PreparedKey key(operation.schedule.get(), elsewhere(operation.ranks));
+  const auto known = prepared_.find(key);
   if (operation.schedule != nullptr && known != prepared_.end()) return known->second;
   ScheduleRequest request = operation.request;
   const auto own = std::find(operation.ranks.begin(), operation.ranks.end(), rank_);
@@ -260,12 +303,12 @@ std::shared_ptr<const NcclWorld::Prepared> NcclWorld::prepare(const Operation& o
   made->schedule = operation.schedule != nullptr
                        ? operation.schedule
                        : std::make_shared<const Schedule>(makeSchedule(request));
-  made->groups = nccl::groupsOf(request, *made->schedule);
+  made->groups = nccl::groupsOf(request, *made->schedule, key.second);
   made->temp_bytes = padded(made->schedule->temp_bytes);
   made->arrival_bytes = arrivalBytes(made->groups);
   if (operation.schedule == nullptr) return made;
   if (prepared_.size() >= kMaxPrepared) prepared_.clear();
-  prepared_.emplace(operation.schedule.get(), made);
+  prepared_.emplace(key, made);
   return made;
 }
 
@@ -293,7 +336,7 @@ void NcclWorld::runGroup(const nccl::Group& group, const Operation& operation,
                          const Look& look) {
   std::byte* const arrivals = scratch + prepared.temp_bytes;
   // A barrier's messages are empty, and NCCL would send nothing: a byte instead.
-  std::byte* const token = arrivals + prepared.arrival_bytes;
+  std::byte* const token = tokensOf(prepared, scratch);
   const bool empty_counts = operation.request.op == OpCode::kBarrier;
   const auto peerOf = [&](int peer) { return operation.ranks[static_cast<size_t>(peer)]; };
   this->group(look, [&] {
@@ -324,12 +367,19 @@ void NcclWorld::runGroup(const nccl::Group& group, const Operation& operation,
 void NcclWorld::runSchedule(const Operation& operation, NcclStream stream, const Look& look) {
   const std::shared_ptr<const Prepared> prepared = prepare(operation);
   auto* scratch = static_cast<std::byte*>(device_->allocate(prepared->scratchBytes(), stream));
+  if (operation.request.op == OpCode::kBarrier)
+    device_->clear(tokensOf(*prepared, scratch), 2, stream);
+  const std::vector<Step>& steps = prepared->schedule->steps;
   for (const nccl::Group& group : prepared->groups) {
     runMoves(group.moves, operation, scratch, stream);
+    const bool with_others = operation.beside != nullptr && group.step < steps.size();
+    if (with_others && group.first) operation.beside->begin(steps[group.step], scratch);
     if (!group.sends.empty() || !group.recvs.empty()) {
       runGroup(group, operation, *prepared, scratch, stream, look);
     }
+    if (with_others && group.last) operation.beside->end();
   }
+  if (operation.beside != nullptr) operation.beside->finish();
   device_->release(scratch, stream);
 }
 

@@ -142,7 +142,7 @@ def with_devices(seen: list[bool]) -> tuple[str, float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bootstrap, "has_gpu", lambda: seen[int(os.environ["RANK"])])
-        patch.setattr(bootstrap, "automatic", lambda _: "sim")
+        patch.setattr(bootstrap, "AUTOMATIC", "sim")
         with hdp.init(timeout=20) as comm:
             x = torch.ones(1)
             comm.all_reduce(x)

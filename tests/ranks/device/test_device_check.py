@@ -22,7 +22,7 @@ ALL = {**PROGRAMS, "ring_attention": ring_attention}
 
 def run(name: str, world_size: int, seeds: Iterable[int]) -> None:
     with small_slots(), annotated():
-        check(ALL[name], world_size, seeds=seeds)
+        check(ALL[name], world_size, seeds=seeds, transport="sim")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -35,7 +35,7 @@ def test_every_line_that_orders_is_needed() -> None:
     found: dict[tuple[str, int, str], bool] = {}
     with small_slots(), annotated():
         for name, program in ALL.items():
-            sites: list[PlantedSite] = planted_sites(program, 2, seeds=range(3), path="csrc")
+            sites: list[PlantedSite] = planted_sites(program, 2, seeds=range(3), path="csrc", transport="sim")
             for site in sites:
                 if "/device/sim/" in site.file:
                     continue

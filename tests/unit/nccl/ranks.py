@@ -20,11 +20,21 @@ class Operation:
     """A collective on some ranks: inputs, outputs and what the outputs must be, by position."""
 
     def __init__(
-        self, op: str, ranks: list[int], count: int, *, algorithm: str = "auto", root: int = 0, redop: str = "sum"
+        self,
+        op: str,
+        ranks: list[int],
+        count: int,
+        *,
+        algorithm: str = "auto",
+        root: int = 0,
+        redop: str = "sum",
+        hosts: list[int] | None = None,
     ) -> None:
         self.op, self.ranks, self.count, self.algorithm = op, ranks, count, algorithm
         self.root = root if op in ROOTED else -1
         self.redop = redop if op in REDUCING else ""
+        # The host of each position, numbered by first appearance; none: one host.
+        self.nodes = [list(dict.fromkeys(hosts)).index(host) for host in hosts] if hosts else []
         n = len(ranks)
         wide = n * count
         sizes = {"reduce_scatter": (wide, count), "all_gather": (count, wide), "gather": (count, wide)}
@@ -55,14 +65,14 @@ class Operation:
             return [np.concatenate([x[block] for x in inputs]) for block in blocks]
         return [None] * n
 
-    def enqueue(self, member: scale.NcclMember, rank: int, nodes: list[int] | None = None) -> None:
+    def enqueue(self, member: scale.NcclMember, rank: int) -> None:
         """On one rank."""
         i = self.ranks.index(rank)
         source, target = self.inputs[i], self.outputs[i]
         redop = comm.REDOPS[self.redop] if self.redop else NONE
         member.collective(
             comm.OPS[self.op], comm.ALGORITHMS[self.algorithm], self.ranks, source.ctypes.data, target.ctypes.data,
-            self.count, _core.DTYPES["float32"], redop, self.root, nodes or [],
+            self.count, _core.DTYPES["float32"], redop, self.root, self.nodes,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -72,7 +82,7 @@ class Operation:
                 np.testing.assert_allclose(self.outputs[i], expected, rtol=1e-6, err_msg=str(self))
 
     def __repr__(self) -> str:
-        return f"{self.op}({self.count}, {self.algorithm}) on {self.ranks}"
+        return f"{self.op}({self.count}, {self.algorithm}) on {self.ranks} of hosts {self.nodes}"
 
 
 class World:

@@ -29,6 +29,25 @@ def test_every_collective_and_algorithm(op: str, algorithm: str) -> None:
             operation.check()
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"])
+def test_hosts_with_any_number_of_members(op: str) -> None:
+    """Ranks of a small host have fewer steps than those of a large one, and must not wait in them for each other."""
+    generator = random.Random(5)
+    layouts = [[0, 0, 1, 2, 2, 2], [0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 2], [0, 1, 2, 2, 2, 3, 3]]
+    layouts += [[generator.randrange(5) for _ in range(generator.randint(2, 14))] for _ in range(60)]
+    for seed, hosts in enumerate(layouts):
+        world = World(len(hosts))
+        ranks = list(range(len(hosts)))
+        operations = [
+            Operation(op, ranks, count, algorithm="hierarchical", root=len(hosts) // 2, redop="avg", hosts=hosts)
+            for count in (0, 1, 20)
+        ]
+        world.enqueue(operations)
+        assert world.fake.run(seed) == "", hosts
+        for operation in operations:
+            operation.check()
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 64])
 def test_the_whole_world_takes_nccls_own_collectives(size: int) -> None:
     world = World(size)

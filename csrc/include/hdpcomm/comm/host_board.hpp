@@ -27,8 +27,8 @@ class HostBoard final : public device::CallBoard {
   void fail(int own, const Error& error, const std::vector<uint64_t>& sound) override;
   // Waits a moment for the peers to take what they were told.
   void leave(int own, const std::string& reason, const std::vector<uint64_t>& sound) override;
-  // An operation that has ended on its streams has ended well: nobody else writes into them.
-  uint64_t sound(int /*src*/, int /*own*/) override { return ~0ULL; }
+  // Who has called an operation takes part in it to its end, or says that it failed.
+  uint64_t sound(int src, int own) override;
   device::BoardState state(int rank) override;
   Error lastWords(int rank) override;
   bool processAlive(int /*rank*/) override { return true; }  // state() knows of the dead
@@ -47,6 +47,7 @@ class HostBoard final : public device::CallBoard {
   struct Peer {
     std::deque<std::unique_ptr<Parcel>> sends;
     std::deque<std::unique_ptr<Parcel>> receives;
+    uint64_t taken = 0;
     uint64_t accepted = 0;
     std::optional<Error> words;  // it has failed or left
     Clock::time_point asked;     // when it was last asked whether it lives

@@ -1,8 +1,9 @@
-// Messages over links: pairs of ranks whose arenas are mapped (transport/device). One host only.
+// Messages over links: pairs of ranks of one host whose arenas are mapped (transport/device).
 #pragma once
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "hdpcomm/collective/peer_reads.hpp"
@@ -14,21 +15,44 @@
 
 namespace hdpcomm {
 
-class StreamEngine;
-
 class LinkMover final : public StreamMover {
  public:
+  // `places`: by rank of the world, its place in the arenas; -1: there is no link to it.
   LinkMover(DevicePtr device, std::unique_ptr<device::Arena> arena,
-            std::shared_ptr<device::SharedBoard> board, const DeviceCosts& costs, int num_ranks,
-            int rank);
+            std::shared_ptr<device::SharedBoard> board, const DeviceCosts& costs,
+            std::vector<int> places, int rank);
+
+  // In, out and temporary memory of a schedule, by Buffer.
+  using Buffers = std::array<std::byte*, 3>;
+
+  // The transfers of a schedule between this rank and those that it has links to, step by step.
+  class Pass {
+   public:
+    Pass(LinkMover& mover, const Collective& operation) : mover_(mover), operation_(operation) {}
+    // Starts those of a step, beside the operation's stream.
+    void begin(const Step& step, const Buffers& buffers);
+    // The stream goes on after them, but for deferred sends; and after these, too.
+    void end();
+    void finish();
+
+   private:
+    LinkMover& mover_;
+    const Collective& operation_;
+    std::optional<device::Fork> fork_;
+    std::vector<device::Fork> deferred_;
+  };
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
-  std::byte* landing() const override { return arena_->landing(rank_); }
-  size_t landingBytes() const override { return arena_->config().landing_bytes; }
+  std::byte* landing() const override {
+    return arena_ != nullptr ? arena_->landing(place_) : nullptr;
+  }
+  size_t landingBytes() const override { return landing_bytes_; }
   size_t scratchBytes() const override { return scratch_.bytes(); }
-  Communicator::Planning planning() const override;
+  size_t arenaBytes() const override { return arena_ != nullptr ? arena_->bytes() : 0; }
+  bool lands(int peer) const override { return placeOf(peer) >= 0; }
+  Communicator::Planning planning(const std::vector<int>& ranks) const override;
   Traffic trafficOf(const Collective& operation) const override;
-  void prepare(const Messages& sends, const Messages& recvs) override;
+  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
   void collective(const Collective& operation, const Look& look) override;
@@ -38,13 +62,13 @@ class LinkMover final : public StreamMover {
   TransportStats stats() const override { return stats_; }
 
  private:
-  // In, out and temporary memory of a schedule, by Buffer.
-  using Buffers = std::array<std::byte*, 3>;
   struct Peer {
     std::unique_ptr<device::Link> link;  // made on first use
     bool used = false;
   };
 
+  int placeOf(int rank) const { return places_[static_cast<size_t>(rank)]; }
+  std::vector<int> placesOf(const std::vector<int>& ranks) const;
   void use(int peer);
   device::Link& link(int peer);
   void checkLanding(const Message& message, bool received) const;
@@ -55,7 +79,10 @@ class LinkMover final : public StreamMover {
   void runMoves(const Step& step, const Call& call, const Buffers& buffers, Stream stream);
 
   const DevicePtr device_;
+  const std::vector<int> places_;
   const int rank_;
+  const int place_;
+  const size_t landing_bytes_;
   std::unique_ptr<device::Arena> arena_;
   const std::shared_ptr<device::SharedBoard> board_;
   ScratchPool scratch_;
@@ -66,11 +93,5 @@ class LinkMover final : public StreamMover {
   std::vector<Peer> peers_;
   TransportStats stats_;
 };
-
-// Collective over the host world of `comm`, whose transport carries the addresses. All ranks give
-// the same configuration. Throws Mismatch where they differ, InvalidUsage where devices cannot
-// reach each other. The costs of rank 0 are everybody's, so that all choose alike.
-std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr device,
-                                        const device::ArenaConfig& config, DeviceCosts costs);
 
 }  // namespace hdpcomm

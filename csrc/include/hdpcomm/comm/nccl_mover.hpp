@@ -11,8 +11,6 @@
 
 namespace hdpcomm {
 
-class StreamEngine;
-
 // An NcclDevice on the streams of a device; scratch memory comes from a pool.
 class StreamNcclDevice final : public NcclDevice {
  public:
@@ -21,9 +19,11 @@ class StreamNcclDevice final : public NcclDevice {
   // What the next allocate() of this stream returns.
   void reserve(size_t bytes, Stream stream, bool captured);
   size_t bytes() const { return pool_.bytes(); }
+  void free() { pool_.free(); }
 
   void* allocate(size_t bytes, NcclStream stream) override;
   void release(void* /*memory*/, NcclStream /*stream*/) override {}  // the stream keeps it
+  void clear(void* memory, size_t bytes, NcclStream stream) override;
   void copy(void* to, const void* from, size_t bytes, NcclStream stream) override;
   void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
               NcclStream stream) override;
@@ -48,18 +48,23 @@ class NcclMover final : public StreamMover {
 
   const char* name() const override { return "nccl"; }
   size_t scratchBytes() const override { return memory_->bytes(); }
-  Communicator::Planning planning() const override;
-  void prepare(const Messages& sends, const Messages& recvs) override;
+  Communicator::Planning planning(const std::vector<int>& ranks) const override;
+  bool capturesAlike(int /*peer*/) const override { return true; }
+  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
-  void collective(const Collective& operation, const Look& look) override;
+  void collective(const Collective& operation, const Look& look) override {
+    collective(operation, nullptr, look);
+  }
+  // `beside`: takes the transfers with the ranks that the world leaves out.
+  void collective(const Collective& operation, NcclWorld::Beside* beside, const Look& look);
   void checkHealth() override { world_->checkAsync(); }
   std::vector<Stream> streams() const override { return {background_stream_.get()}; }
   // Nothing but the end of the communicator ends its kernels.
   void release(Stream control) override;
   void retire() override;
   TransportStats stats() const override;
-  uint64_t predictedBufferBytes() const override;
+  NcclUse ncclUse() const override;
 
  private:
   static NcclWorld::Operation operationOf(const Collective& operation);
@@ -67,17 +72,10 @@ class NcclMover final : public StreamMover {
   const DevicePtr device_;
   const std::shared_ptr<StreamNcclDevice> memory_;
   const OwnedStream background_stream_;  // exchanges in the background
+  const DeviceMemory tokens_;            // what empty messages of an exchange are instead
   const NcclCosts costs_;
   std::unique_ptr<NcclWorld> world_;
   NcclStats last_;  // after retire()
 };
-
-// Collective over the host world of `comm`: rank 0's id goes round, all join one communicator, and
-// every rank connects with its neighbours up to `connect_distance` in the order of the ranks. The
-// costs of rank 0 are everybody's, so that all choose alike. Throws what NcclWorld does; the ranks
-// may be on several hosts.
-std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
-                                       const std::shared_ptr<const NcclApi>& api,
-                                       int connect_distance, NcclCosts costs);
 
 }  // namespace hdpcomm

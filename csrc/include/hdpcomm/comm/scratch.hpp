@@ -20,6 +20,8 @@ class ScratchPool {
   // and the caller has seen to it that its work is done (Communicator.synchronize()).
   std::byte* take(size_t bytes, Stream stream, bool captured);
   size_t bytes() const;
+  // All work on the blocks is done.
+  void free() { blocks_.clear(); }
 
  private:
   struct Block {

@@ -26,8 +26,6 @@ namespace hdpcomm {
 
 class StreamEngine final : public WorldPart {
  public:
-  // The board of a world whose ranks share a host. Collective over the ranks of `comm`.
-  static std::shared_ptr<device::SharedBoard> shareBoard(const Communicator& comm);
   // Collective over the ranks of `comm`: after it everybody may begin.
   static std::shared_ptr<StreamEngine> start(const Communicator& comm, DevicePtr device,
                                              std::shared_ptr<device::CallBoard> board,
@@ -44,7 +42,12 @@ class StreamEngine final : public WorldPart {
   size_t landingBytes() const { return mover_->landingBytes(); }
   double timeout() const { return timeout_s_; }
   size_t scratchBytes() const;
-  Communicator::Planning planning() const { return mover_->planning(); }
+  size_t arenaBytes() const { return mover_->arenaBytes(); }
+  // `peer`: global rank.
+  bool lands(int peer) const { return mover_->lands(peer); }
+  Communicator::Planning planning(const std::vector<int>& ranks) const {
+    return mover_->planning(ranks);
+  }
 
   static constexpr uint64_t kNoLanding = StreamMover::kNoLanding;
   using Message = StreamMover::Message;
@@ -69,7 +72,7 @@ class StreamEngine final : public WorldPart {
   bool test(StreamWork& work);
 
   TransportStats stats() const;
-  uint64_t predictedBufferBytes() const;
+  StreamMover::NcclUse ncclUse() const;
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
 

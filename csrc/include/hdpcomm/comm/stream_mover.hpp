@@ -1,6 +1,7 @@
 // How the operations of a StreamEngine move: over links between mapped arenas (LinkMover, ranks of
-// one host), or by NCCL (NcclMover). The engine does the rest alike for both: calls compared with
-// the peers', deadlines, peers that die, errors, works.
+// one host), by NCCL (NcclMover), or each message the way that its peer has (PathMover). The engine
+// does the rest alike for all: calls compared with the peers', deadlines, peers that die, errors,
+// works.
 //
 // All calls come under the engine's lock.
 #pragma once
@@ -52,10 +53,14 @@ class StreamMover {
   // This rank's landing zone; zone offsets are the same on all ranks.
   virtual std::byte* landing() const { return nullptr; }
   virtual size_t landingBytes() const { return 0; }
+  // Whether messages between this rank and the peer may name a landing place; both say the same.
+  virtual bool lands(int /*peer*/) const { return false; }
   virtual size_t scratchBytes() const = 0;
+  // Of this rank's device memory that peers map.
+  virtual size_t arenaBytes() const { return 0; }
 
-  // How its collectives are planned.
-  virtual Communicator::Planning planning() const { return {}; }
+  // How collectives of these ranks (global) are planned; the same on all of them.
+  virtual Communicator::Planning planning(const std::vector<int>& ranks) const = 0;
   // What a collective moves between this rank and each member; as members post it on the board,
   // they must agree on it.
   struct Traffic {
@@ -65,9 +70,13 @@ class StreamMover {
   };
   virtual Traffic trafficOf(const Collective& operation) const;
 
+  // Whether what it moves to and from the peer must be captured into graphs on both sides or on
+  // none.
+  virtual bool capturesAlike(int /*peer*/) const { return false; }
+
   // Before anybody is told of the operation: throws InvalidUsage for what cannot be done, and takes
   // the memory that it needs besides its tensors.
-  virtual void prepare(const Messages& sends, const Messages& recvs) = 0;
+  virtual void prepare(const Messages& sends, const Messages& recvs, bool captured) = 0;
   virtual void prepare(const Collective& operation) = 0;
   // Enqueue the operation that was prepared last. An exchange has ended when what the streams
   // returned hold now has; a collective, when its stream has. In the background nothing of an
@@ -87,8 +96,14 @@ class StreamMover {
   virtual void retire() = 0;
 
   virtual TransportStats stats() const = 0;
-  // Device memory that a library behind the mover is predicted to hold for this rank's peers.
-  virtual uint64_t predictedBufferBytes() const { return 0; }
+  // Of NCCL, where it has a part: the groups so far, and the device memory that it is predicted to
+  // hold for this rank's peers.
+  struct NcclUse {
+    uint64_t groups = 0;
+    uint64_t whole_world_ops = 0;
+    uint64_t buffer_bytes = 0;
+  };
+  virtual NcclUse ncclUse() const { return {}; }
 };
 
 }  // namespace hdpcomm

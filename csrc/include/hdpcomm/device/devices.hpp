@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "hdpcomm/device/device_api.hpp"
 
@@ -9,8 +10,8 @@ namespace hdpcomm {
 
 // A device on the CPU: streams are threads, device memory is host memory (any host address counts
 // as device memory). While a check runs (sim_check.hpp) the new device takes part in it. `ordinal`
-// is a free number, usually the rank.
-std::shared_ptr<DeviceApi> openSimDevice(int ordinal);
+// is a free number, usually the rank. `out_of_reach`: devices for which canAccessPeer() is false.
+std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach = {});
 
 // CUDA device `ordinal`, by its primary context (the one of torch and of the CUDA runtime). The
 // driver is opened here, not before: throws DeviceError where there is none.

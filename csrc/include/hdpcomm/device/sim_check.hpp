@@ -14,6 +14,9 @@
 
 namespace hdpcomm {
 
+// Whether the device takes part in a check.
+bool inSimCheck(const DeviceApi& device);
+
 // One operation in a report.
 struct CheckedOp {
   std::string what;  // "copy (read)"

@@ -6,9 +6,10 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "hdpcomm/collective/schedule.hpp"
@@ -28,6 +29,8 @@ class NcclDevice {
   // Memory that may be used by what is enqueued from now on, until release() in the same stream.
   virtual void* allocate(size_t bytes, NcclStream stream) = 0;
   virtual void release(void* memory, NcclStream stream) = 0;
+  // Zeros.
+  virtual void clear(void* memory, size_t bytes, NcclStream stream) = 0;
   virtual void copy(void* to, const void* from, size_t bytes, NcclStream stream) = 0;
   // out[i] = a[i] op b[i]
   virtual void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
@@ -71,10 +74,27 @@ class NcclWorld {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Exchanges a byte with each of the peers up to a distance, in an order that is fixed for all
-  // ranks, so that NCCL connects the pairs now and not inside an operation (nccl#783). Collective
-  // over all ranks.
+  // Messages between this rank and these go another way (Beside), on both ends; by rank. Before
+  // the first operation.
+  void leaveOut(std::vector<bool> peers) { left_out_ = std::move(peers); }
+
+  // Exchanges a byte with each of the peers up to a distance, but with those that are left out, in
+  // an order that is fixed for all ranks, so that NCCL connects the pairs now and not inside an
+  // operation (nccl#783). Collective over all ranks.
   void connectAhead(int max_distance, NcclStream stream, const Look& look = {});
+
+  // The part of a schedule that goes another way, step by step, on the operation's stream.
+  class Beside {
+   public:
+    virtual ~Beside() = default;
+    // After the step's moves: starts its transfers with the peers that are left out. Buffer::kTemp
+    // of the schedule begins at `temp`.
+    virtual void begin(const Step& step, std::byte* temp) = 0;
+    // Later work of the stream comes after them, but for deferred sends.
+    virtual void end() = 0;
+    // ... and after these, too. Once, after the last step.
+    virtual void finish() = 0;
+  };
 
   struct Operation {
     ScheduleRequest request;  // op, algorithm, sizes; rank and group_size are those of `ranks`
@@ -84,7 +104,14 @@ class NcclWorld {
     DType dtype = DType::kUint8;
     RedOp redop = RedOp::kNone;
     std::shared_ptr<const Schedule> schedule;  // of the request, if it is there already
+    Beside* beside = nullptr;                  // where some of `ranks` are left out
   };
+  // Before what is captured into a graph: NCCL must have its connections by then, since making them
+  // takes calls that a capture does not allow (NCCL 2.12, "Using NCCL with CUDA Graphs"). Throw
+  // InvalidUsage where there was no message with the peer yet, or no operation of NCCL's own of
+  // this kind.
+  void checkConnected(int peer) const;
+  void checkConnected(const Operation& operation);
   // Device memory that the operation will allocate.
   size_t scratchBytes(const Operation& operation);
   // Enqueues a collective. The whole world in its own order goes to NCCL's own collective where
@@ -96,7 +123,8 @@ class NcclWorld {
     size_t bytes = 0;
     int peer = -1;  // global rank
   };
-  // Throws InvalidUsage for more than one group can hold: 256.
+  // Messages that one group can hold; throws InvalidUsage for more.
+  static constexpr size_t kMaxExchange = 256;
   static void checkExchange(size_t sends, size_t recvs);
   // Enqueues sends and receives as one group.
   void exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs,
@@ -120,7 +148,16 @@ class NcclWorld {
     size_t arrival_bytes;
     size_t scratchBytes() const { return temp_bytes + arrival_bytes + 2; }
   };
+  using PreparedKey = std::pair<const Schedule*, std::vector<bool>>;
   std::shared_ptr<const Prepared> prepare(const Operation& operation);
+  std::vector<bool> elsewhere(const std::vector<int>& ranks) const;
+  bool leavesOut(int peer) const {
+    return !left_out_.empty() && left_out_[static_cast<size_t>(peer)];
+  }
+  // Two bytes behind the rest of the scratch memory.
+  static std::byte* tokensOf(const Prepared& prepared, std::byte* scratch) {
+    return scratch + prepared.temp_bytes + prepared.arrival_bytes;
+  }
   void settle(int result, const char* call, const Look& look);
   void group(const Look& look, const std::function<void()>& calls);
   bool isWhole(const Operation& operation) const;
@@ -145,8 +182,10 @@ class NcclWorld {
   NcclComm comm_ = nullptr;
   double timeout_s_;
   std::vector<bool> used_;
+  std::vector<OpCode> whole_used_;
   NcclStats stats_;
-  std::unordered_map<const Schedule*, std::shared_ptr<const Prepared>> prepared_;
+  std::vector<bool> left_out_;  // empty: nobody
+  std::map<PreparedKey, std::shared_ptr<const Prepared>> prepared_;
 };
 
 }  // namespace hdpcomm

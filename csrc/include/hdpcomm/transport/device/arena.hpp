@@ -55,8 +55,8 @@ class Arena {
   Arena(DevicePtr device, ArenaConfig config, int num_ranks, int rank);
 
   MemoryHandle exportOwn() const;
-  // Maps the other ranks' blocks; handles by rank.
-  void importPeers(const std::vector<MemoryHandle>& handles);
+  // Maps another rank's block.
+  void importPeer(int peer, const MemoryHandle& handle);
 
   DeviceApi& device() const { return *device_; }
   const ArenaConfig& config() const { return config_; }

@@ -21,6 +21,8 @@ struct CallEntry {
   uint64_t landing = ~0ULL;
   // From the poster to the reader, in all messages of the operation.
   uint64_t bytes = 0;
+  // Into a graph, by a mover that wants it alike on both sides (StreamMover::capturesAlike).
+  uint64_t captured = 0;
 
   bool operator==(const CallEntry&) const = default;
 };
