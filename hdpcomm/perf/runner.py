@@ -69,7 +69,7 @@ def check(config: PerfConfig, ranks: int) -> None:
     if reason:
         raise InvalidUsage(reason)
     known = Communicator.algorithms(op.core_name) if op.core_name else ()
-    if op.core_name and config.transport in ("cuda", "sim"):
+    if op.core_name and config.transport in ("cuda", "cuda+nccl", "sim"):
         known += tuple(_core.comm.peer_readers_of(_core.comm.OPS[op.core_name]))
     op.check_algorithm(config.algorithm, known)
     for subset in config.subsets:
