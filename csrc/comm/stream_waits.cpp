@@ -107,8 +107,11 @@ bool StreamEngine::conclude(const WorkPtr& work) {
       failWork(*work, *refusalOf(*work, share));
     }
     agreed = agreed && heard;
-    // What it was to be compared with may come later than its message.
-    if (work->uncompared_ > 0 && share.expects > 0) {
+    // What it was to be compared with may come later than its message: from this peer, since one
+    // that did its part may leave while another's call is still on its way.
+    const auto& expected = peers_[static_cast<size_t>(share.peer)].expected;
+    if (std::any_of(expected.begin(), expected.end(),
+                    [&](const Expected& each) { return each.work == work; })) {
       agreed = false;
       if (gone[i] && share.peer != rank_) failWork(*work, *refusalOf(*work, share));
     }
