@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -143,10 +142,8 @@ class Trainer:
         self.gradients.finish()
         self.optimizer.step()
         self._synchronize()
-        metrics = self._metrics(planned, loss=mean, grad_norm=grad_norm, idle=idle, started=started, sent=sent)
-        busiest = torch.tensor([time.process_time() - processor], dtype=torch.float64)
-        self.comm.all_reduce(busiest, "max")
-        metrics = replace(metrics, processor_s=busiest.item())
+        own = [time.perf_counter() - started, idle, self._bytes_sent() - sent, time.process_time() - processor]
+        metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         return offloading.add_to(metrics, self.comm)
 
     def _plan_now(self, lengths: Sequence[int]) -> PlannedStep:
@@ -192,16 +189,14 @@ class Trainer:
             )
         return value
 
-    def _metrics(
-        self, planned: PlannedStep, *, loss: float, grad_norm: float, idle: float, started: float, sent: int
-    ) -> StepMetrics:
+    def _metrics(self, planned: PlannedStep, own: Sequence[float], *, loss: float, grad_norm: float) -> StepMetrics:
+        """``own``: this rank's seconds, idle seconds, bytes sent and seconds of processor time. Collective."""
         plan = planned.plan
         longest = max((s.length, len(m.ranks)) for m in plan.micro_batches for s in m.sequences)
-        seconds = time.perf_counter() - started
-        own = [seconds, idle, self._bytes_sent() - sent, planned.waited_s, plan.planning_s]
-        shared = torch.tensor(own, dtype=torch.float64)
-        self.comm.all_reduce(shared)
-        seconds, idle, bytes_sent, plan_wait, planning = shared.tolist()
+        row = torch.tensor([*own, planned.waited_s, plan.planning_s], dtype=torch.float64)
+        rows = row.new_empty(self.comm.size, row.numel())
+        self.comm.all_gather(rows, row)
+        seconds, idle, bytes_sent, _, plan_wait, planning = rows.sum(0).tolist()
         self.num_steps += 1
         return StepMetrics(
             step=self.num_steps - 1,
@@ -217,6 +212,7 @@ class Trainer:
             predicted_s=plan.makespan_s,
             planning_s=planning / self.comm.size,
             plan_wait_s=plan_wait / self.comm.size,
+            processor_s=rows[:, 3].max().item(),
         )
 
     def _same_start(self) -> None:
