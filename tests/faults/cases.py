@@ -130,6 +130,32 @@ def aborted_by_rank_0(comm: hdp.Communicator, *, members: int) -> None:
         assert "the user had enough" in str(error)
 
 
+def in_another_order(comm: hdp.Communicator, changed: int) -> str:
+    """What a rank is told of three operations on subsets of 3 ranks when one calls two of them the other way round."""
+    operations = [comm.subset([0, 1, 2]), comm.subset([2, 1, 0]), comm.subset([1, 2, 0])]
+    if comm.rank == changed:
+        operations[0], operations[1] = operations[1], operations[0]
+
+    def call_all() -> None:
+        for subset in operations:
+            assert subset is not None
+            subset.all_reduce(torch.zeros(5), algorithm="ring")
+
+    return str(caught(call_all))
+
+
+def nccl_fails_by_itself(comm: hdp.Communicator, fake: Any, broken: int, algorithm: str = "auto") -> None:
+    """An asynchronous error of the fake while nothing runs: the broken rank finds it, the others are told."""
+    still_works(comm)
+    if comm.rank == broken:
+        fake.set_async_error(broken, 1)
+        with pytest.raises(hdp.DeviceError, match=f"an operation of NCCL failed on rank {broken}"):
+            until_it_fails(comm.synchronize)
+    else:
+        error = caught(lambda: comm.all_reduce(torch.zeros(3), algorithm=algorithm))
+        assert f"an operation of NCCL failed on rank {broken}" in str(error)
+
+
 def sums(comm: hdp.Communicator, count: int, algorithm: str) -> None:
     comm.all_reduce(torch.zeros(count), algorithm=algorithm)
 

@@ -13,7 +13,15 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import scale
 from hdpcomm.testing import run_threads
-from tests.faults.cases import DISAGREEMENTS, bad_arguments, caught, still_works, until, until_it_fails
+from tests.faults.cases import (
+    DISAGREEMENTS,
+    bad_arguments,
+    caught,
+    in_another_order,
+    nccl_fails_by_itself,
+    still_works,
+    until,
+)
 
 HOSTS = [(), (0, 1)]  # calls compared by shared memory, and by messages
 
@@ -61,17 +69,7 @@ def test_a_changed_order_is_named(changed: int, hosts: tuple[int, ...]) -> None:
     """Three operations of one size on two subsets; one rank calls two of them the other way round."""
 
     def run() -> str:
-        comm = hdp.init(timeout=20)
-        operations = [comm.subset([0, 1, 2]), comm.subset([2, 1, 0]), comm.subset([1, 2, 0])]
-        if comm.rank == changed:
-            operations[0], operations[1] = operations[1], operations[0]
-
-        def call_all() -> None:
-            for subset in operations:
-                assert subset is not None
-                subset.all_reduce(torch.zeros(5), algorithm="ring")
-
-        return str(caught(call_all))
+        return in_another_order(hdp.init(timeout=20), changed)
 
     messages = ranks(run, 3, hosts=hosts)
     pairs = [message for message in messages if "called all_reduce(5 x float32, sum" in message]
@@ -224,14 +222,7 @@ def test_an_asynchronous_error_with_nothing_running(hosts: tuple[int, ...]) -> N
 
     def breaks() -> None:
         comm = hdp.init(timeout=20)
-        still_works(comm)
-        if comm.rank == 0:
-            fake.set_async_error(0, 1)
-            with pytest.raises(hdp.DeviceError, match="an operation of NCCL failed on rank 0"):
-                until_it_fails(comm.synchronize)
-        else:
-            error = caught(lambda: comm.all_reduce(torch.zeros(3)))
-            assert "an operation of NCCL failed on rank 0" in str(error)
+        nccl_fails_by_itself(comm, fake, 0)
         is_over(comm)
 
     ranks(breaks, 2, hosts=hosts, fake_nccl=fake)

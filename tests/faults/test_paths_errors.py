@@ -13,8 +13,14 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import scale
 from hdpcomm.testing import run_threads
-from tests.faults.test_comm_errors import DISAGREEMENTS, bad_arguments, caught, still_works
-from tests.faults.test_device_errors import until_it_fails
+from tests.faults.cases import (
+    DISAGREEMENTS,
+    bad_arguments,
+    caught,
+    in_another_order,
+    nccl_fails_by_itself,
+    still_works,
+)
 from tests.faults.test_nccl_errors import is_over
 
 HOSTS = (0, 0, 1)
@@ -70,17 +76,7 @@ def test_a_mismatch_of_two_in_a_world_of_both_kinds(pair: tuple[int, int]) -> No
 @pytest.mark.parametrize("changed", [0, 2])
 def test_a_changed_order_is_named(changed: int) -> None:
     def run() -> str:
-        comm = hdp.init(timeout=20)
-        operations = [comm.subset([0, 1, 2]), comm.subset([2, 1, 0]), comm.subset([1, 2, 0])]
-        if comm.rank == changed:
-            operations[0], operations[1] = operations[1], operations[0]
-
-        def call_all() -> None:
-            for subset in operations:
-                assert subset is not None
-                subset.all_reduce(torch.zeros(5), algorithm="ring")
-
-        return str(caught(call_all))
+        return in_another_order(hdp.init(timeout=20), changed)
 
     messages = ranks(run)
     assert any("called all_reduce(5 x float32, sum" in message and "subset" in message for message in messages)
@@ -239,14 +235,7 @@ def test_an_asynchronous_error_with_nothing_running() -> None:
 
     def breaks() -> None:
         comm = hdp.init(timeout=20)
-        still_works(comm)
-        if comm.rank == 2:
-            fake.set_async_error(2, 1)
-            with pytest.raises(hdp.DeviceError, match="an operation of NCCL failed on rank 2"):
-                until_it_fails(comm.synchronize)
-        else:
-            error = caught(lambda: comm.all_reduce(torch.zeros(3), algorithm="hierarchical"))
-            assert "an operation of NCCL failed on rank 2" in str(error)
+        nccl_fails_by_itself(comm, fake, 2, algorithm="hierarchical")
         is_over(comm)
 
     ranks(breaks, fake_nccl=fake)

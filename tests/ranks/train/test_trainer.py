@@ -59,6 +59,7 @@ def test_ranks_stay_equal_bit_by_bit_and_the_loss_falls():
         assert m.longest_ranks >= 2
         assert m.bytes_sent > 0
         assert m.seconds > 0
+        assert m.processor_s > 0
         assert 0 <= m.idle_share <= 1
 
 
