@@ -1,3 +1,4 @@
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,9 +99,22 @@ class LinkJoining:
         costs: DeviceCosts,
     ) -> None: ...
 
+class OneSided(enum.Enum):
+    OFF = ...
+    ON = ...
+    MEASURE = ...
+
 class NcclJoining:
     def __init__(
-        self, *, library: Callable[[], NcclLibrary], connect_distance: int, inside: Costs, between: Costs
+        self,
+        *,
+        library: Callable[[], NcclLibrary],
+        connect_distance: int,
+        inside: Costs,
+        between: Costs,
+        one_sided: OneSided,
+        landing_bytes: int,
+        no_puts: str,
     ) -> None: ...
 
 class StreamEngine:

@@ -71,7 +71,6 @@ class LinkMover final : public StreamMover {
   std::vector<int> placesOf(const std::vector<int>& ranks) const;
   void use(int peer);
   device::Link& link(int peer);
-  void checkLanding(const Message& message, bool received) const;
   void send(const Message& message, device::Fork& fork);
   void receive(const Message& message, device::Fork& fork);
   void runSchedule(const Collective& operation, const Buffers& buffers);
