@@ -189,7 +189,8 @@ class Communicator:
 
         A message between devices may name its place in the receiver's landing zone, in bytes, on both sides:
         ``(x, dst, offset)`` and ``(y, src, offset)`` with ``y`` a view of :meth:`landing_zone` there. It is then put
-        right there, without the copy out of a slot, once all that the receiver's stream held has run.
+        right there, without the copy out of a slot, once all that the receiver's stream held has run. Where NCCL puts
+        it (HDPCOMM_NCCL_ONE_SIDED), what two ranks exchange with places in one call they must on both sides.
         """
         if not async_op and _exchange_plain(self._core, sends, recvs):
             return ENDED
@@ -213,7 +214,8 @@ class Communicator:
         return None
 
     def lands(self, peer: int) -> bool:
-        """Whether device messages with ``peer`` may name a landing place: the two devices map each other's memory.
+        """Whether device messages with ``peer`` may name a landing place: the two devices map each other's memory, or
+        NCCL puts messages there.
 
         Both ranks of a pair get the same answer. Local. Raises: InvalidUsage for a peer that is no rank of this
         communicator, where there are devices.

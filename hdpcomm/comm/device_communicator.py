@@ -66,9 +66,9 @@ class DeviceCommunicator(Communicator):
     def stats(self) -> dict[str, int]:
         """See :meth:`Communicator.stats`.
 
-        Where NCCL takes part, also ``nccl_groups``, the groups of messages so far, ``nccl_puts``, the messages sent that
-        were one-sided, and ``predicted_buffer_bytes``, the device memory that NCCL, by its source, takes for this rank's
-        peers. What NCCL's own collectives move is not counted.
+        Where NCCL takes part, also ``nccl_groups``, the groups of messages so far, ``nccl_puts``, the messages sent
+        that were one-sided, and ``predicted_buffer_bytes``, the device memory that NCCL, by its source, takes for this
+        rank's peers. What NCCL's own collectives move is not counted.
         """
         counts, devices = super().stats(), self._devices.engine.stats()
         found = {

@@ -109,7 +109,7 @@ def test_the_deadline(hosts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("case", ["place", "size", "without a place"])
 def test_a_mismatch_is_heard(case: str, hosts: tuple[int, ...]) -> None:
-    """By the receiver at once. What was put to a wrong place of the zone may have ended for its sender: it hears next."""
+    """By the receiver at once; what was put to a wrong place of the zone may have ended for its sender."""
 
     def disagree() -> str:
         comm = hdp.init(timeout=LONG_S)

@@ -59,7 +59,9 @@ def worlds(fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> lis
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_has_the_bits_of_shared_memory(mask: str) -> None:
-    case = Case(4, [150, 7, 1, 61], heads=4, kv_heads=4, dtype=torch.float32, **MASKS[mask], options={"variant": "ring"})
+    case = Case(
+        4, [150, 7, 1, 61], heads=4, kv_heads=4, dtype=torch.float32, **MASKS[mask], options={"variant": "ring"}
+    )
     for (got, _), (want, _) in zip(worlds(attention, 4, case), run_threads(attention, 4, case), strict=True):
         for name in GRADS:
             assert torch.equal(got[name], want[name]), name
@@ -90,7 +92,7 @@ def message_mix() -> int:
             to, back = (me + 1) % size, (me - 1) % size
             sends.append((outside[to], to))
             recvs.append((plain, back))
-            comm.exchange(sends, recvs, async_op=turn % 2 == 1).wait() if turn % 2 else comm.exchange(sends, recvs)
+            comm.exchange(sends, recvs, async_op=turn % 2 == 1).wait()
             for peer in range(size):
                 assert (landed[peer] == 100.0 * peer + me + turn).all()
             assert (plain == 100.0 * back + me + turn).all()

@@ -93,9 +93,7 @@ def test_a_place_is_not_written_before_it_is_free() -> None:
 def test_puts_count_as_messages_and_connect_nobody() -> None:
     world = Windows(4)
     for rank, member in enumerate(world.members):
-        member.exchange(
-            [(world.at[rank] + HALF, 64, (rank + 1) % 4, 0)], [(world.at[rank], 64, (rank - 1) % 4, 0)]
-        )
+        member.exchange([(world.at[rank] + HALF, 64, (rank + 1) % 4, 0)], [(world.at[rank], 64, (rank - 1) % 4, 0)])
     assert world.fake.run(1) == ""
     stats = world.members[0].stats()
     assert (stats["messages_sent"], stats["bytes_sent"], stats["peers"]) == (2, 65, 2)  # one is from the joining
@@ -148,7 +146,7 @@ def test_failures_of_opening(function: str) -> None:
 def test_windows_that_differ() -> None:
     world = World(2)
     world.members[0].open_window(128)
-    with pytest.raises(hdp.DeviceError, match="ncclCommWindowRegister failed on rank 1: .*windows of 64 and 128 bytes"):
+    with pytest.raises(hdp.DeviceError, match="windows of 64 and 128 bytes"):
         world.members[1].open_window(64)
 
 
