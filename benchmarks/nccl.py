@@ -252,7 +252,7 @@ def _slowest(world: hdp.Communicator, value: float) -> float:
 def ring(world: hdp.Communicator, machine: Machine, *, sizes: Sequence[int], repeats: int) -> list[RingRow]:
     """Collective over the world, which has two ranks or more. Puts only where the world has a landing zone."""
     to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    zone = world.landing_zone(torch.zeros(1, device=machine.device))
+    zone = world.landing_zone(torch.zeros(1, device=machine.device), back)
     rows = []
     for size in sizes:
         source, target = (torch.zeros(size, dtype=torch.uint8, device=machine.device) for _ in range(2))

@@ -181,14 +181,17 @@ void bindStream(py::module_& module) {
             return engine.lands(comm.globalRank(peer, "lands"));
           },
           py::arg("comm"), py::arg("peer"))
+      .def(
+          "landing",
+          [](const StreamEngine& engine, const Communicator& comm, std::optional<int> source) {
+            const auto zone =
+                engine.zoneFor(source.has_value() ? comm.globalRank(*source, "landing_zone") : -1);
+            return py::make_tuple(reinterpret_cast<uintptr_t>(zone.data), zone.bytes);
+          },
+          py::arg("comm"), py::arg("source"))
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
-      .def_property_readonly("landing",
-                             [](const StreamEngine& engine) {
-                               return py::make_tuple(reinterpret_cast<uintptr_t>(engine.landing()),
-                                                     engine.landingBytes());
-                             })
       .def_property_readonly("arena_bytes", &StreamEngine::arenaBytes)
       // What takes the engine's lock may wait for a call of NCCL that another thread is in.
       .def_property_readonly("scratch_bytes",

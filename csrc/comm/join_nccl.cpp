@@ -43,17 +43,20 @@ std::array<double, kCount> largest(const Communicator& comm, std::array<double, 
   return values;
 }
 
-// Seconds of the fastest of some rounds of messages around the ring of all ranks, as puts or not.
+// Seconds of the fastest of some rounds of messages around the ring of all ranks, as puts or not;
+// over the edges that are NCCL's.
 double ringSeconds(const Joining& join, size_t bytes, bool puts) {
   constexpr int kRounds = 5;
   constexpr int kMessages = 4;
   const int size = join.world.size();
+  const int next = (join.world.rank() + 1) % size;
+  const int last = (join.world.rank() + size - 1) % size;
   std::byte* const zone = join.world.window();
   const auto place = puts ? 0 : NcclWorld::kNoPlace;
-  const std::vector<NcclWorld::Message> to{
-      {zone + bytes, bytes, (join.world.rank() + 1) % size, place}};
-  const std::vector<NcclWorld::Message> from{
-      {zone, bytes, (join.world.rank() + size - 1) % size, place}};
+  std::vector<NcclWorld::Message> to;
+  std::vector<NcclWorld::Message> from;
+  if (!join.world.leavesOut(next)) to.push_back({zone + bytes, bytes, next, place});
+  if (!join.world.leavesOut(last)) from.push_back({zone, bytes, last, place});
   double best = std::numeric_limits<double>::infinity();
   for (int round = 0; round <= kRounds; ++round) {
     const Clock::time_point start = Clock::now();
@@ -123,8 +126,7 @@ std::unique_ptr<NcclMover> ncclMover(const Communicator& comm, const DevicePtr& 
   memory->reserve(2, stream.get(), false);
   world->connectAhead(nccl.connect_distance, join.raw(), look);
   join.synchronize();
-  // Where some pairs have links, their zone is the landing zone.
-  const size_t landing_bytes = map.none() ? openLanding(join, nccl) : 0;
+  const size_t landing_bytes = openLanding(join, nccl);
   join.synchronize();
   return std::make_unique<NcclMover>(device, std::move(memory), std::move(world), costs,
                                      landing_bytes);

@@ -106,7 +106,7 @@ void NcclMover::checkCaptured(const Message& message) const {
 }
 
 bool NcclMover::inZone(const Message& message) const {
-  const std::byte* zone = landing();
+  const std::byte* zone = world_->window();
   return message.data >= zone && message.data + bytesOf(message) <= zone + landing_bytes_;
 }
 

@@ -30,16 +30,18 @@ StreamMover::Traffic StreamMover::trafficOf(const Collective& operation) const {
 
 void StreamMover::checkLanding(const Message& message, bool received) const {
   if (message.landing == kNoLanding) return;
+  const Zone zone = zoneFor(message.peer);
   const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing > landingBytes() || bytes > landingBytes() - message.landing) {
+  if (message.landing > zone.bytes || bytes > zone.bytes - message.landing) {
     throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
                       std::to_string(message.landing) + "; the zone has " +
-                      std::to_string(landingBytes()) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
+                      std::to_string(zone.bytes) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
   }
-  if (received && bytes > 0 && message.data != landing() + message.landing) {
+  if (received && bytes > 0 && message.data != zone.data + message.landing) {
     throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
                       std::to_string(message.landing) +
-                      " of the landing zone; pass a view of landing_zone().memory there");
+                      " of the landing zone for messages of that rank; pass a view of "
+                      "landing_zone().memory there");
   }
 }
 
@@ -216,7 +218,7 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   const auto entryOf = [&](const Message& message, bool sent) {
     CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype),
                     work->captured_ && mover_->capturesAlike(message.peer)};
-    if (message.landing != kNoLanding && mover_->landsTogether()) {
+    if (message.landing != kNoLanding && mover_->landsTogether(message.peer)) {
       const uint64_t to = landingsWith(sends, message.peer);
       const uint64_t from = landingsWith(recvs, message.peer);
       entry.together = sent ? to << 32 | from : from << 32 | to;

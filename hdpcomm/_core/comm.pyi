@@ -132,8 +132,7 @@ class StreamEngine:
     def lands(self, comm: Communicator, peer: int) -> bool: ...
     @property
     def host_stream(self) -> int: ...
-    @property
-    def landing(self) -> tuple[int, int]: ...  # address and bytes
+    def landing(self, comm: Communicator, source: int | None) -> tuple[int, int]: ...  # address and bytes
     @property
     def arena_bytes(self) -> int: ...  # of device memory that peers map
     @property

@@ -76,7 +76,8 @@ def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> La
     """
     if comm is None or not plan.neighbours_only:
         return None
-    zone = comm.landing_zone(k)
+    source = next((message.peer for step in plan.steps for message in step.kv_recvs), None)
+    zone = comm.landing_zone(k, source if source is not None and comm.lands(source) else None)
     if zone is None or 2 * _buffer_bytes(plan, k) > zone.memory.numel():
         return None
     return Landing(zone, plan, comm, k)

@@ -203,14 +203,18 @@ class Communicator:
         _run_exchange(self._core, outgoing, incoming)
         return ENDED
 
-    def landing_zone(self, x: Any) -> LandingZone | None:
+    def landing_zone(self, x: Any, source: int | None = None) -> LandingZone | None:
         """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
+
+        ``source``: for messages of that rank of this communicator. A rank may have two zones, one for peers whose
+        devices map each other's memory, which is the default if there are such peers, and one for those to which NCCL
+        puts messages.
 
         Its size is the same on all ranks that have one, and both sides of a message must agree on a place in it; only
         messages with peers that :meth:`lands` names may have one. Collectives by ``one_shot`` and ``two_shot`` read an
         operand there without a copy; it must have one place on all ranks. Local.
         """
-        del x
+        del x, source
         return None
 
     def lands(self, peer: int) -> bool:

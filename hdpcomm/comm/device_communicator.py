@@ -84,9 +84,9 @@ class DeviceCommunicator(Communicator):
             raise InvalidUsage(f"empty() got the shape {shape}; sizes must not be negative")
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def landing_zone(self, x: Any) -> LandingZone | None:
+    def landing_zone(self, x: Any, source: int | None = None) -> LandingZone | None:
         """See :meth:`Communicator.landing_zone`."""
-        return None if self._devices.path(x) is None else self._devices.landing_zone()
+        return None if self._devices.path(x) is None else self._devices.landing_zone(self._core, source)
 
     def lands(self, peer: int) -> bool:
         """See :meth:`Communicator.lands`."""

@@ -43,10 +43,14 @@ void NcclWorld::openWindow(size_t bytes, NcclStream stream, const Look& look) {
   settle(api_->commWindowRegister(comm_, window_memory_, bytes, &window_, kNcclSymmetricWindow),
          "ncclCommWindowRegister", look);
   const auto peer = [this](int distance) { return (rank_ + size_ + distance) % size_; };
+  const NcclStats stats = stats_;  // the put of here does not count
+  const std::vector<bool> used = used_;
   const std::vector<Message> to{{window() + bytes - 1, 1, peer(1), 0}};
   const std::vector<Message> from{{window(), 1, peer(-1), 0}};
   put(to, from, stream, look);
   awaitSignals(from, stream, look);
+  stats_ = stats;
+  used_ = used;
 }
 
 void NcclWorld::closeWindow(const Look& look) {

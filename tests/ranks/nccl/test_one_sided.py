@@ -26,10 +26,10 @@ from tests.ranks.nccl.test_graphs import caller, graph_of, settle
 def staged() -> None:
     """Messages with places from outside of the zone, in the background and beside them on the caller's stream."""
     with joined_caller() as rank:
-        zone = rank.comm.landing_zone(torch.empty(0))
-        assert zone is not None
         n, r = rank.comm.size, rank.comm.rank
         to, back = (r + 1) % n, (r - 1) % n
+        zone = rank.comm.landing_zone(torch.empty(0), back)
+        assert zone is not None
         kept = []
         for turn in range(3):
             at = zone.memory[turn * 8192 :]
@@ -105,22 +105,60 @@ def message_mix() -> int:
 
 
 def test_messages_of_all_kinds() -> None:
-    # One of the joining; in three turns with bytes (size - 1) + 1. An empty message is none that is put.
-    assert worlds(message_mix, 4) == [1 + 3 * 4] * 4
-    assert worlds(message_mix, 3, hosts=(0, 1, 1)) == [1 + 3 * 3] * 3
+    # In three turns with bytes (size - 1) + 1; an empty message is none that is put.
+    assert worlds(message_mix, 4) == [3 * 4] * 4
+    assert worlds(message_mix, 3, hosts=(0, 1, 1)) == [3 * 3] * 3
 
 
-def test_only_where_nccl_carries_all_pairs() -> None:
-    """Where some have links the zone is theirs."""
+def both_ways() -> tuple[int, int]:
+    """A block that goes round a world with links and puts, always to the zone of the rank it comes from; the puts of
+    this rank, and its zones."""
+    with hdp.init() as comm:
+        x = torch.empty(0)
+        to, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        zone, other = comm.landing_zone(x, back), comm.landing_zone(x, to)
+        assert zone is not None and other is not None  # noqa: PT018
+        assert all(comm.lands(peer) for peer in range(comm.size))
+        if zone.memory.data_ptr() != other.memory.data_ptr():
+            with pytest.raises(hdp.InvalidUsage, match="not at offset 0 of the landing zone for messages of that rank"):
+                comm.exchange([], [(other.memory[:4].view(torch.float32), back, 0)])
+        block = torch.full((500,), float(comm.rank))
+        before = comm.stats()["nccl_puts"]
+        for step in range(1, 7):
+            at = step % 2 * 4096
+            got = zone.memory[at : at + 2000].view(torch.float32)
+            comm.exchange([(block, to, at)], [(got, back, at)], async_op=step % 3 == 0).wait()
+            assert (got == (comm.rank - step) % comm.size).all()
+            block = got
+        return comm.stats()["nccl_puts"] - before, len({zone.memory.data_ptr(), other.memory.data_ptr()})
 
-    def lands() -> list[bool]:
+
+def test_links_inside_hosts_and_puts_between_them() -> None:
+    def mixed(hosts: tuple[int, ...]) -> list[tuple[int, int]]:
+        return run_threads(both_ways, len(hosts), transport="cuda+nccl", hosts=hosts)
+
+    assert mixed((0, 0, 1, 1)) == [(0, 2), (6, 2)] * 2
+    assert mixed((0, 0, 1)) == [(0, 2), (6, 2), (6, 1)]
+    assert mixed((0, 1)) == [(6, 1)] * 2
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 2)])
+def test_attention_over_links_and_puts(hosts: tuple[int, ...]) -> None:
+    case = Case(4, [150, 7, 1, 61], heads=4, kv_heads=4, dtype=torch.float32, options={"variant": "ring"})
+    mixed = run_threads(attention, 4, case, transport="cuda+nccl", hosts=hosts)
+    for (got, _), (want, _) in zip(mixed, run_threads(attention, 4, case), strict=True):
+        for name in GRADS:
+            assert torch.equal(got[name], want[name]), name
+
+
+def test_memory_of_linked_peers_stays_as_it_is() -> None:
+    """The put of the joining reaches them, and connects nobody."""
+
+    def stats() -> tuple[int, int]:
         with hdp.init() as comm:
-            return [comm.lands(peer) for peer in range(comm.size)]
+            return comm.stats()["predicted_buffer_bytes"], comm.stats()["nccl_puts"]
 
-    mixed = run_threads(lands, 3, transport="cuda+nccl", hosts=(0, 0, 1))
-    assert mixed == [[True, True, False], [True, True, False], [False, False, False]]
-    alone = run_threads(lands, 2, transport="cuda+nccl", hosts=(0, 1))
-    assert alone == [[True, True]] * 2
+    assert run_threads(stats, 4, transport="cuda+nccl", hosts=(0, 0, 1, 1)) == [(0, 0)] * 4
 
 
 def test_bad_places() -> None:
@@ -162,6 +200,11 @@ def test_at_once_on_one_side_and_in_two_steps_on_the_other() -> None:
         assert "1 puts one way and 0 the other in one exchange" in text
 
 
+def lands_at_all() -> list[bool]:
+    with hdp.init() as comm:
+        return [comm.lands(peer) for peer in range(comm.size)]
+
+
 @pytest.mark.parametrize("slow", ["ncclSend", "ncclPutSignal"])
 def test_auto_takes_what_is_faster(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDPCOMM_NCCL_ONE_SIDED", "auto")
@@ -174,6 +217,10 @@ def test_auto_takes_what_is_faster(slow: str, monkeypatch: pytest.MonkeyPatch) -
             return comm.lands(0)
 
     assert worlds(lands, 3, fake_nccl=fake) == [slow == "ncclSend"] * 3
+    fake = scale.FakeNccl(3)
+    fake.slow_down(slow, 0.02)
+    mixed = run_threads(lands_at_all, 3, transport="cuda+nccl", hosts=(0, 0, 1), fake_nccl=fake)
+    assert mixed == [[True, True, slow == "ncclSend"]] * 2 + [[slow == "ncclSend"] * 3]
     assert worlds(lands, 1) == [False]  # nobody to send to
 
 
@@ -225,7 +272,7 @@ def test_into_a_graph_nothing_is_put() -> None:
                 graph.launch(rank.stream)
                 settle(rank)
                 assert (at == 10 * ((r - 1) % n) + turn).all()
-            assert rank.comm.stats()["nccl_puts"] == puts == 2
+            assert rank.comm.stats()["nccl_puts"] == puts == 1
 
     with small_slots():
         worlds(run, 3)
@@ -249,10 +296,11 @@ def test_a_graph_with_a_peer_that_was_only_put_to() -> None:
         worlds(run, 5)
 
 
+@pytest.mark.parametrize(("transport", "hosts"), [("nccl", ()), ("cuda+nccl", (0, 0, 1))])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_clean_in_any_order(name: str) -> None:
+def test_clean_in_any_order(name: str, transport: str, hosts: tuple[int, ...]) -> None:
     with small_slots(), annotated():
-        check(PROGRAMS[name], 3, seeds=range(9), transport="nccl")
+        check(PROGRAMS[name], 3, seeds=range(9), transport=transport, hosts=hosts)
 
 
 def test_every_line_that_orders_is_needed() -> None:

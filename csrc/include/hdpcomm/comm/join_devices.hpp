@@ -25,8 +25,8 @@ struct NcclJoining {
   std::function<std::shared_ptr<const NcclApi>()> library;
   int connect_distance = 1;  // see NcclWorld::connectAhead
   NcclCosts costs;
-  // Whether messages with a landing place are put there, where NCCL carries those of all pairs;
-  // rank 0's choice counts. kMeasure: if that is faster around the ring of all ranks than sends.
+  // Whether messages by NCCL with a landing place are put there; rank 0's choice counts. kMeasure:
+  // if that is faster around the ring of all ranks than sends.
   enum class OneSided : uint8_t { kOff, kOn, kMeasure };
   OneSided one_sided = OneSided::kOff;
   size_t landing_bytes = 0;  // of the landing zone then

@@ -43,10 +43,9 @@ class LinkMover final : public StreamMover {
   };
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
-  std::byte* landing() const override {
-    return arena_ != nullptr ? arena_->landing(place_) : nullptr;
+  Zone zoneFor(int /*source*/) const override {
+    return {arena_ != nullptr ? arena_->landing(place_) : nullptr, landing_bytes_};
   }
-  size_t landingBytes() const override { return landing_bytes_; }
   size_t scratchBytes() const override { return scratch_.bytes(); }
   size_t arenaBytes() const override { return arena_ != nullptr ? arena_->bytes() : 0; }
   bool lands(int peer) const override { return placeOf(peer) >= 0; }

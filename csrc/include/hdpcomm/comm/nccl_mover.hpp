@@ -49,12 +49,11 @@ class NcclMover final : public StreamMover {
             std::unique_ptr<NcclWorld> world, const NcclCosts& costs, size_t landing_bytes);
 
   const char* name() const override { return "nccl"; }
-  std::byte* landing() const override {
-    return world_ != nullptr && landing_bytes_ > 0 ? world_->window() : nullptr;
+  Zone zoneFor(int /*source*/) const override {
+    return {world_ != nullptr && landing_bytes_ > 0 ? world_->window() : nullptr, landing_bytes_};
   }
-  size_t landingBytes() const override { return landing_bytes_; }
   bool lands(int /*peer*/) const override { return landing_bytes_ > 0; }
-  bool landsTogether() const override { return true; }
+  bool landsTogether(int /*peer*/) const override { return true; }
   size_t scratchBytes() const override { return memory_->bytes(); }
   Communicator::Planning planning(const std::vector<int>& ranks) const override;
   bool capturesAlike(int /*peer*/) const override { return true; }

@@ -78,6 +78,9 @@ class NcclWorld {
   // Messages between this rank and these go another way (Beside), on both ends; by rank. Before
   // the first operation.
   void leaveOut(std::vector<bool> peers) { left_out_ = std::move(peers); }
+  bool leavesOut(int peer) const {
+    return !left_out_.empty() && left_out_[static_cast<size_t>(peer)];
+  }
 
   // Exchanges a byte with each of the peers up to a distance, but with those that are left out, in
   // an order that is fixed for all ranks, so that NCCL connects the pairs now and not inside an
@@ -171,9 +174,6 @@ class NcclWorld {
   using PreparedKey = std::pair<const Schedule*, std::vector<bool>>;
   std::shared_ptr<const Prepared> prepare(const Operation& operation);
   std::vector<bool> elsewhere(const std::vector<int>& ranks) const;
-  bool leavesOut(int peer) const {
-    return !left_out_.empty() && left_out_[static_cast<size_t>(peer)];
-  }
   // Two bytes behind the rest of the scratch memory.
   static std::byte* tokensOf(const Prepared& prepared, std::byte* scratch) {
     return scratch + prepared.temp_bytes + prepared.arrival_bytes;
