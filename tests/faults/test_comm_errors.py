@@ -93,7 +93,9 @@ def test_one_of_many_operations_disagrees(ranks: Any) -> None:
 
 def late_rank(folder: str) -> None:
     comm = hdp.init(timeout=LONG_S)
-    late_after_a_timeout(comm, folder)
+    error = late_after_a_timeout(comm, folder)
+    assert error.peer == 1 - comm.rank
+    assert "for rank 1: look for" in str(error)
     still_works(comm)
 
 

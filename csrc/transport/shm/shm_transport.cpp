@@ -116,6 +116,19 @@ void ShmTransport::cancel(const Completion* completion) {
   }
 }
 
+std::vector<int> ShmTransport::awaited(const Completion* completion) {
+  std::vector<int> ranks;
+  for (const int rank : active_) {
+    Peer& peer = peers_[rank];
+    const auto own = [&](const auto& out) { return out.request.completion == completion; };
+    if (peer.queue.any(own) || peer.inflight.any(own) ||
+        peer.recvs.any([&](const RecvRequest& in) { return in.completion == completion; })) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
 void ShmTransport::notifyFailure(int peer_rank, const Error& error,
                                  std::optional<uint32_t> send_number,
                                  std::optional<uint32_t> recv_number) {

@@ -140,6 +140,19 @@ void FramedTransport::cancel(const Completion* completion) {
   }
 }
 
+std::vector<int> FramedTransport::awaited(const Completion* completion) {
+  std::vector<int> ranks;
+  for (const int rank : active_) {
+    Peer& peer = at(rank);
+    const auto own = [&](const Outgoing& out) { return out.request.completion == completion; };
+    if (peer.queue.any(own) || peer.inflight.any(own) ||
+        peer.recvs.any([&](const RecvRequest& in) { return in.completion == completion; })) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
 void FramedTransport::notifyFailure(int peer_rank, const Error& error,
                                     std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) {
