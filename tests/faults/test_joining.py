@@ -111,11 +111,15 @@ def test_one_that_dies_at_the_store(tmp_path: Path) -> None:
 @contextmanager
 def interrupt_soon() -> Iterator[None]:
     """Ctrl-C on the main thread a moment later."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     timer = threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def join_segment(segment: _core.comm.ShmSegment, rank: int, seconds: float, pids: tuple[int, ...] = ()) -> Communicator:
