@@ -28,14 +28,6 @@ std::string detailsOf(const CallEntry& entry) {
   return text;
 }
 
-std::string listOf(const std::vector<int>& ranks) {
-  std::string text;
-  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  }
-  return ranks.size() > 32 ? text + ", ..." : text;
-}
-
 }  // namespace
 
 // The n-th entry of a pair on one side is the n-th on the other.

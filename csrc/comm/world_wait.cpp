@@ -21,14 +21,6 @@ std::chrono::nanoseconds nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
 }
 
-std::string join(const std::vector<int>& ranks) {
-  std::string text;
-  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  }
-  return ranks.size() > 32 ? text + ", ..." : text;
-}
-
 }  // namespace
 
 // Two ranks that both send in one operation (each a root, say) would wait for each other's receive
@@ -85,9 +77,9 @@ Error World::timeoutError(const Work& work, Clock::duration waited) const {
   awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
   std::string text = "rank " + std::to_string(rank()) + " waited " +
                      std::to_string(std::chrono::duration<double>(waited).count()) + " s in " +
-                     work.describeCall() + " (ranks " + join(*work.ranks_) + ")";
+                     work.describeCall() + " (ranks " + listOf(*work.ranks_) + ")";
   if (!awaited.empty()) {
-    text += " for rank" + std::string(awaited.size() > 1 ? "s " : " ") + join(awaited);
+    text += " for rank" + std::string(awaited.size() > 1 ? "s " : " ") + listOf(awaited);
   } else if (work.state_ == Work::State::kQueued) {
     text += " behind operations that have not ended";
   }

@@ -119,12 +119,7 @@ void ShmTransport::cancel(const Completion* completion) {
 std::vector<int> ShmTransport::awaited(const Completion* completion) {
   std::vector<int> ranks;
   for (const int rank : active_) {
-    Peer& peer = peers_[rank];
-    const auto own = [&](const auto& out) { return out.request.completion == completion; };
-    if (peer.queue.any(own) || peer.inflight.any(own) ||
-        peer.recvs.any([&](const RecvRequest& in) { return in.completion == completion; })) {
-      ranks.push_back(rank);
-    }
+    if (holdsRequestOf(peers_[rank], completion)) ranks.push_back(rank);
   }
   return ranks;
 }

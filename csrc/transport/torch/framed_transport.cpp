@@ -143,12 +143,7 @@ void FramedTransport::cancel(const Completion* completion) {
 std::vector<int> FramedTransport::awaited(const Completion* completion) {
   std::vector<int> ranks;
   for (const int rank : active_) {
-    Peer& peer = at(rank);
-    const auto own = [&](const Outgoing& out) { return out.request.completion == completion; };
-    if (peer.queue.any(own) || peer.inflight.any(own) ||
-        peer.recvs.any([&](const RecvRequest& in) { return in.completion == completion; })) {
-      ranks.push_back(rank);
-    }
+    if (holdsRequestOf(at(rank), completion)) ranks.push_back(rank);
   }
   return ranks;
 }
