@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,3 +34,14 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return pool.run(fn, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def nothing_left_in_shm() -> Iterator[None]:
+    """What the test puts into /dev/shm is gone after it; what a test beside it has there goes when that one ends."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    limit = time.monotonic() + 60
+    while left := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < limit, f"left in /dev/shm: {left}"
+        time.sleep(0.1)
