@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.torch_backend.engine import Engine
-from hdpcomm.comm.torch_backend.mailbox import context_of
 from hdpcomm.comm.torch_backend.staging import Operation, one
 from hdpcomm.comm.torch_backend.work import BackendWork, seconds_of
 from hdpcomm.errors import InvalidUsage
@@ -21,6 +21,11 @@ __all__ = ["GroupBase", "Lists", "Tensors"]
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Lists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
+
+
+def context_of(name: str) -> int:
+    """The number of a group in messages, from its name, which is equal on all its ranks. Signed, 64 bits."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class GroupBase(dist.ProcessGroup):
