@@ -105,6 +105,8 @@ void bindMailbox(py::module_& module) {
       .def(py::init<std::shared_ptr<World>>(), py::arg("world"));
   py::class_<MailHandle>(module, "Mail")
       .def("done", &MailHandle::done)
+      .def_property_readonly("receives",
+                             [](const MailHandle& mail) { return mail.work->receives(); })
       .def_property_readonly("source", [](const MailHandle& mail) { return mail.work->source(); })
       .def("__repr__",
            [](const MailHandle& mail) { return "<Mail " + mail.work->describeCall() + ">"; });

@@ -166,6 +166,8 @@ class Mailbox:
 
 class Mail:
     @property
+    def receives(self) -> bool: ...
+    @property
     def source(self) -> int: ...  # world rank of the sender of a receive that has ended; else -1
     def done(self) -> bool: ...
 

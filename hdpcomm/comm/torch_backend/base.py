@@ -45,7 +45,7 @@ class GroupBase(dist.ProcessGroup):
         self.engine = engine
         self.communicator = communicator
         self._store = store
-        self._timeout = timeout
+        self.seconds = timeout  # that an operation may take
         self._owner = owner
         self._name = name
         self._description = ""
@@ -79,7 +79,7 @@ class GroupBase(dist.ProcessGroup):
         seconds = timeout.total_seconds()
         if not seconds > 0:
             raise InvalidUsage(f"set_timeout() got {timeout}; give a time above 0")
-        self._timeout = seconds
+        self.seconds = seconds
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -132,7 +132,7 @@ class GroupBase(dist.ProcessGroup):
         return Operation(
             call,
             self.communicator,
-            timeout=seconds_of(given if timeout is None else timeout, self._timeout),
+            timeout=seconds_of(given if timeout is None else timeout, self.seconds),
             background=getattr(options, "asyncOp", True),
         )
 

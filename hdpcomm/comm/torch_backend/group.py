@@ -34,4 +34,4 @@ class HdpProcessGroup(Messages):
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise InvalidUsage("_end_coalescing() without _start_coalescing()")
-        return chain(works, self._timeout)
+        return chain(works, self.seconds)

@@ -33,7 +33,7 @@ _new_work = dist.Work.__init__
 
 
 class Message(BackendWork):
-    """A send or a receive that was started. Made for every message, so it is lean: no part, no lock of its own."""
+    """A send or a receive that was started. One is made for every message, so it is lean and sets no base up."""
 
     _parts = ()
     _finish: Callable[[], None] | None = None
@@ -42,20 +42,12 @@ class Message(BackendWork):
     _settling = threading.Lock()  # of all messages: held for the copies of receives that are not contiguous
     _future: Future[list[torch.Tensor]] | None = None
 
-    def __init__(
-        self,
-        mail: _core.comm.Mail,
-        group: Messages,
-        buffers: tuple[torch.Tensor, ...],
-        outputs: list[torch.Tensor],
-    ) -> None:
+    def __init__(self, mail: _core.comm.Mail, group: Messages, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         _new_work(self)
         self._mail = mail
         self._group = group
-        self._buffers = buffers  # what the core uses until the message has ended
-        self._outputs = outputs
-        self._timeout = group._timeout
-        self._in_background = group.engine.complete_alone
+        self._timeout = group.seconds
+        self._buffers = tensor, buffer  # torch's, and the one that the core uses until the message has ended
 
     def wait(self, timeout: datetime.timedelta = _NOT_GIVEN) -> bool:
         if not self._over:
@@ -80,12 +72,21 @@ class Message(BackendWork):
             self.join(self._timeout)
         return self._over
 
+    def result(self) -> list[torch.Tensor]:
+        return [self._buffers[0]] if self._mail.receives else []
+
     def source_rank(self) -> int:
-        if not self._outputs:
+        if not self._mail.receives:
             return super().source_rank()
         return self._group.communicator.ranks.index(self._mail.source)
 
     _source_rank = source_rank
+
+    def _complete_later(self) -> None:
+        if self._over:
+            self.complete_future()
+        else:
+            self._group.engine.complete_alone(self)
 
     def __del__(self) -> None:
         if not self._over and not self._mail.done():
@@ -100,17 +101,17 @@ class Messages(Collectives):
     """The point-to-point methods of a group. Ranks that come and go are positions in the group."""
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
-        x = one(tensors, "send", "tensors")
+        tensor = buffer = one(tensors, "send", "tensors")
         peer = self._world_rank(dst, "send")
         try:
-            mail = _mail_send(self.engine.mailbox, x, peer, tag, self._context)
+            mail = _mail_send(self.engine.mailbox, tensor, peer, tag, self._context)
             if mail is None:
-                x = self._begin("send", None).source(x)
-                mail = _mail_send(self.engine.mailbox, describe(x, "tensor"), peer, tag, self._context)
+                buffer = self._begin("send", None).source(tensor)
+                mail = _mail_send(self.engine.mailbox, describe(buffer, "tensor"), peer, tag, self._context)
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        return self._coalesce(Message(mail, self, (x,), []))
+        return self._coalesce(Message(mail, self, tensor, buffer))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         return self._receive(tensors, self._world_rank(src, "recv"), tag)
@@ -133,7 +134,7 @@ class Messages(Collectives):
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        work = Message(mail, self, (tensor, buffer), [tensor])
+        work = Message(mail, self, tensor, buffer)
         if operation is not None:
             work.finish_with(operation.finish)
         return self._coalesce(work)

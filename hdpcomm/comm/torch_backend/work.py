@@ -124,13 +124,16 @@ class BackendWork(dist.Work):
         """A future of the outputs, completed in the background."""
         if self._future is None:
             self._future = Future()
-            if self._over or self._in_background is None:
-                self.complete_future()
-            else:
-                self._in_background(self)
+            self._complete_later()
         return self._future
 
     get_future_result = get_future
+
+    def _complete_later(self) -> None:
+        if self._over or self._in_background is None:
+            self.complete_future()
+        else:
+            self._in_background(self)
 
     def complete_future(self) -> None:
         """Waits, then completes the future: on the thread that the engine lends."""
@@ -139,7 +142,7 @@ class BackendWork(dist.Work):
         if self._future is None:
             return
         if self._error is None:
-            self._future.set_result(self._outputs)
+            self._future.set_result(self.result())
         else:
             self._future.set_exception(self._error)  # type: ignore[arg-type]
 
