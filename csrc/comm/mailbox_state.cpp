@@ -116,12 +116,11 @@ void MailboxState::askHeader(int peer, Transport& transport) {
   Channel& channel = channels_[static_cast<size_t>(peer)];
   channel.stage = Stage::kHeader;
   channel.completion = {};
-  channel.number = transport.nextRecvNumber(peer);
   RecvRequest request;
   request.peer = peer;
   request.data = &channel.header;
   request.bytes = sizeof channel.header;
-  request.number = channel.number;
+  request.number = transport.nextRecvNumber(peer);
   request.call = callOf(sizeof channel.header, DType::kUint8);
   request.completion = &channel.completion;
   transport.postRecv(request);
@@ -133,13 +132,9 @@ bool MailboxState::takeHeader(int peer, Transport& transport) {
     const Error error = *channel.completion.failure;
     transport.cancel(&channel.completion);
     channel.stage = Stage::kIdle;
-    if (error.kind() == ErrorKind::kPeerLost && transport.departure(peer)) {
-      lose(peer, error);
-    } else {
-      // The sender gave a message up. What it had sent before and was not taken goes with it (a
-      // notice ends all numbers up to its own), so the sender hears of this, too.
-      transport.notifyFailure(peer, error, std::nullopt, channel.number);
-    }
+    // Else the sender gave a message up. What it had sent before has been taken: its notice came
+    // behind that.
+    if (error.kind() == ErrorKind::kPeerLost && transport.departure(peer)) lose(peer, error);
     return true;
   }
   if (channel.completion.pending > 0) return false;
@@ -151,12 +146,12 @@ void MailboxState::askPayload(int peer, Transport& transport) {
   Channel& channel = channels_[static_cast<size_t>(peer)];
   const MailHeader& header = channel.header;
   channel.stage = Stage::kPayload;
-  channel.number = transport.nextRecvNumber(peer);
+  const uint32_t number = transport.nextRecvNumber(peer);
   channel.receive = match(peer, header.label);
   if (channel.receive) {
     // The transport compares size and type with the payload's, and fails both sides where they
     // differ.
-    transport.postRecv(channel.receive->match(peer, channel.number));
+    transport.postRecv(channel.receive->match(peer, number));
     return;
   }
   const auto dtype = static_cast<DType>(header.dtype);
@@ -167,7 +162,7 @@ void MailboxState::askPayload(int peer, Transport& transport) {
   request.peer = peer;
   request.data = channel.kept.get();
   request.bytes = bytes;
-  request.number = channel.number;
+  request.number = number;
   request.call = callOf(header.count, dtype);
   request.completion = &channel.completion;
   transport.postRecv(request);

@@ -103,7 +103,6 @@ class MailboxState final : public WorldListener {
     Stage stage = Stage::kIdle;
     bool active = false;  // in active_
     MailHeader header;
-    uint32_t number = 0;                       // of the header, or the payload
     Completion completion;                     // of the header, or of a payload that nobody wanted
     std::shared_ptr<LabelledReceive> receive;  // of the payload
     std::unique_ptr<std::byte[]> kept;         // the same, where nobody wanted it

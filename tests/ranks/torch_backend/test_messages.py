@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm.torch_backend import BackendLost, BackendMismatch, BackendTimeout
-from tests.faults.cases import LONG_S
+from tests.faults.cases import LONG_S, interrupt_soon
 from tests.ranks.torch_backend.groups import data, torch_ranks
 
 
@@ -254,6 +254,67 @@ def deadlines() -> None:
 
 def test_deadlines(ranks: Any) -> None:
     ranks(2, deadlines)
+
+
+def given_up_between() -> None:
+    """A message that is given up takes neither those before it nor those after it along."""
+    with torch_ranks(timeout=LONG_S) as (rank, _):
+        if rank == 1:
+            first = dist.isend(torch.full((500_000,), 1.0), 0, tag=1)
+            second = dist.isend(torch.full((500_000,), 2.0), 0, tag=2)
+            with pytest.raises(BackendTimeout, match="to send tag 2 to rank 0; look for the receive") as caught:
+                second.wait(datetime.timedelta(seconds=0.2))
+            assert caught.value.peer == 0
+            third = dist.isend(torch.full((500_000,), 3.0), 0, tag=2)
+            dist.barrier()
+            first.wait()
+            third.wait()
+            return
+        dist.barrier()
+        for tag, value in ((2, 3.0), (1, 1.0)):
+            x = torch.empty(500_000)
+            dist.recv(x, 1, tag=tag)
+            assert (x == value).all()
+
+
+def test_given_up_between(ranks: Any) -> None:
+    ranks(2, given_up_between)
+
+
+def interrupted() -> None:
+    """Ctrl-C ends a wait on either side; what was waited for is given up, and the pair goes on."""
+    with torch_ranks(timeout=LONG_S) as (rank, _):
+        x = torch.zeros(200_000)
+        if rank == 0:
+            interrupt_soon()
+            with pytest.raises(KeyboardInterrupt):
+                dist.recv(x, 1)
+            dist.barrier()
+            dist.recv(x, 1)
+            assert (x == 5).all()
+            dist.barrier()
+            dist.barrier()
+            work = dist.irecv(x, 1, tag=1)
+            dist.recv(x[:3], 1, tag=2)
+            assert not work.is_completed()
+            dist.send(x[:3], 1)
+            work.wait()
+            assert (x == 7).all()
+        else:
+            dist.barrier()
+            dist.send(torch.full((200_000,), 5.0), 0)
+            dist.barrier()
+            interrupt_soon()
+            with pytest.raises(KeyboardInterrupt):
+                dist.send(torch.full((200_000,), 6.0), 0, tag=1)
+            dist.barrier()
+            dist.send(torch.zeros(3), 0, tag=2)
+            dist.recv(x[:3], 0)
+            dist.send(torch.full((200_000,), 7.0), 0, tag=1)
+
+
+def test_interrupted(ranks: Any) -> None:
+    ranks(2, interrupted)
 
 
 def mismatches() -> None:
