@@ -36,6 +36,7 @@ else
   echo "the C++ benchmarks were not built (see $build.log): their tables are left out"
 fi
 part "point to point" "$python" benchmarks/p2p.py --json "$out/p2p.json"
+part "torch.distributed" "$python" benchmarks/torch_backend.py --json "$out/torch_backend.json"
 part "subsets" "$python" benchmarks/subsets.py --json "$out/subsets.json"
 part "collectives, 2 ranks" "$python" benchmarks/collectives.py "${cpp[@]}" --ranks 2 --rounds 5 --json "$out/collectives-2.json"
 # MPICH spins without end where ranks share cores.

@@ -74,7 +74,8 @@ bool contiguous(const DLTensorAbi& tensor) {
 const DLExchangeAbi* exchange_api = nullptr;  // of torch; set once, at import
 PyObject* described_types[2] = {nullptr, nullptr};
 
-// The data, count and type of a plain contiguous CPU tensor of a known type; false for all else.
+}  // namespace
+
 bool describePlain(PyObject* x, Message* described) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
   if (exchange_api == nullptr || (type != described_types[0] && type != described_types[1])) {
@@ -96,6 +97,8 @@ bool describePlain(PyObject* x, Message* described) {
   return true;
 }
 
+namespace {
+
 // describe_torch(x) -> (address, elements, dtype code), or None when x is not a plain tensor: the
 // caller then finds out what it is.
 PyObject* describeTorch(PyObject*, PyObject* x) {
@@ -110,37 +113,6 @@ PyObject* describeTorch(PyObject*, PyObject* x) {
 }
 
 // --- blocking operations ---
-
-template <typename Function>
-PyObject* guarded(Function function) {
-  try {
-    function();
-    Py_RETURN_NONE;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const Error& error) {
-    setPythonError(error);
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-void expect(Py_ssize_t given, Py_ssize_t wanted) {
-  if (given == wanted) return;
-  throw py::type_error("expected " + std::to_string(wanted) + " arguments, got " +
-                       std::to_string(given));
-}
-
-int64_t integer(PyObject* object) {
-  const long long value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return value;
-}
 
 void* address(PyObject* object) {
   void* value = PyLong_AsVoidPtr(object);
@@ -313,11 +285,6 @@ PyObject* subset(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (result == nullptr) return none;
   Py_DECREF(none);
   return result;
-}
-
-template <typename Function>
-PyCFunction function(Function* pointer) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pointer));
 }
 
 PyMethodDef calls[] = {

@@ -247,6 +247,7 @@ void bindComm(py::module_& module) {
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
   bindCalls(module);
+  bindMailbox(module);
   auto testing = module.def_submodule("testing", "Parts of the transports alone; for tests.");
   bindPairFailures(testing);
   bindWorld(module);

@@ -3,13 +3,61 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <new>
+#include <string>
+
 #include "hdpcomm/comm/communicator.hpp"
+#include "rooms.hpp"
 
 namespace hdpcomm {
 
 // Blocking operations and describe_torch (calls_py.cpp).
 void bindCalls(pybind11::module_& module);
+// The data, count and type of a plain contiguous CPU tensor of a known type; false for all else.
+bool describePlain(PyObject* x, Message* described);
+// Messages with labels (mailbox_py.cpp).
+void bindMailbox(pybind11::module_& module);
 // For tests (pair_failures_py.cpp).
 void bindPairFailures(pybind11::module_& module);
+
+// --- for plain CPython functions -----------------------------------------------------------------
+
+// Runs the body of one; its exceptions become Python's. None, or null with the exception set.
+template <typename Function>
+PyObject* guarded(Function function) {
+  try {
+    function();
+    Py_RETURN_NONE;
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+  } catch (const pybind11::builtin_exception& error) {
+    error.set_error();
+  } catch (const Error& error) {
+    setPythonError(error);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+inline void expect(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given == wanted) return;
+  throw pybind11::type_error("expected " + std::to_string(wanted) + " arguments, got " +
+                             std::to_string(given));
+}
+
+inline int64_t integer(PyObject* object) {
+  const long long value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  return value;
+}
+
+template <typename Function>
+PyCFunction function(Function* pointer) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pointer));
+}
 
 }  // namespace hdpcomm

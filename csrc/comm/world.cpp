@@ -72,7 +72,7 @@ void World::submit(const std::shared_ptr<Work>& work) {
   enqueueLocked(work);
   if (!ended(*work)) {
     ensureProgressThread();
-    progress_wanted_->notify_one();
+    if (!in_grace_) progress_wanted_->notify_one();
   }
 }
 
@@ -110,7 +110,7 @@ bool World::advanceLocked() {
       if (some) world.dropEndedLocked();
     }
   } drop{*this};
-  bool posted = false;
+  bool posted = listener_ != nullptr && listener_->advance(*transport_);
   for (const auto& each : queue_) {
     Work& work = *each;
     const bool failed = work.failure().has_value();
@@ -232,6 +232,12 @@ void World::attach(std::shared_ptr<WorldPart> part) {
   std::lock_guard lock(mutex_);
   if (over()) throwUnusable();
   part_ = std::move(part);
+}
+
+void World::listen(std::shared_ptr<WorldListener> listener) {
+  std::lock_guard lock(mutex_);
+  if (over()) throwUnusable();
+  listener_ = std::move(listener);
 }
 
 std::optional<Error> World::departure(int peer) {

@@ -16,6 +16,9 @@ namespace hdpcomm {
 namespace {
 
 constexpr double kLongestS = 1e9;  // what a clock of nanoseconds can hold, and some
+// A caller that starts an operation in the background mostly comes back at once to wait for it: to
+// wake a thread for each would cost more than a short message does.
+constexpr auto kGrace = std::chrono::microseconds(500);
 
 std::chrono::nanoseconds nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
@@ -183,7 +186,7 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
 // Under the lock, so that the progress thread does not miss it between its look and its sleep.
 void World::stopWaitingLocked() {
   waiters_.fetch_sub(1, std::memory_order_relaxed);
-  progress_wanted_->notify_one();
+  if (background_works_ > 0 && !in_grace_) progress_wanted_->notify_one();
 }
 
 // Spins, yields, then sleeps on the futex; looks after deadline, peers and Ctrl-C between sleeps.
@@ -255,6 +258,7 @@ void World::ensureProgressThread() {
 void World::progressLoop() {
   const auto liveness = nanoseconds(liveness_s_);
   auto next_look = Clock::now() + liveness;
+  int64_t left_alone = 0;  // what was there before has had its time of grace
   std::unique_lock lock(mutex_);
   while (!stop_) {
     if (const auto now = Clock::now(); background_works_ > 0 && now >= next_look) {
@@ -263,6 +267,14 @@ void World::progressLoop() {
     }
     if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
       progress_wanted_->wait_for(lock, std::chrono::milliseconds(100));
+      continue;
+    }
+    if (queue_.front()->seq_ >= left_alone) {
+      const int64_t next = next_seq_;
+      in_grace_ = true;
+      progress_wanted_->wait_for(lock, kGrace);
+      in_grace_ = false;
+      left_alone = next;
       continue;
     }
     lock.unlock();

@@ -10,7 +10,7 @@ from typing import Any
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["ENDED", "Collective", "Ragged", "Work", "algorithm_code"]
+__all__ = ["ENDED", "Collective", "Ragged", "Work", "algorithm_code", "retain"]
 
 Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
 Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
@@ -31,6 +31,12 @@ def _sweep() -> None:
                 _dropped.append(each)
 
 
+def retain(handle: Any, buffers: tuple[Any, ...]) -> None:
+    """Keeps the tensors of a started operation until it has ended, for a caller that lets go of it."""
+    _sweep()
+    _dropped.append((handle, buffers))
+
+
 class Work:
     """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of.
 
@@ -47,8 +53,7 @@ class Work:
 
     def __del__(self) -> None:
         if self._buffers and self._handle is not None and not self._handle.done():
-            _sweep()
-            _dropped.append((self._handle, self._buffers))
+            retain(self._handle, self._buffers)
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.torch_backend.engine import Engine
-from hdpcomm.comm.torch_backend.mailbox import context_of
 from hdpcomm.comm.torch_backend.staging import Operation, one
 from hdpcomm.comm.torch_backend.work import BackendWork, seconds_of
 from hdpcomm.errors import InvalidUsage
@@ -21,6 +21,11 @@ __all__ = ["GroupBase", "Lists", "Tensors"]
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Lists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
+
+
+def context_of(name: str) -> int:
+    """The number of a group in messages, from its name, which is equal on all its ranks. Signed, 64 bits."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class GroupBase(dist.ProcessGroup):
@@ -40,7 +45,7 @@ class GroupBase(dist.ProcessGroup):
         self.engine = engine
         self.communicator = communicator
         self._store = store
-        self._timeout = timeout
+        self.seconds = timeout  # that an operation may take
         self._owner = owner
         self._name = name
         self._description = ""
@@ -74,7 +79,7 @@ class GroupBase(dist.ProcessGroup):
         seconds = timeout.total_seconds()
         if not seconds > 0:
             raise InvalidUsage(f"set_timeout() got {timeout}; give a time above 0")
-        self._timeout = seconds
+        self.seconds = seconds
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -127,7 +132,7 @@ class GroupBase(dist.ProcessGroup):
         return Operation(
             call,
             self.communicator,
-            timeout=seconds_of(given if timeout is None else timeout, self._timeout),
+            timeout=seconds_of(given if timeout is None else timeout, self.seconds),
             background=getattr(options, "asyncOp", True),
         )
 

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from hdpcomm import _core
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.torch_backend.errors import translated
-from hdpcomm.comm.torch_backend.mailbox import Mailbox
 from hdpcomm.comm.torch_backend.work import BackendWork, Part
 
 __all__ = ["Engine"]
@@ -31,10 +31,9 @@ class Engine:
 
     def __init__(self, world: Communicator, messages: Communicator) -> None:
         self.world = world
-        self.mailbox = Mailbox(messages)
+        self.mailbox = _core.comm.Mailbox(messages._core.world)
         self._messages = messages
         self._held: deque[tuple[BackendWork, Sequence[Part]]] = deque()
-        self._sends: list[Part] = []
         self._lock = threading.Lock()
         self._futures: queue.SimpleQueue[BackendWork | None] | None = None
         self._completer: threading.Thread | None = None
@@ -60,12 +59,6 @@ class Engine:
             while self._held and all(part.done() for part in self._held[0][1]):
                 ended, _ = self._held.popleft()
                 ended.is_completed()
-
-    def hold_send(self, part: Part) -> None:
-        """The same for a send; sends end in any order."""
-        with self._lock:
-            self._sends = [each for each in self._sends if not each.done()]
-            self._sends.append(part)
 
     def complete_in_order(self, work: BackendWork) -> None:
         """Completes the future of a collective in the background; collectives end in the order in which they began."""
@@ -97,13 +90,11 @@ class Engine:
             futures, completer = self._futures, self._completer
         self.world.close()
         self._messages.close()
-        self.mailbox.close()
         if futures is not None and completer is not None:
             futures.put(None)
             if completer is not threading.current_thread():
                 completer.join()
         self._held.clear()
-        self._sends.clear()
 
 
 def _complete(futures: queue.SimpleQueue[BackendWork | None]) -> None:

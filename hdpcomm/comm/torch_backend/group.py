@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from hdpcomm.comm.torch_backend.base import Tensors
-from hdpcomm.comm.torch_backend.collectives import Collectives
-from hdpcomm.comm.torch_backend.errors import translated
-from hdpcomm.comm.torch_backend.staging import one
+from hdpcomm.comm.torch_backend.messages import Messages
 from hdpcomm.comm.torch_backend.work import BackendWork, chain
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["HdpProcessGroup"]
 
 
-class HdpProcessGroup(Collectives):
+class HdpProcessGroup(Messages):
     """A group of torch ranks: a subset of the world of its :class:`Engine`. Made by torch, see ``init_process_group``.
 
     The collectives of overlapping groups must be called in one order on all ranks, whether waited for or not;
@@ -25,47 +22,6 @@ class HdpProcessGroup(Collectives):
     there is not; BackendTimeout, BackendLost, BackendMismatch, BackendAborted (``dist.DistBackendError``) from the call
     or the work's ``wait()``.
     """
-
-    # --- point to point ----------------------------------------------------------------------------------------------
-
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
-        operation = self._begin("send", None)
-        x = operation.source(one(tensors, "send", "tensors"))
-        with translated():
-            part = self.engine.mailbox.send(x, self._world_rank(dst, "send"), tag, self._context)
-        work = BackendWork([part], [], timeout=operation.timeout, in_background=self.engine.complete_alone)
-        self.engine.hold_send(part)
-        return self._coalesce(work)
-
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
-        return self._receive(tensors, frozenset([self._world_rank(src, "recv")]), tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
-        others = frozenset(self.communicator.ranks) - {self.communicator.global_rank}
-        if not others:
-            raise InvalidUsage("recv() from any source in a group of one rank would wait for ever")
-        return self._receive(tensors, others, tag)
-
-    def _receive(self, tensors: Tensors, sources: frozenset[int], tag: int) -> BackendWork:
-        operation = self._begin("recv", None)
-        tensor = one(tensors, "recv", "tensors")
-        target = operation.target(tensor)
-        part = self.engine.mailbox.receive(target, sources, tag, self._context, operation.finish)
-        work = BackendWork(
-            [part],
-            [tensor],
-            timeout=operation.timeout,
-            in_background=self.engine.complete_alone,
-            source=lambda: self.communicator.ranks.index(part.source),
-        )
-        return self._coalesce(work)
-
-    def _world_rank(self, rank: int, call: str) -> int:
-        if not 0 <= rank < self.communicator.size:
-            raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{self.communicator.size - 1}")
-        if rank == self.communicator.rank:
-            raise InvalidUsage(f"{call}() of rank {rank} with itself; copy the tensor instead")
-        return self.communicator.ranks[rank]
 
     # --- coalescing --------------------------------------------------------------------------------------------------
 
@@ -78,9 +34,4 @@ class HdpProcessGroup(Collectives):
         works, self._coalesced = self._coalesced, None
         if works is None:
             raise InvalidUsage("_end_coalescing() without _start_coalescing()")
-        return chain(works, self._timeout)
-
-    def _coalesce(self, work: BackendWork) -> BackendWork:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return chain(works, self.seconds)

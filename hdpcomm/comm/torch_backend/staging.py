@@ -21,6 +21,8 @@ _CARRIED = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(to
 
 def one(tensors: Any, call: str, what: str) -> Any:
     """The only element of the lists that torch's calls take (they were made for several devices a process)."""
+    if type(tensors) is list and len(tensors) == 1:
+        return tensors[0]
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:

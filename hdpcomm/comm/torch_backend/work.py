@@ -19,7 +19,7 @@ __all__ = ["BackendWork", "Part", "chain", "seconds_of"]
 
 
 class Part(Protocol):
-    """What a BackendWork waits for: a Work of hdpcomm, or a receive of the mailbox."""
+    """What a BackendWork waits for: a Work of hdpcomm."""
 
     def wait(self, timeout: float | None = None) -> None: ...
 
@@ -47,7 +47,6 @@ class BackendWork(dist.Work):
         timeout: float,
         finish: Callable[[], None] | None = None,
         in_background: Callable[[BackendWork], None] | None = None,
-        source: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()
         self._parts = parts
@@ -55,7 +54,6 @@ class BackendWork(dist.Work):
         self._timeout = timeout
         self._finish = finish
         self._in_background = in_background
-        self._source = source
         self._error: BaseException | None = None
         self._over = False
         self._settling = threading.Lock()
@@ -118,9 +116,7 @@ class BackendWork(dist.Work):
 
     def source_rank(self) -> int:
         """Group rank of the sender of a receive that has ended."""
-        if self._source is None:
-            raise NotImplementedError("hdpcomm backend: source_rank of a work that is not a receive")
-        return self._source()
+        raise NotImplementedError("hdpcomm backend: source_rank of a work that is not a receive")
 
     _source_rank = source_rank
 
@@ -128,13 +124,16 @@ class BackendWork(dist.Work):
         """A future of the outputs, completed in the background."""
         if self._future is None:
             self._future = Future()
-            if self._over or self._in_background is None:
-                self.complete_future()
-            else:
-                self._in_background(self)
+            self._complete_later()
         return self._future
 
     get_future_result = get_future
+
+    def _complete_later(self) -> None:
+        if self._over or self._in_background is None:
+            self.complete_future()
+        else:
+            self._in_background(self)
 
     def complete_future(self) -> None:
         """Waits, then completes the future: on the thread that the engine lends."""
@@ -143,7 +142,7 @@ class BackendWork(dist.Work):
         if self._future is None:
             return
         if self._error is None:
-            self._future.set_result(self._outputs)
+            self._future.set_result(self.result())
         else:
             self._future.set_exception(self._error)  # type: ignore[arg-type]
 

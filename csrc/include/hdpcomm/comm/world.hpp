@@ -28,6 +28,14 @@ class WorldPart {
   virtual void close(const std::string& reason) = 0;
 };
 
+// Looks at what has arrived in every pass over the operations, under the world's lock.
+class WorldListener {
+ public:
+  virtual ~WorldListener() = default;
+  // Returns true when it posted requests. What it ends or fails is noticed in the same pass.
+  virtual bool advance(Transport& transport) = 0;
+};
+
 class World {
  public:
   // Called a few times a second on a thread that waits; may throw to give up (Ctrl-C).
@@ -70,6 +78,14 @@ class World {
 
   // At most one, for the rest of the world's life.
   void attach(std::shared_ptr<WorldPart> part);
+  // The same; before the first operation.
+  void listen(std::shared_ptr<WorldListener> listener);
+  // For what a listener shares with others.
+  template <typename Function>
+  void underLock(Function function) {
+    std::lock_guard lock(mutex_);
+    function();
+  }
 
   // PeerLost, if the peer has left or died.
   std::optional<Error> departure(int peer);
@@ -130,6 +146,7 @@ class World {
   std::string abort_reason_;  // not empty after abort()
 
   std::shared_ptr<WorldPart> part_;
+  std::shared_ptr<WorldListener> listener_;
 
   TransportCosts costs_;
   TransportCosts remote_costs_;
@@ -145,6 +162,7 @@ class World {
       std::make_unique<std::condition_variable>();
   std::atomic<int> waiters_{0};
   int background_works_ = 0;
+  bool in_grace_ = false;  // the progress thread looks again soon by itself
   bool stop_ = false;
 };
 

@@ -1,0 +1,150 @@
+"""Point to point: torch's sends and receives over the core's mailbox, which matches by group, tag and source.
+
+The rules that users see are in docs/torch-backend.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from hdpcomm import _core
+from hdpcomm.comm.tensors import describe
+from hdpcomm.comm.torch_backend.base import Tensors
+from hdpcomm.comm.torch_backend.collectives import Collectives
+from hdpcomm.comm.torch_backend.errors import translate
+from hdpcomm.comm.torch_backend.staging import Operation, one
+from hdpcomm.comm.torch_backend.work import BackendWork, seconds_of
+from hdpcomm.comm.work import retain
+from hdpcomm.errors import Error, InvalidUsage
+
+__all__ = ["Message", "Messages"]
+
+_NOT_GIVEN = datetime.timedelta(0)
+_mail_send = _core.comm.mail_send
+_mail_receive = _core.comm.mail_receive
+_mail_wait = _core.comm.mail_wait
+_new_work = dist.Work.__init__
+
+
+class Message(BackendWork):
+    """A send or a receive that was started. One is made for every message, so it is lean and sets no base up."""
+
+    _parts = ()
+    _finish: Callable[[], None] | None = None
+    _error: BaseException | None = None
+    _over = False
+    _settling = threading.Lock()  # of all messages: held for the copies of receives that are not contiguous
+    _future: Future[list[torch.Tensor]] | None = None
+
+    def __init__(self, mail: _core.comm.Mail, group: Messages, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+        _new_work(self)
+        self._mail = mail
+        self._group = group
+        self._timeout = group.seconds
+        self._buffers = tensor, buffer  # torch's, and the one that the core uses until the message has ended
+
+    def wait(self, timeout: datetime.timedelta = _NOT_GIVEN) -> bool:
+        if not self._over:
+            self.join(self._timeout if timeout is _NOT_GIVEN else seconds_of(timeout, self._timeout))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def join(self, seconds: float) -> None:
+        try:
+            _mail_wait(self._mail, seconds)
+        except Error as error:
+            self._settle(translate(error))
+        else:
+            if self._finish is None:
+                self._over = True
+            else:
+                self._settle(None)
+
+    def is_completed(self) -> bool:
+        if not self._over and self._mail.done():
+            self.join(self._timeout)
+        return self._over
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._buffers[0]] if self._mail.receives else []
+
+    def source_rank(self) -> int:
+        if not self._mail.receives:
+            return super().source_rank()
+        return self._group.communicator.ranks.index(self._mail.source)
+
+    _source_rank = source_rank
+
+    def _complete_later(self) -> None:
+        if self._over:
+            self.complete_future()
+        else:
+            self._group.engine.complete_alone(self)
+
+    def __del__(self) -> None:
+        if not self._over and not self._mail.done():
+            retain(self._mail, self._buffers)
+
+    def finish_with(self, finish: Callable[[], None]) -> None:
+        """Has the receive copied to where it belongs at the end."""
+        self._finish = finish
+
+
+class Messages(Collectives):
+    """The point-to-point methods of a group. Ranks that come and go are positions in the group."""
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
+        tensor = buffer = one(tensors, "send", "tensors")
+        peer = self._world_rank(dst, "send")
+        try:
+            mail = _mail_send(self.engine.mailbox, tensor, peer, tag, self._context)
+            if mail is None:
+                buffer = self._begin("send", None).source(tensor)
+                mail = _mail_send(self.engine.mailbox, describe(buffer, "tensor"), peer, tag, self._context)
+        except Error as error:
+            raise translate(error) from error.__cause__
+        assert mail is not None
+        return self._coalesce(Message(mail, self, tensor, buffer))
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
+        return self._receive(tensors, self._world_rank(src, "recv"), tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
+        others = tuple(rank for rank in self.communicator.ranks if rank != self.communicator.global_rank)
+        if not others:
+            raise InvalidUsage("recv() from any source in a group of one rank would wait for ever")
+        return self._receive(tensors, others, tag)
+
+    def _receive(self, tensors: Tensors, sources: int | tuple[int, ...], tag: int) -> BackendWork:
+        tensor = buffer = one(tensors, "recv", "tensors")
+        operation: Operation | None = None
+        try:
+            mail = _mail_receive(self.engine.mailbox, tensor, sources, tag, self._context)
+            if mail is None:
+                operation = self._begin("recv", None)
+                buffer = operation.target(tensor)
+                mail = _mail_receive(self.engine.mailbox, describe(buffer, "tensor"), sources, tag, self._context)
+        except Error as error:
+            raise translate(error) from error.__cause__
+        assert mail is not None
+        work = Message(mail, self, tensor, buffer)
+        if operation is not None:
+            work.finish_with(operation.finish)
+        return self._coalesce(work)
+
+    def _world_rank(self, rank: int, call: str) -> int:
+        if not 0 <= rank < self.communicator.size:
+            raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{self.communicator.size - 1}")
+        return self.communicator.ranks[rank]
+
+    def _coalesce(self, work: BackendWork) -> BackendWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
