@@ -205,6 +205,7 @@ def forks_a_child() -> float:
     comm = hdp.init(timeout=20)
     comm.all_reduce(torch.ones(1), async_op=True).wait()  # there is a progress thread
     if comm.rank == 0:
+        gc.collect()  # what earlier tests of this process have left is not the child's to collect
         child = os.fork()
         if child == 0:
             status = 1
