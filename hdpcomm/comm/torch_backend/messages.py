@@ -6,12 +6,10 @@ The rules that users see are in docs/torch-backend.md.
 from __future__ import annotations
 
 import datetime
-import threading
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from hdpcomm import _core
 from hdpcomm.comm.tensors import describe
@@ -33,17 +31,11 @@ _new_work = dist.Work.__init__
 
 
 class Message(BackendWork):
-    """A send or a receive that was started. One is made for every message, so it is lean and sets no base up."""
-
-    _parts = ()
-    _finish: Callable[[], None] | None = None
-    _error: BaseException | None = None
-    _over = False
-    _settling = threading.Lock()  # of all messages: held for the copies of receives that are not contiguous
-    _future: Future[list[torch.Tensor]] | None = None
+    """A send or a receive that was started."""
 
     def __init__(self, mail: _core.comm.Mail, group: Messages, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         _new_work(self)
+        self._parts = ()
         self._mail = mail
         self._group = group
         self._timeout = group.seconds
@@ -62,10 +54,7 @@ class Message(BackendWork):
         except Error as error:
             self._settle(translate(error))
         else:
-            if self._finish is None:
-                self._over = True
-            else:
-                self._settle(None)
+            self._settle(None)
 
     def is_completed(self) -> bool:
         if not self._over and self._mail.done():
