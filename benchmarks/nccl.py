@@ -3,6 +3,7 @@ device memory. Started by benchmarks/nccl.sh under torchrun, one rank a GPU; pri
 
 The other side is torch.distributed: ``new_group()`` splits the communicator of the world when that is bound to a
 device. Every subset is made once and used for all sizes. Times are medians of the slowest rank; both sides take turns.
+Then messages around the ring of all ranks, as sends and, where NCCL can, as puts (HDPCOMM_NCCL_ONE_SIDED=1).
 Device memory of a side is what its init took and what its subsets took. hdpcomm comes first, so what NCCL loads once
 for the process is counted on its side; the CUDA context is on neither.
 """
@@ -24,10 +25,24 @@ import torch
 
 import hdpcomm as hdp
 
-__all__ = ["Group", "Hdpcomm", "Machine", "Report", "Row", "Side", "compare", "subsets_of", "table"]
+__all__ = [
+    "Group",
+    "Hdpcomm",
+    "Machine",
+    "Report",
+    "RingRow",
+    "Row",
+    "Side",
+    "compare",
+    "ring",
+    "ring_table",
+    "subsets_of",
+    "table",
+]
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = (8 * 1024, 1 << 20, 64 << 20)
+RING_SIZES = (64 * 1024, 1 << 20, 8 << 20, 32 << 20)
 
 
 class Group(Protocol):
@@ -59,6 +74,14 @@ class Row:
 
     op: str
     ranks: tuple[int, ...]
+    bytes: int
+    us: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RingRow:
+    """A message of each rank to the next one, all at once; microseconds by way."""
+
     bytes: int
     us: dict[str, float]
 
@@ -226,6 +249,61 @@ def _slowest(world: hdp.Communicator, value: float) -> float:
     return float(largest[0])
 
 
+def ring(world: hdp.Communicator, machine: Machine, *, sizes: Sequence[int], repeats: int) -> list[RingRow]:
+    """Collective over the world, which has two ranks or more. Puts only where the world has a landing zone."""
+    to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    zone = world.landing_zone(torch.zeros(1, device=machine.device), back)
+    rows = []
+    for size in sizes:
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=machine.device) for _ in range(2))
+        ways: dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
+            "ncclSend": ([(source, to)], [(target, back)])
+        }
+        if zone is not None and 2 * size <= zone.memory.numel():
+            # From the zone into the zone, as ring attention passes blocks on; and from elsewhere, which is copied.
+            here, there = zone.memory[:size], zone.memory[size : 2 * size]
+            ways["ncclPutSignal"] = ([(there, to, 0)], [(here, back, 0)])
+            ways["ncclPutSignal of a copy"] = ([(source, to, 0)], [(here, back, 0)])
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(repeats + 1):
+            for way, (sends, recvs) in ways.items():
+                world.barrier()
+                started = time.perf_counter()
+                world.exchange(sends, recvs)
+                machine.synchronize()
+                if turn > 0:
+                    seconds[way].append(time.perf_counter() - started)
+        rows.append(
+            RingRow(size, {way: _slowest(world, statistics.median(each)) * 1e6 for way, each in seconds.items()})
+        )
+    return rows
+
+
+def ring_table(rows: Sequence[RingRow]) -> str:
+    """For people."""
+    names = list(rows[0].us)
+    lines = [f"| around the ring, bytes | {' us | '.join(names)} us |", "|---" * (1 + len(names)) + "|"]
+    for row in rows:
+        figures = " | ".join(f"{row.us[name]:.1f}" if name in row.us else "" for name in names)
+        lines.append(f"| {row.bytes:,} | {figures} |")
+    return "\n".join(lines)
+
+
+def _putting_world() -> hdp.Communicator:
+    """Whose messages with a place are put, or one whose messages are not, and why."""
+    os.environ["HDPCOMM_NCCL_ONE_SIDED"] = "1"
+    try:
+        return hdp.init(transport="nccl")
+    except hdp.DeviceError as error:
+        if "cannot put messages" not in str(error):
+            raise
+        os.environ["HDPCOMM_NCCL_ONE_SIDED"] = "0"
+        world = hdp.init(transport="nccl")
+        if world.rank == 0:
+            print(f"\nno puts: {error}\n")
+        return world
+
+
 def table(report: Report, names: Sequence[str]) -> str:
     """For people: one row an operation, subset and size, then what making and keeping the subsets costs."""
     lines = [f"| operation | ranks | bytes | {' us | '.join(names)} us |", "|---" * (3 + len(names)) + "|"]
@@ -272,18 +350,23 @@ def main() -> None:
         sides: list[Side] = [Hdpcomm(world), Split(world.rank)]
         report = compare(world, sides, machine, sizes=SIZES, repeats=arguments.repeats, init_bytes=init_bytes)
         if world.rank == 0:
-            print(table(report, [side.name for side in sides]))
-            if arguments.json:
-                about = {
-                    "date": date.today().isoformat(),
-                    "device": torch.cuda.get_device_name(device),
-                    "ranks": world.size,
-                    "versions": {"hdpcomm": hdp.__version__, "torch": torch.__version__, "nccl": nccl.describe()[1]},
-                    "python": platform.python_version(),
-                }
-                with open(arguments.json, "w") as file:
-                    json.dump(about | asdict(report), file, indent=1)
+            print(table(report, [side.name for side in sides]), flush=True)
     dist.destroy_process_group()
+    with _putting_world() as world:
+        rows = ring(world, machine, sizes=RING_SIZES, repeats=arguments.repeats)
+        if world.rank != 0:
+            return
+        print("\n" + ring_table(rows))
+        if arguments.json:
+            about = {
+                "date": date.today().isoformat(),
+                "device": torch.cuda.get_device_name(device),
+                "ranks": world.size,
+                "versions": {"hdpcomm": hdp.__version__, "torch": torch.__version__, "nccl": nccl.describe()[1]},
+                "python": platform.python_version(),
+            }
+            with open(arguments.json, "w") as file:
+                json.dump(about | asdict(report) | {"ring": [asdict(row) for row in rows]}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ constexpr Row kTable[] = {
     {"HDPCOMM_NCCL", "", "the libnccl.so.2 to use; unset: a wheel's, torch's, or the system's"},
     {"HDPCOMM_NCCL_CONNECT", "1",
      "nccl: init() connects each rank with those up to this distance; other pairs at first use"},
+    {"HDPCOMM_NCCL_ONE_SIDED", "0",
+     "nccl: 1: ring attention's keys and values are put (ncclPutSignal, 2.29.7 or newer); auto: if "
+     "init() measures that to be faster"},
     {"HDPCOMM_DEVICE_SLOT_BYTES", "2097152",
      "device memory of a slot, in which a piece of a message arrives; the same on all ranks"},
     {"HDPCOMM_DEVICE_SLOTS", "4", "slots of an ordered pair of ranks on a device"},

@@ -292,6 +292,7 @@ void bindDevice(py::module_& module) {
              py::arg("out_of_reach") = std::vector<int>{}, Release());
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());
   module.def("cuda_device_count", &cudaDeviceCount, Release());
+  module.def("cuda_driver_version", &cudaDriverVersion, Release());
   auto testing = module.def_submodule("testing", "SimDevice's check mode; for tests.");
   bindChecks(testing);
   testing.def(

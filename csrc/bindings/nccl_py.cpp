@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <optional>
 
 #include "../transport/nccl/fake_nccl.hpp"
 #include "../transport/nccl/groups.hpp"
@@ -45,12 +46,13 @@ struct Member {
   NcclStream stream;
 };
 
-using Message = std::tuple<uintptr_t, size_t, int>;  // address, bytes, global rank
+// Address, bytes, global rank, and the place in the receiver's window of one that is put.
+using Message = std::tuple<uintptr_t, size_t, int, std::optional<size_t>>;
 
 std::vector<NcclWorld::Message> messagesOf(const std::vector<Message>& tuples) {
   std::vector<NcclWorld::Message> messages;
-  for (const auto& [address, bytes, peer] : tuples)
-    messages.push_back({pointer(address), bytes, peer});
+  for (const auto& [address, bytes, peer, place] : tuples)
+    messages.push_back({pointer(address), bytes, peer, place.value_or(NcclWorld::kNoPlace)});
   return messages;
 }
 
@@ -87,6 +89,15 @@ void bindMember(py::module_& module) {
           "connect_ahead",
           [](Member& m, int max_distance) { m.world->connectAhead(max_distance, m.stream); },
           py::arg("max_distance"))
+      .def("puts_missing", [](Member& m) { return m.world->putsMissing(); })
+      .def(
+          "open_window",
+          [](Member& m, size_t bytes) {
+            m.world->openWindow(bytes, m.stream);
+            return reinterpret_cast<uintptr_t>(m.world->window());
+          },
+          py::arg("bytes"))
+      .def("close_window", [](Member& m) { m.world->closeWindow(); })
       .def("check_async", [](Member& m) { m.world->checkAsync(); })
       .def("abort", [](Member& m) { m.world->abort(); })
       .def("stats", [](const Member& m) {
@@ -104,13 +115,17 @@ void bindMember(py::module_& module) {
 
 void bindFake(py::module_& module) {
   py::class_<FakeNccl, std::shared_ptr<FakeNccl>>(module, "FakeNccl")
-      .def(py::init([](int num_ranks) { return std::make_shared<FakeNccl>(num_ranks); }),
-           py::arg("num_ranks"))
+      .def(py::init([](int num_ranks, int version) {
+             return std::make_shared<FakeNccl>(num_ranks, version);
+           }),
+           py::arg("num_ranks"), py::arg("version") = 23203)
       .def("label", &FakeNccl::label, py::arg("rank"), py::arg("text"))
       .def("fail_next", &FakeNccl::failNext, py::arg("function"), py::arg("rank"), py::arg("code"))
       .def("set_async_error", &FakeNccl::setAsyncError, py::arg("rank"), py::arg("code"))
       .def("stall_init", &FakeNccl::stallInit)
       .def("stall_groups", &FakeNccl::stallGroups, py::arg("rank"))
+      .def("without_puts", &FakeNccl::withoutPuts)
+      .def("slow_down", &FakeNccl::slowDown, py::arg("function"), py::arg("seconds"))
       .def("complaints", &FakeNccl::complaints)
       // The table for a rank of an engine: its operations go to the streams of this device.
       .def(

@@ -102,11 +102,16 @@ LinkJoining linkJoining(size_t slot_bytes, int num_slots, int num_lanes, size_t 
 }
 
 NcclJoining ncclJoining(const std::function<std::shared_ptr<NcclApi>()>& library,
-                        int connect_distance, const LinkCosts& inside, const LinkCosts& between) {
+                        int connect_distance, const LinkCosts& inside, const LinkCosts& between,
+                        NcclJoining::OneSided one_sided, size_t landing_bytes,
+                        const std::string& no_puts) {
   return {.library = library,
           .connect_distance = connect_distance,
           .costs = {.inside = std::make_from_tuple<TransportCosts>(inside),
-                    .between = std::make_from_tuple<TransportCosts>(between)}};
+                    .between = std::make_from_tuple<TransportCosts>(between)},
+          .one_sided = one_sided,
+          .landing_bytes = landing_bytes,
+          .no_puts = no_puts};
 }
 
 std::shared_ptr<StreamEngine> attached(const Communicator& comm,
@@ -120,9 +125,14 @@ void bindJoining(py::module_& module) {
       .def(py::init(&linkJoining), py::kw_only(), py::arg("slot_bytes"), py::arg("num_slots"),
            py::arg("num_lanes"), py::arg("landing_bytes"), py::arg("window_bytes"),
            py::arg("costs"));
+  py::enum_<NcclJoining::OneSided>(module, "OneSided")
+      .value("OFF", NcclJoining::OneSided::kOff)
+      .value("ON", NcclJoining::OneSided::kOn)
+      .value("MEASURE", NcclJoining::OneSided::kMeasure);
   py::class_<NcclJoining>(module, "NcclJoining")
       .def(py::init(&ncclJoining), py::kw_only(), py::arg("library"), py::arg("connect_distance"),
-           py::arg("inside"), py::arg("between"));
+           py::arg("inside"), py::arg("between"), py::arg("one_sided"), py::arg("landing_bytes"),
+           py::arg("no_puts"));
 }
 
 }  // namespace
@@ -171,14 +181,17 @@ void bindStream(py::module_& module) {
             return engine.lands(comm.globalRank(peer, "lands"));
           },
           py::arg("comm"), py::arg("peer"))
+      .def(
+          "landing",
+          [](const StreamEngine& engine, const Communicator& comm, std::optional<int> source) {
+            const auto zone =
+                engine.zoneFor(source.has_value() ? comm.globalRank(*source, "landing_zone") : -1);
+            return py::make_tuple(reinterpret_cast<uintptr_t>(zone.data), zone.bytes);
+          },
+          py::arg("comm"), py::arg("source"))
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
-      .def_property_readonly("landing",
-                             [](const StreamEngine& engine) {
-                               return py::make_tuple(reinterpret_cast<uintptr_t>(engine.landing()),
-                                                     engine.landingBytes());
-                             })
       .def_property_readonly("arena_bytes", &StreamEngine::arenaBytes)
       // What takes the engine's lock may wait for a call of NCCL that another thread is in.
       .def_property_readonly("scratch_bytes",
@@ -210,6 +223,7 @@ void bindStream(py::module_& module) {
         result["remote_bytes_received"] = stats.remote_bytes_received;
         result["peers"] = stats.peers_used;
         result["nccl_groups"] = nccl.groups;
+        result["nccl_puts"] = nccl.puts;
         result["nccl_whole_world_ops"] = nccl.whole_world_ops;
         result["predicted_buffer_bytes"] = nccl.buffer_bytes;
         return result;

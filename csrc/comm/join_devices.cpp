@@ -6,6 +6,7 @@
 #include "hdpcomm/comm/path_board.hpp"
 #include "hdpcomm/comm/path_mover.hpp"
 #include "hdpcomm/transport/device/retired.hpp"
+#include "join_nccl.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -15,8 +16,6 @@ using device::ArenaConfig;
 using device::CallBoard;
 using device::SharedBoard;
 
-constexpr auto kLookAgain = std::chrono::milliseconds(100);
-
 // What every rank tells every other one as it joins with links.
 struct Introduction {
   MemoryHandle arena;  // of a rank that has one
@@ -24,12 +23,6 @@ struct Introduction {
   int32_t ordinal;
   int32_t sim;
 };
-
-template <typename Value>
-void fromRank0(const Communicator& comm, Value& value) {
-  comm.collective({.in = &value, .out = &value, .count = sizeof value},
-                  {.op = OpCode::kBroadcast, .root = 0}, 0, {});
-}
 
 // `bytes` of every rank, by rank.
 void gather(const Communicator& comm, const void* own, void* all, size_t bytes) {
@@ -155,41 +148,6 @@ DeviceCosts linkCosts(const Communicator& comm, const LinkJoining& links) {
   costs.window_bytes = static_cast<double>(links.arena.window_bytes);
   fromRank0(comm, costs);
   return costs;
-}
-
-// Throws when a rank that has to join too is gone.
-NcclWorld::Look lookForRanks(World& world) {
-  return [&world, next = Clock::now() + kLookAgain]() mutable {
-    if (Clock::now() < next) return;
-    for (int rank = 0; rank < world.size(); ++rank) {
-      if (const std::optional<Error> loss = world.departure(rank)) throw *loss;
-    }
-    next = Clock::now() + kLookAgain;
-  };
-}
-
-// The communicator of all ranks, whose messages between linked pairs go another way.
-std::unique_ptr<NcclMover> ncclMover(const Communicator& comm, const DevicePtr& device,
-                                     const NcclJoining& nccl, const NcclCosts& costs,
-                                     const LinkMap& map) {
-  const std::shared_ptr<const NcclApi> api = nccl.library();
-  NcclUniqueId id{};
-  if (comm.rank() == 0) ncclCheck(*api, api->getUniqueId(&id), "ncclGetUniqueId", nullptr, 0);
-  fromRank0(comm, id);
-  World& host = comm.world();
-  const NcclWorld::Look look = lookForRanks(host);
-  auto memory = std::make_shared<StreamNcclDevice>(device);
-  auto world = std::make_unique<NcclWorld>(api, memory, id, comm.rank(), comm.size(),
-                                           host.timeout(), host.nodesOf(comm.ranks()), look);
-  std::vector<bool> linked;
-  for (int rank = 0; rank < comm.size(); ++rank) linked.push_back(map.linked(comm.rank(), rank));
-  if (!map.none()) world->leaveOut(std::move(linked));
-  const OwnedStream stream(device, device->createStream());
-  memory->reserve(2, stream.get(), false);
-  world->connectAhead(nccl.connect_distance, reinterpret_cast<NcclStream>(stream.get().handle),
-                      look);
-  device->synchronize(stream.get(), host.timeout(), look);
-  return std::make_unique<NcclMover>(device, std::move(memory), std::move(world), costs);
 }
 
 }  // namespace

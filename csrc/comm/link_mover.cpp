@@ -67,21 +67,6 @@ Communicator::Planning LinkMover::planning(const std::vector<int>& /*ranks*/) co
       .peer_reads = true};
 }
 
-void LinkMover::checkLanding(const Message& message, bool received) const {
-  if (message.landing == kNoLanding) return;
-  const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing > landingBytes() || bytes > landingBytes() - message.landing) {
-    throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
-                      std::to_string(message.landing) + "; the zone has " +
-                      std::to_string(landingBytes()) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
-  }
-  if (received && message.data != landing() + message.landing) {
-    throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
-                      std::to_string(message.landing) +
-                      " of the landing zone; pass a view of landing_zone().memory there");
-  }
-}
-
 void LinkMover::prepare(const Messages& sends, const Messages& recvs, bool /*captured*/) {
   for (const Message& message : sends) checkLanding(message, false);
   for (const Message& message : recvs) checkLanding(message, true);

@@ -1,5 +1,7 @@
 #include "hdpcomm/comm/nccl_mover.hpp"
 
+#include <utility>
+
 #include "hdpcomm/transport/device/link.hpp"
 
 namespace hdpcomm {
@@ -8,6 +10,12 @@ namespace {
 NcclStream ncclStreamOf(Stream stream) { return reinterpret_cast<NcclStream>(stream.handle); }
 
 constexpr double kClear = 60;  // seconds, for some bytes
+
+size_t alignedBytes(size_t bytes) { return (bytes + 511) / 512 * 512; }
+
+size_t bytesOf(const StreamMover::Message& message) {
+  return message.count * dtypeBytes(message.dtype);
+}
 
 Stream streamOf(NcclStream stream) { return {reinterpret_cast<uintptr_t>(stream)}; }
 
@@ -40,12 +48,14 @@ void StreamNcclDevice::scale(void* data, size_t count, DType dtype, double divis
 }
 
 NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
-                     std::unique_ptr<NcclWorld> world, const NcclCosts& costs)
+                     std::unique_ptr<NcclWorld> world, const NcclCosts& costs, size_t landing_bytes)
     : device_(std::move(device)),
       memory_(std::move(memory)),
       background_stream_(device_, device_->createStream()),
       tokens_(device_, device_->allocate(NcclWorld::kMaxExchange)),
       costs_(costs),
+      landing_bytes_(landing_bytes),
+      staged_(device_, device_->createEvent()),
       world_(std::move(world)) {
   device_->fill(tokens_.get(), 0, NcclWorld::kMaxExchange, background_stream_.get());
   device_->synchronize(background_stream_.get(), kClear);
@@ -59,18 +69,60 @@ Communicator::Planning NcclMover::planning(const std::vector<int>& /*ranks*/) co
 
 void NcclMover::prepare(const Messages& sends, const Messages& recvs, bool captured) {
   NcclWorld::checkExchange(sends.size(), recvs.size());
+  size_t staged = 0;
   for (const Messages* messages : {&sends, &recvs}) {
     for (const Message& message : *messages) {
-      if (captured) world_->checkConnected(message.peer);
+      if (captured) checkCaptured(message);
+      if (message.landing == kNoLanding) continue;
+      if (landing_bytes_ == 0) {
+        throwInvalidUsage(
+            "exchange() got a landing place, but NCCL has no landing zone here: leave it "
+            "out where landing_zone() gives none");
+      }
+      checkLanding(message, messages == &recvs);
+      if (messages == &sends && !inZone(message)) staged += alignedBytes(bytesOf(message));
     }
   }
-  for (const Messages* messages : {&sends, &recvs}) {
-    for (const Message& message : *messages) {
-      if (message.landing == kNoLanding) continue;
-      throwInvalidUsage(
-          "exchange() got a landing place, but NCCL has no landing zone: leave it "
-          "out where landing_zone() gives none");
-    }
+  if (staged > landing_bytes_) {
+    throwInvalidUsage(
+        "exchange() got " + std::to_string(staged) +
+        " bytes with landing places to send from outside of the landing zone; they are copied into "
+        "memory of its size first, and it has " +
+        std::to_string(landing_bytes_) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
+  }
+  puts_ = landing_bytes_ > 0 && !captured;
+}
+
+// Connections cannot be made while a graph is captured, and puts make none.
+void NcclMover::checkCaptured(const Message& message) const {
+  if (message.landing == kNoLanding || world_->isConnected(message.peer)) {
+    return world_->checkConnected(message.peer);
+  }
+  throwInvalidUsage("an exchange that is captured into a graph has a message with rank " +
+                    std::to_string(message.peer) +
+                    ", with which NCCL is not connected, since messages were put so far: set "
+                    "HDPCOMM_NCCL_CONNECT to the distance of the ranks, or unset "
+                    "HDPCOMM_NCCL_ONE_SIDED");
+}
+
+bool NcclMover::inZone(const Message& message) const {
+  const std::byte* zone = world_->window();
+  return message.data >= zone && message.data + bytesOf(message) <= zone + landing_bytes_;
+}
+
+// What is put has to lie in the window. One block for all: each operation that copies into it comes
+// after the puts of the one before.
+void NcclMover::stage(const Messages& messages, std::vector<NcclWorld::Message>& sends,
+                      Stream stream) {
+  std::byte* free = world_->window() + landing_bytes_;
+  bool waited = false;
+  for (size_t i = 0; i < sends.size(); ++i) {
+    NcclWorld::Message& each = sends[i];
+    if (each.place == NcclWorld::kNoPlace || inZone(messages[i])) continue;
+    if (!std::exchange(waited, true)) device_->wait(stream, staged_.get());
+    device_->copy(free, each.data, each.bytes, stream);
+    each.data = free;
+    free += alignedBytes(each.bytes);
   }
 }
 
@@ -90,28 +142,36 @@ void NcclMover::prepare(const Collective& operation) {
                    operation.captured);
 }
 
+// NCCL sends nothing for an empty message, and then neither side would wait for the other. Into a
+// graph nothing is put, nor to this rank itself: then the landing place is only where the data
+// goes.
+std::vector<NcclWorld::Message> NcclMover::describe(const Messages& messages,
+                                                    std::byte* token) const {
+  std::vector<NcclWorld::Message> result;
+  for (const Message& each : messages) {
+    const size_t bytes = bytesOf(each);
+    if (bytes == 0) {
+      result.push_back({.data = token++, .bytes = 1, .peer = each.peer});
+      continue;
+    }
+    result.push_back({.data = each.data, .bytes = bytes, .peer = each.peer});
+    const bool lands = each.landing != kNoLanding && each.peer != world_->rank();
+    if (puts_ && lands) result.back().place = each.landing;
+  }
+  return result;
+}
+
 std::vector<Stream> NcclMover::exchange(const Exchange& operation, const Look& look) {
   const Stream stream = operation.background ? background_stream_.get() : operation.caller;
   if (operation.background) device_->wait(stream, operation.begin);
-  // NCCL sends nothing for an empty message, and then neither side waits for the other.
-  const auto described = [](const Messages& messages, std::byte* token) {
-    std::vector<NcclWorld::Message> result;
-    for (const Message& each : messages) {
-      const size_t bytes = each.count * dtypeBytes(each.dtype);
-      if (bytes > 0) {
-        result.push_back({each.data, bytes, each.peer});
-      } else {
-        result.push_back({token++, 1, each.peer});
-      }
-    }
-    return result;
-  };
   auto* const tokens = static_cast<std::byte*>(tokens_.get());
-  const auto sends = described(operation.sends, tokens);
-  const auto recvs = described(operation.recvs, tokens + operation.sends.size());
+  auto sends = describe(operation.sends, tokens);
+  const auto recvs = describe(operation.recvs, tokens + operation.sends.size());
+  if (puts_) stage(operation.sends, sends, stream);
   if (!sends.empty() || !recvs.empty()) {
     world_->exchange(sends, recvs, ncclStreamOf(stream), look);
   }
+  if (puts_) device_->record(staged_.get(), stream);
   return {stream};
 }
 
@@ -144,7 +204,7 @@ TransportStats NcclMover::stats() const {
 
 StreamMover::NcclUse NcclMover::ncclUse() const {
   const NcclStats stats = world_ != nullptr ? world_->stats() : last_;
-  return {stats.groups, stats.whole_world_ops, stats.buffer_bytes};
+  return {stats.groups, stats.puts, stats.whole_world_ops, stats.buffer_bytes};
 }
 
 }  // namespace hdpcomm

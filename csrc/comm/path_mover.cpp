@@ -43,6 +43,12 @@ Communicator::Planning PathMover::planning(const std::vector<int>& ranks) const 
   }};
 }
 
+StreamMover::Zone PathMover::zoneFor(int source) const {
+  const bool by_nccl = source < 0 ? links_ == nullptr : !linked(source);
+  if (by_nccl) return nccl_->zoneFor(source);
+  return links_ != nullptr ? links_->zoneFor(source) : Zone{};
+}
+
 StreamMover::Traffic PathMover::trafficOf(const Collective& operation) const {
   return operation.plan.schedule != nullptr ? StreamMover::trafficOf(operation)
                                             : links_->trafficOf(operation);
@@ -51,13 +57,12 @@ StreamMover::Traffic PathMover::trafficOf(const Collective& operation) const {
 PathMover::Parted PathMover::part(const Messages& messages) const {
   Parted parted;
   for (const Message& message : messages) {
-    const bool linked = map_->linked(rank_, message.peer);
-    if (!linked && message.landing != kNoLanding) {
+    if (message.landing != kNoLanding && !lands(message.peer)) {
       throwInvalidUsage("exchange() got a landing place for a message with rank " +
                         std::to_string(message.peer) + ", to which rank " + std::to_string(rank_) +
                         " has no link: give one only where Communicator.lands() is true");
     }
-    (linked ? parted.linked : parted.others).push_back(message);
+    (linked(message.peer) ? parted.linked : parted.others).push_back(message);
   }
   return parted;
 }

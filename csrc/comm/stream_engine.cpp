@@ -28,6 +28,23 @@ StreamMover::Traffic StreamMover::trafficOf(const Collective& operation) const {
   return traffic;
 }
 
+void StreamMover::checkLanding(const Message& message, bool received) const {
+  if (message.landing == kNoLanding) return;
+  const Zone zone = zoneFor(message.peer);
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing > zone.bytes || bytes > zone.bytes - message.landing) {
+    throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
+                      std::to_string(message.landing) + "; the zone has " +
+                      std::to_string(zone.bytes) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
+  }
+  if (received && bytes > 0 && message.data != zone.data + message.landing) {
+    throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
+                      std::to_string(message.landing) +
+                      " of the landing zone for messages of that rank; pass a view of "
+                      "landing_zone().memory there");
+  }
+}
+
 StreamWork::Share& StreamWork::shareOf(int peer) {
   for (Share& share : shares_) {
     if (share.peer == peer) return share;
@@ -171,6 +188,17 @@ void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& wor
   work->submitted_ = true;
 }
 
+namespace {
+
+uint64_t landingsWith(const StreamMover::Messages& messages, int peer) {
+  return static_cast<uint64_t>(
+      std::count_if(messages.begin(), messages.end(), [&](const StreamMover::Message& each) {
+        return each.peer == peer && each.landing != StreamMover::kNoLanding;
+      }));
+}
+
+}  // namespace
+
 std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
                                                    const std::vector<Message>& sends,
                                                    const std::vector<Message>& recvs, Stream caller,
@@ -187,16 +215,21 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   const WorkPtr work = begin(described, std::move(ranks), caller);
   for (const Message& message : sends) plan(*work, message.peer, 1, 0);
   for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
-  const auto entryOf = [&](const Message& message) {
+  const auto entryOf = [&](const Message& message, bool sent) {
     CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype),
                     work->captured_ && mover_->capturesAlike(message.peer)};
+    if (message.landing != kNoLanding && mover_->landsTogether(message.peer)) {
+      const uint64_t to = landingsWith(sends, message.peer);
+      const uint64_t from = landingsWith(recvs, message.peer);
+      entry.together = sent ? to << 32 | from : from << 32 | to;
+    }
     entry.call.count = message.count;
     entry.call.dtype = message.dtype;
     return entry;
   };
   const auto tell = [&] {
-    for (const Message& message : sends) post(message.peer, entryOf(message));
-    for (const Message& message : recvs) expect(work, message.peer, entryOf(message));
+    for (const Message& message : sends) post(message.peer, entryOf(message, true));
+    for (const Message& message : recvs) expect(work, message.peer, entryOf(message, false));
   };
   submit(lock, work, caller, tell, [&] {
     const StreamMover::Exchange operation{sends, recvs, work->begin_.get(), caller, background};

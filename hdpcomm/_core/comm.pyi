@@ -1,3 +1,4 @@
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,9 +99,22 @@ class LinkJoining:
         costs: DeviceCosts,
     ) -> None: ...
 
+class OneSided(enum.Enum):
+    OFF = ...
+    ON = ...
+    MEASURE = ...
+
 class NcclJoining:
     def __init__(
-        self, *, library: Callable[[], NcclLibrary], connect_distance: int, inside: Costs, between: Costs
+        self,
+        *,
+        library: Callable[[], NcclLibrary],
+        connect_distance: int,
+        inside: Costs,
+        between: Costs,
+        one_sided: OneSided,
+        landing_bytes: int,
+        no_puts: str,
     ) -> None: ...
 
 class StreamEngine:
@@ -118,8 +132,7 @@ class StreamEngine:
     def lands(self, comm: Communicator, peer: int) -> bool: ...
     @property
     def host_stream(self) -> int: ...
-    @property
-    def landing(self) -> tuple[int, int]: ...  # address and bytes
+    def landing(self, comm: Communicator, source: int | None) -> tuple[int, int]: ...  # address and bytes
     @property
     def arena_bytes(self) -> int: ...  # of device memory that peers map
     @property

@@ -23,10 +23,10 @@ class Landing:
     Both sides compute a message's place from the plan: no word is exchanged about it.
     """
 
-    __slots__ = ("_bytes", "_lands", "_row", "_type", "_zone")
+    __slots__ = ("_bytes", "_lands", "_row", "_rows", "_type", "_zone")
 
     def __init__(self, zone: LandingZone, plan: RingPlan, comm: Communicator, k: torch.Tensor) -> None:
-        self._row = (2, *k.shape[1:])
+        self._row, self._rows = (2, *k.shape[1:]), k.shape[0]
         self._type = k.dtype
         self._bytes = _buffer_bytes(plan, k)
         self._zone = zone
@@ -55,6 +55,10 @@ class Landing:
         start = self._offset(step)
         return self._zone.memory[start : start + size].view(self._type).view(shape)
 
+    def own(self) -> torch.Tensor:
+        """The buffer of step 0, for this rank's own KV: the message leaves from the zone, as the later ones do."""
+        return self.buffer(0, self._rows)
+
     def close(self) -> None:
         """What reads the buffers has been enqueued."""
         self._zone.leave()
@@ -72,7 +76,8 @@ def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> La
     """
     if comm is None or not plan.neighbours_only:
         return None
-    zone = comm.landing_zone(k)
+    source = next((message.peer for step in plan.steps for message in step.kv_recvs), None)
+    zone = comm.landing_zone(k, source if source is not None and comm.lands(source) else None)
     if zone is None or 2 * _buffer_bytes(plan, k) > zone.memory.numel():
         return None
     return Landing(zone, plan, comm, k)

@@ -50,7 +50,7 @@ class DevicePath:
 class Devices:
     """The device side of a world: which tensors go over its streams, and how."""
 
-    __slots__ = ("_path", "_zone", "engine", "name")
+    __slots__ = ("_path", "_zones", "engine", "name")
 
     def __init__(self, engine: _core.comm.StreamEngine) -> None:
         self.engine = engine
@@ -60,14 +60,14 @@ class Devices:
             SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
         )
         self._path = DevicePath(engine, tensors)
-        self._zone: LandingZone | None = None
+        self._zones: dict[int, LandingZone] = {}
 
-    def landing_zone(self) -> LandingZone | None:
-        """This rank's landing zone, if it has any bytes."""
-        address, size = self.engine.landing
-        if self._zone is None and size > 0:
-            self._zone = LandingZone(address, size, self.torch_device)
-        return self._zone
+    def landing_zone(self, core: Core, source: int | None) -> LandingZone | None:
+        """This rank's landing zone for messages of a rank of ``core``, if it has any bytes."""
+        address, size = self.engine.landing(core, source)
+        if size > 0 and address not in self._zones:
+            self._zones[address] = LandingZone(address, size, self.torch_device)
+        return self._zones.get(address)
 
     @property
     def torch_device(self) -> torch.device:

@@ -71,8 +71,9 @@ def join_devices(transport: str, world: _core.comm.World, nccl_source: NcclSourc
         return Devices(join.join_links(comm, DEVICE_TRANSPORTS[transport](world), _links(transport)))
     device, library = (nccl_source or _real_nccl)(world)
     if transport == "nccl":
-        return Devices(join.join_nccl(comm, device, _nccl(library)))
-    return Devices(join.join_paths(comm, device, _links("sim" if device.is_sim else "cuda"), _nccl(library)))
+        return Devices(join.join_nccl(comm, device, _nccl(library, device)))
+    links, nccl = _links("sim" if device.is_sim else "cuda"), _nccl(library, device)
+    return Devices(join.join_paths(comm, device, links, nccl))
 
 
 def _links(transport: str) -> _core.comm.LinkJoining:
@@ -87,12 +88,34 @@ def _links(transport: str) -> _core.comm.LinkJoining:
     )
 
 
-def _nccl(library: Callable[[], Any]) -> _core.comm.NcclJoining:
+_ONE_SIDED = {
+    "0": _core.comm.OneSided.OFF,
+    "1": _core.comm.OneSided.ON,
+    "auto": _core.comm.OneSided.MEASURE,
+}
+
+#: The oldest driver on which NCCL puts messages (NCCL's src/enqueue.cc): that of CUDA 12.5.
+_DRIVER_FOR_PUTS = 12050
+
+
+def _nccl(library: Callable[[], Any], device: Any) -> _core.comm.NcclJoining:
     distance = setting("HDPCOMM_NCCL_CONNECT")
     if not distance.isdecimal():
         raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
+    one_sided = setting("HDPCOMM_NCCL_ONE_SIDED")
+    if one_sided not in _ONE_SIDED:
+        raise InvalidUsage(f"HDPCOMM_NCCL_ONE_SIDED={one_sided!r}; give 0, 1 or auto")
+    driver = _DRIVER_FOR_PUTS if device.is_sim else _core.device.cuda_driver_version()
     inside, between = (link_costs(load_costs(name)) for name in cost_names("nccl"))  # rank 0's count
-    return _core.comm.NcclJoining(library=library, connect_distance=int(distance), inside=inside, between=between)
+    return _core.comm.NcclJoining(
+        library=library,
+        connect_distance=int(distance),
+        inside=inside,
+        between=between,
+        one_sided=_ONE_SIDED[one_sided],
+        landing_bytes=int(setting("HDPCOMM_DEVICE_LANDING_BYTES")),
+        no_puts="" if driver >= _DRIVER_FOR_PUTS else "the driver is older than that of CUDA 12.5",
+    )
 
 
 def _real_nccl(world: _core.comm.World) -> tuple[Any, Callable[[], Any]]:

@@ -186,7 +186,7 @@ def test_a_call_of_nccl_fails(function: str, hosts: tuple[int, ...]) -> None:
             time.sleep(0.1)
         error = caught(lambda: comm.all_reduce(torch.zeros(9), algorithm=FAILING_CALLS[function]))
         assert f"{function} failed on rank 1: internal error (planted in {function})" in str(error)
-        assert "NCCL 2.28.9 at the fake NCCL, NCCL_DEBUG=WARN says more" in str(error)
+        assert "NCCL 2.32.3 at the fake NCCL, NCCL_DEBUG=WARN says more" in str(error)
         assert isinstance(error, hdp.DeviceError) or comm.rank == 0
         is_over(comm)
 

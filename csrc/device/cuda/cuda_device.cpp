@@ -233,14 +233,22 @@ std::shared_ptr<DeviceApi> openCudaDevice(int ordinal) {
   return cuda::openDevice(cuda::kDriverLibrary, ordinal);
 }
 
-int cudaDeviceCount() noexcept {
+namespace {
+
+int ofDriver(cuda::Result (*cuda::Driver::*function)(int*)) noexcept {
   try {
     const auto driver = cuda::Driver::open(cuda::kDriverLibrary);
-    int count = 0;
-    return driver->cuDeviceGetCount(&count) == cuda::kSuccess ? count : 0;
+    int value = 0;
+    return (driver.get()->*function)(&value) == cuda::kSuccess ? value : 0;
   } catch (const Error&) {
     return 0;
   }
 }
+
+}  // namespace
+
+int cudaDeviceCount() noexcept { return ofDriver(&cuda::Driver::cuDeviceGetCount); }
+
+int cudaDriverVersion() noexcept { return ofDriver(&cuda::Driver::cuDriverGetVersion); }
 
 }  // namespace hdpcomm

@@ -41,6 +41,7 @@ inline constexpr unsigned kWriteDefault = 0;  // with a fence before the write
 // name in the library, then result and arguments
 #define HDP_DRIVER_FUNCTIONS(X)                                         \
   X(cuInit, unsigned)                                                   \
+  X(cuDriverGetVersion, int*)                                           \
   X(cuDeviceGetCount, int*)                                             \
   X(cuDeviceGet, Ordinal*, int)                                         \
   X(cuDeviceGetName, char*, int, Ordinal)                               \

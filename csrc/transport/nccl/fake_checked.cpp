@@ -49,6 +49,8 @@ void FakeNccl::launchChecked(Rank& rank) {
   if (rank.last) device.wait(stream, rank.last.get());
   if (item.whole) {
     launchWhole(rank, item.whole, stream);
+  } else if (!item.group.empty() && item.group[0].isOneSided()) {
+    launchOneSided(rank, item.group, stream);
   } else {
     launchGroup(rank, item.group, stream);
   }
@@ -67,16 +69,16 @@ void FakeNccl::launchGroup(Rank& rank, const std::vector<Transfer>& group, Strea
     Staged* staged = nullptr;
     {
       const auto held = lock();
-      staged = transfer.is_send ? stagedOf(rank.rank, transfer.peer,
-                                           rank.issued_sends[transfer.peer]++, transfer.bytes)
-                                : stagedOf(transfer.peer, rank.rank,
-                                           rank.issued_recvs[transfer.peer]++, transfer.bytes);
+      staged = transfer.isSend() ? stagedOf(rank.rank, transfer.peer,
+                                            rank.issued_sends[transfer.peer]++, transfer.bytes)
+                                 : stagedOf(transfer.peer, rank.rank,
+                                            rank.issued_recvs[transfer.peer]++, transfer.bytes);
     }
     if (staged == nullptr) return;
     device.wait(lane, begin.get());
     const MemoryRange user{transfer.data, transfer.bytes};
     std::byte* const memory = staged->data.get();
-    if (transfer.is_send) {
+    if (transfer.isSend()) {
       device.launch({.name = "nccl send",
                      .reads = {user},
                      .writes = {},

@@ -65,7 +65,8 @@ class FakeDevice final : public NcclDevice {
 
 }  // namespace
 
-FakeNccl::FakeNccl(int num_ranks) : ranks_(static_cast<size_t>(num_ranks)) {
+FakeNccl::FakeNccl(int num_ranks, int version)
+    : ranks_(static_cast<size_t>(num_ranks)), version_(version) {
   if (num_ranks < 1 || num_ranks > 256) {
     throwInvalidUsage("a fake NCCL has 1 to 256 ranks, not " + std::to_string(num_ranks));
   }
@@ -136,6 +137,10 @@ int FakeNccl::enqueue(Rank& rank, Transfer transfer) {
     last_error_ = "peer " + std::to_string(transfer.peer);
     return kNcclInvalidArgument;
   }
+  if (!rank.collecting.empty() && rank.collecting[0].isOneSided() != transfer.isOneSided()) {
+    last_error_ = "a group of one-sided and two-sided messages";
+    return kNcclInvalidUsage;
+  }
   ++rank.group_depth;  // a call outside a group is a group of one
   rank.collecting.push_back(transfer);
   return endGroup(rank);
@@ -153,7 +158,7 @@ int FakeNccl::enqueueWhole(Rank& rank, Whole whole) {
 int FakeNccl::destroy(Rank& rank) {
   const bool in_progress = !rank.stream.empty() || rank.polls_left > 0 || stall_init_;
   if (!in_progress && rank.async_error == kNcclSuccess && !rank.aborted) {
-    rank.aborted = true;
+    rank.aborted = rank.retired = true;
     return kNcclSuccess;
   }
   complaints_.push_back("rank " + std::to_string(rank.rank) + " called ncclCommDestroy " +
@@ -166,7 +171,9 @@ int FakeNccl::destroy(Rank& rank) {
 
 std::vector<std::string> FakeNccl::complaints() {
   const auto held = lock();
-  return complaints_;
+  std::vector<std::string> all = complaints_;
+  if (std::string left = signalsLeft(true); !left.empty()) all.push_back(std::move(left));
+  return all;
 }
 
 // Everything of the rank ends, done or not; what peers have with it stays as it is.
@@ -221,6 +228,11 @@ void FakeNccl::capture(Rank& rank, uint64_t number) {
         &rank.captured.emplace_back(Captured{std::move(rank.stream.back()), 0, number,
                                              OwnedEvent(rank.device, rank.device->createEvent())});
     rank.stream.pop_back();
+  }
+  if (!captured->item.group.empty() && captured->item.group[0].isOneSided()) {
+    const auto held = lock();
+    complaints_.push_back("rank " + std::to_string(rank.rank) +
+                          " put one-sided messages into a graph");
   }
   const Stream stream = rank.device_stream;
   if (before != Event{}) rank.device->wait(stream, before);
@@ -310,14 +322,16 @@ bool FakeNccl::start(Rank& rank) {
     rank.stream.pop_front();
     return true;
   }
+  if (!item.group.empty() && item.group[0].isOneSided()) return advance(rank, item);
   if (item.whole || item.posted) return false;
   item.posted = true;
   for (Transfer& transfer : item.group) {
-    const auto pair = transfer.is_send ? std::pair(rank.rank, transfer.peer)
-                                       : std::pair(transfer.peer, rank.rank);
-    auto& own = (transfer.is_send ? sends_ : recvs_)[pair];
+    const bool is_send = transfer.isSend();
+    const auto pair =
+        is_send ? std::pair(rank.rank, transfer.peer) : std::pair(transfer.peer, rank.rank);
+    auto& own = (is_send ? sends_ : recvs_)[pair];
     own.push_back({&rank, &item, &transfer});
-    if (own.size() == 1 && !(transfer.is_send ? recvs_ : sends_)[pair].empty()) {
+    if (own.size() == 1 && !(is_send ? recvs_ : sends_)[pair].empty()) {
       ready_.push_back(pair);
     }
   }
@@ -437,7 +451,7 @@ std::string FakeNccl::run(uint64_t seed) {
     }
     const bool over = std::all_of(ranks_.begin(), ranks_.end(),
                                   [](const Rank& rank) { return rank.stream.empty(); });
-    return over ? "" : stuck();
+    return over ? signalsLeft(false) : stuck();
   }
 }
 

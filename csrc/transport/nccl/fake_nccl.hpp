@@ -8,6 +8,10 @@
 // is captured (sim_graph.hpp) is issued each time the graph runs. Found are: messages that match
 // with different sizes, collectives that differ, waits that never end, groups that are too large,
 // memory that is used after its release. Every call can be told to fail.
+//
+// One-sided: windows are registered by all ranks or by none; what is put lies in one, on both
+// sides; what goes to one peer keeps its order; a wait takes signals of a peer by their number
+// only. Found are signals that nobody has waited for, and puts into a graph.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +32,8 @@ namespace hdpcomm::nccl {
 
 class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
  public:
-  explicit FakeNccl(int num_ranks);
+  // `version`: of the library that it plays, as NCCL writes it.
+  explicit FakeNccl(int num_ranks, int version = 23203);
   ~FakeNccl();
 
   // The table; its functions find the fake by the communicator, or by the thread (see Use).
@@ -49,6 +54,11 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   // The rank's next groups never end on the host, as when a peer does not come to connect.
   void stallGroups(int rank) { ranks_.at(static_cast<size_t>(rank)).stalled = true; }
 
+  // The devices and networks have no one-sided messages.
+  void withoutPuts() { puts_ = false; }
+  // Each call of the function takes so long.
+  void slowDown(const std::string& function, double seconds) { delays_[function] = seconds; }
+
   // What the program did that NCCL may answer by a hang or a crash.
   std::vector<std::string> complaints();
 
@@ -56,12 +66,18 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::string run(uint64_t seed);
 
   // --- for the functions of the table
+  enum class Kind { kSend, kRecv, kPut, kSignal, kWait };
   struct Transfer {
-    bool is_send;
+    Kind kind;
     int peer;
-    void* data;
-    size_t bytes;
+    void* data = nullptr;
+    size_t bytes = 0;
+    size_t window = 0;     // of a put: the number of the receiver's window,
+    size_t place = 0;      // ... and the offset there
+    uint32_t signals = 0;  // of a wait
     bool done = false;
+    bool isSend() const { return kind == Kind::kSend; }
+    bool isOneSided() const { return kind > Kind::kRecv; }
   };
   struct Whole {
     std::string name;
@@ -97,6 +113,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     int polls_left = 0;  // until the call in progress has ended
     bool stalled = false;
     bool aborted = false;
+    bool retired = false;
     int async_error = kNcclSuccess;
     int group_depth = 0;
     std::vector<Transfer> collecting;
@@ -104,6 +121,9 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     std::string label;
     std::vector<std::string> order;  // labels as enqueued, each once
     std::map<std::byte*, size_t> allocated;
+    std::vector<MemoryRange> windows;   // by number; without bytes: closed
+    std::map<int, uint32_t> waited;     // signals, by peer
+    std::map<int, uint32_t> signalled;  // to each peer
     std::vector<std::unique_ptr<std::byte[]>> memory;
     DevicePtr device;
     Stream device_stream;        // of the call in progress
@@ -125,6 +145,14 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   int enqueueWhole(Rank& rank, Whole whole);
   void enqueueLocal(int rank, std::function<void()> work);
   int endGroup(Rank& rank);
+  int openWindow(Rank& rank, void* memory, size_t bytes, NcclWindow* window);
+  int closeWindow(Rank& rank, NcclWindow window);
+  // Whether all have opened as many windows as the rank.
+  bool windowsOpen(const Rank& rank) const;
+  int put(Rank& rank, const void* data, size_t bytes, int peer, NcclWindow window, size_t offset);
+  // For the calling thread, and without the lock.
+  void delay(const std::string& function);
+  bool puts() const { return puts_; }
   // Outside of the lock: what the rank has issued goes to its device.
   void launch(Rank& rank);
   std::vector<Rank>& ranks() { return ranks_; }
@@ -153,11 +181,16 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   StagedWhole& stagedWholeOf(size_t number);
   void launchChecked(Rank& rank);
   void launchGroup(Rank& rank, const std::vector<Transfer>& group, Stream stream);
+  void launchOneSided(Rank& rank, const std::vector<Transfer>& group, Stream stream);
   void launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stream stream);
   std::pair<size_t, size_t> extentOf(const Whole& whole) const;
   std::vector<std::byte> combine(const Whole& whole,
                                  const std::vector<const std::byte*>& ins) const;
   bool start(Rank& rank);
+  bool advance(Rank& rank, Item& item);
+  std::byte* targetOf(const Transfer& put) const;
+  // That nobody has waited for; `retired`: between ranks that have both left in good order.
+  std::string signalsLeft(bool retired) const;
   void finish(Rank& rank);
   void capture(Rank& rank, uint64_t number);
   void begin(Rank& rank, const uint32_t* over);
@@ -176,12 +209,16 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::map<std::pair<int, int>, std::deque<Posted>> sends_;
   std::map<std::pair<int, int>, std::deque<Posted>> recvs_;
   std::vector<std::pair<int, int>> ready_;
+  std::map<std::pair<int, int>, uint32_t> signals_;  // that have come, by source and target
+  std::map<std::pair<int, int>, uint32_t> flags_;    // ... in check mode
+  std::map<std::string, double> delays_;
   std::map<std::pair<int, int>, std::deque<Staged>> staged_;
   std::deque<StagedWhole> staged_wholes_;
   std::string last_error_;
   std::vector<std::string> complaints_;
   bool stall_init_ = false;
-  int version_ = 22809;
+  bool puts_ = true;
+  const int version_;
 };
 
 }  // namespace hdpcomm::nccl

@@ -49,8 +49,9 @@ std::string FakeNccl::stuck() {
     if (item.whole) text += " (" + item.whole->name + ")";
     for (const Transfer& transfer : item.group) {
       if (transfer.done) continue;
-      text += std::string(transfer.is_send ? " sends to " : " receives from ") +
-              std::to_string(transfer.peer);
+      static constexpr const char* kTexts[] = {" sends to ", " receives from ", " puts to ",
+                                               " signals ", " waits for signals of "};
+      text += kTexts[static_cast<int>(transfer.kind)] + std::to_string(transfer.peer);
       break;
     }
     text += ";";

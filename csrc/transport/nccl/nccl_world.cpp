@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <thread>
 #include <tuple>
 
@@ -67,7 +68,8 @@ NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, std::shared_ptr<NcclDev
       size_(size),
       node_of_rank_(std::move(node_of_rank)),
       timeout_s_(timeout_s),
-      used_(static_cast<size_t>(size)) {
+      used_(static_cast<size_t>(size)),
+      connected_(static_cast<size_t>(size)) {
   if (node_of_rank_.empty()) node_of_rank_.resize(static_cast<size_t>(size), 0);
   NcclConfig config;
   try {
@@ -80,7 +82,10 @@ NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, std::shared_ptr<NcclDev
 }
 
 // Whoever has not retired the world does not know that the other ranks are through as well.
-NcclWorld::~NcclWorld() { abort(); }
+NcclWorld::~NcclWorld() {
+  abort();
+  freeWindow();
+}
 
 void NcclWorld::check(int result, const char* call) {
   ncclCheck(*api_, result, call, comm_, rank_);
@@ -128,10 +133,16 @@ void NcclWorld::checkAsync() {
 }
 
 void NcclWorld::retire() noexcept {
+  try {
+    closeWindow();
+  } catch (const Error&) {  // then the communicator says so, too, or it frees the window
+  }
   if (comm_ != nullptr) api_->commDestroy(comm_);
   comm_ = nullptr;
+  freeWindow();
 }
 
+// The window's memory stays until the world goes: a program's tensors lie in it.
 void NcclWorld::abort() noexcept {
   if (comm_ != nullptr) api_->commAbort(comm_);
   comm_ = nullptr;
@@ -145,19 +156,29 @@ void NcclWorld::use(int peer) {
   if (peer != rank_) used_[static_cast<size_t>(peer)] = true;
 }
 
-void NcclWorld::send(const void* data, size_t bytes, int peer, NcclStream stream) {
+void NcclWorld::countSent(size_t bytes, int peer) {
   use(peer);
   ++stats_.messages_sent;
   stats_.bytes_sent += bytes;
   if (isRemote(peer)) stats_.remote_bytes_sent += bytes;
-  check(api_->send(data, bytes, kByteType, peer, comm_, stream), "ncclSend");
 }
 
-void NcclWorld::recv(void* data, size_t bytes, int peer, NcclStream stream) {
+void NcclWorld::countReceived(size_t bytes, int peer) {
   use(peer);
   ++stats_.messages_received;
   stats_.bytes_received += bytes;
   if (isRemote(peer)) stats_.remote_bytes_received += bytes;
+}
+
+void NcclWorld::send(const void* data, size_t bytes, int peer, NcclStream stream) {
+  countSent(bytes, peer);
+  connected_[static_cast<size_t>(peer)] = true;
+  check(api_->send(data, bytes, kByteType, peer, comm_, stream), "ncclSend");
+}
+
+void NcclWorld::recv(void* data, size_t bytes, int peer, NcclStream stream) {
+  countReceived(bytes, peer);
+  connected_[static_cast<size_t>(peer)] = true;
   check(api_->recv(data, bytes, kByteType, peer, comm_, stream), "ncclRecv");
 }
 
@@ -205,14 +226,27 @@ void NcclWorld::exchange(const std::vector<Message>& sends, const std::vector<Me
                          NcclStream stream, const Look& look) {
   checkUsable();
   checkExchange(sends.size(), recvs.size());
-  group(look, [&] {
-    for (const Message& message : sends) send(message.data, message.bytes, message.peer, stream);
-    for (const Message& message : recvs) recv(message.data, message.bytes, message.peer, stream);
-  });
+  const auto isPut = [](const Message& message) { return message.place != kNoPlace; };
+  std::vector<Message> puts;
+  std::vector<Message> landings;
+  std::copy_if(sends.begin(), sends.end(), std::back_inserter(puts), isPut);
+  std::copy_if(recvs.begin(), recvs.end(), std::back_inserter(landings), isPut);
+  put(puts, landings, stream, look);
+  if (sends.size() > puts.size() || recvs.size() > landings.size()) {
+    group(look, [&] {
+      for (const Message& each : sends) {
+        if (!isPut(each)) send(each.data, each.bytes, each.peer, stream);
+      }
+      for (const Message& each : recvs) {
+        if (!isPut(each)) recv(each.data, each.bytes, each.peer, stream);
+      }
+    });
+  }
+  awaitSignals(landings, stream, look);
 }
 
 void NcclWorld::checkConnected(int peer) const {
-  if (peer == rank_ || used_[static_cast<size_t>(peer)]) return;
+  if (isConnected(peer)) return;
   throwInvalidUsage("an operation that is captured into a graph has a message with rank " +
                     std::to_string(peer) +
                     ", with which NCCL is not connected yet, and it cannot connect during the "
@@ -387,9 +421,8 @@ NcclStats NcclWorld::stats() const {
   NcclStats stats = stats_;
   int local = 0;
   for (int peer = 0; peer < size_; ++peer) {
-    if (!used_[static_cast<size_t>(peer)]) continue;
-    ++stats.peers;
-    if (!isRemote(peer)) ++local;
+    if (used_[static_cast<size_t>(peer)]) ++stats.peers;
+    if (peer != rank_ && connected_[static_cast<size_t>(peer)] && !isRemote(peer)) ++local;
   }
   stats.buffer_bytes = ncclBufferBytes(local, kP2pChannels);
   return stats;

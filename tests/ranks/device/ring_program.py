@@ -20,16 +20,27 @@ LENGTHS = [37, 1, 12, 6]
 
 @contextmanager
 def annotated() -> Iterator[None]:
-    """The backends' reads of KV count as reads of the host, after the exchange of the next block was posted."""
-    kv = ring._Carrier.kv
+    """The backends' reads of KV count as reads of the host, after the exchange of the next block was posted; its own
+    block in the landing zone as written by the host, before the first."""
+    kv, post = ring._Carrier.kv, ring._Carrier.post
+
+    def streams_of(carrier: Any) -> Any:
+        on_sim = carrier._comm is not None and carrier._comm.device.type == "cpu"
+        return getattr(carrier._comm, "streams", None) if on_sim else None
+
+    def writing(self: Any, due: int, *, grads: bool) -> Any:
+        if due == 0 and self._landing is not None and streams_of(self) is not None:
+            own = self._kv[0]
+            streams_of(self).device.annotate_write(own.data_ptr(), own.numel() * own.element_size())
+        return post(self, due, grads=grads)
 
     def reading(self: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if step > 0 and self._comm is not None and self._comm.device.type == "cpu" and hasattr(self._comm, "streams"):
+        if step > 0 and streams_of(self) is not None:
             buffer = self._kv[step]
-            self._comm.streams.device.annotate_read(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+            streams_of(self).device.annotate_read(buffer.data_ptr(), buffer.numel() * buffer.element_size())
         return kv(self, step)
 
-    with mock.patch.object(ring._Carrier, "kv", reading):
+    with mock.patch.object(ring._Carrier, "kv", reading), mock.patch.object(ring._Carrier, "post", writing):
         yield
 
 

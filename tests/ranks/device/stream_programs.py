@@ -117,9 +117,9 @@ def landings() -> None:
     """
     with joined() as rank:
         n, r = rank.comm.size, rank.comm.rank
-        zone = rank.comm.landing_zone(torch.empty(0))
-        memory = torch.empty(1 << 16, dtype=torch.uint8) if zone is None else zone.memory
         to, back = (r - 1) % n, (r + 1) % n
+        zone = rank.comm.landing_zone(torch.empty(0), back if rank.comm.lands(back) else None)
+        memory = torch.empty(1 << 16, dtype=torch.uint8) if zone is None else zone.memory
         place = 16384
         block = rank.made(torch.empty(4000))
         kept = [block]  # until the streams are done: nothing else holds what they read and write

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "hdpcomm/collective/peer_reads.hpp"
 #include "hdpcomm/comm/nccl_mover.hpp"
@@ -24,6 +25,12 @@ struct NcclJoining {
   std::function<std::shared_ptr<const NcclApi>()> library;
   int connect_distance = 1;  // see NcclWorld::connectAhead
   NcclCosts costs;
+  // Whether messages by NCCL with a landing place are put there; rank 0's choice counts. kMeasure:
+  // if that is faster around the ring of all ranks than sends.
+  enum class OneSided : uint8_t { kOff, kOn, kMeasure };
+  OneSided one_sided = OneSided::kOff;
+  size_t landing_bytes = 0;  // of the landing zone then
+  std::string no_puts = {};  // what else stands against it on this rank; empty: nothing
 };
 
 // Links between all pairs. Throws Mismatch where configurations differ, InvalidUsage where devices

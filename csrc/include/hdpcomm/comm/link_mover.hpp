@@ -43,10 +43,9 @@ class LinkMover final : public StreamMover {
   };
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
-  std::byte* landing() const override {
-    return arena_ != nullptr ? arena_->landing(place_) : nullptr;
+  Zone zoneFor(int /*source*/) const override {
+    return {arena_ != nullptr ? arena_->landing(place_) : nullptr, landing_bytes_};
   }
-  size_t landingBytes() const override { return landing_bytes_; }
   size_t scratchBytes() const override { return scratch_.bytes(); }
   size_t arenaBytes() const override { return arena_ != nullptr ? arena_->bytes() : 0; }
   bool lands(int peer) const override { return placeOf(peer) >= 0; }
@@ -71,7 +70,6 @@ class LinkMover final : public StreamMover {
   std::vector<int> placesOf(const std::vector<int>& ranks) const;
   void use(int peer);
   device::Link& link(int peer);
-  void checkLanding(const Message& message, bool received) const;
   void send(const Message& message, device::Fork& fork);
   void receive(const Message& message, device::Fork& fork);
   void runSchedule(const Collective& operation, const Buffers& buffers);

@@ -43,10 +43,17 @@ struct NcclCosts {
 
 class NcclMover final : public StreamMover {
  public:
+  // `landing_bytes`: of the window of `world` if it has one, which has as much again for copies of
+  // what is put and lies elsewhere.
   NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
-            std::unique_ptr<NcclWorld> world, const NcclCosts& costs);
+            std::unique_ptr<NcclWorld> world, const NcclCosts& costs, size_t landing_bytes);
 
   const char* name() const override { return "nccl"; }
+  Zone zoneFor(int /*source*/) const override {
+    return {world_ != nullptr && landing_bytes_ > 0 ? world_->window() : nullptr, landing_bytes_};
+  }
+  bool lands(int /*peer*/) const override { return landing_bytes_ > 0; }
+  bool landsTogether(int /*peer*/) const override { return true; }
   size_t scratchBytes() const override { return memory_->bytes(); }
   Communicator::Planning planning(const std::vector<int>& ranks) const override;
   bool capturesAlike(int /*peer*/) const override { return true; }
@@ -68,12 +75,19 @@ class NcclMover final : public StreamMover {
 
  private:
   static NcclWorld::Operation operationOf(const Collective& operation);
+  void checkCaptured(const Message& message) const;
+  bool inZone(const Message& message) const;
+  std::vector<NcclWorld::Message> describe(const Messages& messages, std::byte* token) const;
+  void stage(const Messages& messages, std::vector<NcclWorld::Message>& sends, Stream stream);
 
   const DevicePtr device_;
   const std::shared_ptr<StreamNcclDevice> memory_;
   const OwnedStream background_stream_;  // exchanges in the background
   const DeviceMemory tokens_;            // what empty messages of an exchange are instead
   const NcclCosts costs_;
+  const size_t landing_bytes_;
+  const OwnedEvent staged_;  // after the puts from the window's second half
+  bool puts_ = false;        // of the exchange prepared last
   std::unique_ptr<NcclWorld> world_;
   NcclStats last_;  // after retire()
 };

@@ -28,14 +28,14 @@ class PathMover final : public StreamMover {
             const TransportCosts& link_costs, const NcclCosts& nccl_costs, int rank);
 
   const char* name() const override { return sim_ ? "sim+nccl" : "cuda+nccl"; }
-  std::byte* landing() const override { return links_ != nullptr ? links_->landing() : nullptr; }
-  size_t landingBytes() const override { return links_ != nullptr ? links_->landingBytes() : 0; }
-  bool lands(int peer) const override { return map_->linked(rank_, peer); }
+  Zone zoneFor(int source) const override;
+  bool lands(int peer) const override { return linked(peer) || nccl_->lands(peer); }
+  bool landsTogether(int peer) const override { return !linked(peer); }
   size_t scratchBytes() const override;
   size_t arenaBytes() const override { return links_ != nullptr ? links_->arenaBytes() : 0; }
   Communicator::Planning planning(const std::vector<int>& ranks) const override;
   Traffic trafficOf(const Collective& operation) const override;
-  bool capturesAlike(int peer) const override { return !lands(peer); }
+  bool capturesAlike(int peer) const override { return !linked(peer); }
   void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
   void prepare(const Collective& operation) override;
   std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
@@ -52,6 +52,7 @@ class PathMover final : public StreamMover {
     Messages linked;
     Messages others;
   };
+  bool linked(int peer) const { return map_->linked(rank_, peer); }
   Parted part(const Messages& messages) const;
 
   const bool sim_;

@@ -37,9 +37,8 @@ class StreamEngine final : public WorldPart {
   Stream hostStream() const { return host_stream_.get(); }
   // The name of the transport.
   const char* name() const { return mover_->name(); }
-  // This rank's landing zone, for messages with a landing place.
-  std::byte* landing() const { return mover_->landing(); }
-  size_t landingBytes() const { return mover_->landingBytes(); }
+  // See StreamMover::zoneFor.
+  StreamMover::Zone zoneFor(int source) const { return mover_->zoneFor(source); }
   double timeout() const { return timeout_s_; }
   size_t scratchBytes() const;
   size_t arenaBytes() const { return mover_->arenaBytes(); }

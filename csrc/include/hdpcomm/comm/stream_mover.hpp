@@ -50,9 +50,17 @@ class StreamMover {
   virtual ~StreamMover() = default;
 
   virtual const char* name() const = 0;  // of the transport
-  // This rank's landing zone; zone offsets are the same on all ranks.
-  virtual std::byte* landing() const { return nullptr; }
-  virtual size_t landingBytes() const { return 0; }
+  // Where messages may land; zones are of one size on all ranks that have one, so both sides of a
+  // message can tell a good offset from a bad one.
+  struct Zone {
+    std::byte* data = nullptr;
+    size_t bytes = 0;
+  };
+  // This rank's zone for messages of that rank (global); -1: for those over links, or the only one.
+  virtual Zone zoneFor(int /*source*/) const { return {}; }
+  // Throws InvalidUsage for a landing place outside of the zone, or for a receive that is not
+  // there.
+  void checkLanding(const Message& message, bool received) const;
   // Whether messages between this rank and the peer may name a landing place; both say the same.
   virtual bool lands(int /*peer*/) const { return false; }
   virtual size_t scratchBytes() const = 0;
@@ -73,6 +81,10 @@ class StreamMover {
   // Whether what it moves to and from the peer must be captured into graphs on both sides or on
   // none.
   virtual bool capturesAlike(int /*peer*/) const { return false; }
+
+  // Whether messages with landing places that this rank and the peer exchange at once on one side
+  // must be exchanged at once on the other.
+  virtual bool landsTogether(int /*peer*/) const { return false; }
 
   // Before anybody is told of the operation: throws InvalidUsage for what cannot be done, and takes
   // the memory that it needs besides its tensors.
@@ -96,10 +108,11 @@ class StreamMover {
   virtual void retire() = 0;
 
   virtual TransportStats stats() const = 0;
-  // Of NCCL, where it has a part: the groups so far, and the device memory that it is predicted to
-  // hold for this rank's peers.
+  // Of NCCL, where it has a part: the groups and one-sided messages so far, and the device memory
+  // that it is predicted to hold for this rank's peers.
   struct NcclUse {
     uint64_t groups = 0;
+    uint64_t puts = 0;
     uint64_t whole_world_ops = 0;
     uint64_t buffer_bytes = 0;
   };

@@ -20,4 +20,7 @@ std::shared_ptr<DeviceApi> openCudaDevice(int ordinal);
 // How many CUDA devices there are; 0 where there is no driver.
 int cudaDeviceCount() noexcept;
 
+// The CUDA version that the driver is for, 12040 for 12.4; 0 without a driver.
+int cudaDriverVersion() noexcept;
+
 }  // namespace hdpcomm

@@ -49,6 +49,7 @@ struct NcclStats {
   int peers = 0;                 // distinct ones with which there were messages
   uint64_t buffer_bytes = 0;     // that NCCL has for them, by its source (see ncclBufferBytes)
   uint64_t whole_world_ops = 0;  // that went to NCCL's own collectives
+  uint64_t puts = 0;             // of the messages sent
 };
 
 // What NCCL takes of device memory for peers of the same host: a receive buffer of 10,485,760 and a
@@ -77,6 +78,9 @@ class NcclWorld {
   // Messages between this rank and these go another way (Beside), on both ends; by rank. Before
   // the first operation.
   void leaveOut(std::vector<bool> peers) { left_out_ = std::move(peers); }
+  bool leavesOut(int peer) const {
+    return !left_out_.empty() && left_out_[static_cast<size_t>(peer)];
+  }
 
   // Exchanges a byte with each of the peers up to a distance, but with those that are left out, in
   // an order that is fixed for all ranks, so that NCCL connects the pairs now and not inside an
@@ -111,6 +115,9 @@ class NcclWorld {
   // InvalidUsage where there was no message with the peer yet, or no operation of NCCL's own of
   // this kind.
   void checkConnected(int peer) const;
+  bool isConnected(int peer) const {
+    return peer == rank_ || connected_[static_cast<size_t>(peer)];
+  }
   void checkConnected(const Operation& operation);
   // Device memory that the operation will allocate.
   size_t scratchBytes(const Operation& operation);
@@ -118,15 +125,31 @@ class NcclWorld {
   // there is one and the algorithm is kAuto.
   void collective(const Operation& operation, NcclStream stream, const Look& look = {});
 
+  // Empty if ranks can put messages into each other's memory, or what is missing.
+  std::string putsMissing();
+  // A window: memory of NCCL's that is registered on all ranks, into which peers put messages.
+  // Collective; the same size on all ranks, > 0, and nothing is missing on any. Ends with a put to
+  // the next rank: NCCL connects for the first one, which takes all ranks.
+  void openWindow(size_t bytes, NcclStream stream, const Look& look = {});
+  std::byte* window() const { return static_cast<std::byte*>(window_memory_); }
+  // Collective; nothing that uses the window is under way.
+  void closeWindow(const Look& look = {});
+
+  static constexpr size_t kNoPlace = ~size_t{0};
   struct Message {
     void* data = nullptr;
     size_t bytes = 0;
     int peer = -1;  // global rank
+    // Offset in the receiver's window: then the message is a put, and `data` lies in the window of
+    // its rank, too.
+    size_t place = kNoPlace;
   };
   // Messages that one group can hold; throws InvalidUsage for more.
   static constexpr size_t kMaxExchange = 256;
   static void checkExchange(size_t sends, size_t recvs);
-  // Enqueues sends and receives as one group.
+  // Enqueues sends and receives as one group; puts first. What one side of a pair puts and receives
+  // by puts in one exchange must be one exchange on the other side, too: the signals of a pair are
+  // told apart by their order only.
   void exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs,
                 NcclStream stream, const Look& look = {});
 
@@ -151,9 +174,6 @@ class NcclWorld {
   using PreparedKey = std::pair<const Schedule*, std::vector<bool>>;
   std::shared_ptr<const Prepared> prepare(const Operation& operation);
   std::vector<bool> elsewhere(const std::vector<int>& ranks) const;
-  bool leavesOut(int peer) const {
-    return !left_out_.empty() && left_out_[static_cast<size_t>(peer)];
-  }
   // Two bytes behind the rest of the scratch memory.
   static std::byte* tokensOf(const Prepared& prepared, std::byte* scratch) {
     return scratch + prepared.temp_bytes + prepared.arrival_bytes;
@@ -167,6 +187,12 @@ class NcclWorld {
                 NcclStream stream);
   void runGroup(const nccl::Group& group, const Operation& operation, const Prepared& prepared,
                 std::byte* scratch, NcclStream stream, const Look& look);
+  void put(const std::vector<Message>& sends, const std::vector<Message>& recvs, NcclStream stream,
+           const Look& look);
+  void awaitSignals(const std::vector<Message>& messages, NcclStream stream, const Look& look);
+  void freeWindow() noexcept;
+  void countSent(size_t bytes, int peer);
+  void countReceived(size_t bytes, int peer);
   void send(const void* data, size_t bytes, int peer, NcclStream stream);
   void recv(void* data, size_t bytes, int peer, NcclStream stream);
   bool isRemote(int peer) const;
@@ -181,10 +207,13 @@ class NcclWorld {
   std::vector<int> node_of_rank_;
   NcclComm comm_ = nullptr;
   double timeout_s_;
-  std::vector<bool> used_;
+  std::vector<bool> used_;       // by peer: there were messages
+  std::vector<bool> connected_;  // ... others than puts
   std::vector<OpCode> whole_used_;
   NcclStats stats_;
   std::vector<bool> left_out_;  // empty: nobody
+  void* window_memory_ = nullptr;
+  NcclWindow window_ = nullptr;
   std::map<PreparedKey, std::shared_ptr<const Prepared>> prepared_;
 };
 

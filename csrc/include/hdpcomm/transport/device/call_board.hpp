@@ -23,6 +23,9 @@ struct CallEntry {
   uint64_t bytes = 0;
   // Into a graph, by a mover that wants it alike on both sides (StreamMover::capturesAlike).
   uint64_t captured = 0;
+  // Messages with landing places of the exchange, to the reader (high half) and from it, where the
+  // mover wants them together (StreamMover::landsTogether).
+  uint64_t together = 0;
 
   bool operator==(const CallEntry&) const = default;
 };
