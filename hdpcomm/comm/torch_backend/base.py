@@ -46,6 +46,7 @@ class GroupBase(dist.ProcessGroup):
         self.communicator = communicator
         self._store = store
         self.seconds = timeout  # that an operation may take
+        self._ranks = communicator.ranks  # of the world
         self._world_seconds = communicator.timeout
         self._owner = owner
         self._name = name

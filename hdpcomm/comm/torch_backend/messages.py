@@ -54,7 +54,10 @@ class Message(BackendWork):
         except Error as error:
             self._settle(translate(error))
         else:
-            self._settle(None)
+            if self._finish is None:
+                self._over = True
+            else:
+                self._settle(None)
 
     def is_completed(self) -> bool:
         if not self._over and self._mail.done():
@@ -67,7 +70,7 @@ class Message(BackendWork):
     def source_rank(self) -> int:
         if not self._mail.receives:
             return super().source_rank()
-        return self._group.communicator.ranks.index(self._mail.source)
+        return self._group._ranks.index(self._mail.source)
 
     _source_rank = source_rank
 
@@ -100,13 +103,16 @@ class Messages(Collectives):
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        return self._coalesce(Message(mail, self, tensor, buffer))
+        work = Message(mail, self, tensor, buffer)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         return self._receive(tensors, self._world_rank(src, "recv"), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
-        others = tuple(rank for rank in self.communicator.ranks if rank != self.communicator.global_rank)
+        others = tuple(rank for rank in self._ranks if rank != self.communicator.global_rank)
         if not others:
             raise InvalidUsage("recv() from any source in a group of one rank would wait for ever")
         return self._receive(tensors, others, tag)
@@ -126,14 +132,12 @@ class Messages(Collectives):
         work = Message(mail, self, tensor, buffer)
         if operation is not None:
             work.finish_with(operation.finish)
-        return self._coalesce(work)
-
-    def _world_rank(self, rank: int, call: str) -> int:
-        if not 0 <= rank < self.communicator.size:
-            raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{self.communicator.size - 1}")
-        return self.communicator.ranks[rank]
-
-    def _coalesce(self, work: BackendWork) -> BackendWork:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _world_rank(self, rank: int, call: str) -> int:
+        ranks = self._ranks
+        if not 0 <= rank < len(ranks):
+            raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{len(ranks) - 1}")
+        return ranks[rank]
