@@ -1,5 +1,7 @@
 # make train: install and train on this machine. make test: install, lint and run the tests.
 PYTHON ?= python3
+# Most tests wait for processes of their own: two at a time take half the time.
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -13,7 +15,7 @@ train: $(STAMP)
 
 test: lint
 	.ci/spills
-	$(BIN)/python -m pytest tests -q
+	$(BIN)/python -m pytest tests -q -n $(TEST_PROCESSES) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

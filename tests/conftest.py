@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
 
 torch.set_num_threads(1)
+
+# Machines may be busy, and no test asserts a time.
+settings.register_profile("hdpcomm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hdpcomm")
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +39,14 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
         return pool.run(fn, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def nothing_left_in_shm() -> Iterator[None]:
+    """What the test puts into /dev/shm is gone after it; what a test beside it has there goes when that one ends."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    limit = time.monotonic() + 60
+    while left := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < limit, f"left in /dev/shm: {left}"
+        time.sleep(0.1)

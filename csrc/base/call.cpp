@@ -71,4 +71,12 @@ std::string describe(const Call& call) {
   return text;
 }
 
+std::string listOf(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  return ranks.size() > 32 ? text + ", ..." : text;
+}
+
 }  // namespace hdpcomm

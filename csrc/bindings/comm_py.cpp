@@ -127,6 +127,33 @@ OpenWorlds& openWorlds() {
   return worlds;
 }
 
+// The world's lock may be held while another thread copies or waits for a copy.
+py::dict statsOf(World& world) {
+  const TransportStats stats = [&] {
+    const py::gil_scoped_release release;
+    return world.stats();
+  }();
+  py::dict result;
+  result["bytes_sent"] = stats.bytes_sent;
+  result["bytes_received"] = stats.bytes_received;
+  result["messages_sent"] = stats.messages_sent;
+  result["messages_received"] = stats.messages_received;
+  result["remote_bytes_sent"] = stats.remote_bytes_sent;
+  result["remote_bytes_received"] = stats.remote_bytes_received;
+  result["peers"] = stats.peers_used;
+  return result;
+}
+
+std::optional<Block> allocate(World& world, size_t bytes) {
+  std::shared_ptr<std::byte> data;
+  {
+    const py::gil_scoped_release release;
+    data = world.allocate(bytes);
+  }
+  if (!data) return std::nullopt;
+  return Block{std::move(data), bytes};
+}
+
 void bindWorld(py::module_& module) {
   py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer([](Block& block) {
     return py::buffer_info(reinterpret_cast<uint8_t*>(block.data.get()),
@@ -142,33 +169,8 @@ void bindWorld(py::module_& module) {
       .def(
           "communicator",
           [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })
-      .def("stats",
-           [](World& world) {
-             // The world's lock may be held while another thread copies or waits for a copy.
-             const TransportStats stats = [&] {
-               const py::gil_scoped_release release;
-               return world.stats();
-             }();
-             py::dict result;
-             result["bytes_sent"] = stats.bytes_sent;
-             result["bytes_received"] = stats.bytes_received;
-             result["messages_sent"] = stats.messages_sent;
-             result["messages_received"] = stats.messages_received;
-             result["remote_bytes_sent"] = stats.remote_bytes_sent;
-             result["remote_bytes_received"] = stats.remote_bytes_received;
-             result["peers"] = stats.peers_used;
-             return result;
-           })
-      .def("allocate",
-           [](World& world, size_t bytes) -> std::optional<Block> {
-             std::shared_ptr<std::byte> data;
-             {
-               const py::gil_scoped_release release;
-               data = world.allocate(bytes);
-             }
-             if (!data) return std::nullopt;
-             return Block{std::move(data), bytes};
-           })
+      .def("stats", &statsOf)
+      .def("allocate", &allocate)
       .def(
           "set_costs",
           [](World& world, double alpha_s, double message_s, double beta_s_per_byte,
@@ -179,48 +181,33 @@ void bindWorld(py::module_& module) {
           py::arg("gamma_s_per_byte"))
       .def("abort", &World::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &World::close, py::call_guard<py::gil_scoped_release>());
-  module.def("close_at_end", [](const std::shared_ptr<World>& world) { openWorlds().add(world); });
-  module.def(
-      "close_worlds", [](const std::string& reason) { openWorlds().close(reason); },
-      py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "join_shm_world",
-      [](const std::shared_ptr<ShmSegment>& segment, int rank, double timeout_s, double joining_s,
-         std::vector<int> pids) {
-        const py::gil_scoped_release release;
-        auto transport = makeShmTransport(segment, rank);
-        shmWaitAllReady(*transport, {joining_s, std::move(pids), checkSignals});
-        return std::make_shared<World>(std::move(transport), timeout_s);
-      },
-      py::arg("segment"), py::arg("rank"), py::arg("timeout"), py::arg("joining"),
-      py::arg("pids") = std::vector<int>());
 }
 
-}  // namespace
+std::shared_ptr<World> joinShmWorld(const std::shared_ptr<ShmSegment>& segment, int rank,
+                                    double timeout_s, double joining_s, std::vector<int> pids) {
+  const py::gil_scoped_release release;
+  auto transport = makeShmTransport(segment, rank);
+  shmWaitAllReady(*transport, {joining_s, std::move(pids), checkSignals});
+  return std::make_shared<World>(std::move(transport), timeout_s);
+}
 
-void bindComm(py::module_& module) {
+// How a world begins and how it ends.
+void bindLife(py::module_& module) {
   py::class_<ShmSegment, std::shared_ptr<ShmSegment>>(module, "ShmSegment")
       .def("address", &ShmSegment::address)
       .def("release", &ShmSegment::release);
   module.def("create_segment", &createShmSegment, py::arg("num_ranks"));
   module.def("open_segment", &openShmSegment, py::arg("address"), py::arg("num_ranks"));
-  module.def("host_identity", &hostIdentity);
-  module.def("process_runs", &processRuns, py::arg("pid"));
-  module.def("process_vm_readv_works", &processVmReadvWorks);
-  module.def("memfd_works", &memfdWorks);
+  module.def("join_shm_world", &joinShmWorld, py::arg("segment"), py::arg("rank"),
+             py::arg("timeout"), py::arg("joining"), py::arg("pids") = std::vector<int>());
+  module.def("close_at_end", [](const std::shared_ptr<World>& world) { openWorlds().add(world); });
+  module.def(
+      "close_worlds", [](const std::string& reason) { openWorlds().close(reason); },
+      py::call_guard<py::gil_scoped_release>());
+}
 
-  py::class_<Handle>(module, "Work")
-      .def("wait", &Handle::wait, py::arg("timeout") = -1.0)
-      .def("done", &Handle::done)
-      .def("__repr__",
-           [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
-  bindCalls(module);
-  bindMailbox(module);
-  auto testing = module.def_submodule("testing", "Parts of the transports alone; for tests.");
-  bindPairFailures(testing);
-  bindWorld(module);
-  bindCommunicator(module);
-
+// The numbers by which operations are called, and the algorithms of each.
+void bindNames(py::module_& module) {
   py::dict ops;
   for (int i = 0; i <= static_cast<int>(OpCode::kAllToAll); ++i)
     ops[opName(static_cast<OpCode>(i))] = i;
@@ -244,6 +231,29 @@ void bindComm(py::module_& module) {
       names.push_back(algorithmName(algorithm));
     return names;
   });
+}
+
+}  // namespace
+
+void bindComm(py::module_& module) {
+  module.def("host_identity", &hostIdentity);
+  module.def("process_runs", &processRuns, py::arg("pid"));
+  module.def("process_vm_readv_works", &processVmReadvWorks);
+  module.def("memfd_works", &memfdWorks);
+
+  py::class_<Handle>(module, "Work")
+      .def("wait", &Handle::wait, py::arg("timeout") = -1.0)
+      .def("done", &Handle::done)
+      .def("__repr__",
+           [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
+  bindCalls(module);
+  bindMailbox(module);
+  auto testing = module.def_submodule("testing", "Parts of the transports alone; for tests.");
+  bindPairFailures(testing);
+  bindWorld(module);
+  bindLife(module);
+  bindCommunicator(module);
+  bindNames(module);
 }
 
 }  // namespace hdpcomm

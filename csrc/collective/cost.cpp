@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "algorithms.hpp"
+#include "cheapest.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -149,18 +149,9 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
 }
 
 Algorithm chooseAlgorithm(const ScheduleRequest& request, const TransportCosts& costs) {
-  const auto& candidates = algorithmsOf(request.op);
-  if (request.op == OpCode::kAllToAll && !request.in_counts.empty()) return Algorithm::kDirect;
-  Algorithm best = candidates.at(0);
-  double best_seconds = std::numeric_limits<double>::infinity();
-  for (const Algorithm candidate : candidates) {
-    const double seconds = estimateSeconds(request, candidate, costs);
-    if (seconds < best_seconds) {
-      best = candidate;
-      best_seconds = seconds;
-    }
-  }
-  return best;
+  return collective::cheapest(collective::candidatesOf(request), [&](Algorithm candidate) {
+    return estimateSeconds(request, candidate, costs);
+  });
 }
 
 }  // namespace hdpcomm

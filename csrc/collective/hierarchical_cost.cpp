@@ -1,8 +1,8 @@
 // What collectives cost on groups that are spread over nodes.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
+#include "cheapest.hpp"
 #include "hdpcomm/collective/cost.hpp"
 
 namespace hdpcomm {
@@ -89,17 +89,9 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
 Algorithm chooseAlgorithm(const ScheduleRequest& request, const TransportCosts& local,
                           const TransportCosts& remote) {
   if (request.nodes.empty()) return chooseAlgorithm(request, local);
-  if (request.op == OpCode::kAllToAll && !request.in_counts.empty()) return Algorithm::kDirect;
-  Algorithm best = algorithmsOf(request.op).at(0);
-  double best_seconds = std::numeric_limits<double>::infinity();
-  for (const Algorithm candidate : algorithmsOf(request.op)) {
-    const double seconds = estimateSeconds(request, candidate, local, remote);
-    if (seconds < best_seconds) {
-      best = candidate;
-      best_seconds = seconds;
-    }
-  }
-  return best;
+  return collective::cheapest(collective::candidatesOf(request), [&](Algorithm candidate) {
+    return estimateSeconds(request, candidate, local, remote);
+  });
 }
 
 }  // namespace hdpcomm

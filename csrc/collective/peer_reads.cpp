@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
+
+#include "cheapest.hpp"
 
 namespace hdpcomm {
 
@@ -53,18 +56,13 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
 }
 
 Algorithm chooseAlgorithm(const ScheduleRequest& request, const DeviceCosts& costs) {
-  const Algorithm message = chooseAlgorithm(request, costs.messages);
-  if (request.group_size > kMaxPeerReaders) return message;
-  Algorithm best = message;
-  double best_seconds = estimateSeconds(request, message, costs.messages);
-  for (const Algorithm candidate : peerReadersOf(request.op)) {
-    const double seconds = estimateSeconds(request, candidate, costs);
-    if (seconds < best_seconds) {
-      best = candidate;
-      best_seconds = seconds;
-    }
+  std::vector<Algorithm> candidates = {chooseAlgorithm(request, costs.messages)};
+  if (request.group_size <= kMaxPeerReaders) {
+    const std::vector<Algorithm>& readers = peerReadersOf(request.op);
+    candidates.insert(candidates.end(), readers.begin(), readers.end());
   }
-  return best;
+  return collective::cheapest(
+      candidates, [&](Algorithm candidate) { return estimateSeconds(request, candidate, costs); });
 }
 
 }  // namespace hdpcomm

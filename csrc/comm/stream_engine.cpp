@@ -109,7 +109,9 @@ void StreamEngine::checkMembers(const StreamWork& work) const {
   for (const StreamWork::Share& share : work.shares_) {
     const bool only_sent_to = share.expects == 0;
     if (share.peer == rank_ || (sound(share) && !only_sent_to)) continue;
-    if (std::optional<Error> refusal = refusalOf(work, share)) throw *refusal;
+    if (board_->state(share.peer) != device::BoardState::kReady) {
+      throw *refusalOf(work, mostTelling(work, share));
+    }
   }
 }
 

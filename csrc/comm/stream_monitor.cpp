@@ -32,14 +32,6 @@ std::string detailsOf(const CallEntry& entry) {
   return text;
 }
 
-std::string listOf(const std::vector<int>& ranks) {
-  std::string text;
-  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  }
-  return ranks.size() > 32 ? text + ", ..." : text;
-}
-
 }  // namespace
 
 // The n-th entry of a pair on one side is the n-th on the other.
@@ -138,6 +130,26 @@ std::optional<Error> StreamEngine::refusalOf(const StreamWork& work,
   return placed(Error(words.kind(), text, context), work);
 }
 
+// Of the members that are gone, the one whose end says most: a failure before a farewell, what a
+// rank found out itself before what it was told, last words before none. Among equals the given
+// one.
+const StreamWork::Share& StreamEngine::mostTelling(const StreamWork& work,
+                                                   const StreamWork::Share& found) const {
+  const auto silence = [this](const StreamWork::Share& share) {
+    const BoardState state = share.peer == rank_ ? BoardState::kReady : board_->state(share.peer);
+    if (state != BoardState::kFailed && state != BoardState::kClosed) return 4;
+    const std::string words = board_->lastWords(share.peer).what();
+    const auto says = [&](const char* part) { return words.find(part) != std::string::npos; };
+    if (state == BoardState::kFailed) return says("(told by") ? 1 : 0;
+    return says("last words") ? 2 : 3;
+  };
+  const StreamWork::Share* best = &found;
+  for (const StreamWork::Share& share : work.shares_) {
+    if (silence(share) < silence(*best)) best = &share;
+  }
+  return *best;
+}
+
 bool StreamEngine::sound(const StreamWork::Share& share) const {
   return board_->state(share.peer) == BoardState::kReady ||
          share.expected <= board_->sound(share.peer, rank_);
@@ -156,12 +168,6 @@ bool StreamEngine::lives(int rank, Clock::time_point now) {
 
 // Of a member that left, failed or died before it had done its part.
 std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point now) {
-  const auto tells = [this](int rank) {
-    const BoardState state = rank == rank_ ? BoardState::kReady : board_->state(rank);
-    if (state == BoardState::kReady) return false;
-    const std::string words = board_->lastWords(rank).what();
-    return state == BoardState::kFailed || words.find("last words") != std::string::npos;
-  };
   for (const StreamWork::Share& share : work.shares_) {
     if (share.peer == rank_) continue;
     const bool announced = board_->state(share.peer) != BoardState::kReady;
@@ -172,13 +178,7 @@ std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point no
     const auto grace =
         sound(share) ? (left ? kLeftGrace : kGrace) : (left ? kHearsay : milliseconds(0));
     if (now - *work.bereft_ < grace) continue;
-    if (announced) {
-      // A member that closed as it gave up says less than the one for which it did.
-      const auto cause =
-          std::find_if(work.shares_.begin(), work.shares_.end(),
-                       [&](const StreamWork::Share& each) { return tells(each.peer); });
-      return refusalOf(work, tells(share.peer) || cause == work.shares_.end() ? share : *cause);
-    }
+    if (announced) return refusalOf(work, mostTelling(work, share));
     return placed(Error(ErrorKind::kPeerLost,
                         "rank " + std::to_string(share.peer) + " died while rank " +
                             std::to_string(rank_) + " waited for it in " + describe(work.call_),

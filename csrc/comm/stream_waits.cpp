@@ -104,7 +104,7 @@ bool StreamEngine::conclude(const WorkPtr& work) {
     const bool heard =
         share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
     if (gone[i] && share.peer != rank_ && (!sound(share) || !heard)) {
-      failWork(*work, *refusalOf(*work, share));
+      failWork(*work, *refusalOf(*work, mostTelling(*work, share)));
     }
     agreed = agreed && heard;
     // What it was to be compared with may come later than its message: from this peer, since one
@@ -113,7 +113,9 @@ bool StreamEngine::conclude(const WorkPtr& work) {
     if (std::any_of(expected.begin(), expected.end(),
                     [&](const Expected& each) { return each.work == work; })) {
       agreed = false;
-      if (gone[i] && share.peer != rank_) failWork(*work, *refusalOf(*work, share));
+      if (gone[i] && share.peer != rank_) {
+        failWork(*work, *refusalOf(*work, mostTelling(*work, share)));
+      }
     }
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;

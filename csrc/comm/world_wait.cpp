@@ -19,16 +19,10 @@ namespace {
 // wake a thread for each would cost more than a short message does.
 constexpr auto kGrace = std::chrono::microseconds(500);
 
+constexpr double kLongestS = 1e9;  // what a clock of nanoseconds can hold, and some
+
 std::chrono::nanoseconds nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
-}
-
-std::string join(const std::vector<int>& ranks) {
-  std::string text;
-  for (size_t i = 0; i < ranks.size() && i < 32; ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  }
-  return ranks.size() > 32 ? text + ", ..." : text;
 }
 
 }  // namespace
@@ -56,12 +50,50 @@ void World::hearFailuresLocked() {
   }
 }
 
-// What a rank that waits does a few times a second.
-void World::lookAroundLocked() {
+// For operations that nobody waits for. The clock of one starts at the first look that finds it
+// running, so that a message that goes well costs no look at the clock.
+void World::giveUpLateLocked(Clock::time_point now) {
+  const auto timeout = nanoseconds(std::min(timeout_s_, kLongestS));
+  for (const auto& work : queue_) {
+    if (!work->background_ || work->state_ == Work::State::kQueued || ended(*work)) continue;
+    if (!work->seen_) work->seen_ = now;
+    if (now >= std::max(*work->seen_ + timeout, work->allowed_)) {
+      fail(*work, timeoutError(*work, now - *work->seen_));
+    }
+  }
+  dropEndedLocked();
+}
+
+// What somebody does a few times a second while an operation runs.
+void World::lookAroundLocked(Clock::time_point now) {
   transport_->checkPeers();
   rejectUnexpectedLocked();
   hearFailuresLocked();
   progressLocked();
+  giveUpLateLocked(now);
+  progressLocked();
+}
+
+Error World::timeoutError(const Work& work, Clock::duration waited) const {
+  std::vector<int> awaited = transport_->awaited(&work.completion_);
+  for (const int peer : transport_->awaited(&work.deferred_)) awaited.push_back(peer);
+  std::sort(awaited.begin(), awaited.end());
+  awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
+  std::string text = "rank " + std::to_string(rank()) + " waited " +
+                     std::to_string(std::chrono::duration<double>(waited).count()) + " s in " +
+                     work.describeCall() + " (ranks " + listOf(*work.ranks_) + ")";
+  if (!awaited.empty()) {
+    text += " for rank" + std::string(awaited.size() > 1 ? "s " : " ") + listOf(awaited);
+  } else if (work.state_ == Work::State::kQueued) {
+    text += " behind operations that have not ended";
+  }
+  return Error(ErrorKind::kTimeout,
+               text + ": look for a rank that did not call it, or raise timeout=",
+               {.rank = rank(),
+                .peer = awaited.size() == 1 ? awaited[0] : -1,
+                .op = {},
+                .ranks = {},
+                .seq = -1});
 }
 
 bool World::test(Work& work) {
@@ -138,9 +170,10 @@ bool World::spinLocked(Work& work) {
 void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
   if (!(timeout_s > 0)) timeout_s = timeout_s_;
   const auto start = Clock::now();
+  const auto deadline = start + nanoseconds(std::min(timeout_s, kLongestS));
   waiters_.fetch_add(1, std::memory_order_relaxed);
   try {
-    waitSlowly(work, start, start + nanoseconds(std::min(timeout_s, 1e9)), check_interrupt);
+    waitSlowly(work, start, deadline, check_interrupt);
   } catch (...) {
     std::lock_guard lock(mutex_);
     stopWaitingLocked();
@@ -169,6 +202,10 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
     progressLocked();
     return ended(work);
   };
+  if (work.background_) {
+    std::lock_guard lock(mutex_);
+    work.allowed_ = std::max(work.allowed_, deadline);
+  }
   for (;;) {
     if (step()) return;
     const auto now = Clock::now();
@@ -184,14 +221,10 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
       next_check = now + liveness;
       {
         std::lock_guard lock(mutex_);
-        lookAroundLocked();
+        lookAroundLocked(now);
         if (ended(work)) return;
         if (now >= deadline) {
-          fail(work, Error(ErrorKind::kTimeout,
-                           "rank " + std::to_string(rank()) + " waited " +
-                               std::to_string(std::chrono::duration<double>(now - start).count()) +
-                               " s in " + work.describeCall() + " (ranks " + join(*work.ranks_) +
-                               "): look for a rank that did not call it, or raise timeout="));
+          fail(work, timeoutError(work, now - start));
           dropEndedLocked();
           return;
         }
@@ -221,14 +254,18 @@ void World::ensureProgressThread() {
   progress_thread_ = std::thread([this] { progressLoop(); });
 }
 
-// Moves background works, and looks after their peers, while no thread waits (one that waits does
-// both itself).
+// Moves background works while no thread waits (one that waits does so itself), and looks after
+// them always: of waits that follow each other, none may last until a look.
 void World::progressLoop() {
   const auto liveness = nanoseconds(liveness_s_);
   auto next_look = Clock::now() + liveness;
   int64_t left_alone = 0;  // what was there before has had its time of grace
   std::unique_lock lock(mutex_);
   while (!stop_) {
+    if (const auto now = Clock::now(); background_works_ > 0 && now >= next_look) {
+      next_look = now + liveness;
+      lookAroundLocked(now);
+    }
     if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
       progress_wanted_->wait_for(lock, std::chrono::milliseconds(100));
       continue;
@@ -245,10 +282,6 @@ void World::progressLoop() {
     const uint32_t ticket = transport_->idleTicket();
     lock.lock();
     progressLocked();
-    if (const auto now = Clock::now(); now >= next_look) {
-      next_look = now + liveness;
-      lookAroundLocked();
-    }
     const bool idle = background_works_ > 0 && !stop_;
     lock.unlock();
     transport_->idle(ticket, idle ? Clock::now() + std::chrono::milliseconds(50) : Clock::now());

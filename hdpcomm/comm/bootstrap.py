@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import threading
 import time
@@ -21,10 +20,11 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device_communicator import DeviceCommunicator
 from hdpcomm.comm.device_world import AUTOMATIC, DEVICE_TRANSPORTS, NcclSource, has_gpu, join_devices
+from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.settings import setting
 from hdpcomm.comm.torch_transport import GroupCarrier, make_group
-from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost
+from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
 __all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
 
@@ -67,7 +67,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         sees a GPU on every rank cuda+nccl. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks),
-        PeerLost (a rank of this host died while the ranks joined).
+        PeerLost (a rank died or gave up while the ranks joined: told by the ranks of its host).
     """
     joining: ThreadRank | None = getattr(thread_rank, "value", None)
     transport = _chosen(joining.transport if joining is not None and transport == "auto" else transport)
@@ -199,42 +199,6 @@ def open_store(rank: int, size: int, seconds: float) -> Any:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Joining:
-    """What a transport has to join a world with."""
-
-    store: Any
-    prefix: str
-    rank: int
-    size: int
-    seconds: float
-    deadline: float
-    pids: tuple[int, ...] = ()  # of each rank; 0: it runs elsewhere. Empty: nobody has told yet
-
-    @property
-    def left(self) -> float:
-        return max(0.1, self.deadline - time.monotonic())
-
-    def wait(self, *keys: str) -> None:
-        """Waits for keys of this world; CommTimeout past the deadline."""
-        full = [f"{self.prefix}/{key}" for key in keys]
-        _wait_for_all(self.store, full, self.deadline, self.seconds, self.rank, pids=self.pids)
-
-    def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on all ranks; a JSON value."""
-        if self.rank == 0:
-            self.store.set(f"{self.prefix}/{key}", json.dumps(make()))
-        self.wait(key)
-        return json.loads(self.store.get(f"{self.prefix}/{key}"))
-
-    def from_all(self, key: str, value: str) -> list[str]:
-        """What every rank gives, by rank."""
-        self.store.set(f"{self.prefix}/{key}/{self.rank}", value)
-        self.wait(*(f"{key}/{peer}" for peer in range(self.size)))
-        texts = self.store.multi_get([f"{self.prefix}/{key}/{peer}" for peer in range(self.size)])
-        return [text.decode() for text in texts]
-
-
 def _join_processes(
     transport: str, store: Any, rank: int, size: int, seconds: float, deadline: float
 ) -> tuple[_core.comm.World, bool]:
@@ -242,16 +206,18 @@ def _join_processes(
     # The n-th init() of a rank joins the n-th init() of the others.
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
-    joining = _Joining(store, prefix, rank, size, seconds, deadline)
-    here = f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}"
-    told = joining.from_all("host", f"{int(has_gpu())} {os.getpid()} {here}")
-    seen, pids, identities = zip(*(each.split(" ", 2) for each in told), strict=True)
-    near = [int(pid) if identity == here else 0 for pid, identity in zip(pids, identities, strict=True)]
-    joining = dataclasses.replace(joining, pids=tuple(near))
-    world, hosts = _JOINS.get(transport, _join_shm)(joining, [identities.index(identity) for identity in identities])
-    # Rank 0's costs are everybody's, so that all choose the same algorithms.
-    names = cost_names(world.transport)
-    inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
+    joining = Joining(store, prefix, rank, size, seconds, deadline)
+    with joining.telling():
+        here = f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}"
+        told = joining.from_all("host", f"{int(has_gpu())} {os.getpid()} {here}")
+        seen, pids, identities = zip(*(each.split(" ", 2) for each in told), strict=True)
+        near = [int(pid) if identity == here else 0 for pid, identity in zip(pids, identities, strict=True)]
+        joining = dataclasses.replace(joining, pids=tuple(near))
+        places = [identities.index(identity) for identity in identities]
+        world, hosts = _JOINS.get(transport, _join_shm)(joining, places)
+        # Rank 0's costs are everybody's, so that all choose the same algorithms.
+        names = cost_names(world.transport)
+        inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
     world.set_costs(**inside)
     if len(set(hosts)) > 1:
         _set_nodes(world, hosts, between)
@@ -265,10 +231,10 @@ def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, 
 
 # How to join: the world, and the host of each rank as a number. The second argument has equal numbers for ranks with
 # equal identities.
-_Join = Callable[[_Joining, list[int]], tuple[_core.comm.World, list[int]]]
+_Join = Callable[[Joining, list[int]], tuple[_core.comm.World, list[int]]]
 
 
-def _join_shm(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+def _join_shm(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
     rank = joining.rank
     elsewhere = [peer for peer in range(joining.size) if hosts[peer] != hosts[0]]
     if elsewhere:
@@ -287,20 +253,21 @@ def _join_shm(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, li
     return world, hosts
 
 
-def _join_torch(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+def _join_torch(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
     link = _core.scale.FrameLink(joining.rank, joining.size)
     world = _core.scale.join_framed_world(link, "torch", joining.seconds)
     _carry(joining, link)
     return world, hosts
 
 
-def _carry(joining: _Joining, link: _core.scale.FrameLink) -> None:
+def _carry(joining: Joining, link: _core.scale.FrameLink) -> None:
+    joining.from_all("ready", "")  # a group of torch waits for its ranks, and hears of none that dies
     store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
     group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
     GroupCarrier(group, link, owned=owned)
 
 
-def _join_auto(joining: _Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
     """Shared memory inside the hosts, the torch transport between them.
 
     Equal identities are not enough for a common host: a rank that cannot open the segment of its host's first rank (a
@@ -338,49 +305,3 @@ _JOINS: dict[str, _Join] = {
     "cuda+nccl": _join_auto,
 }
 TRANSPORTS = ("auto", "shm", "torch", *DEVICE_TRANSPORTS)
-
-
-def _wait_for_all(
-    store: Any, keys: list[str], deadline: float, seconds: float, rank: int, *, pids: Sequence[int] = ()
-) -> None:
-    """Waits until all keys are there. Raises: CommTimeout past the deadline, PeerLost once a process of ``pids`` ends.
-
-    It asks instead of ``store.wait()``, which neither Ctrl-C nor the end of a neighbour ends before its time. Of many
-    keys it comes to ask for one that is missing, again and again, so that a store of many ranks has little to do.
-    """
-    started = time.monotonic()
-    few = len(keys)
-    try:
-        while keys:
-            if store.check(keys[:few]):
-                keys = keys[few:]
-                few = len(keys)
-            elif few > 1:
-                few //= 2
-            else:
-                _look_around(pids, rank)
-                now = time.monotonic()
-                if now > deadline:
-                    break
-                time.sleep(min(0.1, 1e-3 + (now - started) / 10))
-        absent = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
-    except RuntimeError as error:
-        raise Error(f"rank {rank} lost the job's store in init(): {error}; did rank 0 end?", rank=rank) from error
-    if absent:
-        raise CommTimeout(
-            f"rank {rank} waited {seconds} s in init() for: {', '.join(absent)} (ranks that did not come, or rank 0's "
-            "segment); look for their errors, or raise timeout=",
-            rank=rank,
-            op="init",
-        )
-
-
-def _look_around(pids: Sequence[int], rank: int) -> None:
-    for peer, pid in enumerate(pids):
-        if pid and not _core.comm.process_runs(pid):
-            raise PeerLost(
-                f"rank {peer} died (process {pid}) while the ranks joined the world: look for its error",
-                rank=rank,
-                peer=peer,
-                op="init",
-            )

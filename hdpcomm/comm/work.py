@@ -38,7 +38,10 @@ def retain(handle: Any, buffers: tuple[Any, ...]) -> None:
 
 
 class Work:
-    """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of."""
+    """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of.
+
+    One that nobody waits for is given up on all ranks concerned when it has run for the communicator's timeout.
+    """
 
     __slots__ = ("_buffers", "_handle")
 

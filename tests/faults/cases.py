@@ -100,7 +100,7 @@ def differs_from_rank_1(comm: hdp.Communicator) -> None:
     assert isinstance(error, hdp.Mismatch)
 
 
-def late_after_a_timeout(comm: hdp.Communicator, folder: str) -> None:
+def late_after_a_timeout(comm: hdp.Communicator, folder: str) -> hdp.Error:
     """Rank 0 waits 0.3 s for an all_reduce that no other rank has called; rank 1, which calls it then, is told."""
     x = torch.ones(50_000)
     gave_up = Path(folder, "gave up")
@@ -111,8 +111,9 @@ def late_after_a_timeout(comm: hdp.Communicator, folder: str) -> None:
         gave_up.touch()
     else:
         wait_for(gave_up)
-        with pytest.raises(hdp.CommTimeout, match="told by rank 0"):
+        with pytest.raises(hdp.CommTimeout, match="told by rank 0") as info:
             comm.all_reduce(x)
+    return info.value
 
 
 def aborted_by_rank_0(comm: hdp.Communicator, *, members: int) -> None:

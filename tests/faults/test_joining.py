@@ -26,6 +26,7 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.joining import Joining, wait_for_all
 from hdpcomm.testing import spawn
 
 LONG_S = 60.0
@@ -111,11 +112,19 @@ def test_one_that_dies_at_the_store(tmp_path: Path) -> None:
 @contextmanager
 def interrupt_soon() -> Iterator[None]:
     """Ctrl-C on the main thread a moment later."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     timer = threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def joining(store: Any, rank: int, size: int, **fields: Any) -> Joining:
+    return Joining(store, "world", rank, size, LONG_S, time.monotonic() + LONG_S, **fields)
 
 
 def join_segment(segment: _core.comm.ShmSegment, rank: int, seconds: float, pids: tuple[int, ...] = ()) -> Communicator:
@@ -137,7 +146,7 @@ def test_ctrl_c_in_the_segment_ends_the_wait_of_all() -> None:
 def test_ctrl_c_at_the_store() -> None:
     store = dist.HashStore()
     with interrupt_soon():
-        bootstrap._wait_for_all(store, ["a/1"], time.monotonic() + LONG_S, LONG_S, 0)
+        wait_for_all(store, ["a/1"], time.monotonic() + LONG_S, LONG_S, 0)
 
 
 def test_who_does_not_come_is_named_by_all_whose_time_is_over() -> None:
@@ -163,11 +172,52 @@ def test_an_ended_process_is_named_before_it_was_there() -> None:
     with pytest.raises(
         hdp.PeerLost, match=rf"rank 1 died \(process {gone.pid}\) while the ranks joined the wor"
     ) as info:
-        bootstrap._wait_for_all(
-            dist.HashStore(), ["a/1"], time.monotonic() + LONG_S, LONG_S, 0, pids=(os.getpid(), gone.pid)
-        )
+        joining(dist.HashStore(), 0, 2, pids=(os.getpid(), gone.pid)).wait("a/1")
     assert (info.value.rank, info.value.peer, info.value.op) == (0, 1, "init")
     assert _core.comm.process_runs(os.getpid())
+
+
+def ends_for(rank: int, store: Any, ends: Callable[[], None]) -> None:
+    """One of four ranks comes to its end; the others wait for it."""
+    place = joining(store, rank, 4)
+    with place.telling():
+        if rank == 2:
+            ends()
+        place.from_all("host", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "peer", "words"),
+    [
+        (KeyError("no such host"), 2, r"rank 2 gave up while.*last words: KeyError: 'no such host' \(told by rank 2\)"),
+        (hdp.InvalidUsage("a bad name"), 2, r"rank 2 gave up while.*: InvalidUsage: a bad name \(told by rank 2\)"),
+        (KeyboardInterrupt(), 2, r"rank 2 gave up while.*last words: KeyboardInterrupt \(told by rank 2\)"),
+        (hdp.PeerLost("rank 3 died: look for its error", peer=3), 3, r"^rank 3 died \(told by rank 2\): look for its"),
+    ],
+)
+def test_all_ranks_hear_of_one_that_gives_up(error: BaseException, peer: int, words: str) -> None:
+    store = dist.HashStore()
+
+    def ends() -> None:
+        raise error
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(ends_for, rank, store, ends) for rank in range(3)]
+        for rank, future in enumerate(futures):
+            if rank == 2:
+                assert future.exception() is error
+            else:
+                with pytest.raises(hdp.PeerLost, match=words) as info:
+                    future.result()
+                assert (info.value.rank, info.value.peer, info.value.op) == (rank, peer, "init")
+
+
+def test_a_timeout_is_not_told() -> None:
+    """Each rank finds out for itself whom it misses."""
+    store = dist.HashStore()
+    with pytest.raises(hdp.CommTimeout), joining(store, 0, 2).telling():
+        raise hdp.CommTimeout("rank 0 waited")
+    joining(store, 1, 2).look_around()
 
 
 def test_who_left_after_all_had_come_is_no_error_of_joining() -> None:
@@ -200,12 +250,12 @@ def test_all_keys_are_waited_for_in_whatever_order_they_come(order: list[str], a
     keys = sorted(order)
     deadline = time.monotonic() + (LONG_S if absent == 0 else 0.05)
     if absent == 0:
-        bootstrap._wait_for_all(store, keys, deadline, LONG_S, 3)
+        wait_for_all(store, keys, deadline, LONG_S, 3)
         assert store.there >= len(keys)
     else:
         store.there = len(order)
         with pytest.raises(hdp.CommTimeout) as info:
-            bootstrap._wait_for_all(store, keys, deadline, 0.05, 3)
+            wait_for_all(store, keys, deadline, 0.05, 3)
         named = str(info.value).split("for: ")[1].split(" (")[0].split(", ")
         assert named == [key.split("/")[1] for key in keys if key in order[:absent]]
 
@@ -217,7 +267,7 @@ def test_a_store_of_many_ranks_is_asked_for_little() -> None:
     store.order = keys[:-1]
     store.there = len(keys)
     with pytest.raises(hdp.CommTimeout, match="for: 1023 "):
-        bootstrap._wait_for_all(store, keys, time.monotonic() + 0.3, 0.3, 0)
+        wait_for_all(store, keys, time.monotonic() + 0.3, 0.3, 0)
     polls = 300  # one each 1 ms at the most
     assert store.asked < 2 * 1024 + polls + 1024 + 2 * 1024
 
@@ -227,4 +277,4 @@ def test_a_store_that_is_lost_is_said() -> None:
     client = dist.TCPStore("127.0.0.1", store.port, timeout=datetime.timedelta(seconds=5))
     del store
     with pytest.raises(hdp.Error, match=r"rank 1 lost the job's store in init.*did rank 0 end"):
-        bootstrap._wait_for_all(client, ["a/1"], time.monotonic() + LONG_S, LONG_S, 1)
+        wait_for_all(client, ["a/1"], time.monotonic() + LONG_S, LONG_S, 1)

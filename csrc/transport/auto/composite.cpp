@@ -42,6 +42,14 @@ class CompositeTransport final : public Transport {
   void cancel(const Completion* completion) override {
     for (const auto& member : members_) member->cancel(completion);
   }
+  std::vector<int> awaited(const Completion* completion) override {
+    std::vector<int> ranks;
+    for (const auto& member : members_) {
+      const std::vector<int> more = member->awaited(completion);
+      ranks.insert(ranks.end(), more.begin(), more.end());
+    }
+    return ranks;
+  }
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override {
     to(peer).notifyFailure(peer, error, send_number, recv_number);

@@ -124,7 +124,7 @@ void SharedBoard::leave(int rank, const std::string& reason, const std::vector<u
   own.error_kind = static_cast<uint32_t>(ErrorKind::kPeerLost);
   own.peer = rank;
   std::snprintf(own.text, kText, "rank %d closed its communicator%s%s", rank,
-                reason.empty() ? "" : ": ", reason.c_str());
+                reason.empty() ? "" : "; its last words: ", reason.c_str());
   end(rank, BoardState::kClosed, sound);
 }
 

@@ -116,6 +116,14 @@ void ShmTransport::cancel(const Completion* completion) {
   }
 }
 
+std::vector<int> ShmTransport::awaited(const Completion* completion) {
+  std::vector<int> ranks;
+  for (const int rank : active_) {
+    if (holdsRequestOf(peers_[rank], completion)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 void ShmTransport::notifyFailure(int peer_rank, const Error& error,
                                  std::optional<uint32_t> send_number,
                                  std::optional<uint32_t> recv_number) {

@@ -69,6 +69,7 @@ class ShmTransport final : public Transport {
   void postRecv(const RecvRequest& request) override;
   bool progress() override;
   void cancel(const Completion* completion) override;
+  std::vector<int> awaited(const Completion* completion) override;
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
   void rejectUnexpected(int peer, uint32_t number, const Call& call,

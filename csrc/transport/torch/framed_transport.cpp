@@ -140,6 +140,14 @@ void FramedTransport::cancel(const Completion* completion) {
   }
 }
 
+std::vector<int> FramedTransport::awaited(const Completion* completion) {
+  std::vector<int> ranks;
+  for (const int rank : active_) {
+    if (holdsRequestOf(at(rank), completion)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 void FramedTransport::notifyFailure(int peer_rank, const Error& error,
                                     std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) {

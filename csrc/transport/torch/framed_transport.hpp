@@ -65,6 +65,7 @@ class FramedTransport final : public Transport {
   void rejectUnexpected(int peer, uint32_t number, const Call& call,
                         Completion* completion) override;
   void cancel(const Completion* completion) override;
+  std::vector<int> awaited(const Completion* completion) override;
   void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
   std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,

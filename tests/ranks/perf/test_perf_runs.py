@@ -144,8 +144,10 @@ def test_one_planted_error_is_found(ranks: Any, place: int) -> None:
 
 
 def measure_costs(transport: str) -> dict[str, float]:
-    with hdp.init(transport=transport) as comm:
-        return calibrate.measure(comm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "_ROUNDS", 1)  # of seconds each
+        with hdp.init(transport=transport) as comm:
+            return calibrate.measure(comm)
 
 
 @pytest.mark.parametrize(("transport", "num_ranks"), [("shm", 2), ("sim", 2), ("sim", 3)])

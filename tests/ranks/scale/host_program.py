@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import bootstrap
 from tests.ranks.attention.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
 from tests.ranks.comm.test_subsets import random_mix
@@ -70,6 +71,21 @@ def cut(folder: Path) -> None:
         rest.all_reduce(y)
         found["sum"] = float(y[0])
     write(folder, f"found{world.rank}", found)
+
+
+def dies_while_joining(folder: Path) -> None:
+    """The last rank is gone after it has told who it is; only its neighbours can see that."""
+
+    def die(*_: Any) -> Any:
+        os._exit(0)
+
+    rank = int(os.environ["RANK"])
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        bootstrap._JOINS["auto"] = die
+    try:
+        hdp.init(timeout=600)  # more than the test has
+    except hdp.PeerLost as error:
+        write(folder, f"found{rank}", (error.peer, str(error)))
 
 
 def sent_over_the_link() -> int:

@@ -97,6 +97,17 @@ def test_a_host_that_is_cut_off_is_lost_on_all_others(tmp_path: Path) -> None:
     assert "terminate" not in "".join(outputs)
 
 
+def test_all_hosts_hear_of_a_rank_that_dies_while_they_join(two: Hosts, tmp_path: Path) -> None:
+    two.ranks([PROGRAM, "dies_while_joining", str(tmp_path)], [0, 0, 1, 1])
+    two.finish(60)
+    for rank in range(3):
+        peer, text = load(tmp_path, f"found{rank}")
+        assert peer == 3
+        assert text.startswith("rank 3 died (process ")
+        assert text.endswith(": look for its error")
+        assert ("(told by rank 2)" in text) == (rank < 2)
+
+
 def test_a_slurm_step_on_two_hosts_needs_nothing(two: Hosts) -> None:
     step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}
     step |= {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "hdpcomm/base/dtype.hpp"
 
@@ -68,5 +69,7 @@ static_assert(sizeof(Call) == 24 && std::has_unique_object_representations_v<Cal
 
 // "all_reduce(16 x float32, sum) on 4 ranks [subset 1f2e3d4c]"
 std::string describe(const Call& call);
+// "0, 1, 2", for a message; of many ranks the first 32.
+std::string listOf(const std::vector<int>& ranks);
 
 }  // namespace hdpcomm

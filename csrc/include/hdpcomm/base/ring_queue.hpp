@@ -29,6 +29,13 @@ class RingQueue {
   void clear() noexcept {
     while (!empty()) pop();
   }
+  template <typename Holds>
+  bool any(Holds holds) {
+    for (size_t i = 0; i < size_; ++i) {
+      if (holds((*this)[i])) return true;
+    }
+    return false;
+  }
   // Keeps the items for which keep(item) holds, in order.
   template <typename Keep>
   void filter(Keep keep) {

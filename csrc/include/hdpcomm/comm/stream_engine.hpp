@@ -119,6 +119,8 @@ class StreamEngine final : public WorldPart {
   std::optional<Error> lookAfter(StreamWork& work, Clock::time_point now);
   std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
   std::optional<Error> refusalOf(const StreamWork& work, const StreamWork::Share& share) const;
+  const StreamWork::Share& mostTelling(const StreamWork& work,
+                                       const StreamWork::Share& found) const;
   bool lives(int rank, Clock::time_point now);
   bool sound(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;

@@ -55,7 +55,7 @@ class World {
   std::shared_ptr<std::byte> allocate(size_t bytes);
 
   // Queues and starts an operation. It also proceeds while nobody waits for it, on a thread of this
-  // world.
+  // world, which gives it up when it has run for the world's timeout.
   void submit(const std::shared_ptr<Work>& work);
   // Waits until the work has ended; throws its error. A timeout of 0 or less: the world's. Past the
   // deadline the operation is given up on all ranks concerned.
@@ -111,7 +111,9 @@ class World {
   bool advanceLocked();
   void rejectUnexpectedLocked();
   void hearFailuresLocked();
-  void lookAroundLocked();
+  void giveUpLateLocked(Clock::time_point now);
+  void lookAroundLocked(Clock::time_point now);
+  Error timeoutError(const Work& work, Clock::duration waited) const;
   void stopWaitingLocked();
   // These two leave the work in the queue until dropEndedLocked().
   void fail(Work& work, const Error& error);

@@ -111,4 +111,12 @@ void queueNotice(RingQueue<Out>& queue, Out&& notice, std::optional<uint32_t> se
   }
 }
 
+// Whether a request of the operation is under way with the peer, out or in.
+template <typename Peer>
+bool holdsRequestOf(Peer& peer, const Completion* completion) {
+  const auto sent = [&](const auto& out) { return out.request.completion == completion; };
+  const auto received = [&](const RecvRequest& in) { return in.completion == completion; };
+  return peer.queue.any(sent) || peer.inflight.any(sent) || peer.recvs.any(received);
+}
+
 }  // namespace hdpcomm

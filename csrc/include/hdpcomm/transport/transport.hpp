@@ -105,6 +105,8 @@ class Transport {
   // Withdraws all requests of an operation. On return no rank reads or writes their buffers any
   // more.
   virtual void cancel(const Completion* completion) = 0;
+  // The peers of the operation's requests that have not ended.
+  virtual std::vector<int> awaited(const Completion* completion) = 0;
   // Tells `peer` that this rank gave up an operation, and why: its sends up to one number, its
   // receives up to another.
   virtual void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,

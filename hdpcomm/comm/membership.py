@@ -1,0 +1,105 @@
+"""A rank's place in an ordered set of ranks: what it is, the memory from which it sends best, and how it is left."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Membership"]
+
+_Self = TypeVar("_Self", bound="Membership")
+
+
+class Membership:
+    """What a :class:`Communicator` is, without the operations on it."""
+
+    __slots__ = ("_core", "_ranks", "rank", "size")
+
+    def __init__(self, core: _core.comm.Communicator, rank: int, size: int) -> None:
+        self._core = core
+        self._ranks: tuple[int, ...] | None = None
+        #: Position of this rank in the communicator.
+        self.rank = rank
+        #: Number of ranks.
+        self.size = size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in the order of the communicator."""
+        if self._ranks is None:
+            self._ranks = self._core.ranks
+        return self._ranks
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world."""
+        return self._core.world.rank
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport that moves the bytes."""
+        return self._core.world.transport
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation may take by default."""
+        return self._core.world.timeout
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors should be: its GPU with the ``cuda`` transport, else the CPU."""
+        return torch.device("cpu")
+
+    def stats(self) -> dict[str, int]:
+        """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
+        return self._core.world.stats()
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor from which messages go out fastest: with the shm transport, other processes map it.
+
+        A large message (above ``HDPCOMM_SHM_EAGER_BYTES``) from ordinary memory costs a system call that pins each of
+        its pages; from here it is one plain copy. Worth it for buffers that are sent again and again; what is received
+        may lie anywhere. The tensor stays valid after ``close()``. Other transports give ordinary memory. Local.
+
+        Raises: InvalidUsage for a negative size or a closed communicator.
+
+        Example:
+            >>> import torch, hdpcomm as hdp
+            >>> with hdp.init() as comm:
+            ...     comm.empty(2, 3, dtype=torch.float64).shape
+            torch.Size([2, 3])
+        """
+        count = math.prod(shape)
+        if any(n < 0 for n in shape):
+            raise InvalidUsage(f"empty() got the shape {shape}; sizes must not be negative")
+        block = self._core.world.allocate(count * dtype.itemsize)
+        if block is None or not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(block, dtype=dtype, count=count).view(shape)
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.size}, ranks {self.ranks}, transport {self.transport}>"
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "") -> None:
+        """Ends this rank's pending operations with Aborted, tells the ranks concerned, and leaves the world. Local."""
+        self._core.world.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the world, for this communicator and all its subsets. Local; ranks that still wait get PeerLost."""
+        self._core.world.close("")
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._core.world.close("" if error is None else f"{type(error).__name__}: {error}")
