@@ -137,9 +137,12 @@ class GroupBase(dist.ProcessGroup):
         return Operation(call, self.communicator, timeout=seconds, background=background)
 
     def _end(self, operation: Operation, outputs: Sequence[torch.Tensor]) -> BackendWork:
-        work = operation.work(outputs, self.engine.complete_in_order)
-        if operation.parts and operation.copies:
-            self.engine.hold(work, operation.parts)
+        if operation.over:
+            work = BackendWork.ended(outputs)
+        else:
+            work = operation.work(outputs, self.engine.complete_in_order)
+            if operation.parts and operation.copies:
+                self.engine.hold(work, operation.parts)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

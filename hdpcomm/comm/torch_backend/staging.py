@@ -96,6 +96,11 @@ class Operation:
         return tensor.reshape(-1).view(torch.uint8)
 
     @property
+    def over(self) -> bool:
+        """Whether nothing is under way, and nothing to be done at the end."""
+        return not self.parts and not self._copies
+
+    @property
     def copies(self) -> bool:
         """Whether there is anything to copy at the end."""
         return bool(self._copies)

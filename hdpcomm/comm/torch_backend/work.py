@@ -68,6 +68,15 @@ class BackendWork(dist.Work):
         if not parts:
             self._settle(None)
 
+    @classmethod
+    def ended(cls, outputs: Sequence[torch.Tensor]) -> BackendWork:
+        """An operation that has ended, and well."""
+        work = cls.__new__(cls)
+        _new_work(work)
+        work._outputs = list(outputs)
+        work._over = True
+        return work
+
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Blocks, without the GIL, until the operation has ended; raises its error. Default: the group's timeout."""
         if not self._over:
