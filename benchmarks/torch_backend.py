@@ -140,9 +140,9 @@ def steps(rank: int, sizes: list[int], alone: bool) -> Iterator[tuple[Row, Step,
             yield (name, size), step, 1.0
 
 
-def seconds_of(step: Step, size: int, alone: bool) -> float:
-    """Of one step, over enough of them for some 20 ms; before that as many as settle the scheduler."""
-    times = max(5, min(200, 50_000_000 // (size + 50_000)))
+def seconds_of(step: Step, size: int, most: int, alone: bool) -> float:
+    """Of one step, over many of them, fewer where they are large; before that as many as settle the scheduler."""
+    times = min(most, max(5, 50_000_000 // (size + 50_000)))
     for timed in (False, True):
         if not alone:
             dist.barrier()
@@ -152,7 +152,7 @@ def seconds_of(step: Step, size: int, alone: bool) -> float:
     return (time.perf_counter() - started) / times
 
 
-def measure(free: bool, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+def measure(free: bool, sizes: list[int], rounds: int, most: int) -> list[dict[str, Any]]:
     """Rows for rank 0: operation, bytes, and the median microseconds of each backend."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -172,7 +172,7 @@ def measure(free: bool, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
             if not free and len(cores) >= 2:  # this thread only: the threads that gloo has started stay free
                 os.sched_setaffinity(0, {cores[rank]})
             for row, step, share in steps(rank, sizes, alone):
-                taken = seconds_of(step, row[1], alone) * share
+                taken = seconds_of(step, row[1], most, alone) * share
                 times.setdefault(row, {}).setdefault(name, []).append(taken * 1e6)
             if not alone:
                 dist.barrier()
@@ -201,9 +201,11 @@ def main() -> None:
     parser.add_argument("--free", action="store_true", help="do not bind the ranks to cores")
     parser.add_argument("--sizes", default="8,1K,64K,1M", help="bytes of messages and of each rank's part")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--iterations", type=int, default=200, help="the most in a round")
     arguments = parser.parse_args()
     sizes = [parse_size(size) for size in arguments.sizes.split(",")]
-    rows = run_ranks(measure, 2, arguments.free, sizes, arguments.rounds, timeout=600)[0]
+    given = arguments.free, sizes, arguments.rounds, arguments.iterations
+    rows = run_ranks(measure, 2, *given, timeout=600)[0]
     show(rows)
     if arguments.json:
         record = {

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
 
 torch.set_num_threads(1)
+
+# Machines may be busy, and no test asserts a time.
+settings.register_profile("hdpcomm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("hdpcomm")
 
 
 @pytest.fixture(scope="session")

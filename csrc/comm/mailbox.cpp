@@ -10,12 +10,6 @@
 namespace hdpcomm {
 namespace {
 
-std::string join(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return text;
-}
-
 std::string describe(const Message& message) {
   return std::to_string(message.count) + " x " + dtypeName(message.dtype);
 }
@@ -67,7 +61,7 @@ bool LabelledSend::advance(Transport& transport) {
 
 std::string LabelledReceive::purpose() const {
   return "to receive tag " + std::to_string(label_.tag) + " from rank " +
-         (sources_.size() == 1 ? "" : "any of ") + join(sources_) + "; look for the send";
+         (sources_.size() == 1 ? "" : "any of ") + listOf(sources_) + "; look for the send";
 }
 
 bool LabelledReceive::from(int rank) const {

@@ -15,10 +15,11 @@
 namespace hdpcomm {
 namespace {
 
-constexpr double kLongestS = 1e9;  // what a clock of nanoseconds can hold, and some
 // A caller that starts an operation in the background mostly comes back at once to wait for it: to
 // wake a thread for each would cost more than a short message does.
 constexpr auto kGrace = std::chrono::microseconds(500);
+
+constexpr double kLongestS = 1e9;  // what a clock of nanoseconds can hold, and some
 
 std::chrono::nanoseconds nanoseconds(double seconds) {
   return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));

@@ -1,4 +1,4 @@
-"""The README's code runs as printed, and its commands exist."""
+"""The code in the README and in docs/ runs as printed, and the commands exist."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,18 @@ def test_examples_run_under_torchrun(index: int, tmp_path: Path) -> None:
         losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", result.stdout)]
         assert len(losses) == 5
         assert losses[-1] < losses[0]
+
+
+def run_as_printed(code: str) -> None:
+    exec(compile(code, "docs", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("document", "num_ranks"), [("attention", 1), ("attention", 2), ("planner", 1), ("device", 1), ("torch-backend", 2)]
+)
+def test_the_first_example_of_a_document_runs(ranks: Any, document: str, num_ranks: int) -> None:
+    first, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{document}.md").read_text(), re.DOTALL)
+    ranks(num_ranks, run_as_printed, first)
 
 
 def test_commands_exist() -> None:

@@ -46,6 +46,8 @@ class GroupBase(dist.ProcessGroup):
         self.communicator = communicator
         self._store = store
         self.seconds = timeout  # that an operation may take
+        self._ranks = communicator.ranks  # of the world
+        self._world_seconds = communicator.timeout
         self._owner = owner
         self._name = name
         self._description = ""
@@ -129,17 +131,18 @@ class GroupBase(dist.ProcessGroup):
     # Where torch has several signatures, `options` is its options object or, in those without one, what stands there.
     def _begin(self, call: str, options: Any, timeout: datetime.timedelta | None = None) -> Operation:
         given = options if isinstance(options, datetime.timedelta) else getattr(options, "timeout", None)
-        return Operation(
-            call,
-            self.communicator,
-            timeout=seconds_of(given if timeout is None else timeout, self.seconds),
-            background=getattr(options, "asyncOp", True),
-        )
+        seconds = seconds_of(given if timeout is None else timeout, self.seconds)
+        # A deadline of its own can be given to wait() only.
+        background = getattr(options, "asyncOp", True) or seconds != self._world_seconds
+        return Operation(call, self.communicator, timeout=seconds, background=background)
 
     def _end(self, operation: Operation, outputs: Sequence[torch.Tensor]) -> BackendWork:
-        work = operation.work(outputs, self.engine.complete_in_order)
-        if operation.parts:
-            self.engine.hold(work, operation.parts)
+        if operation.over:
+            work = BackendWork.ended(outputs)
+        else:
+            work = operation.work(outputs, self.engine.complete_in_order)
+            if operation.parts and operation.copies:
+                self.engine.hold(work, operation.parts)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -53,7 +53,7 @@ class Engine:
         return cls(world, messages)
 
     def hold(self, work: BackendWork, parts: Sequence[Part]) -> None:
-        """Keeps a started operation until it has ended, though its caller may drop it: the core uses its tensors."""
+        """Keeps a started operation until it has ended, though its caller may drop it, for the copies of its end."""
         with self._lock:
             self._held.append((work, parts))
             while self._held and all(part.done() for part in self._held[0][1]):

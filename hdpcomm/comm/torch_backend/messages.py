@@ -6,12 +6,10 @@ The rules that users see are in docs/torch-backend.md.
 from __future__ import annotations
 
 import datetime
-import threading
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from hdpcomm import _core
 from hdpcomm.comm.tensors import describe
@@ -33,17 +31,11 @@ _new_work = dist.Work.__init__
 
 
 class Message(BackendWork):
-    """A send or a receive that was started. One is made for every message, so it is lean and sets no base up."""
-
-    _parts = ()
-    _finish: Callable[[], None] | None = None
-    _error: BaseException | None = None
-    _over = False
-    _settling = threading.Lock()  # of all messages: held for the copies of receives that are not contiguous
-    _future: Future[list[torch.Tensor]] | None = None
+    """A send or a receive that was started."""
 
     def __init__(self, mail: _core.comm.Mail, group: Messages, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         _new_work(self)
+        self._parts = ()
         self._mail = mail
         self._group = group
         self._timeout = group.seconds
@@ -78,7 +70,7 @@ class Message(BackendWork):
     def source_rank(self) -> int:
         if not self._mail.receives:
             return super().source_rank()
-        return self._group.communicator.ranks.index(self._mail.source)
+        return self._group._ranks.index(self._mail.source)
 
     _source_rank = source_rank
 
@@ -111,13 +103,16 @@ class Messages(Collectives):
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        return self._coalesce(Message(mail, self, tensor, buffer))
+        work = Message(mail, self, tensor, buffer)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         return self._receive(tensors, self._world_rank(src, "recv"), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
-        others = tuple(rank for rank in self.communicator.ranks if rank != self.communicator.global_rank)
+        others = tuple(rank for rank in self._ranks if rank != self.communicator.global_rank)
         if not others:
             raise InvalidUsage("recv() from any source in a group of one rank would wait for ever")
         return self._receive(tensors, others, tag)
@@ -137,14 +132,12 @@ class Messages(Collectives):
         work = Message(mail, self, tensor, buffer)
         if operation is not None:
             work.finish_with(operation.finish)
-        return self._coalesce(work)
-
-    def _world_rank(self, rank: int, call: str) -> int:
-        if not 0 <= rank < self.communicator.size:
-            raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{self.communicator.size - 1}")
-        return self.communicator.ranks[rank]
-
-    def _coalesce(self, work: BackendWork) -> BackendWork:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _world_rank(self, rank: int, call: str) -> int:
+        ranks = self._ranks
+        if not 0 <= rank < len(ranks):
+            raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{len(ranks) - 1}")
+        return ranks[rank]

@@ -16,7 +16,13 @@ from hdpcomm.errors import Error, InvalidUsage
 
 __all__ = ["Operation", "one"]
 
+_describe_torch = _core.comm.describe_torch
 _CARRIED = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(torch, name))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the core takes it as it is. Cheap; false also where torch cannot tell (before 2.10)."""
+    return _describe_torch(tensor) is not None
 
 
 def one(tensors: Any, call: str, what: str) -> Any:
@@ -42,17 +48,18 @@ class Operation:
         self.call = call
         self.comm = comm
         self.timeout = timeout
-        # A deadline of its own can be given to wait() only.
-        self._background = background or timeout != comm.timeout
+        self._background = background
         self.parts: list[Part] = []  # started and not ended
         self._copies: list[Callable[[], Any]] = []
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for an input: contiguous, without autograd, of a type that the core carries."""
-        return self._carrier(self._plain(tensor).contiguous())
+        return tensor if _is_plain(tensor) else self._carrier(self._plain(tensor).contiguous())
 
     def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
         """What stands for an output, copied there at the end unless it is its memory. ``read``: also an input."""
+        if _is_plain(tensor):
+            return tensor
         plain = self._plain(tensor)
         if plain.is_contiguous() and plain.data_ptr() == tensor.data_ptr():
             return self._carrier(plain)
@@ -87,6 +94,16 @@ class Operation:
         if tensor.is_complex():
             return torch.view_as_real(tensor)
         return tensor.reshape(-1).view(torch.uint8)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way, and nothing to be done at the end."""
+        return not self.parts and not self._copies
+
+    @property
+    def copies(self) -> bool:
+        """Whether there is anything to copy at the end."""
+        return bool(self._copies)
 
     def start(self, method: Callable[..., Part], *args: Any) -> None:
         """Starts one part: a method of the communicator."""

@@ -18,6 +18,9 @@ from hdpcomm.errors import Error
 __all__ = ["BackendWork", "Part", "chain", "seconds_of"]
 
 
+_new_work = dist.Work.__init__
+
+
 class Part(Protocol):
     """What a BackendWork waits for: a Work of hdpcomm."""
 
@@ -39,6 +42,13 @@ class BackendWork(dist.Work):
     are not contiguous, for example).
     """
 
+    # One is made for every operation, so what most do not need stands here.
+    _finish: Callable[[], None] | None = None
+    _error: BaseException | None = None
+    _over = False
+    _future: Future[list[torch.Tensor]] | None = None
+    _settling = threading.Lock()  # of all: held for the copies of the end
+
     def __init__(
         self,
         parts: Sequence[Part],
@@ -48,18 +58,24 @@ class BackendWork(dist.Work):
         finish: Callable[[], None] | None = None,
         in_background: Callable[[BackendWork], None] | None = None,
     ) -> None:
-        super().__init__()
+        _new_work(self)
         self._parts = parts
         self._outputs = list(outputs)
         self._timeout = timeout
-        self._finish = finish
         self._in_background = in_background
-        self._error: BaseException | None = None
-        self._over = False
-        self._settling = threading.Lock()
-        self._future: Future[list[torch.Tensor]] | None = None
+        if finish is not None:
+            self._finish = finish
         if not parts:
             self._settle(None)
+
+    @classmethod
+    def ended(cls, outputs: Sequence[torch.Tensor]) -> BackendWork:
+        """An operation that has ended, and well."""
+        work = cls.__new__(cls)
+        _new_work(work)
+        work._outputs = list(outputs)
+        work._over = True
+        return work
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Blocks, without the GIL, until the operation has ended; raises its error. Default: the group's timeout."""
@@ -81,6 +97,10 @@ class BackendWork(dist.Work):
             self._settle(None)
 
     def _settle(self, error: BaseException | None) -> None:
+        if error is None and self._finish is None:
+            self._over = True
+            self._parts = ()
+            return
         with self._settling:
             if self._over:
                 return
