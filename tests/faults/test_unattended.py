@@ -92,10 +92,10 @@ def test_a_wait_gives_an_operation_more_time() -> None:
             comm.recv(x, 1, async_op=True).wait(timeout=LONG_S)
             assert x.tolist() == [5.0] * 4
         else:
-            time.sleep(3 * SHORT_S)
+            time.sleep(1.8)
             comm.send(x + 5, 0)
 
-    on_threads([SHORT_S, LONG_S], program)
+    on_threads([1.0, LONG_S], program)
 
 
 def test_operations_go_on_behind_one_that_was_given_up() -> None:

@@ -1,0 +1,341 @@
+"""``hdpcomm perf`` as a command: what it prints and writes, its exit codes, other libraries beside it. Never times."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.cli.main import main
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.costs import load_costs
+from hdpcomm.perf.config import PerfConfig
+from hdpcomm.perf.records import COLUMNS
+from hdpcomm.perf.results import Row, Side
+
+ROOT = Path(__file__).parents[3]
+
+
+def perf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user starts it."""
+    variables = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "hdpcomm.cli.main", "perf", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=variables,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_table_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    arguments = ("all_reduce", "--ranks", "2", "-b", "8", "-e", "1K", "-f", "128", "-n", "2", "-I", "-M", "-t", "1")
+    done = perf(*arguments, "-J", str(path), SECRET_TOKEN="s3cret", HDPCOMM_LIVENESS_S="0.3")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("# hdpcomm version ")
+    assert any(line.startswith("#  Rank  1 Group  0 Pid ") for line in lines)
+    header = next(line for line in lines if "size" in line and "#wrong" in line)
+    side = ["time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%"]
+    assert header.split() == ["#", "size", "count", "type", "redop", "root", *side, *side]
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    assert [row[:5] for row in rows] == [["8", "2", "float", "sum", "-1"], ["1024", "256", "float", "sum", "-1"]]
+    assert all(len(row) == 5 + 2 * len(side) and row[8] == row[16] == "0" for row in rows)
+    assert any(line.startswith("# Out of bounds values : 0 OK") for line in lines)
+    assert any(line.startswith("# Avg bus bandwidth    : ") for line in lines)
+    assert any(line.startswith("# Host memory usage    : INIT ") for line in lines)
+    document = json.loads(path.read_text())
+    assert set(document) >= {
+        "version", "start_time", "args", "env", "nccl_version", "config", "results", "out_of_bounds",
+        "average_bus_bandwidth", "errors", "end_time",
+    }  # fmt: skip
+    assert document["version"] == 3
+    assert "HDPCOMM_LIVENESS_S=0.3" in document["env"]
+    assert "s3cret" not in path.read_text()
+    assert [device["rank"] for device in document["config"]["devices"]] == [0, 1]
+    first = document["results"][0]
+    assert set(first["out_of_place"]) == {"time", "alg_bw", "bus_bw", "nwrong"}
+    assert {"min_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct", "times_us"} <= set(first["in_place_per_iter"])
+    assert (first["size"], first["count"], first["actual_iterations"]) == (8, 2, 2)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank of a launcher's job, so that a command runs here."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+SMALL = ["perf", "all_reduce", "-b", "8", "-e", "64", "-f", "8", "-n", "2", "-I", "1"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.json"
+    assert main([*SMALL, "-J", str(path)]) == 0
+    gate = ["--baseline", str(path), "--max-slowdown"]
+    assert main([*SMALL, *gate, "1000000000%"]) == 0
+    assert "4 of 4 rows within 1e+09%" in capsys.readouterr().err
+    document = json.loads(path.read_text())
+    for row in document["results"]:
+        row["out_of_place"]["time"] = row["out_of_place_per_iter"]["p50_us"] = 1e-6
+        row["in_place"] = None
+    path.write_text(json.dumps(document))
+    assert main([*SMALL, *gate, "50%"]) == 7
+    told = capsys.readouterr().err
+    assert told.count("slower than the baseline by") == 2
+    assert "size 64 float sum root -1 out_of_place" in told
+
+
+@pytest.mark.usefixtures("alone")
+def test_records(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--compare", "gloo", "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["library"] for row in rows] == ["hdpcomm", "hdpcomm", "gloo", "gloo"] * 2
+    assert float(rows[2]["ratio"]) == pytest.approx(float(rows[2]["time_us"]) / float(rows[0]["time_us"]))
+    assert main([*SMALL, "--format", "jsonl"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [tuple(record) for record in records] == [COLUMNS] * 4
+    assert (records[0]["ranks"], records[0]["wrong"], records[0]["ratio"]) == ("0", 0, None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_comparison_and_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.json"
+    assert main([*SMALL, "--compare", "gloo", "-N", "2", "-J", str(path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[5:7] for line in lines if "gloo" in line][:2] == [["gloo", "out_of_place"], ["gloo", "in_place"]]
+    document = json.loads(path.read_text())
+    assert (len(document["results"]), len(document["compare"])) == (4, 4)
+
+
+def test_calibrate_keeps_other_transports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = {"alpha_s": 1e-6, "message_s": 2e-7, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 3e-10}
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [{"shm": costs}])
+    monkeypatch.delenv("HDPCOMM_COSTS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "hdpcomm" / "costs.json"
+    path.parent.mkdir()
+    path.write_text('{"tcp": {"alpha_s": 1}}')
+    assert main(["perf", "--calibrate"]) == 0
+    assert json.loads(path.read_text()) == {"tcp": {"alpha_s": 1}, "shm": costs}
+    assert load_costs("shm") == costs
+    assert "alpha 1.00 us, message 0.20 us, beta 0.1000 ns/byte, gamma 0.3000" in capsys.readouterr().out
+    monkeypatch.setenv("HDPCOMM_COSTS", str(tmp_path / "new.json"))
+    assert main(["perf", "--calibrate"]) == 0
+    assert json.loads((tmp_path / "new.json").read_text()) == {"shm": costs}
+    for text in ("{", "[]"):
+        path.write_text(text)
+        assert main(["perf", "--calibrate", str(path)]) == 6
+    assert main(["perf", "all_reduce", "--calibrate"]) == 6
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_gloo_does_not_wait_beyond_the_timeout() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    done = perf("all_reduce", "--compare", "gloo", "-T", "0.5", **place)  # rank 1 never comes
+    assert done.returncode == 4, done.stderr
+    assert "rank 0 did not join the other ranks over gloo within 0.5 s" in done.stderr
+    assert "raise -T" in done.stderr
+
+
+def test_ranks_of_srun(tmp_path: Path) -> None:
+    """Two tasks of a Slurm step on one host, without torchrun's variables."""
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "hdpcomm.cli.main", *SMALL, "--compare", "gloo", "-J", str(path)]
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"PMI_SIZE": "2", "PYTHONPATH": str(ROOT), "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=dict(os.environ) | step | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK"), str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [output.count("# Avg bus bandwidth") for output in outputs] == [1, 0]
+    document = json.loads(path.read_text())
+    assert [(device["rank"], device["device"]) for device in document["config"]["devices"]] == [(0, 0), (1, 1)]
+    assert [row["size"] for row in document["compare"]] == [8, 64]
+
+
+class OnGpu:
+    """Of a world of one rank, what the header asks."""
+
+    rank, size, device = 0, 1, torch.device("cuda", 3)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(x)
+
+
+def test_the_device_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdpcomm.perf import runner
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU model {device.index}")
+    (found,) = runner._devices(OnGpu(), PerfConfig("all_reduce"))  # type: ignore[arg-type]
+    assert (found.rank, found.pid, found.device) == (0, os.getpid(), 3)
+    assert (found.device_hex, found.device_info) == ("cuda:3", "GPU model 3")
+    with hdp.init(transport="sim") as world:
+        (found,) = runner._devices(world, PerfConfig("all_reduce"))
+    assert (found.device, found.device_hex) == (0, "cpu")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 7),
+        (RuntimeError("broken"), 1),
+        (hdp.DeviceError("no device"), 2),
+        (hdp.PeerLost("gone"), 3),
+        (hdp.Mismatch("other call"), 3),
+        (hdp.CommTimeout("slow"), 4),
+        (hdp.InvalidUsage("bad"), 6),
+    ],
+)
+def test_exit_codes_of_failures(
+    error: Exception | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    original = Communicator.all_reduce
+
+    def failing(self: Communicator, x: Any, *args: Any, **options: Any) -> Any:
+        if error is not None:
+            raise error
+        work = original(self, x, *args, **options)
+        options.get("out", x)[0] = -1
+        return work
+
+    monkeypatch.setattr(Communicator, "all_reduce", failing)
+    path = tmp_path / "r.json"
+    assert main([*SMALL, "-J", str(path)]) == code
+    told = capsys.readouterr()
+    document = json.loads(path.read_text())
+    if error is None:
+        assert "# Out of bounds values : 4 FAILED" in told.out
+        assert document["out_of_bounds"] == {"count": 4, "okay": "false"}
+        assert document["errors"] == []
+    else:
+        assert document["errors"] == [f"{type(error).__name__}: {error}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["all_reduce", "--bogus"], 6, "unrecognized arguments: --bogus"),
+        (["all_reduce", "-b", "8x"], 6, "'8x' is no size"),
+        (["all_reduce", "-b", "8", "-e", "4"], 6, "-b 8 is above -e 4"),
+        (["all_reduce", "-g", "2"], 6, "give 1, and --ranks N"),
+        (["all_reduce", "-t", "0"], 6, "give 1, and --ranks N"),
+        (["all_reduce", "-i", "1", "-f", "2"], 6, "not allowed with"),
+        (["all_reduce", "-C", "2"], 6, "give 0 or 1"),
+        (["all_reduce", "--subset", "0,x"], 6, "like 0,3,1"),
+        (["all_reduce", "--format", "xml"], 6, "invalid choice"),
+        (["all_reduce", "--compare", "nccl"], 6, "give gloo or mpi"),
+        (["all_reduce", "--max-slowdown", "5%"], 6, "needs --baseline"),
+        (["all_reduce", "--baseline", "/nowhere/x.json"], 6, "cannot be read"),
+        (["all_reduce", "-J", "/nowhere/x.json"], 6, "does not exist"),
+        (["all_reduce", "-o", "median"], 6, "unknown; give one of: sum"),
+        (["all_reduce", "-r", "0"], 6, "all_reduce has no root"),
+        (["all_gather", "-o", "sum"], 6, "does not reduce"),
+        (["nonsense"], 6, "invalid choice: 'nonsense'"),
+        ([], 6, "no operation given"),
+        (["all_reduce", "-o", "mulsum"], 5, "mulsum"),
+        (["all_reduce", "-d", "f8e4m3"], 5, "8-bit floats"),
+        (["all_reduce", "--compare", "mpi", "-m", "2"], 6, "leave out -m"),
+    ],
+)
+def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        got = main(["perf", *arguments])
+    except SystemExit as end:
+        got = int(end.code or 0)
+    assert got == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sweep_outlives_mpi_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured is printed and written in any case; the exit code is that of the error."""
+
+    def failing(config: PerfConfig, ranks: int) -> Iterator[Row]:
+        assert (config.op, ranks) == ("all_reduce", 1)
+        side = Side(1.0, 1.0, 1.0, None)
+        yield Row("mpi: some", "all_reduce", (0,), 8, 2, "float", "sum", -1, side, None, 2)
+        raise hdp.Error("--compare mpi: mpirun failed")
+
+    monkeypatch.setattr("hdpcomm.perf.mpi.check_mpi", lambda _: None)
+    monkeypatch.setattr("hdpcomm.perf.mpi.run_mpi", failing)
+    path = tmp_path / "r.json"
+    assert main([*SMALL, "--compare", "mpi", "-J", str(path)]) == 1
+    told = capsys.readouterr()
+    assert "mpirun failed" in told.err
+    assert "# Avg bus bandwidth" in told.out
+    assert "# Collective test concluded: all_reduce" in told.out
+    document = json.loads(path.read_text())
+    assert (len(document["results"]), len(document["compare"])) == (2, 1)
+    assert document["errors"] == ["Error: --compare mpi: mpirun failed"]
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        (["-J", "r.json"], "output_file"), (["-b", "8"], "minbytes"), (["-n", "3"], "iters"),
+        (["--subset", "0,1"], "subset"), (["--algorithm", "ring"], "algorithm"), (["--format", "csv"], "format"),
+        (["--baseline", "old.json"], "baseline"), (["--compare", "gloo"], "compare"), (["-r", "0"], "root"),
+    ],
+)  # fmt: skip
+def test_calibrate_refuses_options_of_a_sweep(
+    option: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["perf", "--calibrate", str(tmp_path / "costs.json"), *option]) == 6
+    assert f"{name} mean nothing here; leave them out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_mpi_that_is_missing_is_told_how_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert main(["perf", "all_reduce", "--compare", "mpi"]) == 6
+    assert "apt install openmpi-bin" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpirun and mpi4py"
+)
+@pytest.mark.usefixtures("alone")
+def test_mpi_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["perf", "reduce", "-b", "8", "-e", "8", "-n", "2", "--compare", "mpi", "--format", "jsonl"])
+    assert code == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["library"].split(":")[0] for record in records] == ["hdpcomm", "hdpcomm", "mpi", "mpi"]
