@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 from hdpcomm.testing import RankPool
 
 torch.set_num_threads(1)
+
+# What the user of this machine has calibrated chooses no algorithm of a test.
+os.environ["HDPCOMM_COSTS"] = str(Path(__file__).with_name("no_costs.json"))
 
 # Machines may be busy, and no test asserts a time.
 settings.register_profile("hdpcomm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
