@@ -237,6 +237,7 @@ void World::attach(std::shared_ptr<WorldPart> part) {
 void World::listen(std::shared_ptr<WorldListener> listener) {
   std::lock_guard lock(mutex_);
   if (over()) throwUnusable();
+  if (listener_) throwInvalidUsage("this world has a mailbox; make one only");
   listener_ = std::move(listener);
 }
 

@@ -259,7 +259,8 @@ void World::ensureProgressThread() {
 void World::progressLoop() {
   const auto liveness = nanoseconds(liveness_s_);
   auto next_look = Clock::now() + liveness;
-  int64_t left_alone = 0;  // what was there before has had its time of grace
+  int64_t graced = 0;      // operations before this one have had their time
+  bool attending = false;  // no operation has any more until somebody waits again
   std::unique_lock lock(mutex_);
   while (!stop_) {
     if (const auto now = Clock::now(); background_works_ > 0 && now >= next_look) {
@@ -267,17 +268,19 @@ void World::progressLoop() {
       lookAroundLocked(now);
     }
     if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
+      attending = false;
       progress_wanted_->wait_for(lock, std::chrono::milliseconds(100));
       continue;
     }
-    if (queue_.front()->seq_ >= left_alone) {
+    if (!attending && queue_.front()->seq_ >= graced) {
       const int64_t next = next_seq_;
       in_grace_ = true;
       progress_wanted_->wait_for(lock, kGrace);
       in_grace_ = false;
-      left_alone = next;
+      graced = next;
       continue;
     }
+    attending = true;
     lock.unlock();
     const uint32_t ticket = transport_->idleTicket();
     lock.lock();

@@ -67,7 +67,7 @@ class _Maker:
         receiver = self.random.choice(self.groups[group])
         others = [rank for rank in self.groups[group] if rank != receiver]
         # tags 0 and 1 name a source, 2 takes any
-        tag = self.random.randrange(3)
+        tag = self.random.randrange(2 if self.plain else 3)
         source = ANY if tag == 2 else self.random.choice(others)
         place = (source, receiver, group, tag)
         if place not in self.classes:
@@ -151,7 +151,8 @@ class _Maker:
 def make_program(random: Random, size: int, length: int, *, plain: bool = False) -> Program:
     """``length`` steps on ``size`` ranks, and what it takes to end them.
 
-    ``plain``: only what gloo takes, too: no empty or strided tensors, no works that are polled or dropped.
+    ``plain``: only what gloo does as well, also where cores are busy: no receives from any source, empty or strided
+    tensors, or works that are polled or dropped.
     """
     maker = _Maker(random, size, plain)
     for _ in range(length):

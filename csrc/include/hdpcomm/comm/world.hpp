@@ -78,7 +78,7 @@ class World {
 
   // At most one, for the rest of the world's life.
   void attach(std::shared_ptr<WorldPart> part);
-  // The same; before the first operation.
+  // At most one, too; before the first operation.
   void listen(std::shared_ptr<WorldListener> listener);
   // For what a listener shares with others.
   template <typename Function>
