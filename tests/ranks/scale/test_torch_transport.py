@@ -15,7 +15,7 @@ from tests.ranks.comm import test_subsets as subsets
 
 
 def test_collectives(torch_ranks: Any) -> None:
-    torch_ranks(3, collectives.everything, ((0, 1, 2),))
+    torch_ranks(3, collectives.everything, ((0, 1, 2),), timeout=180)
 
 
 @pytest.mark.parametrize("name", faults.DISAGREEMENTS)
