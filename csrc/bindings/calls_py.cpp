@@ -71,6 +71,19 @@ bool contiguous(const DLTensorAbi& tensor) {
   return true;
 }
 
+// Whether the memory holds the values with the other sign (a lazy view, `z.conj().imag`). Such a
+// view of more than one element is not contiguous, so only those of one are asked.
+bool isNegated(PyObject* x) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  PyObject* result = PyObject_CallMethodNoArgs(x, name);
+  if (result == nullptr) {
+    PyErr_Clear();
+    return true;
+  }
+  Py_DECREF(result);
+  return result == Py_True;
+}
+
 const DLExchangeAbi* exchange_api = nullptr;  // of torch; set once, at import
 PyObject* described_types[2] = {nullptr, nullptr};
 
@@ -90,6 +103,7 @@ bool describePlain(PyObject* x, Message* described) {
   if (dtype < 0 || !contiguous(tensor)) return false;
   int64_t count = 1;
   for (int i = 0; i < tensor.ndim; ++i) count *= tensor.shape[i];
+  if (count == 1 && tensor.type_code == kFloat && isNegated(x)) return false;
   auto* data = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
   described->data = count > 0 ? data : nullptr;
   described->count = static_cast<size_t>(count);

@@ -72,6 +72,8 @@ class CudaTensors:
                 f"{what} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass x.contiguous(), and "
                 "for an output copy the result back"
             )
+        if x.is_neg():
+            raise InvalidUsage(f"{what} is a view whose memory has the other sign (is_neg()); pass x.resolve_neg()")
         return x.data_ptr(), x.numel(), code
 
     def stream(self) -> int:

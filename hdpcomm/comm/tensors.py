@@ -64,7 +64,7 @@ def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
         return plain
     if isinstance(x, torch.Tensor):
         code = _TORCH.get(x.dtype)
-        if x.is_cpu and code is not None and x.is_contiguous():
+        if x.is_cpu and code is not None and x.is_contiguous() and not x.is_neg():
             return x.data_ptr(), x.numel(), code
         raise _bad_torch(x, what)
     if isinstance(x, np.ndarray):
@@ -96,6 +96,8 @@ def _bad_torch(x: torch.Tensor, what: str) -> InvalidUsage:
         )
     if x.dtype not in _TORCH:
         return InvalidUsage(f"{what} has dtype {x.dtype}; known are: {', '.join(sorted(_CODES))}")
+    if x.is_contiguous():
+        return InvalidUsage(f"{what} is a view whose memory has the other sign (is_neg()); pass x.resolve_neg()")
     return InvalidUsage(
         f"{what} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass x.contiguous(), and for an "
         "output copy the result back"

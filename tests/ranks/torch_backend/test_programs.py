@@ -19,7 +19,7 @@ Got = dict[int, tuple[int | None, int | None]]
 
 def run_all(programs: list[list[list[Any]]], backend: str, key: str) -> list[Got]:
     """A rank's part in several programs, one after the other on the same groups."""
-    with torch_ranks(backend, key=key, timeout=40) as (rank, size):
+    with torch_ranks(backend, key=key, timeout=150) as (rank, size):
         members = members_of(size)
         groups = [dist.group.WORLD, *(dist.new_group(each, sort_ranks=False) for each in members[1:])]
         got = [run_program(events[rank], groups, members) for events in programs]
@@ -34,7 +34,7 @@ def test_random_programs(ranks: Any, size: int) -> None:
     @given(st.lists(st.integers(0, 2**32), min_size=5, max_size=5))
     def run(seeds: list[int]) -> None:
         programs = [make_program(Random(seed), size, 50) for seed in seeds]
-        got = ranks(size, run_all, [each.events for each in programs], "hdpcomm", "programs")
+        got = ranks(size, run_all, [each.events for each in programs], "hdpcomm", "programs", timeout=200)
         for i, program in enumerate(programs):
             check(program, [each[i] for each in got])
 
@@ -45,8 +45,8 @@ def test_random_programs(ranks: Any, size: int) -> None:
 def test_same_as_gloo(ranks: Any, size: int) -> None:
     programs = [make_program(Random(seed), size, 40, plain=True) for seed in range(6)]
     events = [each.events for each in programs]
-    ours = ranks(size, run_all, events, "hdpcomm", uuid.uuid4().hex)
-    gloo = ranks(size, run_all, events, "gloo", uuid.uuid4().hex)
+    ours = ranks(size, run_all, events, "hdpcomm", uuid.uuid4().hex, timeout=200)
+    gloo = ranks(size, run_all, events, "gloo", uuid.uuid4().hex, timeout=200)
     for i, program in enumerate(programs):
         check(program, [each[i] for each in ours])
         check(program, [each[i] for each in gloo])
