@@ -3,7 +3,8 @@
 A program is made as one order of events of all ranks, of which each rank gets its own. What blocks stands where its
 partner has been posted before in that order (or is the very next event), so no program can deadlock, whatever the
 timing. Messages of a class (source, receiver, group, tag) have one size; the n-th send of a class meets its n-th
-receive. Receives from any source have classes of their own, without a source.
+receive. Receives from any source have classes of their own, without a source; a send to one is waited for at the end
+only, since what another rank sends later may come first and take its receive.
 """
 
 from __future__ import annotations
@@ -100,12 +101,12 @@ class _Maker:
     def message(self) -> None:
         one = self.class_of()
         ahead = len(one.sends) - len(one.receives)
-        if ahead == 0 and self.random.random() < 0.3:  # both block, and meet
+        if ahead == 0 and one.source != ANY and self.random.random() < 0.3:  # both block, and meet
             self.add(one, send=True, blocking=True)
             self.add(one, send=False, blocking=True)
             return
         send = self.random.random() < 0.5
-        can_block = ahead < 0 if send else ahead > 0
+        can_block = (ahead < 0 and one.source != ANY) if send else ahead > 0
         self.add(one, send=send, blocking=can_block and self.random.random() < 0.5)
 
     def batch(self) -> None:
@@ -123,6 +124,8 @@ class _Maker:
     def wait(self, *, certainly: bool = False) -> None:
         for key, (rank, one, send, place) in list(self.pending.items()):
             if place >= len(one.receives if send else one.sends):
+                continue
+            if send and one.source == ANY and not certainly:
                 continue
             if certainly or self.random.random() < 0.3:
                 if send and not self.plain and self.random.random() < 0.2:

@@ -22,8 +22,10 @@ def run_all(programs: list[list[list[Any]]], backend: str, key: str) -> list[Got
     with torch_ranks(backend, key=key, timeout=150) as (rank, size):
         members = members_of(size)
         groups = [dist.group.WORLD, *(dist.new_group(each, sort_ranks=False) for each in members[1:])]
-        got = [run_program(events[rank], groups, members) for events in programs]
-        dist.barrier()
+        got = []
+        for events in programs:
+            got.append(run_program(events[rank], groups, members))
+            dist.barrier()  # else a receive from any source takes what a faster rank sends in the next one
         return got
 
 
