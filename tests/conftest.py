@@ -32,17 +32,27 @@ def _pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
+def _leaves_no_group() -> None:
+    """The processes are shared: the next test would find the default group of torch.distributed there."""
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.fixture
-def ranks(_pools: dict[int, RankPool]) -> Callable[..., list[Any]]:
+def ranks(_pools: dict[int, RankPool]) -> Iterator[Callable[..., list[Any]]]:
     """``ranks(n, fn, *args, timeout=60)``: runs a module-level function on n processes that are shared by all tests."""
+    used: dict[int, RankPool] = {}
 
     def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         pool = _pools.get(world_size)
         if pool is None or not pool.healthy:
             pool = _pools[world_size] = RankPool(world_size)
+        used[world_size] = pool
         return pool.run(fn, *args, timeout=timeout)
 
-    return run
+    yield run
+    for pool in used.values():
+        if pool.healthy:
+            pool.run(_leaves_no_group, timeout=60)
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from hdpcomm.testing import spawn
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -50,9 +51,10 @@ def run_as_printed(code: str) -> None:
 @pytest.mark.parametrize(
     ("document", "num_ranks"), [("attention", 1), ("attention", 2), ("planner", 1), ("device", 1), ("torch-backend", 2)]
 )
-def test_the_first_example_of_a_document_runs(ranks: Any, document: str, num_ranks: int) -> None:
+def test_the_first_example_of_a_document_runs(document: str, num_ranks: int) -> None:
+    """In processes of its own: a program may end without closing what it has opened."""
     first, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{document}.md").read_text(), re.DOTALL)
-    ranks(num_ranks, run_as_printed, first)
+    spawn(run_as_printed, num_ranks, first)
 
 
 def test_commands_exist() -> None:

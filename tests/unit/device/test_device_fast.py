@@ -46,12 +46,12 @@ def test_a_stuck_stream_says_where_it_stands_and_does_not_stop_the_end() -> None
     stream = device.create_stream()
     device.wait_value(stream, flag, 5)
     with pytest.raises(CommTimeout, match=r">= 5\), called at test_device_fast.py:\d+; the flag holds 2"):
-        device.synchronize_stream(stream, 0.05)
+        device.synchronize_stream(stream, 0.5)
     other, event = device.create_stream(), device.create_event()
     device.record(event, stream)
     device.wait(other, event)
     with pytest.raises(CommTimeout, match=r"wait\(event\), called at test_device_fast.py:\d+"):
-        device.synchronize_stream(other, 0.05)
+        device.synchronize_stream(other, 0.5)
     device.destroy_stream(stream)
     del device  # cancels both waits
     gc.collect()
