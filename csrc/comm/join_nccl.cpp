@@ -83,10 +83,12 @@ size_t openLanding(const Joining& join, const NcclJoining& nccl) {
   const double lacks = largest<1>(join.comm, {missing.empty() ? 0.0 : 1.0})[0];
   if (lacks > 0 && choice.mode == NcclJoining::OneSided::kMeasure) return 0;
   if (lacks > 0) {
+    const std::string own = std::to_string(join.comm.rank());
     throw Error(
         ErrorKind::kDevice,
         "HDPCOMM_NCCL_ONE_SIDED=1, but the ranks cannot put messages into each other's memory: " +
-            (missing.empty() ? "another rank says why" : missing) +
+            (missing.empty() ? "another rank than " + own + " says why"
+                             : "on rank " + own + ", " + missing) +
             "; unset it, or set it to auto to do so where it works and is faster",
         {.rank = join.comm.rank(),
          .peer = -1,

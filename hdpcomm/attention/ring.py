@@ -63,8 +63,8 @@ class _Carrier:
         # Where the transport has a landing zone, KV arrives at its final place in it: two buffers in turn.
         self._landing = landing_of(plan, comm, k)
         if plan.steps[0].kv_until > 0:
-            self._kv[0] = self._new((k.shape[0], *self._row)) if self._landing is None else self._landing.own()
-            self._kv[0][:, 0], self._kv[0][:, 1] = k, v
+            own = None if self._landing is None else self._landing.own()
+            self._kv[0] = torch.stack((k, v), dim=1, out=own)
 
     def kv(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         if step == 0:

@@ -81,7 +81,6 @@ class Mailbox {
 
   std::shared_ptr<World> world_;
   Ranks everyone_;
-  Call call_;
   std::shared_ptr<MailboxState> state_;
 };
 
