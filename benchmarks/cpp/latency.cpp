@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "hdpcomm/comm/communicator.hpp"
-#include "hdpcomm/transport/shm.hpp"
+#include "comm/host/communicator.hpp"
+#include "transport/host/shm/shm.hpp"
 
 namespace {
 

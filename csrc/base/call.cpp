@@ -1,4 +1,4 @@
-#include "hdpcomm/base/call.hpp"
+#include "base/call.hpp"
 
 #include <cstdio>
 

@@ -1,4 +1,4 @@
-#include "hdpcomm/base/dtype.hpp"
+#include "base/dtype.hpp"
 
 namespace hdpcomm {
 

@@ -1,8 +1,8 @@
-#include "hdpcomm/base/env.hpp"
+#include "base/env.hpp"
 
 #include <cstdlib>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm {
 namespace {

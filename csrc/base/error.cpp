@@ -1,4 +1,4 @@
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 #include <cstring>
 

@@ -1,4 +1,4 @@
-#include "hdpcomm/base/process.hpp"
+#include "base/process.hpp"
 
 #include <fstream>
 #include <sstream>

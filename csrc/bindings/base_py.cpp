@@ -1,9 +1,9 @@
 #include <pybind11/stl.h>
 
-#include "hdpcomm/base/dtype.hpp"
-#include "hdpcomm/base/env.hpp"
-#include "hdpcomm/base/error.hpp"
-#include "rooms.hpp"
+#include "base/dtype.hpp"
+#include "base/env.hpp"
+#include "base/error.hpp"
+#include "bindings/rooms.hpp"
 
 namespace py = pybind11;
 

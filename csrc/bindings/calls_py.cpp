@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <new>
 
-#include "comm_py.hpp"
-#include "hdpcomm/base/inline_vector.hpp"
-#include "rooms.hpp"
+#include "base/inline_vector.hpp"
+#include "bindings/comm_py.hpp"
+#include "bindings/rooms.hpp"
 
 namespace py = pybind11;
 

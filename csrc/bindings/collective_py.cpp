@@ -1,12 +1,12 @@
 // Schedules as data, for tests, the simulator and whoever wants to look at one.
-#include "collective_py.hpp"
+#include "bindings/collective_py.hpp"
 
 #include <pybind11/stl.h>
 
-#include "hdpcomm/collective/checker.hpp"
-#include "hdpcomm/collective/cost.hpp"
-#include "hdpcomm/collective/peer_reads.hpp"
-#include "rooms.hpp"
+#include "bindings/rooms.hpp"
+#include "collective/cost.hpp"
+#include "collective/peer_reads.hpp"
+#include "testing/schedule_checker.hpp"
 
 namespace py = pybind11;
 

@@ -1,7 +1,7 @@
 // What the bindings that make schedules share.
 #pragma once
 
-#include "hdpcomm/collective/schedule.hpp"
+#include "collective/schedule.hpp"
 
 namespace hdpcomm {
 

@@ -1,16 +1,16 @@
 // World, Communicator and Work. Buffers come as addresses; hdpcomm/comm/tensors.py checks them and
 // keeps them alive.
-#include "comm_py.hpp"
+#include "bindings/comm_py.hpp"
 
 #include <pybind11/stl.h>
 
 #include <limits>
 #include <mutex>
 
-#include "hdpcomm/base/process.hpp"
-#include "hdpcomm/collective/peer_reads.hpp"
-#include "hdpcomm/transport/shm.hpp"
-#include "rooms.hpp"
+#include "base/process.hpp"
+#include "bindings/rooms.hpp"
+#include "collective/peer_reads.hpp"
+#include "transport/host/shm/shm.hpp"
 
 namespace py = pybind11;
 

@@ -7,8 +7,8 @@
 #include <new>
 #include <string>
 
-#include "hdpcomm/comm/communicator.hpp"
-#include "rooms.hpp"
+#include "bindings/rooms.hpp"
+#include "comm/host/communicator.hpp"
 
 namespace hdpcomm {
 

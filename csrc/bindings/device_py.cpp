@@ -7,14 +7,14 @@
 #include <mutex>
 #include <set>
 
-#include "../device/cuda/driver.hpp"
-#include "../device/sim/fast_device.hpp"
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/device/accumulate.hpp"
-#include "hdpcomm/device/devices.hpp"
-#include "hdpcomm/device/sim_check.hpp"
-#include "hdpcomm/device/sim_graph.hpp"
-#include "rooms.hpp"
+#include "base/error.hpp"
+#include "bindings/rooms.hpp"
+#include "device/accumulate.hpp"
+#include "device/cuda/driver.hpp"
+#include "device/devices.hpp"
+#include "device/simulated/fast_device.hpp"
+#include "device/simulated/sim_check.hpp"
+#include "device/simulated/sim_graph.hpp"
 
 namespace py = pybind11;
 

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/cast.hpp"
-#include "hdpcomm/kernels/peers.hpp"
-#include "hdpcomm/kernels/reduce.hpp"
-#include "kernels_py.hpp"
+#include "base/error.hpp"
+#include "bindings/kernels_py.hpp"
+#include "kernels/cast.hpp"
+#include "kernels/peers.hpp"
+#include "kernels/reduce.hpp"
 
 namespace py = pybind11;
 

@@ -3,8 +3,8 @@
 
 #include <array>
 
-#include "hdpcomm/kernels/cross_entropy.hpp"
-#include "kernels_py.hpp"
+#include "bindings/kernels_py.hpp"
+#include "kernels/cross_entropy.hpp"
 
 namespace py = pybind11;
 

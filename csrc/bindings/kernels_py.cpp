@@ -1,15 +1,15 @@
 // hdpcomm._core.kernels: raw pointers, sizes and types; the Python callers (hdpcomm.attention) hold
 // the tensors and have checked shapes and devices.
-#include "kernels_py.hpp"
+#include "bindings/kernels_py.hpp"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/merge.hpp"
-#include "hdpcomm/kernels/rows.hpp"
-#include "hdpcomm/kernels/zigzag.hpp"
-#include "rooms.hpp"
+#include "base/error.hpp"
+#include "bindings/rooms.hpp"
+#include "kernels/merge.hpp"
+#include "kernels/rows.hpp"
+#include "kernels/zigzag.hpp"
 
 namespace py = pybind11;
 

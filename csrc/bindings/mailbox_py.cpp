@@ -1,6 +1,6 @@
 // Mailbox: messages with labels. Plain CPython functions, as in calls_py.cpp.
-#include "comm_py.hpp"
-#include "hdpcomm/comm/mailbox.hpp"
+#include "bindings/comm_py.hpp"
+#include "comm/mailbox/mailbox.hpp"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "rooms.hpp"
+#include "bindings/rooms.hpp"
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of hdpcomm.";

@@ -5,11 +5,11 @@
 #include <cstring>
 #include <optional>
 
-#include "../transport/nccl/fake_nccl.hpp"
-#include "../transport/nccl/groups.hpp"
-#include "collective_py.hpp"
-#include "hdpcomm/base/error.hpp"
-#include "rooms.hpp"
+#include "base/error.hpp"
+#include "bindings/collective_py.hpp"
+#include "bindings/rooms.hpp"
+#include "testing/fake_nccl.hpp"
+#include "transport/stream/nccl/groups.hpp"
 
 namespace py = pybind11;
 

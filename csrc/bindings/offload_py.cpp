@@ -2,8 +2,8 @@
 // calling thread computes.
 #include <pybind11/stl.h>
 
-#include "hdpcomm/offload/copy_engine.hpp"
-#include "rooms.hpp"
+#include "bindings/rooms.hpp"
+#include "offload/copy_engine.hpp"
 
 namespace py = pybind11;
 

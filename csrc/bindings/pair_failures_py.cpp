@@ -3,8 +3,8 @@
 
 #include <deque>
 
-#include "comm_py.hpp"
-#include "hdpcomm/transport/pair_failures.hpp"
+#include "bindings/comm_py.hpp"
+#include "transport/host/pair_failures.hpp"
 
 namespace py = pybind11;
 

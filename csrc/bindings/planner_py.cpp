@@ -3,10 +3,10 @@
 
 #include <optional>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/planner/plan.hpp"
-#include "hdpcomm/planner/simulator.hpp"
-#include "rooms.hpp"
+#include "base/error.hpp"
+#include "bindings/rooms.hpp"
+#include "planner/plan.hpp"
+#include "planner/simulator.hpp"
 
 namespace py = pybind11;
 

@@ -3,14 +3,14 @@
 
 #include <numeric>
 
-#include "collective_py.hpp"
-#include "hdpcomm/collective/checker.hpp"
-#include "hdpcomm/collective/cost.hpp"
-#include "hdpcomm/comm/world.hpp"
-#include "hdpcomm/transport/composite.hpp"
-#include "hdpcomm/transport/frame_link.hpp"
-#include "hdpcomm/transport/shm.hpp"
-#include "rooms.hpp"
+#include "bindings/collective_py.hpp"
+#include "bindings/rooms.hpp"
+#include "collective/cost.hpp"
+#include "comm/host/world.hpp"
+#include "testing/schedule_checker.hpp"
+#include "transport/host/composite.hpp"
+#include "transport/host/framed/frame_link.hpp"
+#include "transport/host/shm/shm.hpp"
 
 namespace py = pybind11;
 

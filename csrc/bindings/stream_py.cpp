@@ -3,9 +3,9 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "hdpcomm/comm/join_devices.hpp"
-#include "hdpcomm/comm/stream_engine.hpp"
-#include "rooms.hpp"
+#include "bindings/rooms.hpp"
+#include "comm/stream/join_devices.hpp"
+#include "comm/stream/stream_engine.hpp"
 
 namespace py = pybind11;
 
@@ -63,7 +63,7 @@ StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Commu
                         int op, uintptr_t in, uintptr_t out, size_t count, int dtype, int redop,
                         int root, int algorithm, uintptr_t stream, bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan = comm.plan(
+  const CollectivePlan plan = comm.plan(
       {.count = count, .dtype = static_cast<DType>(dtype)},
       {static_cast<OpCode>(op), static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm)},
       engine->planning(comm.ranks()));
@@ -77,7 +77,7 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
                       std::vector<size_t> in_counts, int algorithm, uintptr_t stream,
                       bool background) {
   const py::gil_scoped_release release;
-  const Communicator::Plan plan =
+  const CollectivePlan plan =
       comm.plan({.count = 0,
                  .dtype = static_cast<DType>(dtype),
                  .in_counts = std::move(in_counts),

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "hdpcomm/collective/schedule.hpp"
+#include "collective/schedule.hpp"
 
 namespace hdpcomm::collective {
 

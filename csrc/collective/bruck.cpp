@@ -2,7 +2,7 @@
 // any p.
 #include <algorithm>
 
-#include "algorithms.hpp"
+#include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 namespace {

@@ -2,7 +2,7 @@
 // and scatter.
 #include <algorithm>
 
-#include "algorithms.hpp"
+#include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 namespace {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/collective/schedule.hpp"
+#include "base/error.hpp"
+#include "collective/schedule.hpp"
 
 namespace hdpcomm::collective {
 

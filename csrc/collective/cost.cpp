@@ -1,10 +1,10 @@
-#include "hdpcomm/collective/cost.hpp"
+#include "collective/cost.hpp"
 
 #include <algorithm>
 #include <cmath>
 
-#include "algorithms.hpp"
-#include "cheapest.hpp"
+#include "collective/algorithms.hpp"
+#include "collective/cheapest.hpp"
 
 namespace hdpcomm {
 namespace {

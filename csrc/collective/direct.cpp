@@ -1,7 +1,7 @@
 // Direct algorithms: every pair exchanges at once. Receivers copy (or reduce) straight from the
 // senders' buffers where the transport can, so the bytes move once; sums go in the order of the
 // group's ranks, the same on all of them.
-#include "algorithms.hpp"
+#include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 namespace {

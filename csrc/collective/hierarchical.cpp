@@ -5,7 +5,7 @@
 // so all members of a node share its link. Any number of members a node will do.
 #include <algorithm>
 
-#include "algorithms.hpp"
+#include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 namespace {

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cheapest.hpp"
-#include "hdpcomm/collective/cost.hpp"
+#include "collective/cheapest.hpp"
+#include "collective/cost.hpp"
 
 namespace hdpcomm {
 namespace {

@@ -1,10 +1,10 @@
-#include "hdpcomm/collective/peer_reads.hpp"
+#include "collective/peer_reads.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "cheapest.hpp"
+#include "collective/cheapest.hpp"
 
 namespace hdpcomm {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "algorithms.hpp"
+#include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 

@@ -1,6 +1,6 @@
 // Ring algorithms: p - 1 neighbour steps; each block is summed in the order of the ring, so all
 // ranks get the same bits.
-#include "algorithms.hpp"
+#include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 void ringAllGather(Builder& b) {

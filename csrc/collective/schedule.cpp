@@ -1,12 +1,12 @@
-#include "hdpcomm/collective/schedule.hpp"
+#include "collective/schedule.hpp"
 
 #include <algorithm>
 #include <array>
 #include <map>
 
-#include "algorithms.hpp"
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/collective/peer_reads.hpp"
+#include "base/error.hpp"
+#include "collective/algorithms.hpp"
+#include "collective/peer_reads.hpp"
 
 namespace hdpcomm {
 namespace {

@@ -1,5 +1,5 @@
 // Binomial trees and the dissemination barrier: ceil(log2 p) steps.
-#include "algorithms.hpp"
+#include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 

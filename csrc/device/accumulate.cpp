@@ -1,6 +1,6 @@
-#include "hdpcomm/device/accumulate.hpp"
+#include "device/accumulate.hpp"
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm {
 

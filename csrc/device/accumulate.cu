@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/device/accumulate.hpp"
+#include "base/error.hpp"
+#include "device/accumulate.hpp"
 
 namespace hdpcomm {
 namespace {

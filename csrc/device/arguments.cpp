@@ -1,8 +1,8 @@
-#include "arguments.hpp"
+#include "device/arguments.hpp"
 
 #include <cstdio>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::device {
 

@@ -1,4 +1,4 @@
-#include "hdpcomm/device/event_pool.hpp"
+#include "device/event_pool.hpp"
 
 namespace hdpcomm {
 

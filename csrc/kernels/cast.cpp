@@ -1,12 +1,12 @@
-#include "hdpcomm/kernels/cast.hpp"
+#include "kernels/cast.hpp"
 
 #include <cstring>
 #include <string>
 
-#include "cast_types.hpp"
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/reduce.hpp"
-#include "hdpcomm/kernels/vector_clones.hpp"
+#include "base/error.hpp"
+#include "kernels/cast_types.hpp"
+#include "kernels/reduce.hpp"
+#include "kernels/vector_clones.hpp"
 
 namespace hdpcomm::kernels {
 namespace {

@@ -1,6 +1,6 @@
-#include "cast_types.hpp"
-#include "hdpcomm/kernels/cast.hpp"
-#include "vector.cuh"
+#include "kernels/cast.hpp"
+#include "kernels/cast_types.hpp"
+#include "kernels/vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {

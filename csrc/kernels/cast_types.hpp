@@ -1,8 +1,8 @@
 // The element types of conversions.
 #pragma once
 
-#include "hdpcomm/base/dtype.hpp"
-#include "hdpcomm/kernels/reduce_elem.hpp"
+#include "base/dtype.hpp"
+#include "kernels/reduce_elem.hpp"
 
 namespace hdpcomm::kernels {
 

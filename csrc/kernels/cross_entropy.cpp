@@ -1,13 +1,13 @@
-#include "hdpcomm/kernels/cross_entropy.hpp"
+#include "kernels/cross_entropy.hpp"
 
 #include <algorithm>
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/reduce.hpp"
-#include "hdpcomm/kernels/softmax_elem.hpp"
-#include "hdpcomm/kernels/vector_clones.hpp"
-#include "parallel.hpp"
+#include "base/error.hpp"
+#include "kernels/parallel.hpp"
+#include "kernels/reduce.hpp"
+#include "kernels/softmax_elem.hpp"
+#include "kernels/vector_clones.hpp"
 
 namespace hdpcomm::kernels {
 namespace {

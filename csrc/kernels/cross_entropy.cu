@@ -1,7 +1,7 @@
-#include "hdpcomm/kernels/cross_entropy.hpp"
-#include "hdpcomm/kernels/reduce.hpp"
-#include "hdpcomm/kernels/softmax_elem.hpp"
-#include "vector.cuh"
+#include "kernels/cross_entropy.hpp"
+#include "kernels/reduce.hpp"
+#include "kernels/softmax_elem.hpp"
+#include "kernels/vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <type_traits>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::kernels {
 

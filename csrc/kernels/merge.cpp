@@ -1,12 +1,12 @@
-#include "hdpcomm/kernels/merge.hpp"
+#include "kernels/merge.hpp"
 
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/merge_elem.hpp"
-#include "hdpcomm/kernels/numeric_elem.hpp"
-#include "hdpcomm/kernels/vector_clones.hpp"
-#include "parallel.hpp"
+#include "base/error.hpp"
+#include "kernels/merge_elem.hpp"
+#include "kernels/numeric_elem.hpp"
+#include "kernels/parallel.hpp"
+#include "kernels/vector_clones.hpp"
 
 namespace hdpcomm::kernels {
 namespace {

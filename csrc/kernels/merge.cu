@@ -1,7 +1,7 @@
-#include "hdpcomm/kernels/merge.hpp"
-#include "hdpcomm/kernels/merge_elem.hpp"
-#include "hdpcomm/kernels/numeric_elem.hpp"
-#include "vector.cuh"
+#include "kernels/merge.hpp"
+#include "kernels/merge_elem.hpp"
+#include "kernels/numeric_elem.hpp"
+#include "kernels/vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {

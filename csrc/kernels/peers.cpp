@@ -1,14 +1,14 @@
-#include "hdpcomm/kernels/peers.hpp"
+#include "kernels/peers.hpp"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/reduce.hpp"
-#include "hdpcomm/kernels/vector_clones.hpp"
-#include "reduce_types.hpp"
+#include "base/error.hpp"
+#include "kernels/reduce.hpp"
+#include "kernels/reduce_types.hpp"
+#include "kernels/vector_clones.hpp"
 
 namespace hdpcomm::kernels {
 namespace {

@@ -1,8 +1,8 @@
 #include <cuda/atomic>
 
-#include "hdpcomm/kernels/peers.hpp"
-#include "reduce_types.hpp"
-#include "vector.cuh"
+#include "kernels/peers.hpp"
+#include "kernels/reduce_types.hpp"
+#include "kernels/vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {

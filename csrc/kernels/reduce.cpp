@@ -1,10 +1,10 @@
-#include "hdpcomm/kernels/reduce.hpp"
+#include "kernels/reduce.hpp"
 
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/reduce_elem.hpp"
-#include "hdpcomm/kernels/vector_clones.hpp"
+#include "base/error.hpp"
+#include "kernels/reduce_elem.hpp"
+#include "kernels/vector_clones.hpp"
 
 namespace hdpcomm {
 namespace {

@@ -1,6 +1,6 @@
-#include "hdpcomm/kernels/reduce.hpp"
-#include "reduce_types.hpp"
-#include "vector.cuh"
+#include "kernels/reduce.hpp"
+#include "kernels/reduce_types.hpp"
+#include "kernels/vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {

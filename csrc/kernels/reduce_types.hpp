@@ -1,8 +1,8 @@
 // From an element type and an operation at run time to their types at compile time.
 #pragma once
 
-#include "hdpcomm/base/dtype.hpp"
-#include "hdpcomm/kernels/reduce_elem.hpp"
+#include "base/dtype.hpp"
+#include "kernels/reduce_elem.hpp"
 
 namespace hdpcomm::kernels {
 

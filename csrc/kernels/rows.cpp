@@ -1,10 +1,10 @@
-#include "hdpcomm/kernels/rows.hpp"
+#include "kernels/rows.hpp"
 
 #include <cstring>
 #include <numeric>
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::kernels {
 namespace {

@@ -1,5 +1,5 @@
-#include "hdpcomm/kernels/rows.hpp"
-#include "vector.cuh"
+#include "kernels/rows.hpp"
+#include "kernels/vector.cuh"
 
 namespace hdpcomm::kernels {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda_launch.cuh"
+#include "kernels/cuda_launch.cuh"
 
 namespace hdpcomm::kernels {
 

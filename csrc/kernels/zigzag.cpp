@@ -1,9 +1,9 @@
-#include "hdpcomm/kernels/zigzag.hpp"
+#include "kernels/zigzag.hpp"
 
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/kernels/zigzag_elem.hpp"
+#include "base/error.hpp"
+#include "kernels/zigzag_elem.hpp"
 
 namespace hdpcomm::kernels {
 

@@ -1,9 +1,9 @@
-#include "hdpcomm/offload/copy_engine.hpp"
+#include "offload/copy_engine.hpp"
 
 #include <chrono>
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::offload {
 

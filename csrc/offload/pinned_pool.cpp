@@ -1,4 +1,4 @@
-#include "hdpcomm/offload/pinned_pool.hpp"
+#include "offload/pinned_pool.hpp"
 
 #include <linux/mempolicy.h>
 #include <sys/syscall.h>
@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::offload {
 namespace {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "block_packer.hpp"
-#include "hdpcomm/planner/plan.hpp"
+#include "planner/block_packer.hpp"
+#include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "hdpcomm/planner/plan.hpp"
+#include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 

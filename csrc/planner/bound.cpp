@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "hdpcomm/planner/plan.hpp"
+#include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -1,9 +1,9 @@
-#include "hdpcomm/planner/cost_model.hpp"
+#include "planner/cost_model.hpp"
 
 #include <cmath>
 #include <limits>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::planner {
 namespace {

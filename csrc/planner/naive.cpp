@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <queue>
 
-#include "hdpcomm/planner/plan.hpp"
+#include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {

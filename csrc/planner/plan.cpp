@@ -1,10 +1,10 @@
-#include "hdpcomm/planner/plan.hpp"
+#include "planner/plan.hpp"
 
 #include <algorithm>
 #include <map>
 #include <numeric>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::planner {
 namespace {

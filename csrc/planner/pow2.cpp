@@ -4,7 +4,7 @@
 #include <bit>
 #include <queue>
 
-#include "hdpcomm/planner/plan.hpp"
+#include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "hdpcomm/planner/plan.hpp"
+#include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -1,11 +1,11 @@
-#include "hdpcomm/planner/simulator.hpp"
+#include "planner/simulator.hpp"
 
 #include <algorithm>
 #include <queue>
 #include <set>
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/planner/plan.hpp"
+#include "base/error.hpp"
+#include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {

@@ -1,4 +1,4 @@
-# Devices: what csrc/include/hdpcomm/device/device_api.hpp says, with streams, events and addresses as integers.
+# Devices: what csrc/device/device_api.hpp says, with streams, events and addresses as integers.
 # Stream 0 is the default stream. Times are seconds.
 from collections.abc import Sequence
 

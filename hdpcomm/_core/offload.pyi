@@ -1,4 +1,4 @@
-# The pinned pool and the copy engine of csrc/include/hdpcomm/offload. Addresses and streams are integers; compute=None:
+# The pinned pool and the copy engine of csrc/offload. Addresses and streams are integers; compute=None:
 # the calling thread computes (CPU tensors on a simulated device).
 from typing import Any
 

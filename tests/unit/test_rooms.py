@@ -12,10 +12,10 @@ import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 SOUND = {
-    "csrc/include/hdpcomm/base/error.hpp": "#include <string>\n",
-    "csrc/include/hdpcomm/transport/transport.hpp": '#pragma once\n\n#include "hdpcomm/base/error.hpp"\n',
-    "csrc/transport/shm/layout.hpp": '#include "hdpcomm/transport/transport.hpp"\n',
-    "csrc/transport/shm/shm.cpp": '#include "layout.hpp"\n',
+    "csrc/base/error.hpp": "#include <string>\n",
+    "csrc/transport/transport.hpp": '#pragma once\n\n#include "base/error.hpp"\n',
+    "csrc/transport/host/layout.hpp": '#include "transport/transport.hpp"\n',
+    "csrc/transport/host/shm.cpp": '#include "layout.hpp"\n',
     "hdpcomm/__init__.py": "from hdpcomm.errors import Error\n",
     "hdpcomm/errors.py": "class Error(Exception): ...\n",
     "hdpcomm/comm/__init__.py": "from hdpcomm.comm.work import Work\n",
@@ -68,15 +68,14 @@ def test_a_sound_tree_passes(planted: Callable[..., subprocess.CompletedProcess[
     ("file", "text", "says"),
     [
         (
-            "csrc/include/hdpcomm/base/error.hpp",
-            '\n  #  include "hdpcomm/transport/transport.hpp"\n',
-            "csrc/include/hdpcomm/base/error.hpp:2: base includes csrc/include/hdpcomm/transport/transport.hpp, "
-            "but transport is above base",
+            "csrc/base/error.hpp",
+            '\n  #  include "transport/transport.hpp"\n',
+            "csrc/base/error.hpp:2: base includes csrc/transport/transport.hpp, but transport is above base",
         ),
         (
             "csrc/kernels/sum.cu",
-            '#include "../transport/shm/layout.hpp"\n',
-            "csrc/kernels/sum.cu:1: kernels includes csrc/transport/shm/layout.hpp, but transport is above kernels",
+            '#include "../transport/host/layout.hpp"\n',
+            "csrc/kernels/sum.cu:1: kernels includes csrc/transport/host/layout.hpp, but transport is above kernels",
         ),
         (
             "hdpcomm/comm/late.py",
@@ -105,7 +104,7 @@ def test_what_needs_a_room_above_is_named(
 
 
 def test_files_in_a_circle_are_named(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = planted({"csrc/include/hdpcomm/transport/transport.hpp": '#include "../../../transport/shm/layout.hpp"\n'})
+    done = planted({"csrc/transport/transport.hpp": '#include "host/layout.hpp"\n'})
     assert done.returncode == 1
     files, says = done.stdout.splitlines()[0].split(": ")
     assert says == "these files include each other in a circle"

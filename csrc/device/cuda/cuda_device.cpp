@@ -1,4 +1,4 @@
-#include "cuda_device.hpp"
+#include "device/cuda/cuda_device.hpp"
 
 #include <sched.h>
 
@@ -6,9 +6,9 @@
 #include <cstring>
 #include <thread>
 
-#include "../arguments.hpp"
-#include "hdpcomm/base/error.hpp"
-#include "hdpcomm/device/devices.hpp"
+#include "base/error.hpp"
+#include "device/arguments.hpp"
+#include "device/devices.hpp"
 
 namespace hdpcomm::cuda {
 namespace {

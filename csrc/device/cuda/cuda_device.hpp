@@ -7,7 +7,7 @@
 #include <mutex>
 #include <string>
 
-#include "driver.hpp"
+#include "device/cuda/driver.hpp"
 
 namespace hdpcomm::cuda {
 

@@ -2,9 +2,9 @@
 #include <cstring>
 #include <random>
 
-#include "../arguments.hpp"
-#include "cuda_device.hpp"
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
+#include "device/arguments.hpp"
+#include "device/cuda/cuda_device.hpp"
 
 namespace hdpcomm::cuda {
 namespace {

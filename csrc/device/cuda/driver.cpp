@@ -1,10 +1,10 @@
-#include "driver.hpp"
+#include "device/cuda/driver.hpp"
 
 #include <dlfcn.h>
 
 #include <cstring>
 
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
 
 namespace hdpcomm::cuda {
 namespace {

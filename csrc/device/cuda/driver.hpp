@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "hdpcomm/device/device_api.hpp"
+#include "device/device_api.hpp"
 
 namespace hdpcomm::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "driver.hpp"
+#include "device/cuda/driver.hpp"
 
 namespace hdpcomm::cuda {
 namespace {

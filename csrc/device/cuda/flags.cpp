@@ -1,5 +1,5 @@
-#include "driver.hpp"
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
+#include "device/cuda/driver.hpp"
 
 #ifndef HDPCOMM_WITH_CUDA
 

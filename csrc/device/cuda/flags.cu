@@ -4,8 +4,8 @@
 #include <cuda/atomic>
 #include <string>
 
-#include "driver.hpp"
-#include "hdpcomm/base/error.hpp"
+#include "base/error.hpp"
+#include "device/cuda/driver.hpp"
 
 namespace hdpcomm::cuda {
 namespace {

@@ -15,7 +15,7 @@ import pytest
 TOP = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent / "emulated"
 COMPILER = shutil.which("g++")
-FLAGS = ["-std=c++20", "-O0", "-fsanitize=address", "-w", f"-I{HERE / 'shim'}", f"-I{TOP / 'csrc/include'}"]
+FLAGS = ["-std=c++20", "-O0", "-fsanitize=address", "-w", f"-I{HERE / 'shim'}"]
 LAUNCH = "kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);"
 EMULATED = "emulated::run(blocks, threads, [&] { kernel(arguments...); }); static_cast<void>(stream);"
 BLOCKS = "kMaxBlocks = 1 << 16;"
@@ -33,7 +33,8 @@ def replace(path, old, new):
 def compile_one(source, build):
     cache = [ccache] if (ccache := shutil.which("ccache")) else []
     target = build / f"{source.name}.o"
-    command = [*cache, COMPILER, *FLAGS, "-x", "c++", "-c", str(source), "-o", str(target)]
+    folders = [f"-I{source.parents[1]}", f"-I{TOP / 'csrc'}"]  # the copy of the kernels before the kernels
+    command = [*cache, COMPILER, *FLAGS, *folders, "-x", "c++", "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True, timeout=110)
 
 
@@ -52,8 +53,8 @@ def run(program, rounds):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     """(sources, objects): a copy of the kernels whose launches run in the emulation, three blocks at most."""
-    sources, objects = tmp_path_factory.mktemp("kernels"), tmp_path_factory.mktemp("objects")
-    shutil.copytree(TOP / "csrc/kernels", sources, dirs_exist_ok=True)
+    sources, objects = tmp_path_factory.mktemp("copy") / "kernels", tmp_path_factory.mktemp("objects")
+    shutil.copytree(TOP / "csrc/kernels", sources)
     replace(sources / "cuda_launch.cuh", LAUNCH, EMULATED)
     replace(sources / "cuda_launch.cuh", BLOCKS, "kMaxBlocks = 3;")
     others = [TOP / "csrc" / name for name in ("base/error.cpp", "base/dtype.cpp", "base/call.cpp")]

@@ -10,12 +10,12 @@
 #include <random>
 #include <vector>
 
-#include "hdpcomm/kernels/cast.hpp"
-#include "hdpcomm/kernels/cross_entropy.hpp"
-#include "hdpcomm/kernels/merge.hpp"
-#include "hdpcomm/kernels/peers.hpp"
-#include "hdpcomm/kernels/reduce.hpp"
-#include "hdpcomm/kernels/rows.hpp"
+#include "kernels/cast.hpp"
+#include "kernels/cross_entropy.hpp"
+#include "kernels/merge.hpp"
+#include "kernels/peers.hpp"
+#include "kernels/reduce.hpp"
+#include "kernels/rows.hpp"
 
 using namespace hdpcomm;
 using namespace hdpcomm::kernels;

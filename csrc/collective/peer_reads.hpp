@@ -1,0 +1,52 @@
+// Collectives in which kernels read and write the memory of all peers: which operations have them,
+// what they cost, and the choice between them and schedules of messages. They have no Schedule: a
+// transport that maps the peers' memory runs them (transport/device/peer_reads.hpp).
+#pragma once
+
+#include <vector>
+
+#include "collective/cost.hpp"
+
+namespace hdpcomm {
+
+// kOneShot and kTwoShot.
+bool readsPeers(Algorithm algorithm);
+// Those that an operation has; none: empty.
+const std::vector<Algorithm>& peerReadersOf(OpCode op);
+// The largest group: what the kernels' argument lists hold.
+inline constexpr int kMaxPeerReaders = 64;
+
+// Of such an operation, beside the costs of messages: the ranks meet twice for each window's worth
+// of the operand, once before its kernel and once after.
+struct PeerReadCosts {
+  double round_s = 5e-6;             // of a kernel between two meetings
+  double signal_s = 3e-6;            // of a peer in a meeting: its flag written, awaited, set back
+  double read_s_per_byte = 2.8e-12;  // of a byte that a kernel moves from or to a peer
+};
+
+// Of a device transport. `hdpcomm perf --calibrate --transport cuda` measures them; the defaults
+// are derived for H100 SXM, and were not measured:
+//   1 us    an operation enqueued on a stream: short kernels follow each other 0.9 us slower than
+//           they run (NVIDIA, "Getting Started with CUDA Graphs": 2.9 and 3.8 us)
+//   message 12 of them: wait and reset of a flag, put, event recorded and awaited twice, each side
+//   alpha   4 of them from the flag to the end of the copy, and 1 us over NVLink
+//   signal  3 of them; round: as alpha
+//   beta    NVLink, 450 GB/s each way (datasheet), of which 80% are reached; reads of peers as well
+//   gamma   3 accesses a byte to memory of 3.35 TB/s (datasheet), of which 85% are reached
+struct DeviceCosts {
+  TransportCosts messages{.alpha_s = 5e-6,
+                          .message_s = 12e-6,
+                          .beta_s_per_byte = 2.8e-12,
+                          .gamma_s_per_byte = 1.05e-12};
+  PeerReadCosts reads;
+  double window_bytes = 32 << 20;  // of a rank's memory that peers read; not measured but set
+};
+
+// Seconds of an operation by one of peerReadersOf().
+double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
+                       const DeviceCosts& costs);
+// The cheapest of algorithmsOf() and, for groups that are not too large, of peerReadersOf(): the
+// same on all ranks with equal costs.
+Algorithm chooseAlgorithm(const ScheduleRequest& request, const DeviceCosts& costs);
+
+}  // namespace hdpcomm

@@ -1,0 +1,289 @@
+#include "comm/host/world.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "base/env.hpp"
+
+namespace hdpcomm {
+namespace {
+
+constexpr size_t kMaxSchedules = 256;
+
+}  // namespace
+
+World::World(std::unique_ptr<Transport> transport, double timeout_s)
+    : transport_(std::move(transport)), timeout_s_(timeout_s), pid_(::getpid()) {
+  if (!(timeout_s > 0)) {
+    throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
+  }
+  const Env& env = Env::get();
+  yield_s_ = env.yield_us * 1e-6;
+  liveness_s_ = env.liveness_s;
+  wake_ = transport_->waker();
+  const bool shared_cores = transport_->oversubscribed();
+  spins_ = shared_cores ? 4 : 400;  // some microseconds
+  spin_s_ = shared_cores ? 0 : env.spin_us * 1e-6;
+}
+
+World::~World() {
+  if (::getpid() == pid_) {
+    close("the communicator was destroyed");
+    return;
+  }
+  // A forked child: the threads that are registered with these objects are its parent's, and to
+  // destroy a condition variable is to wait for them.
+  if (progress_thread_.joinable()) progress_thread_.detach();
+  (void)progress_wanted_.release();
+  (void)transport_.release();
+}
+
+TransportStats World::stats() {
+  std::lock_guard lock(mutex_);
+  return transport_->stats();
+}
+
+std::shared_ptr<std::byte> World::allocate(size_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (over()) throwUnusable();
+  return transport_->allocate(bytes);
+}
+
+void World::throwUnusable() const {
+  const ErrorContext context{.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1};
+  if (!abort_reason_.empty()) {
+    throw Error(ErrorKind::kAborted,
+                "this communicator was aborted (" + abort_reason_ + "): make a new one with init()",
+                context);
+  }
+  throw Error(ErrorKind::kInvalidUsage,
+              "this communicator is closed: call its operations before close(), or make a new "
+              "one with init()",
+              context);
+}
+
+void World::submit(const std::shared_ptr<Work>& work) {
+  std::lock_guard lock(mutex_);
+  work->background_ = true;
+  enterLocked(*work);
+  enqueueLocked(work);
+  if (!ended(*work)) {
+    ensureProgressThread();
+    if (!in_grace_) progress_wanted_->notify_one();
+  }
+}
+
+// Gives the operation its place in the order of all.
+void World::enterLocked(Work& work) {
+  if (over()) throwUnusable();
+  work.seq_ = next_seq_++;
+  work.takeNumbers(*transport_);
+}
+
+void World::enqueueLocked(const std::shared_ptr<Work>& work) {
+  queue_.push_back(work);
+  if (work->background_) ++background_works_;
+  if (queue_.size() > 1 || advanceLocked()) progressLocked();
+}
+
+void World::progressLocked() {
+  if (queue_.empty()) return;
+  transport_->progress();
+  settleLocked();
+}
+
+// What was posted may be there already, and then nothing would wake a sleeper for it: goes on until
+// nothing is posted.
+void World::settleLocked() {
+  while (advanceLocked() && !queue_.empty()) transport_->progress();
+}
+
+// Returns true when new requests were posted.
+bool World::advanceLocked() {
+  struct DropEnded {  // at the end of the pass, also if something is thrown
+    World& world;
+    bool some = false;
+    ~DropEnded() {
+      if (some) world.dropEndedLocked();
+    }
+  } drop{*this};
+  bool posted = listener_ != nullptr && listener_->advance(*transport_);
+  for (const auto& each : queue_) {
+    Work& work = *each;
+    const bool failed = work.failure().has_value();
+    // Of many operations most are like this: no more than a look at each.
+    if (work.state_ == Work::State::kPosted && work.underWay() && !failed) continue;
+    if (!failed) {
+      work.state_ = Work::State::kRunning;
+      posted |= work.advance(*transport_);
+    }
+    if (work.failure()) {
+      const Error error = *work.failure();
+      fail(work, error);
+    } else if (work.complete()) {
+      finish(work, Work::State::kDone);
+    } else if (!work.allPosted()) {
+      break;  // later operations must not overtake its messages
+    } else {
+      work.state_ = Work::State::kPosted;
+    }
+    drop.some |= ended(work);
+  }
+  return posted;
+}
+
+// The queue may be the last owner of a work.
+void World::dropEndedLocked() {
+  std::erase_if(queue_, [this](const std::shared_ptr<Work>& each) { return ended(*each); });
+}
+
+void World::finish(Work& work, Work::State state) {
+  work.state_ = state;
+  if (work.background_) --background_works_;
+  // A thread that waits for this work may sleep, if another one ended it.
+  if (waiters_.load(std::memory_order_relaxed) > 1) wake_();
+}
+
+void World::fail(Work& work, const Error& error) {
+  ErrorContext context = error.context();
+  context.rank = rank();
+  context.op = opName(work.call_.op);
+  context.ranks = *work.ranks_;
+  context.seq = work.seq_;
+  work.error_ = Error(error.kind(), error.what(), context);
+  transport_->cancel(&work.completion_);
+  transport_->cancel(&work.deferred_);
+  for (const Work::Numbers& numbers : work.numbers_) {
+    if (numbers.peer != rank()) {
+      transport_->notifyFailure(numbers.peer, *work.error_, numbers.send, numbers.recv);
+    }
+  }
+  finish(work, Work::State::kFailed);
+}
+
+void World::setCosts(const TransportCosts& costs) {
+  std::lock_guard lock(mutex_);
+  costs_ = costs;
+  forgetSchedules();
+}
+
+void World::setNodes(std::vector<int> node_of_rank, const TransportCosts& remote) {
+  if (node_of_rank.size() != static_cast<size_t>(size())) {
+    throwInvalidUsage("setNodes() got " + std::to_string(node_of_rank.size()) + " nodes for " +
+                      std::to_string(size()) + " ranks; give one a rank");
+  }
+  std::lock_guard lock(mutex_);
+  node_of_rank_ = std::move(node_of_rank);
+  remote_costs_ = remote;
+  forgetSchedules();
+}
+
+void World::forgetSchedules() {
+  schedules_.clear();
+  plan_epoch_.fetch_add(1, std::memory_order_relaxed);
+}
+
+std::vector<int> World::nodesOf(const std::vector<int>& ranks) const {
+  std::vector<int> nodes;
+  if (node_of_rank_.empty()) return nodes;
+  std::map<int, int> numbers;
+  for (const int rank : ranks) {
+    const int node = node_of_rank_[static_cast<size_t>(rank)];
+    nodes.push_back(numbers.emplace(node, static_cast<int>(numbers.size())).first->second);
+  }
+  if (numbers.size() == 1) nodes.clear();
+  return nodes;
+}
+
+size_t World::HashRequest::operator()(const ScheduleRequest& request) const noexcept {
+  uint64_t hash = static_cast<uint64_t>(request.op) |
+                  static_cast<uint64_t>(request.algorithm) << 8 |
+                  static_cast<uint64_t>(request.average) << 16 | request.element_bytes << 24 |
+                  static_cast<uint64_t>(request.group_size) << 32;
+  const auto mix = [&hash](uint64_t value) {
+    hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
+    hash ^= hash >> 32;
+  };
+  mix(static_cast<uint64_t>(request.rank) | static_cast<uint64_t>(request.root) << 32);
+  mix(request.count);
+  for (const size_t count : request.in_counts) mix(count);
+  for (const size_t count : request.out_counts) mix(count);
+  for (const int node : request.nodes) mix(static_cast<uint64_t>(node));
+  return hash;
+}
+
+std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) {
+  std::lock_guard lock(mutex_);
+  if (const auto found = schedules_.find(request); found != schedules_.end()) return found->second;
+  ScheduleRequest chosen = request;
+  if (chosen.algorithm == Algorithm::kAuto) {
+    chosen.algorithm = chooseAlgorithm(request, costs_, remote_costs_);
+  }
+  auto made = std::make_shared<const Schedule>(makeSchedule(chosen));
+  if (schedules_.size() >= kMaxSchedules) schedules_.clear();
+  schedules_.emplace(request, made);
+  return made;
+}
+
+void World::attach(std::shared_ptr<WorldPart> part) {
+  std::lock_guard lock(mutex_);
+  if (over()) throwUnusable();
+  part_ = std::move(part);
+}
+
+void World::listen(std::shared_ptr<WorldListener> listener) {
+  std::lock_guard lock(mutex_);
+  if (over()) throwUnusable();
+  if (listener_) throwInvalidUsage("this world has a mailbox; make one only");
+  listener_ = std::move(listener);
+}
+
+std::optional<Error> World::departure(int peer) {
+  std::lock_guard lock(mutex_);
+  progressLocked();
+  return transport_->departure(peer);
+}
+
+void World::abort(const std::string& reason) {
+  if (const auto part = part_) part->abort(reason);
+  abortTransport(reason);
+}
+
+void World::abortTransport(const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (over_.exchange(true, std::memory_order_relaxed)) return;
+  abort_reason_ = reason.empty() ? "no reason given" : reason;
+  for (const auto& work : queue_) {
+    fail(*work, Error(ErrorKind::kAborted,
+                      "rank " + std::to_string(rank()) + " aborted: " + abort_reason_));
+  }
+  dropEndedLocked();
+  transport_->progress();
+  transport_->close("aborted: " + abort_reason_);
+}
+
+void World::close(const std::string& reason) {
+  if (::getpid() != pid_) return;  // a forked child: the world is its parent's
+  if (const auto part = part_) part->close(reason);
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closed_, true)) return;
+    over_.store(true, std::memory_order_relaxed);
+    for (const auto& work : queue_) {
+      fail(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
+                                                 " closed its communicator during " +
+                                                 work->describeCall()));
+    }
+    dropEndedLocked();
+    transport_->progress();
+    transport_->close(reason);
+    stop_ = true;
+  }
+  progress_wanted_->notify_all();
+  if (progress_thread_.joinable()) progress_thread_.join();
+}
+
+}  // namespace hdpcomm

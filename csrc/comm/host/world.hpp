@@ -1,0 +1,169 @@
+// One rank's end of the global transport: the queue of its operations, and everything that waits.
+//
+// Operations run in the order of submission: the next one posts its messages when the one before
+// has posted all of its own, so that the messages of a pair of ranks follow one order on both
+// sides. If all ranks submit in one global order, no mix of overlapping subsets can deadlock.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "collective/cost.hpp"
+#include "comm/host/work.hpp"
+
+namespace hdpcomm {
+
+// What joined the world beside its transport, and leaves with it.
+class WorldPart {
+ public:
+  virtual ~WorldPart() = default;
+  virtual void abort(const std::string& reason) = 0;
+  virtual void close(const std::string& reason) = 0;
+};
+
+// Looks at what has arrived in every pass over the operations, under the world's lock.
+class WorldListener {
+ public:
+  virtual ~WorldListener() = default;
+  // Returns true when it posted requests. What it ends or fails is noticed in the same pass.
+  virtual bool advance(Transport& transport) = 0;
+};
+
+class World {
+ public:
+  // Called a few times a second on a thread that waits; may throw to give up (Ctrl-C).
+  using InterruptCheck = std::function<void()>;
+
+  World(std::unique_ptr<Transport> transport, double timeout_s);
+  ~World();
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  int rank() const noexcept { return transport_->rank(); }
+  int size() const noexcept { return transport_->size(); }
+  double timeout() const noexcept { return timeout_s_; }
+  const char* transportName() const noexcept { return transport_->name(); }
+  TransportStats stats();
+  // See Transport::allocate().
+  std::shared_ptr<std::byte> allocate(size_t bytes);
+
+  // Queues and starts an operation. It also proceeds while nobody waits for it, on a thread of this
+  // world, which gives it up when it has run for the world's timeout.
+  void submit(const std::shared_ptr<Work>& work);
+  // Waits until the work has ended; throws its error. A timeout of 0 or less: the world's. Past the
+  // deadline the operation is given up on all ranks concerned.
+  void wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
+  // Submits an operation and waits for it, on this thread alone; `work` may lie on the stack.
+  void run(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
+  // True when the work has ended (an error is thrown by wait()). Never blocks.
+  bool test(Work& work);
+
+  // What kAuto goes by; must be equal on all ranks.
+  void setCosts(const TransportCosts& costs);
+  // The node of each rank, and what kAuto goes by between nodes; equal on all ranks.
+  void setNodes(std::vector<int> node_of_rank, const TransportCosts& remote);
+  // Of the given ranks, numbered by first appearance; empty when all share a node.
+  std::vector<int> nodesOf(const std::vector<int>& ranks) const;
+  // Changes when kAuto may choose otherwise than before.
+  uint64_t planEpoch() const noexcept { return plan_epoch_.load(std::memory_order_relaxed); }
+  // The schedule of a request, from a bounded cache.
+  std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
+
+  // At most one, for the rest of the world's life.
+  void attach(std::shared_ptr<WorldPart> part);
+  // At most one, too; before the first operation.
+  void listen(std::shared_ptr<WorldListener> listener);
+  // For what a listener shares with others.
+  template <typename Function>
+  void underLock(Function function) {
+    std::lock_guard lock(mutex_);
+    function();
+  }
+
+  // PeerLost, if the peer has left or died.
+  std::optional<Error> departure(int peer);
+
+  // Ends all pending operations here with Aborted, tells their members, and refuses new ones.
+  void abort(const std::string& reason);
+  // The same without the part that joined beside the transport: for that part.
+  void abortTransport(const std::string& reason);
+  // Leaves the world; peers that still need this rank get PeerLost with the reason. Idempotent.
+  // Does nothing in a forked child.
+  void close(const std::string& reason);
+  // Closed or aborted: operations are refused from now on.
+  bool over() const noexcept { return over_.load(std::memory_order_relaxed); }
+
+ private:
+  void enterLocked(Work& work);
+  void enqueueLocked(const std::shared_ptr<Work>& work);
+  bool runAloneLocked(Work& work);
+  bool spinLocked(Work& work);
+  void forgetLocked(Work& work);
+  void progressLocked();
+  void settleLocked();
+  bool advanceLocked();
+  void rejectUnexpectedLocked();
+  void hearFailuresLocked();
+  void giveUpLateLocked(Clock::time_point now);
+  void lookAroundLocked(Clock::time_point now);
+  Error timeoutError(const Work& work, Clock::duration waited) const;
+  void stopWaitingLocked();
+  // These two leave the work in the queue until dropEndedLocked().
+  void fail(Work& work, const Error& error);
+  void finish(Work& work, Work::State state);
+  void dropEndedLocked();
+  [[noreturn]] void throwUnusable() const;
+  void forgetSchedules();
+  void ensureProgressThread();
+  void progressLoop();
+  void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
+  void waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
+                  const InterruptCheck& check);
+  bool ended(const Work& work) const {
+    return work.state_ == Work::State::kDone || work.state_ == Work::State::kFailed;
+  }
+
+  std::unique_ptr<Transport> transport_;
+  double timeout_s_;
+  int pid_;
+  int spins_;  // looks at the transport before the first look at the clock
+  double spin_s_;
+  double yield_s_;
+  double liveness_s_;
+  std::function<void()> wake_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Work>> queue_;
+  int64_t next_seq_ = 0;
+  std::atomic<bool> over_{false};  // relaxed: written under the lock, and nothing follows from it
+  bool closed_ = false;
+  std::string abort_reason_;  // not empty after abort()
+
+  std::shared_ptr<WorldPart> part_;
+  std::shared_ptr<WorldListener> listener_;
+
+  TransportCosts costs_;
+  TransportCosts remote_costs_;
+  std::vector<int> node_of_rank_;  // empty: one node. Set before the first operation
+  std::atomic<uint64_t> plan_epoch_{0};
+  struct HashRequest {
+    size_t operator()(const ScheduleRequest& request) const noexcept;
+  };
+  std::unordered_map<ScheduleRequest, std::shared_ptr<const Schedule>, HashRequest> schedules_;
+
+  std::thread progress_thread_;
+  std::unique_ptr<std::condition_variable> progress_wanted_ =
+      std::make_unique<std::condition_variable>();
+  std::atomic<int> waiters_{0};
+  int background_works_ = 0;
+  bool in_grace_ = false;  // the progress thread looks again soon by itself
+  bool stop_ = false;
+};
+
+}  // namespace hdpcomm

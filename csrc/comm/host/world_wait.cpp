@@ -1,0 +1,295 @@
+// What waits in a World: the caller's thread, and the thread that moves background works.
+#include <sched.h>
+
+#include <algorithm>
+
+#include "comm/host/world.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define HDP_PAUSE() _mm_pause()
+#else
+#define HDP_PAUSE() std::atomic_signal_fence(std::memory_order_seq_cst)
+#endif
+
+namespace hdpcomm {
+namespace {
+
+// A caller that starts an operation in the background mostly comes back at once to wait for it: to
+// wake a thread for each would cost more than a short message does.
+constexpr auto kGrace = std::chrono::microseconds(500);
+
+constexpr double kLongestS = 1e9;  // what a clock of nanoseconds can hold, and some
+
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+}
+
+}  // namespace
+
+// Two ranks that both send in one operation (each a root, say) would wait for each other's receive
+// until the deadline.
+void World::rejectUnexpectedLocked() {
+  if (queue_.empty() || !queue_.front()->allPosted()) return;
+  Work& work = *queue_.front();
+  for (const Work::Numbers& numbers : work.numbers_) {
+    if (numbers.recv)
+      transport_->rejectUnexpected(numbers.peer, *numbers.recv, work.call_, &work.completion_);
+  }
+}
+
+// Peers that take part without a request at the moment (a third rank is awaited, say) may have
+// given up, too.
+void World::hearFailuresLocked() {
+  for (const auto& work : queue_) {
+    for (const Work::Numbers& numbers : work->numbers_) {
+      if (work->failure() || numbers.peer == rank()) continue;
+      work->completion_.failure =
+          transport_->lost(numbers.peer, numbers.send, numbers.recv, work->willNeed(numbers.peer));
+    }
+  }
+}
+
+// For operations that nobody waits for. The clock of one starts at the first look that finds it
+// running, so that a message that goes well costs no look at the clock.
+void World::giveUpLateLocked(Clock::time_point now) {
+  const auto timeout = nanoseconds(std::min(timeout_s_, kLongestS));
+  for (const auto& work : queue_) {
+    if (!work->background_ || work->state_ == Work::State::kQueued || ended(*work)) continue;
+    if (!work->seen_) work->seen_ = now;
+    if (now >= std::max(*work->seen_ + timeout, work->allowed_)) {
+      fail(*work, timeoutError(*work, now - *work->seen_));
+    }
+  }
+  dropEndedLocked();
+}
+
+// What somebody does a few times a second while an operation runs.
+void World::lookAroundLocked(Clock::time_point now) {
+  transport_->checkPeers();
+  rejectUnexpectedLocked();
+  hearFailuresLocked();
+  progressLocked();
+  giveUpLateLocked(now);
+  progressLocked();
+}
+
+Error World::timeoutError(const Work& work, Clock::duration waited) const {
+  std::vector<int> awaited = transport_->awaited(&work.completion_);
+  for (const int peer : transport_->awaited(&work.deferred_)) awaited.push_back(peer);
+  std::sort(awaited.begin(), awaited.end());
+  awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
+  std::string text = "rank " + std::to_string(rank()) + " waited " +
+                     std::to_string(std::chrono::duration<double>(waited).count()) + " s in " +
+                     work.describeCall() + " (ranks " + listOf(*work.ranks_) + ")";
+  if (!awaited.empty()) {
+    text += " for rank" + std::string(awaited.size() > 1 ? "s " : " ") + listOf(awaited);
+  } else if (work.state_ == Work::State::kQueued) {
+    text += " behind operations that have not ended";
+  }
+  return Error(ErrorKind::kTimeout,
+               text + ": look for a rank that did not call it, or raise timeout=",
+               {.rank = rank(),
+                .peer = awaited.size() == 1 ? awaited[0] : -1,
+                .op = {},
+                .ranks = {},
+                .seq = -1});
+}
+
+bool World::test(Work& work) {
+  std::lock_guard lock(mutex_);
+  if (!ended(work)) progressLocked();
+  return ended(work);
+}
+
+void World::wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  {
+    std::lock_guard lock(mutex_);
+    if (spinLocked(work)) return;
+  }
+  waitSlowly(work, timeout_s, check_interrupt);
+}
+
+void World::run(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  {
+    std::lock_guard lock(mutex_);
+    enterLocked(work);
+    try {
+      if (queue_.empty() && runAloneLocked(work)) return;
+      // Owned by the caller: the queue lets go of it before this function returns or throws.
+      enqueueLocked(std::shared_ptr<Work>(std::shared_ptr<void>(), &work));
+      if (spinLocked(work)) return;
+    } catch (...) {
+      forgetLocked(work);
+      throw;
+    }
+  }
+  try {
+    waitSlowly(work, timeout_s, check_interrupt);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    forgetLocked(work);
+    throw;
+  }
+}
+
+// Nothing of this rank or of another touches the work afterwards.
+void World::forgetLocked(Work& work) {
+  if (ended(work)) return;
+  fail(work, Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " gave up " +
+                                             work.describeCall() + " after an internal error"));
+  dropEndedLocked();
+}
+
+// The common case, without a look at the clock, and without a place in the queue: nothing else is
+// under way, and the lock is held. False: the work has failed, or is not complete yet.
+bool World::runAloneLocked(Work& work) {
+  work.state_ = Work::State::kRunning;
+  for (int looks = spins_; looks > 0;) {
+    work.advance(*transport_);
+    if (work.failure()) return false;
+    if (work.complete()) {
+      work.state_ = Work::State::kDone;
+      return true;
+    }
+    while (--looks > 0 && !transport_->progress()) {
+    }
+  }
+  return false;
+}
+
+// The same for one in the queue. Throws its error.
+bool World::spinLocked(Work& work) {
+  for (int i = 0; i < spins_ && !ended(work); ++i) {
+    if (transport_->progress()) settleLocked();
+  }
+  if (work.state_ == Work::State::kFailed) throw *work.error_;
+  return work.state_ == Work::State::kDone;
+}
+
+void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  if (!(timeout_s > 0)) timeout_s = timeout_s_;
+  const auto start = Clock::now();
+  const auto deadline = start + nanoseconds(std::min(timeout_s, kLongestS));
+  waiters_.fetch_add(1, std::memory_order_relaxed);
+  try {
+    waitSlowly(work, start, deadline, check_interrupt);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    stopWaitingLocked();
+    throw;
+  }
+  std::lock_guard lock(mutex_);
+  stopWaitingLocked();
+  if (work.state_ == Work::State::kFailed) throw *work.error_;
+}
+
+// Under the lock, so that the progress thread does not miss it between its look and its sleep.
+void World::stopWaitingLocked() {
+  waiters_.fetch_sub(1, std::memory_order_relaxed);
+  if (background_works_ > 0 && !in_grace_) progress_wanted_->notify_one();
+}
+
+// Spins, yields, then sleeps on the futex; looks after deadline, peers and Ctrl-C between sleeps.
+void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
+                       const InterruptCheck& check) {
+  const auto spin_until = start + nanoseconds(spin_s_);
+  const auto yield_until = spin_until + nanoseconds(yield_s_);
+  const auto liveness = nanoseconds(liveness_s_);
+  auto next_check = start + liveness;
+  const auto step = [&] {
+    std::lock_guard lock(mutex_);
+    progressLocked();
+    return ended(work);
+  };
+  if (work.background_) {
+    std::lock_guard lock(mutex_);
+    work.allowed_ = std::max(work.allowed_, deadline);
+  }
+  for (;;) {
+    if (step()) return;
+    const auto now = Clock::now();
+    if (now < spin_until) {
+      HDP_PAUSE();
+      continue;
+    }
+    if (now < yield_until) {
+      ::sched_yield();
+      continue;
+    }
+    if (now >= next_check) {
+      next_check = now + liveness;
+      {
+        std::lock_guard lock(mutex_);
+        lookAroundLocked(now);
+        if (ended(work)) return;
+        if (now >= deadline) {
+          fail(work, timeoutError(work, now - start));
+          dropEndedLocked();
+          return;
+        }
+      }
+      try {
+        if (check) check();
+      } catch (...) {
+        std::lock_guard lock(mutex_);
+        if (!ended(work)) {
+          fail(work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
+                                                    " was interrupted in " + work.describeCall()));
+          dropEndedLocked();
+        }
+        throw;
+      }
+    }
+    const uint32_t ticket = transport_->idleTicket();
+    const bool over = step();
+    transport_->idle(ticket, over ? now : std::min(next_check, std::max(deadline, now)));
+    if (over) return;
+    if (Clock::now() >= deadline) next_check = Clock::now();
+  }
+}
+
+void World::ensureProgressThread() {
+  if (progress_thread_.joinable()) return;
+  progress_thread_ = std::thread([this] { progressLoop(); });
+}
+
+// Moves background works while no thread waits (one that waits does so itself), and looks after
+// them always: of waits that follow each other, none may last until a look.
+void World::progressLoop() {
+  const auto liveness = nanoseconds(liveness_s_);
+  auto next_look = Clock::now() + liveness;
+  int64_t graced = 0;      // operations before this one have had their time
+  bool attending = false;  // no operation has any more until somebody waits again
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (const auto now = Clock::now(); background_works_ > 0 && now >= next_look) {
+      next_look = now + liveness;
+      lookAroundLocked(now);
+    }
+    if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
+      attending = false;
+      progress_wanted_->wait_for(lock, std::chrono::milliseconds(100));
+      continue;
+    }
+    if (!attending && queue_.front()->seq_ >= graced) {
+      const int64_t next = next_seq_;
+      in_grace_ = true;
+      progress_wanted_->wait_for(lock, kGrace);
+      in_grace_ = false;
+      graced = next;
+      continue;
+    }
+    attending = true;
+    lock.unlock();
+    const uint32_t ticket = transport_->idleTicket();
+    lock.lock();
+    progressLocked();
+    const bool idle = background_works_ > 0 && !stop_;
+    lock.unlock();
+    transport_->idle(ticket, idle ? Clock::now() + std::chrono::milliseconds(50) : Clock::now());
+    lock.lock();
+  }
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,202 @@
+#include "comm/stream/join_devices.hpp"
+
+#include <cstring>
+
+#include "comm/stream/join_nccl.hpp"
+#include "comm/stream/path_board.hpp"
+#include "transport/stream/links/link_mover.hpp"
+#include "transport/stream/links/retired.hpp"
+#include "transport/stream/mixed_mover.hpp"
+
+namespace hdpcomm {
+namespace {
+
+using device::Arena;
+using device::ArenaConfig;
+using device::CallBoard;
+using device::SharedBoard;
+
+// What every rank tells every other one as it joins with links.
+struct Introduction {
+  MemoryHandle arena;  // of a rank that has one
+  ArenaConfig config;
+  int32_t ordinal;
+  int32_t sim;
+};
+
+// `bytes` of every rank, by rank.
+void gather(const Communicator& comm, const void* own, void* all, size_t bytes) {
+  comm.collective({.in = own, .out = all, .count = bytes}, {.op = OpCode::kAllGather}, 0, {});
+}
+
+void checkIntroductions(const Communicator& comm, const std::vector<Introduction>& everyone) {
+  const Introduction& own = everyone[static_cast<size_t>(comm.rank())];
+  for (int peer = 0; peer < comm.size(); ++peer) {
+    const Introduction& other = everyone[static_cast<size_t>(peer)];
+    if (other.sim == own.sim && other.config == own.config) continue;
+    throw Error(
+        ErrorKind::kMismatch,
+        "ranks " + std::to_string(comm.rank()) + " and " + std::to_string(peer) +
+            " joined with different transports or HDPCOMM_DEVICE_* settings: start all "
+            "ranks with the same ones",
+        {.rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1});
+  }
+}
+
+void requireAccess(const Communicator& comm, const DeviceApi& device, int peer, int ordinal) {
+  if (device.canAccessPeer(ordinal)) return;
+  throw Error(ErrorKind::kInvalidUsage,
+              "device " + std::to_string(device.ordinal()) + " of rank " +
+                  std::to_string(comm.rank()) + " cannot read the memory of device " +
+                  std::to_string(ordinal) + " of rank " + std::to_string(peer) +
+                  ": this transport needs peer access between all GPUs; take transport='auto', "
+                  "which uses NCCL for those that have none",
+              {.rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1});
+}
+
+// Maps the memory of another rank if that can be done. A driver may refuse what it said could be
+// accessed, between containers for instance.
+bool tryImport(Arena& arena, const DeviceApi& device, int place, const Introduction& other) {
+  if (!device.canAccessPeer(other.ordinal)) return false;
+  try {
+    arena.importPeer(place, other.arena);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// This rank's arena with those of its hostmates mapped, and with whom of them it is linked: all, or
+// it throws (`strict`); else null if there is none.
+std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& device,
+                                 const ArenaConfig& config, LinkMap& map, bool strict) {
+  device::freeRetiredArenas();
+  const int own = comm.rank();
+  const std::vector<int>& mates = map.hostmates(own);
+  std::unique_ptr<Arena> arena;
+  Introduction introduction{{}, config, device->ordinal(), device->isSim()};
+  if (strict || mates.size() > 1 || comm.size() == 1) {
+    arena =
+        std::make_unique<Arena>(device, config, static_cast<int>(mates.size()), map.placeOf(own));
+    introduction.arena = arena->exportOwn();
+  }
+  std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
+  gather(comm, &introduction, everyone.data(), sizeof introduction);
+  checkIntroductions(comm, everyone);
+  std::vector<uint8_t> reached(map.wordBytes());
+  for (const int peer : mates) {
+    if (peer == own) continue;
+    const Introduction& other = everyone[static_cast<size_t>(peer)];
+    if (strict) {
+      requireAccess(comm, *device, peer, other.ordinal);
+      arena->importPeer(map.placeOf(peer), other.arena);
+    } else if (!tryImport(*arena, *device, map.placeOf(peer), other)) {
+      continue;
+    }
+    LinkMap::setReached(reached, map.placeOf(peer));
+  }
+  std::vector<uint8_t> words(map.wordBytes() * static_cast<size_t>(comm.size()));
+  gather(comm, reached.data(), words.data(), reached.size());
+  map.settle(std::move(words));
+  if (!map.linked(own, own)) arena.reset();
+  return arena;
+}
+
+// One for each host, with the world's numbers; where nobody is, its pages are never touched. The
+// last before StreamEngine::start(), whose barrier says that all have opened it: a rank that failed
+// in between would have closed it.
+std::shared_ptr<SharedBoard> shareBoard(const Communicator& comm, const LinkMap& map) {
+  struct Address {
+    char text[64] = {};
+  };
+  const int host = map.hostmates(comm.rank()).front();
+  Address own;
+  std::shared_ptr<SharedBoard> board;
+  if (comm.rank() == host) {
+    board = SharedBoard::create(comm.size());
+    std::snprintf(own.text, sizeof own.text, "%s", board->address().c_str());
+  }
+  std::vector<Address> all(static_cast<size_t>(comm.size()));
+  gather(comm, &own, all.data(), sizeof own);
+  if (board == nullptr) {
+    board = SharedBoard::open(all[static_cast<size_t>(host)].text, comm.size());
+  }
+  return board;
+}
+
+std::shared_ptr<CallBoard> boardOf(const Communicator& comm,
+                                   const std::shared_ptr<SharedBoard>& local, const LinkMap& map) {
+  const bool one_host = map.hostmates(comm.rank()).size() == static_cast<size_t>(comm.size());
+  if (one_host) return local;
+  return std::make_shared<PathBoard>(comm.world(), local, map);
+}
+
+std::unique_ptr<LinkMover> linkMover(const Communicator& comm, const DevicePtr& device,
+                                     std::unique_ptr<Arena> arena,
+                                     const std::shared_ptr<SharedBoard>& board,
+                                     const DeviceCosts& costs, const LinkMap& map) {
+  std::vector<int> places;
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    places.push_back(map.linked(comm.rank(), rank) ? map.placeOf(rank) : -1);
+  }
+  return std::make_unique<LinkMover>(device, std::move(arena), board, costs, std::move(places),
+                                     comm.rank());
+}
+
+DeviceCosts linkCosts(const Communicator& comm, const LinkJoining& links) {
+  DeviceCosts costs = links.costs;
+  costs.window_bytes = static_cast<double>(links.arena.window_bytes);
+  fromRank0(comm, costs);
+  return costs;
+}
+
+}  // namespace
+
+std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr device,
+                                        const LinkJoining& links) {
+  LinkMap map(comm.size(), {});
+  std::unique_ptr<Arena> arena = openArena(comm, device, links.arena, map, true);
+  const DeviceCosts costs = linkCosts(comm, links);
+  const std::shared_ptr<SharedBoard> board = shareBoard(comm, map);
+  auto mover = linkMover(comm, device, std::move(arena), board, costs, map);
+  return StreamEngine::start(comm, std::move(device), board, std::move(mover));
+}
+
+std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
+                                       const NcclJoining& nccl) {
+  const LinkMap map(comm.size(), comm.world().nodesOf(comm.ranks()));
+  NcclCosts costs = nccl.costs;
+  fromRank0(comm, costs);
+  auto mover = ncclMover(comm, device, nccl, costs, map);
+  std::shared_ptr<CallBoard> board = boardOf(comm, shareBoard(comm, map), map);
+  return StreamEngine::start(comm, std::move(device), std::move(board), std::move(mover));
+}
+
+std::shared_ptr<StreamEngine> joinPaths(const Communicator& comm, DevicePtr device,
+                                        const LinkJoining& links, const NcclJoining& nccl) {
+  auto map = std::make_shared<LinkMap>(comm.size(), comm.world().nodesOf(comm.ranks()));
+  std::unique_ptr<Arena> arena = openArena(comm, device, links.arena, *map, false);
+  const DeviceCosts link_costs = linkCosts(comm, links);
+  NcclCosts nccl_costs = nccl.costs;
+  fromRank0(comm, nccl_costs);
+  std::unique_ptr<NcclMover> others;
+  if (!map->complete()) others = ncclMover(comm, device, nccl, nccl_costs, *map);
+  const std::shared_ptr<SharedBoard> local = shareBoard(comm, *map);
+  std::unique_ptr<LinkMover> linked;
+  if (arena != nullptr) {
+    linked = linkMover(comm, device, std::move(arena), local, link_costs, *map);
+  }
+  std::unique_ptr<StreamMover> mover;
+  if (others == nullptr) {
+    mover = std::move(linked);
+  } else if (map->none()) {
+    mover = std::move(others);
+  } else {
+    mover = std::make_unique<MixedMover>(device, map, std::move(linked), std::move(others),
+                                         link_costs.messages, nccl_costs, comm.rank());
+  }
+  std::shared_ptr<CallBoard> board = boardOf(comm, local, *map);
+  return StreamEngine::start(comm, std::move(device), std::move(board), std::move(mover));
+}
+
+}  // namespace hdpcomm

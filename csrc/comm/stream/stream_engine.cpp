@@ -1,0 +1,298 @@
+#include "comm/stream/stream_engine.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hdpcomm {
+
+using device::CallBoard;
+using device::CallEntry;
+
+// Waits that were enqueued keep the point that they wait for, so the events can be lent again.
+StreamWork::~StreamWork() {
+  if (begin_) events_->give(std::move(begin_));
+  for (OwnedEvent& event : ends_) events_->give(std::move(event));
+}
+
+StreamMover::Traffic StreamMover::trafficOf(const Collective& operation) const {
+  Traffic traffic{.sent = std::vector<uint64_t>(operation.ranks.size()),
+                  .received = std::vector<uint64_t>(operation.ranks.size())};
+  for (const Step& step : operation.plan.schedule->steps) {
+    for (const Send& each : step.sends) {
+      traffic.sent[static_cast<size_t>(each.peer)] += each.from.bytes;
+    }
+    for (const Recv& each : step.recvs) {
+      traffic.received[static_cast<size_t>(each.peer)] += each.to.bytes;
+    }
+  }
+  return traffic;
+}
+
+void StreamMover::checkLanding(const Message& message, bool received) const {
+  if (message.landing == kNoLanding) return;
+  const Zone zone = zoneFor(message.peer);
+  const size_t bytes = message.count * dtypeBytes(message.dtype);
+  if (message.landing > zone.bytes || bytes > zone.bytes - message.landing) {
+    throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
+                      std::to_string(message.landing) + "; the zone has " +
+                      std::to_string(zone.bytes) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
+  }
+  if (received && bytes > 0 && message.data != zone.data + message.landing) {
+    throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
+                      std::to_string(message.landing) +
+                      " of the landing zone for messages of that rank; pass a view of "
+                      "landing_zone().memory there");
+  }
+}
+
+StreamWork::Share& StreamWork::shareOf(int peer) {
+  for (Share& share : shares_) {
+    if (share.peer == peer) return share;
+  }
+  return shares_.emplace_back(Share{.peer = peer});
+}
+
+std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, DevicePtr device,
+                                                  std::shared_ptr<CallBoard> board,
+                                                  std::unique_ptr<StreamMover> mover) {
+  board->enter(comm.rank());
+  // Every rank has mapped the board, and all that its mover shares, before anybody goes on.
+  device->annotateRelease(board->key());
+  comm.collective({}, {.op = OpCode::kBarrier}, 0, {});
+  device->annotateAcquire(board->key());
+  board->opened();
+  return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), std::move(board),
+                                                        std::move(mover), comm.size(), comm.rank(),
+                                                        comm.world().timeout()));
+}
+
+StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
+                           std::unique_ptr<StreamMover> mover, int num_ranks, int rank,
+                           double timeout_s)
+    : device_(std::move(device)),
+      num_ranks_(num_ranks),
+      rank_(rank),
+      timeout_s_(timeout_s),
+      board_(std::move(board)),
+      events_(std::make_shared<EventPool>(device_)),
+      mover_(std::move(mover)),
+      host_stream_(device_->isSim() ? OwnedStream(device_, device_->createStream())
+                                    : OwnedStream()),
+      background_stream_(device_, device_->createStream()),
+      control_stream_(device_, device_->createStream()),
+      peers_(static_cast<size_t>(num_ranks)),
+      watcher_([this] { watch(); }) {}
+
+StreamEngine::~StreamEngine() { close("the communicator was destroyed"); }
+
+void StreamEngine::checkUsable() const {
+  const ErrorContext context{.rank = rank_, .peer = -1, .op = {}, .ranks = {}, .seq = -1};
+  if (closed_) {
+    throw Error(ErrorKind::kInvalidUsage,
+                "this communicator is closed: call its operations before close(), or make a new "
+                "one with init()",
+                context);
+  }
+  if (failed_) {
+    throw Error(ErrorKind::kAborted,
+                std::string("the device operations of this communicator ended with an error, and "
+                            "their streams were released: make a new one with init(). The error "
+                            "was: ") +
+                    failed_->what(),
+                context);
+  }
+}
+
+// Before anything of the operation is told to anybody: a member that has failed or left will not
+// take part, unless it did so before.
+void StreamEngine::checkMembers(const StreamWork& work) const {
+  for (const StreamWork::Share& share : work.shares_) {
+    const bool only_sent_to = share.expects == 0;
+    if (share.peer == rank_ || (sound(share) && !only_sent_to)) continue;
+    if (board_->state(share.peer) != device::BoardState::kReady) {
+      throw *refusalOf(work, mostTelling(work, share));
+    }
+  }
+}
+
+StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream caller) {
+  checkUsable();
+  auto work = std::make_shared<StreamWork>(call, std::move(ranks), events_);
+  work->seq_ = next_seq_++;
+  work->captured_ = device_->isCapturing(caller);
+  if (!work->captured_ && running_.size() >= 64) settleEnded();
+  return work;
+}
+
+void StreamEngine::plan(StreamWork& work, int peer, int posts, int expects) {
+  const Peer& other = peers_[static_cast<size_t>(peer)];
+  StreamWork::Share& share = work.shareOf(peer);
+  share.posted = other.num_posted;
+  share.posts += static_cast<uint64_t>(posts);
+  share.expects += static_cast<uint64_t>(expects);
+  if (share.expects > 0) share.expected = other.num_expected + share.expects;
+}
+
+// Entries wait here for room on the board; the watcher posts them.
+void StreamEngine::post(int peer, const CallEntry& entry) {
+  Peer& other = peers_[static_cast<size_t>(peer)];
+  ++other.num_posted;
+  if (!other.unposted.empty() || !board_->post(rank_, peer, entry)) other.unposted.push_back(entry);
+}
+
+void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
+  Peer& other = peers_[static_cast<size_t>(peer)];
+  ++other.num_expected;
+  board_->expect(peer, rank_, entry);
+  ++work->uncompared_;
+  other.expected.push_back({work, entry});
+}
+
+// Half of an operation that failed may stand on the streams: on the caller's, the engine's or the
+// mover's. It has ended when they have come this far.
+void StreamEngine::markEnds(StreamWork& work, Stream caller) {
+  if (!work.begin_ || work.captured_) return;  // nothing stands there, or a capture is broken off
+  std::vector<Stream> streams = mover_->streams();
+  streams.insert(streams.end(), {caller, background_stream_.get()});
+  try {
+    for (const Stream stream : streams) {
+      work.ends_.push_back(events_->take());
+      device_->record(work.ends_.back().get(), stream);
+    }
+  } catch (const std::exception&) {  // the error that led here says more
+    device_lost_ = true;
+  }
+  work.submitted_ = true;
+}
+
+// Tells the others, then enqueues. What goes wrong after the telling ends the engine: the others
+// count on this rank. Then the streams have been let go, and the lock with them, when it throws.
+template <typename Tell, typename Enqueue>
+void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
+                          Tell tell, Enqueue enqueue) {
+  checkMembers(*work);
+  if (!work->captured_) running_.push_back(work);
+  try {
+    tell();
+    compareCalls();
+    if (failed_) throw work->error_ ? *work->error_ : *failed_;
+    work->begin_ = events_->take();
+    device_->record(work->begin_.get(), caller);
+    enqueue();
+  } catch (const std::exception& failure) {
+    const Error error = placed(errorOf(failure), *work);
+    markEnds(*work, caller);
+    failWork(*work, error);
+    lock.unlock();
+    if (!work->captured_) awaitRelease(*work);
+    throw error;
+  }
+  work->submitted_ = true;
+}
+
+namespace {
+
+uint64_t landingsWith(const StreamMover::Messages& messages, int peer) {
+  return static_cast<uint64_t>(
+      std::count_if(messages.begin(), messages.end(), [&](const StreamMover::Message& each) {
+        return each.peer == peer && each.landing != StreamMover::kNoLanding;
+      }));
+}
+
+}  // namespace
+
+std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
+                                                   const std::vector<Message>& sends,
+                                                   const std::vector<Message>& recvs, Stream caller,
+                                                   bool background) {
+  std::unique_lock lock(mutex_);
+  checkUsable();
+  mover_->prepare(sends, recvs, device_->isCapturing(caller));
+  Call described = call;
+  if (sends.size() + recvs.size() == 1) {  // for messages about it
+    const Message& only = sends.empty() ? recvs[0] : sends[0];
+    described.count = only.count;
+    described.dtype = only.dtype;
+  }
+  const WorkPtr work = begin(described, std::move(ranks), caller);
+  for (const Message& message : sends) plan(*work, message.peer, 1, 0);
+  for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
+  const auto entryOf = [&](const Message& message, bool sent) {
+    CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype),
+                    work->captured_ && mover_->capturesAlike(message.peer)};
+    if (message.landing != kNoLanding && mover_->landsTogether(message.peer)) {
+      const uint64_t to = landingsWith(sends, message.peer);
+      const uint64_t from = landingsWith(recvs, message.peer);
+      entry.together = sent ? to << 32 | from : from << 32 | to;
+    }
+    entry.call.count = message.count;
+    entry.call.dtype = message.dtype;
+    return entry;
+  };
+  const auto tell = [&] {
+    for (const Message& message : sends) post(message.peer, entryOf(message, true));
+    for (const Message& message : recvs) expect(work, message.peer, entryOf(message, false));
+  };
+  submit(lock, work, caller, tell, [&] {
+    const StreamMover::Exchange operation{sends, recvs, work->begin_.get(), caller, background};
+    for (const Stream stream : mover_->exchange(operation, lookOut(*work))) {
+      work->ends_.push_back(events_->take());
+      device_->record(work->ends_.back().get(), stream);
+      if (!background && stream != caller) device_->wait(caller, work->ends_.back().get());
+    }
+  });
+  return work;
+}
+
+std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan, Ranks ranks,
+                                                     const void* in, void* out, Stream caller,
+                                                     bool background) {
+  if (plan.call.redop != RedOp::kNone) reduceFunction(plan.call.dtype, plan.call.redop);  // throws
+  std::unique_lock lock(mutex_);
+  const WorkPtr work = begin(plan.call, std::move(ranks), caller);
+  const Stream stream = background ? background_stream_.get() : caller;
+  const StreamMover::Collective operation{.plan = plan,
+                                          .ranks = *work->ranks_,
+                                          .in = static_cast<std::byte*>(const_cast<void*>(in)),
+                                          .out = static_cast<std::byte*>(out),
+                                          .stream = stream,
+                                          .captured = work->captured_};
+  mover_->prepare(operation);
+  const StreamMover::Traffic traffic = mover_->trafficOf(operation);
+  for (const int peer : *work->ranks_) {
+    if (peer != rank_) this->plan(*work, peer, 1, 1);
+  }
+  const auto tell = [&] {
+    for (size_t i = 0; i < work->ranks_->size(); ++i) {
+      const int peer = (*work->ranks_)[i];
+      if (peer == rank_) continue;
+      const bool captured = work->captured_ && mover_->capturesAlike(peer);
+      post(peer, {plan.call, traffic.landing, traffic.sent[i], captured});
+      expect(work, peer, {plan.call, traffic.landing, traffic.received[i], captured});
+    }
+  };
+  submit(lock, work, caller, tell, [&] {
+    if (background) device_->wait(stream, work->begin_.get());
+    mover_->collective(operation, lookOut(*work));
+    work->ends_.push_back(events_->take());
+    device_->record(work->ends_.back().get(), stream);
+  });
+  return work;
+}
+
+size_t StreamEngine::scratchBytes() const {
+  const std::lock_guard lock(mutex_);
+  return mover_->scratchBytes();
+}
+
+StreamMover::NcclUse StreamEngine::ncclUse() const {
+  const std::lock_guard lock(mutex_);
+  return mover_->ncclUse();
+}
+
+TransportStats StreamEngine::stats() const {
+  const std::lock_guard lock(mutex_);
+  return mover_->stats();
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,166 @@
+// One rank's end of a device world: operations on device memory, enqueued whole on streams.
+//
+// The host only enqueues; it never waits between the steps of an operation. A thread of the engine
+// looks after what the streams cannot know: whether both sides called the same, whether the peers
+// live, and the deadline. When one of these fails, the engine writes the flags that its streams
+// wait for until they have run dry, and from then on refuses device operations
+// (docs/architecture.md).
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/host/communicator.hpp"
+#include "comm/stream/stream_work.hpp"
+#include "transport/stream/call_board.hpp"
+#include "transport/stream/stream_mover.hpp"
+
+namespace hdpcomm {
+
+class StreamEngine final : public WorldPart {
+ public:
+  // Collective over the ranks of `comm`: after it everybody may begin.
+  static std::shared_ptr<StreamEngine> start(const Communicator& comm, DevicePtr device,
+                                             std::shared_ptr<device::CallBoard> board,
+                                             std::unique_ptr<StreamMover> mover);
+  ~StreamEngine() override;
+
+  const DevicePtr& device() const { return device_; }
+  // The stream that stands for the host where tensors have none (CPU tensors of a SimDevice).
+  Stream hostStream() const { return host_stream_.get(); }
+  // The name of the transport.
+  const char* name() const { return mover_->name(); }
+  // See StreamMover::zoneFor.
+  StreamMover::Zone zoneFor(int source) const { return mover_->zoneFor(source); }
+  double timeout() const { return timeout_s_; }
+  size_t scratchBytes() const;
+  size_t arenaBytes() const { return mover_->arenaBytes(); }
+  // `peer`: global rank.
+  bool lands(int peer) const { return mover_->lands(peer); }
+  PlanningRules planning(const std::vector<int>& ranks) const { return mover_->planning(ranks); }
+
+  static constexpr uint64_t kNoLanding = StreamMover::kNoLanding;
+  using Message = StreamMover::Message;
+
+  // Enqueue an operation behind what `caller` holds now. In the foreground later work of `caller`
+  // comes after it; in the background after waitOn(). Data must stay until the operation has ended.
+  std::shared_ptr<StreamWork> exchange(const Call& call, Ranks ranks,
+                                       const std::vector<Message>& sends,
+                                       const std::vector<Message>& recvs, Stream caller,
+                                       bool background);
+  std::shared_ptr<StreamWork> collective(const CollectivePlan& plan, Ranks ranks, const void* in,
+                                         void* out, Stream caller, bool background);
+
+  // Later work of `stream` comes after the operation. Throws its error if it has failed already.
+  void waitOn(StreamWork& work, Stream stream);
+  // The host waits; throws the operation's error. Past the deadline the engine fails.
+  void waitFor(const std::shared_ptr<StreamWork>& work, double timeout_s,
+               const World::InterruptCheck& check);
+  // The host waits for all operations so far.
+  void waitForAll(double timeout_s, const World::InterruptCheck& check);
+  // True when the work has ended, well or not: its streams do not use its buffers any more.
+  bool test(StreamWork& work);
+
+  TransportStats stats() const;
+  StreamMover::NcclUse ncclUse() const;
+  void abort(const std::string& reason) override;
+  void close(const std::string& reason) override;
+
+ private:
+  struct Expected {
+    std::shared_ptr<StreamWork> work;
+    device::CallEntry entry;
+  };
+  struct Peer {
+    std::deque<device::CallEntry> unposted;  // the ring on the board was full
+    std::deque<Expected> expected;           // not yet compared
+    uint64_t num_posted = 0;                 // with the unposted
+    uint64_t num_expected = 0;
+    bool lives = true;        // when it was last asked
+    Clock::time_point asked;  // long ago at the start
+  };
+  using WorkPtr = std::shared_ptr<StreamWork>;
+
+  static constexpr auto kReleaseAgain = std::chrono::milliseconds(2);
+  // For streams to run dry once all that they wait for is given.
+  static constexpr double kDrain = 5;
+
+  static double secondsBetween(Clock::time_point from, Clock::time_point to) {
+    return std::chrono::duration<double>(to - from).count();
+  }
+
+  StreamEngine(DevicePtr device, std::shared_ptr<device::CallBoard> board,
+               std::unique_ptr<StreamMover> mover, int num_ranks, int rank, double timeout_s);
+
+  // stream_engine.cpp
+  WorkPtr begin(const Call& call, Ranks ranks, Stream caller);
+  void checkUsable() const;
+  void checkMembers(const StreamWork& work) const;
+  void plan(StreamWork& work, int peer, int posts, int expects);
+  void post(int peer, const device::CallEntry& entry);
+  void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
+  void markEnds(StreamWork& work, Stream caller);
+  template <typename Tell, typename Enqueue>
+  void submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller, Tell tell,
+              Enqueue enqueue);
+  StreamMover::Look lookOut(StreamWork& work);
+
+  // stream_monitor.cpp
+  void compareCalls();
+  std::optional<Error> lookAfter(StreamWork& work, Clock::time_point now);
+  std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
+  std::optional<Error> refusalOf(const StreamWork& work, const StreamWork::Share& share) const;
+  const StreamWork::Share& mostTelling(const StreamWork& work,
+                                       const StreamWork::Share& found) const;
+  bool lives(int rank, Clock::time_point now);
+  bool sound(const StreamWork::Share& share) const;
+  bool ended(const StreamWork& work) const;
+  void settleEnded();
+  void fail(const Error& error);
+  void failWork(StreamWork& work, const Error& error);
+  Error placed(const Error& error, const StreamWork& work) const;
+  Error errorOf(const std::exception& failure) const;
+  Error timeoutOf(const StreamWork& work, double seconds) const;
+  bool releasing() const { return failed_ && (release_due_ || !released_.empty()); }
+  bool releaseOnce();
+  void lookAround();
+  void watch();
+
+  // stream_waits.cpp
+  bool conclude(const WorkPtr& work);
+  void awaitRelease(const StreamWork& work);
+
+  const DevicePtr device_;
+  const int num_ranks_;
+  const int rank_;
+  const double timeout_s_;
+  const std::shared_ptr<device::CallBoard> board_;
+  std::shared_ptr<EventPool> events_;
+  const std::unique_ptr<StreamMover> mover_;
+  OwnedStream host_stream_;
+  OwnedStream background_stream_;  // collectives in the background
+  OwnedStream control_stream_;     // releases the others
+
+  mutable std::mutex mutex_;
+  std::vector<Peer> peers_;
+  std::vector<WorkPtr> running_;   // in order of submission; without captured ones
+  std::vector<WorkPtr> released_;  // failed, until their streams have run dry
+  bool release_due_ = false;       // failed, and the mover has not been told
+  int64_t next_seq_ = 0;
+  std::optional<Error> failed_;
+  mutable bool device_lost_ = false;
+  bool closed_ = false;
+
+  std::condition_variable wake_;
+  bool stop_ = false;
+  std::thread watcher_;  // last: it uses all of the above from its start
+};
+
+}  // namespace hdpcomm

@@ -1,0 +1,185 @@
+// Hosts that wait for operations of a stream engine, and the end of an engine, good or bad.
+#include <algorithm>
+
+#include "comm/stream/stream_engine.hpp"
+
+namespace hdpcomm {
+namespace {
+
+using device::BoardState;
+
+// At the board, before a waiting host sleeps between them.
+constexpr int kLooks = 1000;
+
+}  // namespace
+
+void StreamEngine::waitOn(StreamWork& work, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (work.state_ == StreamWork::State::kFailed) throw *work.error_;
+  for (const OwnedEvent& end : work.ends_) device_->wait(stream, end.get());
+}
+
+bool StreamEngine::test(StreamWork& work) {
+  const std::lock_guard lock(mutex_);
+  if (work.state_ == StreamWork::State::kDone) return true;
+  if (work.state_ == StreamWork::State::kRunning) return !work.captured_ && ended(work);
+  // Streams that are still to run dry write into its buffers; after close() nobody lets them go.
+  return !work.submitted_ || device_lost_ || stop_ || ended(work);
+}
+
+// Only after this may the buffers of an operation that failed be used again.
+void StreamEngine::awaitRelease(const StreamWork& work) {
+  for (const OwnedEvent& end : work.ends_) {
+    try {
+      device_->synchronize(end.get(), kDrain);
+    } catch (const Error&) {  // the error that led here says more
+      return;
+    }
+  }
+}
+
+void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
+                           const World::InterruptCheck& check) {
+  if (work->captured_) {
+    throwInvalidUsage(
+        "an operation that is captured into a graph cannot be waited for on the "
+        "host: wait for the graph's replay");
+  }
+  const auto start = Clock::now();
+  const double limit = std::min(timeout_s, 1e9);
+  const auto left = [&] { return std::max(0.0, limit - secondsBetween(start, Clock::now())); };
+  try {
+    for (const OwnedEvent& end : work->ends_) {
+      if (const double seconds = left(); seconds > 0) {
+        device_->synchronize(end.get(), seconds, check);
+      } else if (!device_->query(end.get())) {
+        throw Error(ErrorKind::kTimeout, "its streams have not ended");
+      }
+    }
+    for (int looks = 0; !conclude(work); ++looks) {
+      if (left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
+      if (looks % kLooks == kLooks - 1 && check) check();
+      looks < kLooks ? std::this_thread::yield()
+                     : std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return;
+  } catch (const Error& error) {
+    std::unique_lock lock(mutex_);
+    if (work->state_ == StreamWork::State::kFailed) {
+      const Error told = *work->error_;
+      lock.unlock();
+      awaitRelease(*work);
+      throw told;
+    }
+    const bool late = error.kind() == ErrorKind::kTimeout;
+    failWork(*work, late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : error);
+    lock.unlock();
+    awaitRelease(*work);
+  } catch (...) {  // Ctrl-C
+    std::unique_lock lock(mutex_);
+    failWork(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
+                                                   " was interrupted in " + describe(work->call_)));
+    lock.unlock();
+    awaitRelease(*work);
+    throw;
+  }
+  const std::lock_guard lock(mutex_);
+  throw work->error_ ? *work->error_ : placed(*failed_, *work);
+}
+
+// The streams are through; was it the operation that went through them? A host that waits also
+// hears whether its peers agreed: a send ends when the receiver has called the same.
+bool StreamEngine::conclude(const WorkPtr& work) {
+  const std::lock_guard lock(mutex_);
+  // Asked for first: who has gone said all that it had to say before.
+  std::vector<bool> gone;
+  for (const StreamWork::Share& share : work->shares_) {
+    gone.push_back(board_->state(share.peer) != BoardState::kReady);
+  }
+  compareCalls();
+  bool agreed = true;
+  for (size_t i = 0; i < work->shares_.size(); ++i) {
+    const StreamWork::Share& share = work->shares_[i];
+    if (work->state_ != StreamWork::State::kRunning || failed_) break;
+    const bool heard =
+        share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
+    if (gone[i] && share.peer != rank_ && (!sound(share) || !heard)) {
+      failWork(*work, *refusalOf(*work, mostTelling(*work, share)));
+    }
+    agreed = agreed && heard;
+    // What it was to be compared with may come later than its message: from this peer, since one
+    // that did its part may leave while another's call is still on its way.
+    const auto& expected = peers_[static_cast<size_t>(share.peer)].expected;
+    if (std::any_of(expected.begin(), expected.end(),
+                    [&](const Expected& each) { return each.work == work; })) {
+      agreed = false;
+      if (gone[i] && share.peer != rank_) {
+        failWork(*work, *refusalOf(*work, mostTelling(*work, share)));
+      }
+    }
+  }
+  if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
+  if (!agreed) return false;
+  work->state_ = StreamWork::State::kDone;
+  std::erase(running_, work);
+  return true;
+}
+
+void StreamEngine::waitForAll(double timeout_s, const World::InterruptCheck& check) {
+  std::vector<WorkPtr> works;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_ && !closed_) throw *failed_;
+    checkUsable();
+    works = running_;
+  }
+  const auto start = Clock::now();
+  for (const WorkPtr& work : works) {
+    waitFor(work, std::max(0.0, timeout_s - secondsBetween(start, Clock::now())), check);
+  }
+}
+
+void StreamEngine::abort(const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) + " aborted: " +
+                                        (reason.empty() ? "no reason given" : reason)));
+  }
+  close("aborted: " + reason);
+}
+
+void StreamEngine::close(const std::string& reason) {
+  std::unique_lock lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  // On a GPU the host is ahead of its streams, and what they still hold is meant to run.
+  const auto limit = Clock::now() + (reason.empty() && !device_->isSim() ? std::chrono::seconds(5)
+                                                                         : std::chrono::seconds(0));
+  compareCalls();
+  settleEnded();
+  while (!running_.empty() && Clock::now() < limit) {
+    wake_.wait_for(lock, kReleaseAgain);
+    settleEnded();
+  }
+  if (!running_.empty()) {
+    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
+                                        " closed its communicator during " +
+                                        describe(running_.front()->call_)));
+  }
+  std::vector<uint64_t> sound;
+  for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
+  board_->leave(rank_, reason, sound);
+  const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrain);
+  try {
+    while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseAgain);
+  } catch (const std::exception&) {  // of the device; it was told to whoever waited
+    device_lost_ = true;
+  }
+  stop_ = true;
+  lock.unlock();
+  wake_.notify_all();
+  watcher_.join();
+  if (released_.empty() && !device_lost_) mover_->retire();
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,57 @@
+// One operation of a stream engine: enqueued whole when it is made, ended when its events are.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "comm/host/work.hpp"
+#include "device/event_pool.hpp"
+
+namespace hdpcomm {
+
+class StreamWork {
+ public:
+  StreamWork(Call call, Ranks ranks, std::shared_ptr<EventPool> events)
+      : call_(call), ranks_(std::move(ranks)), events_(std::move(events)) {}
+  ~StreamWork();
+  StreamWork(const StreamWork&) = delete;
+  StreamWork& operator=(const StreamWork&) = delete;
+
+  const Call& call() const { return call_; }
+  const Ranks& ranks() const { return ranks_; }
+
+ private:
+  friend class StreamEngine;
+
+  enum class State : uint8_t { kRunning, kDone, kFailed };
+
+  // What the call board holds of this operation and one peer.
+  struct Share {
+    int peer = -1;          // global rank
+    uint64_t posted = 0;    // entries posted to the peer before this operation
+    uint64_t posts = 0;     // entries that this operation posts to it
+    uint64_t expects = 0;   // entries that it expects from it
+    uint64_t expected = 0;  // all entries expected from it up to and with these; 0: none of these
+  };
+  Share& shareOf(int peer);
+
+  Call call_;
+  Ranks ranks_;
+  std::shared_ptr<EventPool> events_;
+  int64_t seq_ = -1;
+  std::vector<Share> shares_;
+  OwnedEvent begin_;              // where the caller's stream was
+  std::vector<OwnedEvent> ends_;  // all of them done: the operation is
+  bool captured_ = false;         // into a graph: nobody looks after its end
+  bool submitted_ = false;        // all of it is enqueued
+
+  // Under the engine's lock.
+  State state_ = State::kRunning;
+  std::optional<Error> error_;
+  int uncompared_ = 0;                        // entries that the peers have yet to show
+  std::optional<Clock::time_point> started_;  // when `begin_` was first seen done
+  std::optional<Clock::time_point> bereft_;   // when a member was first seen to be gone
+};
+
+}  // namespace hdpcomm

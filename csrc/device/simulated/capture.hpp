@@ -1,0 +1,63 @@
+// What a capture keeps, and the graph that it becomes.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "device/simulated/fast_stream.hpp"
+#include "device/simulated/sim_graph.hpp"
+
+namespace hdpcomm::sim {
+
+// Under its device's lock while it is made.
+class Capture final : public SimGraph, public std::enable_shared_from_this<Capture> {
+ public:
+  // A moment of a stream: when so many of its operations are done.
+  struct Moment {
+    std::shared_ptr<Capture> capture;  // null: of no capture
+    size_t lane = 0;
+    size_t count = 0;
+  };
+
+  Capture(uint64_t number, const FastStream* origin, std::shared_ptr<DeviceState> device);
+
+  ~Capture() override;
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  uint64_t number() const { return number_; }
+  bool isOrigin(const FastStream* stream) const { return lane_of_.at(stream) == 0; }
+  void add(const FastStream* stream, Op op);
+  // The stream takes part from here on, if it did not.
+  void wait(const FastStream* stream, const Moment& moment, Site site);
+  Moment moment(const FastStream* stream);
+  // Throws InvalidUsage unless all lanes have come back to the first.
+  void end();
+  bool ended() const { return ended_; }
+  void launch(Stream stream) override;
+
+  // Gives what launch() needs of its device.
+  using Find = std::function<std::shared_ptr<FastStream>(Stream)>;
+  void setFind(Find find) { find_ = std::move(find); }
+
+ private:
+  struct Node {
+    size_t lane;
+    Op op;
+    size_t after_lane = 0;  // kWaitEvent: so many operations of this lane
+    size_t after_count = 0;
+  };
+
+  bool ended_ = false;
+  uint64_t number_;
+  std::shared_ptr<DeviceState> device_;
+  std::map<const FastStream*, size_t> lane_of_;
+  std::vector<size_t> counts_;  // of operations, by lane
+  std::vector<Node> nodes_;
+  Find find_;
+  std::vector<std::shared_ptr<FastStream>> streams_;  // by lane, from the first launch on
+};
+
+}  // namespace hdpcomm::sim

@@ -1,0 +1,199 @@
+#include "device/simulated/fast_stream.hpp"
+
+#include <cerrno>
+#include <system_error>
+
+namespace hdpcomm::sim {
+namespace {
+
+constexpr size_t kShortBytes = 32768;
+
+void pulse(uint32_t* word) { storeWord(word, loadWord(word) + 1); }
+
+}  // namespace
+
+bool Point::done() const { return stream == nullptr || stream->completed() >= ticket; }
+
+FastStream::~FastStream() {
+  if (thread_.joinable()) thread_.detach();  // it has ended, or is this one
+}
+
+bool FastStream::shortNow(const FastOp& item) const {
+  switch (item.op.kind) {
+    case OpKind::kWaitEvent:
+      return item.point.done();
+    case OpKind::kWaitValue:
+      return reached(loadWord(item.op.flag.flag), item.op.flag.value);
+    case OpKind::kKernel:
+      return item.op.kernel.waits.empty() && item.op.cost() <= kShortBytes;
+    default:
+      return item.op.cost() <= kShortBytes;
+  }
+}
+
+void FastStream::ensureThread() {
+  if (thread_.joinable()) return;
+  // Relaxed: a number, which orders nothing.
+  if (device_->threads_left.fetch_sub(1, std::memory_order_relaxed) <= 0) {
+    throw std::system_error(EAGAIN, std::generic_category(), "no thread for a stream");
+  }
+  thread_ = std::thread([self = shared_from_this()] { self->run(); });
+}
+
+void FastStream::submit(FastOp item) {
+  std::unique_lock lock(mutex_);
+  const bool at_once = !busy_ && queue_.empty() && shortNow(item);
+  if (!at_once) ensureThread();  // may throw, and then nothing has happened
+  submitted_.fetch_add(1, std::memory_order_relaxed);
+  if (at_once) {
+    busy_ = true;
+    lock.unlock();
+    perform(item);
+    complete();
+    lock.lock();
+    busy_ = false;
+    if (queue_.empty()) return;
+  } else {
+    queue_.push(std::move(item));
+  }
+  pulse(&work_pulse_);
+}
+
+void FastStream::run() {
+  for (;;) {
+    FastOp item;
+    {
+      std::unique_lock lock(mutex_);
+      if (busy_ || queue_.empty()) {
+        if (queue_.empty() && !busy_ && closing_) break;
+        const uint32_t seen = loadWord(&work_pulse_);
+        lock.unlock();
+        waitFor(
+            &work_pulse_, [&] { return loadWord(&work_pulse_) != seen; }, [] { return true; },
+            std::chrono::seconds(60));
+        continue;
+      }
+      busy_ = true;
+      item = std::move(queue_.front());
+      queue_.pop();
+      if (item.op.kind == OpKind::kWaitEvent || item.op.kind == OpKind::kWaitValue) {
+        current_ = item.op;
+      }
+    }
+    perform(item);
+    complete();
+    const std::lock_guard lock(mutex_);
+    busy_ = false;
+    current_.reset();
+  }
+  // Release: the reaper joins at once.
+  ended_.store(true, std::memory_order_release);
+}
+
+bool FastStream::awaitFlag(const FlagValue& flag) const {
+  return waitFor(
+      flag.flag, [&] { return reached(loadWord(flag.flag), flag.value); },
+      [this] { return !device_->stop.load(); });
+}
+
+void FastStream::perform(FastOp& item) {
+  Op& op = item.op;
+  // A device that failed does nothing any more, as a CUDA context after a fault.
+  if (device_->faulty.load(std::memory_order_acquire) || device_->stop.load()) return;
+  switch (op.kind) {
+    case OpKind::kCopy:
+      if (op.bytes > 0) std::memcpy(op.dst, op.src, op.bytes);
+      return;
+    case OpKind::kFill:
+      if (op.bytes > 0) std::memset(op.dst, op.byte, op.bytes);
+      return;
+    case OpKind::kWriteValue:
+      return storeWord(op.flag.flag, op.flag.value);
+    case OpKind::kWaitValue:
+      awaitFlag(op.flag);
+      return;
+    case OpKind::kWaitEvent:
+      item.point.stream->waitCompleted(item.point.ticket, [this] { return !device_->stop.load(); });
+      return;
+    case OpKind::kKernel:
+      return performKernel(op.kernel);
+    case OpKind::kRecord:
+      return;
+  }
+}
+
+void FastStream::performKernel(KernelLaunch& kernel) {
+  for (const FlagValue& flag : kernel.waits) {
+    if (!awaitFlag(flag)) return;
+  }
+  try {
+    kernel.cpu();
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(device_->mutex);
+    if (!device_->fault) {
+      device_->fault = Error(ErrorKind::kDevice,
+                             std::string("kernel ") + kernel.name + " failed: " + error.what());
+    }
+    device_->faulty.store(true, std::memory_order_release);
+  }
+  kernel.cpu = nullptr;  // what it held is dropped before anybody hears of its end
+  if (device_->faulty.load(std::memory_order_relaxed)) return;
+  for (const FlagValue& flag : kernel.signals) storeWord(flag.flag, flag.value);
+}
+
+void FastStream::complete() {
+  // Release: what the operation wrote is before its count. seq_cst with waiters_: either this
+  // thread sees the waiter, or the waiter sees the count before it sleeps.
+  completed_.fetch_add(1, std::memory_order_seq_cst);
+  if (waiters_.load(std::memory_order_seq_cst) > 0) pulse(&done_pulse_);
+}
+
+bool FastStream::waitCompleted(uint64_t ticket, const std::function<bool()>& go_on) {
+  if (completed() >= ticket) return true;
+  waiters_.fetch_add(1, std::memory_order_seq_cst);
+  struct Leave {
+    std::atomic<int>& waiters;
+    ~Leave() { waiters.fetch_sub(1, std::memory_order_seq_cst); }
+  } leave{waiters_};
+  return waitFor(
+      &done_pulse_, [&] { return completed_.load(std::memory_order_seq_cst) >= ticket; }, go_on);
+}
+
+void FastStream::close() {
+  const std::lock_guard lock(mutex_);
+  closing_ = true;
+  if (thread_.joinable()) {
+    pulse(&work_pulse_);
+  } else {
+    ended_.store(true, std::memory_order_release);
+  }
+}
+
+void FastStream::join() {
+  std::thread thread;
+  {
+    const std::lock_guard lock(mutex_);
+    // The device may be destroyed by its own operation, on this thread.
+    if (!thread_.joinable() || thread_.get_id() == std::this_thread::get_id()) return;
+    thread = std::move(thread_);
+  }
+  thread.join();
+}
+
+std::string FastStream::standing() {
+  const std::lock_guard lock(mutex_);
+  std::string text;
+  if (!current_) {
+    text = std::to_string(submitted() - completed()) + " operations are not done";
+  } else if (current_->kind == OpKind::kWaitEvent) {
+    text = "it stands at wait(event), called at " + placeOf(current_->site);
+  } else {
+    const FlagValue& flag = current_->flag;
+    text = "it stands at waitValue(" + hexOf(flag.flag) + ", >= " + std::to_string(flag.value) +
+           "), called at " + placeOf(current_->site) + "; the flag holds " +
+           std::to_string(loadWord(flag.flag));
+  }
+  return text;
+}
+
+}  // namespace hdpcomm::sim

@@ -1,0 +1,87 @@
+// A stream of SimDevice's fast mode: a queue and a thread that runs it.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "base/ring_queue.hpp"
+#include "device/simulated/op.hpp"
+#include "device/simulated/wait.hpp"
+
+namespace hdpcomm::sim {
+
+class FastStream;
+
+// The end of everything that a stream had been given at some moment.
+struct Point {
+  std::shared_ptr<FastStream> stream;  // null: done
+  uint64_t ticket = 0;
+  bool done() const;
+};
+
+// What the streams of a device share.
+struct DeviceState {
+  std::atomic<bool> stop{false};  // the device is being destroyed: nothing waits any more
+  std::mutex mutex;
+  std::optional<Error> fault;  // the first one of a kernel
+  std::atomic<bool> faulty{false};
+  std::atomic<int64_t> threads_left{INT64_MAX};  // for tests: how many more streams get one
+};
+
+struct FastOp {
+  Op op;
+  Point point;  // kWaitEvent
+};
+
+// Made by make_shared: its thread holds it.
+class FastStream : public std::enable_shared_from_this<FastStream> {
+ public:
+  explicit FastStream(std::shared_ptr<DeviceState> device) : device_(std::move(device)) {}
+  ~FastStream();
+  FastStream(const FastStream&) = delete;
+  FastStream& operator=(const FastStream&) = delete;
+
+  // Runs the operation at once when nothing is before it and it is short, else queues it: a wake of
+  // the thread costs more than a short copy.
+  void submit(FastOp item);
+  uint64_t submitted() const { return submitted_.load(std::memory_order_relaxed); }
+  // Acquire: who sees the count sees what these operations wrote.
+  uint64_t completed() const { return completed_.load(std::memory_order_acquire); }
+  // False when go_on() said so before the ticket was reached.
+  bool waitCompleted(uint64_t ticket, const std::function<bool()>& go_on);
+  // The thread ends when the queue is empty; join waits for that.
+  void close();
+  void join();
+  bool threadEnded() const { return ended_.load(std::memory_order_acquire); }
+  // Where it stands: "waitValue(0x7f.., >= 3), called at a.cpp:7, ...".
+  std::string standing();
+
+ private:
+  bool shortNow(const FastOp& item) const;
+  void ensureThread();
+  void run();
+  void perform(FastOp& item);
+  void performKernel(KernelLaunch& kernel);
+  bool awaitFlag(const FlagValue& flag) const;
+  void complete();
+
+  std::shared_ptr<DeviceState> device_;
+  std::mutex mutex_;  // queue_, busy_, closing_, current_, thread_
+  RingQueue<FastOp> queue_;
+  bool busy_ = false;  // somebody performs an operation
+  bool closing_ = false;
+  std::optional<Op> current_;  // the wait that the thread stands at
+  std::thread thread_;
+  std::atomic<uint64_t> submitted_{0};
+  std::atomic<uint64_t> completed_{0};
+  std::atomic<int> waiters_{0};
+  std::atomic<bool> ended_{false};
+  uint32_t work_pulse_ = 0;  // changes when the thread has something to do
+  uint32_t done_pulse_ = 0;  // changes after completed_
+};
+
+}  // namespace hdpcomm::sim

@@ -1,0 +1,28 @@
+#include "device/simulated/memory_device.hpp"
+
+#include <atomic>
+#include <string>
+
+#include "base/error.hpp"
+
+namespace hdpcomm::sim {
+
+uintptr_t newHandle() {
+  static std::atomic<uintptr_t> next{0x1000};
+  // Relaxed: only different numbers are needed. One space for all devices, so that a handle of
+  // another device is found out.
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
+
+void throwUnknown(const char* what, uintptr_t handle) {
+  throwInvalidUsage(std::string("this device has no ") + what + " " + std::to_string(handle) +
+                    ": it was destroyed, or belongs to another device");
+}
+
+SimMemoryDevice::SimMemoryDevice(int ordinal) : ordinal_(ordinal) {
+  if (ordinal < 0) {
+    throwInvalidUsage("a device's number is 0 or more, not " + std::to_string(ordinal));
+  }
+}
+
+}  // namespace hdpcomm::sim

@@ -1,0 +1,123 @@
+// One check: the record, and the machine that runs operations in an order of the seed's.
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "base/fd.hpp"
+#include "device/simulated/op.hpp"
+#include "device/simulated/sim_check.hpp"
+#include "device/simulated/trace.hpp"
+
+namespace hdpcomm::sim {
+
+// Operations run on the host threads that wait for devices, one at a time under one lock. The seed
+// draws how (three ways, see kLazy) and which of the operations that could run is next. A
+// copy runs in pieces, with its destination spoilt from its beginning to its end. Thread-safe.
+class Session {
+ public:
+  explicit Session(uint64_t seed);
+
+  static std::shared_ptr<Session> current();  // null: no check runs
+  static void begin(const std::shared_ptr<Session>& session);
+  void end();
+
+  void enterRank(int rank);
+  void leaveRank();
+
+  int addStream(int device);
+  // Puts the operation at the end of the stream.
+  void submit(int stream, Op op);
+  NodeId record(int stream, NodeId previous, Site site);
+  void waitEvent(int stream, NodeId record, Site site);
+  // Looks at an event (record) or at the end of a stream.
+  bool query(NodeId record);
+  void synchronizeEvent(NodeId record, double timeout_s, const DeviceApi::InterruptCheck& check,
+                        Site site);
+  void synchronizeStream(int stream, double timeout_s, const DeviceApi::InterruptCheck& check,
+                         Site site);
+
+  void allocated(void* memory, size_t bytes, Site site);
+  void freed(Mapping mapping, size_t bytes, Site site);
+  // Keeps what a destroyed device left behind: operations that use it may still run.
+  void bury(std::vector<Mapping> mappings);
+  void touched(NodeKind kind, const void* data, size_t bytes, Site site);
+  void storeFlag(uint32_t* flag, uint32_t value, Site site);
+  uint32_t loadFlag(const uint32_t* flag, Site site);
+  void ordered(NodeKind kind, uint64_t key);
+
+  void checkEnded();
+  // After the end.
+  const Trace& trace() const { return trace_; }
+  uint64_t seed() const { return seed_; }
+
+ private:
+  // kLazy: only what the waiting host needs, as late as it can be. kRandom: anything, now and then.
+  // kEager: everything as soon as it can be.
+  enum class Mode : uint8_t { kLazy, kRandom, kEager };
+  struct Waiter {
+    double timeout_s = 0;
+    std::vector<int64_t> key;  // of its host
+    NodeId target = kNoNode;
+    bool expired = false;
+  };
+  struct StreamState {
+    size_t next = 0;           // of the entity's nodes
+    size_t pieces = 0;         // of the copy that has begun
+    std::vector<size_t> left;  // those to come, in the order of their making from the back
+  };
+
+  // All with the lock held.
+  Node& at(NodeId id) { return trace_.nodes[static_cast<size_t>(id)]; }
+  const Node& at(NodeId id) const { return trace_.nodes[static_cast<size_t>(id)]; }
+  bool executed(NodeId id) const;
+  void checkRunning() const;
+  int addEntity(std::string name, std::vector<int64_t> key);
+  int host();
+  NodeId append(int entity, Node node);
+  NodeId appendHost(Node node);
+  void submitFlag(int stream, NodeKind kind, const FlagValue& flag, bool of_kernel, Op op);
+  void knowFlag(const uint32_t* flag);
+  void lookAtFlags(NodeId id);
+  bool enabled(int stream) const;
+  void step(int stream);
+  bool copyPiece(StreamState& state, const Op& op);  // true: that was the last one
+  void execute(NodeId id, Op& op);
+  std::optional<int> choose(NodeId wanted);
+  bool stepFor(NodeId wanted);
+  void stepSome();
+  void await(NodeId target, NodeId waiting, double timeout_s,
+             const DeviceApi::InterruptCheck& check, std::unique_lock<std::mutex>& lock);
+  bool everybodyWaits() const;
+  void expireOne();
+  std::string standing(NodeId target) const;
+
+  const uint64_t seed_;
+  const Mode mode_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::mt19937_64 random_;
+  bool running_ = true;
+  std::optional<Error> fault_;  // of a kernel
+  Trace trace_;
+  std::map<NodeId, Op> ops_;  // not run yet
+  std::map<int, StreamState> streams_;
+  std::map<int, int> streams_of_device_;
+  std::map<std::thread::id, int> hosts_;
+  std::map<int, int> hosts_of_ranks_;
+  std::set<int> ranks_;  // hosts of the ranks that have entered and not left
+  std::vector<Waiter*> waiters_;
+  std::map<const uint32_t*, NodeId> writers_;  // the last one of each flag
+  std::map<uint64_t, NodeId> releases_;        // the last one of each key
+  uint64_t steps_ = 0;
+  std::vector<Mapping> graveyard_;  // freed blocks: mapped till the end, so that addresses differ
+};
+
+}  // namespace hdpcomm::sim

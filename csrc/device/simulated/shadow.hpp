@@ -1,0 +1,67 @@
+// Who touched which bytes, for the replay of a check.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "device/simulated/trace.hpp"
+
+namespace hdpcomm::sim {
+
+enum class AccessKind : uint8_t { kRead, kWrite, kFlagRead, kFlagWrite, kFree };
+
+struct Access {
+  NodeId node = kNoNode;
+  AccessKind kind = AccessKind::kRead;
+};
+
+// Keeps for every byte the accesses that a later one may conflict with. Where there are many, one
+// is dropped when a later one that is ordered after it conflicts with everything that it conflicts
+// with: whatever is not ordered with the dropped one is not ordered with the later one either, so a
+// program that has a race is never taken for one that has none, whatever the order of the replay.
+class Shadow {
+ public:
+  // Is `earlier`, which was replayed before, ordered before `later`?
+  using Ordered = std::function<bool(NodeId earlier, NodeId later)>;
+  struct Conflict {
+    Access earlier;
+    const std::byte* begin = nullptr;
+    const std::byte* end = nullptr;
+  };
+  struct Bytes {
+    const std::byte* begin = nullptr;
+    const std::byte* end = nullptr;
+  };
+
+  explicit Shadow(Ordered ordered) : ordered_(std::move(ordered)) {}
+  // New memory: nothing has touched it.
+  void allocate(const MemoryRange& range);
+  // Memory that is gone: every later access is a use after free.
+  void free(const MemoryRange& range, NodeId node);
+  // Adds an access, and returns what it conflicts with.
+  std::vector<Conflict> access(const MemoryRange& range, const Access& access);
+  // Which of these bytes, of memory that was allocated here, has no write that is before the node?
+  std::vector<Bytes> unwritten(const MemoryRange& range, NodeId node);
+
+ private:
+  struct Segment {
+    const std::byte* end = nullptr;
+    bool allocated = false;
+    bool freed = false;
+    std::vector<NodeId> first_writes;  // no write is before one of these
+    std::vector<Access> accesses;
+  };
+  using Segments = std::map<const std::byte*, Segment>;
+
+  void split(const std::byte* at);
+  // The segments of exactly these bytes, made where there are none.
+  std::pair<Segments::iterator, Segments::iterator> cover(const std::byte* begin,
+                                                          const std::byte* end);
+  void add(Segment& segment, const Access& access) const;
+
+  Ordered ordered_;
+  Segments segments_;
+};
+
+}  // namespace hdpcomm::sim

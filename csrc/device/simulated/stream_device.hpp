@@ -1,0 +1,94 @@
+// What both modes of SimDevice do alike with streams and events.
+#pragma once
+
+#include <map>
+#include <mutex>
+
+#include "device/simulated/memory_device.hpp"
+#include "device/simulated/op.hpp"
+
+namespace hdpcomm::sim {
+
+// `StreamState` is what the handle of a stream stands for, `Mark` the last record of an event; a
+// default-made one was never recorded.
+template <typename StreamState, typename Mark>
+class SimStreamDevice : public SimMemoryDevice {
+ public:
+  Event createEvent() override {
+    checkFault();
+    const std::lock_guard lock(mutex_);
+    const Event event{newHandle()};
+    events_.emplace(event.handle, Mark{});
+    return event;
+  }
+
+  void destroyEvent(Event event) override {
+    find(event);
+    const std::lock_guard lock(mutex_);
+    events_.erase(event.handle);
+  }
+
+  void copy(void* dst, const void* src, size_t bytes, Stream stream, Site site) override {
+    submit(Op::copy(dst, src, bytes, site), stream);
+  }
+  void fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site site) override {
+    submit(Op::fill(dst, value, bytes, site), stream);
+  }
+  void writeValue(Stream stream, uint32_t* flag, uint32_t value, Site site) override {
+    submit(Op::write(flag, value, site), stream);
+  }
+  void waitValue(Stream stream, uint32_t* flag, uint32_t value, Site site) override {
+    submit(Op::wait(flag, value, site), stream);
+  }
+  void launch(KernelLaunch kernel, Stream stream, Site site) override {
+    submit(Op::launch(std::move(kernel), site), stream);
+  }
+
+ protected:
+  explicit SimStreamDevice(int ordinal) : SimMemoryDevice(ordinal) {}
+
+  // Throws what the device has reported, if it has.
+  virtual void checkFault() const {}
+  virtual void submit(Op op, Stream stream) = 0;
+
+  StreamState find(Stream stream) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(stream.handle);
+    if (found == streams_.end()) throwUnknown("stream", stream.handle);
+    return found->second;
+  }
+
+  Mark find(Event event) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = events_.find(event.handle);
+    if (found == events_.end()) throwUnknown("event", event.handle);
+    return found->second;
+  }
+
+  Stream add(StreamState state) {
+    const std::lock_guard lock(mutex_);
+    const Stream stream{newHandle()};
+    streams_.emplace(stream.handle, std::move(state));
+    return stream;
+  }
+
+  // What the stream stood for.
+  StreamState remove(Stream stream) {
+    if (stream == Stream{}) throwDefaultStream();
+    StreamState state = find(stream);
+    const std::lock_guard lock(mutex_);
+    streams_.erase(stream.handle);
+    return state;
+  }
+
+  void mark(Event event, Mark point) {
+    const std::lock_guard lock(mutex_);
+    events_[event.handle] = std::move(point);
+  }
+
+  mutable std::mutex mutex_;  // the two below
+  std::map<uintptr_t, StreamState> streams_;
+  std::map<uintptr_t, Mark> events_;
+};
+
+}  // namespace hdpcomm::sim

@@ -1,0 +1,60 @@
+// Element-wise reductions of two buffers, and division by a number.
+//
+// The CPU and the CUDA launchers share reduce_elem.hpp and give the same bits (NaN payloads apart).
+// 16-bit floats are computed in fp32 and rounded once. Sizes are int64; buffers may lie at any
+// multiple of their element's size, aligned with each other or not.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/call.hpp"
+
+namespace hdpcomm {
+
+// out[i] = a[i] op b[i] on host memory. avg sums; scaleFunction() divides at the end. On bool, sum
+// and max are "or", prod and min are "and". Throws InvalidUsage for a combination that does not
+// exist (avg of integers).
+ReduceFn reduceFunction(DType dtype, RedOp op);
+
+// data[i] = data[i] / divisor on host memory; floating types only.
+using ScaleFn = void (*)(void* data, size_t count, double divisor);
+ScaleFn scaleFunction(DType dtype);
+
+namespace kernels {
+
+// out[i] = a[i] op b[i]; out may be a or b, and overlaps neither otherwise.
+struct ReduceArgs {
+  void* out = nullptr;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  int64_t count = 0;
+  DType dtype = DType::kFloat32;
+  RedOp op = RedOp::kSum;
+};
+
+void reduceCpu(const ReduceArgs& args);
+// Enqueues on `stream` (a cudaStream_t). Throws InvalidUsage or, when the launch fails,
+// DeviceError.
+void reduceCuda(const ReduceArgs& args, void* stream);
+
+// data[i] = data[i] / divisor; floating types only.
+struct ScaleArgs {
+  void* data = nullptr;
+  int64_t count = 0;
+  double divisor = 1.0;
+  DType dtype = DType::kFloat32;
+};
+
+void scaleCpu(const ScaleArgs& args);
+void scaleCuda(const ScaleArgs& args, void* stream);
+
+// Shared by the launchers: InvalidUsage for what does not exist or a pointer that no element can
+// begin at.
+void checkReduce(const ReduceArgs& args);
+void checkScale(const ScaleArgs& args);
+void checkCount(const char* kernel, int64_t count);
+void checkElementAddress(const char* kernel, const void* address, DType dtype);
+
+}  // namespace kernels
+}  // namespace hdpcomm

@@ -1,0 +1,112 @@
+// The maths of softmax cross-entropy in fp32, element by element.
+//
+// A row of logits x and its label t have the loss log(sum(exp(x))) - x_t and the gradient
+// softmax(x)_j - [j == t]. The sum is kept online: (max, sum of exp(x - max)).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/host_device.hpp"
+#include "kernels/numeric_elem.hpp"
+
+namespace hdpcomm::kernels {
+
+// e^x for x <= 0 (-inf gives 0, NaN stays), to 2 units in the last place; results under 2^-126
+// become 0. One instruction on a GPU after the scaling; on the CPU a polynomial without branches,
+// so that loops vectorise.
+HDP_HOST_DEVICE float expNegative(float x) {
+  constexpr float kLog2E = 1.44269504f;
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2E));
+  return result;
+#else
+  constexpr float kLowest = -87.33654f;  // ln(2^-126)
+  const float clamped = x < kLowest ? kLowest : x;
+  // Adding 1.5 * 2^23 rounds to an integer, which is then found in the low bits.
+  constexpr float kShift = 12582912.0f;
+  const float shifted = clamped * kLog2E + kShift;
+  const float n = shifted - kShift;
+  // ln 2 in two parts (Cody and Waite); the first has few bits, so n times it is exact.
+  const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  // Taylor series of e^r on |r| <= ln(2) / 2 up to r^7 / 5040: the rest is below 6e-9.
+  float p = 1.0f / 5040.0f;
+  p = p * r + 1.0f / 720.0f;
+  p = p * r + 1.0f / 120.0f;
+  p = p * r + 1.0f / 24.0f;
+  p = p * r + 1.0f / 6.0f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const float power = detail::floatFromBits((detail::bitsOf(shifted) + 127u) << 23);  // 2^n
+  return x < kLowest ? 0.0f : p * power;
+#endif
+}
+
+// Part of a row's sum of exponentials.
+struct OnlineSum {
+  float max = -INFINITY;
+  float sum = 0.0f;  // of exp(x - max)
+};
+
+// The value to subtract before the exponential: the maximum, or 0 where nothing finite was seen
+// (-inf - -inf would be NaN; so exp(-inf - 0) = 0 counts nothing).
+HDP_HOST_DEVICE float offsetOf(float max) { return max == -INFINITY ? 0.0f : max; }
+
+HDP_HOST_DEVICE float larger(float a, float b) { return b > a ? b : a; }
+
+HDP_HOST_DEVICE OnlineSum joinSums(OnlineSum a, OnlineSum b) {
+  const float max = larger(a.max, b.max);
+  const float offset = offsetOf(max);
+  return {max, a.sum * expNegative(a.max - offset) + b.sum * expNegative(b.max - offset)};
+}
+
+// What the gradients of a token's logits have in common. `scale` is what its loss is multiplied
+// with.
+struct TokenScale {
+  float max;
+  float share;  // scale / sum: times exp(x - max) it is scale times the softmax
+  float scale;
+};
+
+HDP_HOST_DEVICE TokenScale scaleOf(OnlineSum row, float scale) {
+  return {row.max, scale / row.sum, scale};
+}
+
+HDP_HOST_DEVICE float softmaxGradient(float logit, TokenScale token, bool is_label) {
+  return token.share * expNegative(logit - token.max) - (is_label ? token.scale : 0.0f);
+}
+
+struct TokenLoss {
+  OnlineSum row;  // over the whole vocabulary
+  float loss;     // log(sum of exp(x)) - the label's logit
+};
+
+// From stats [shards, 3, tokens] (cross_entropy.hpp), in the order of the shards. The maximum and
+// the logarithm of the sum stay apart: added up, they would round a small loss of large logits
+// away.
+HDP_HOST_DEVICE TokenLoss lossOfToken(const float* stats, int64_t shards, int64_t tokens,
+                                      int64_t token) {
+  OnlineSum row;
+  float logit = 0.0f;
+  for (int64_t s = 0; s < shards; ++s) {
+    const float* of_shard = stats + 3 * s * tokens + token;
+    row = joinSums(row, {of_shard[0], of_shard[tokens]});
+    logit += of_shard[2 * tokens];
+  }
+  return {row, (row.max - logit) + logf(row.sum)};
+}
+
+// What a label asks for.
+enum class LabelKind : uint8_t { kIgnored, kHere, kElsewhere, kInvalid };
+
+// Column `label` of `total`, of which the columns first ... first + count - 1 are here.
+HDP_HOST_DEVICE LabelKind labelKind(int64_t label, int64_t ignored, int64_t first, int64_t count,
+                                    int64_t total) {
+  if (label == ignored) return LabelKind::kIgnored;
+  if (label < 0 || label >= total) return LabelKind::kInvalid;
+  return label >= first && label < first + count ? LabelKind::kHere : LabelKind::kElsewhere;
+}
+
+}  // namespace hdpcomm::kernels

@@ -1,0 +1,89 @@
+// The plan of one step: micro-batches in one global order. Each rank runs its own in that order.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "planner/cost_model.hpp"
+
+namespace hdpcomm::planner {
+
+struct MicroBatch {
+  std::vector<int32_t> ranks;      // in ring order
+  std::vector<int32_t> sequences;  // positions in the given lengths
+  double offload = 0;
+  double seconds = 0;
+  double start = 0;  // while solving: the wished start, which gives the order; then the real one
+};
+
+struct Plan {
+  std::vector<MicroBatch> micro_batches;  // in the global order
+  double makespan = 0;
+  double idle_share = 0;  // of ranks x makespan
+};
+
+// Options that only some policies read.
+struct PolicyOptions {
+  int64_t context = 0;    // static: longest sequence that the mesh is made for; 0: of this batch
+  int context_ranks = 0;  // static: size of the context-parallel groups; 0: the smallest that fits
+};
+
+class Problem {
+ public:
+  // Raises InvalidUsage for a length below 1 and for a sequence that the cluster cannot hold.
+  Problem(std::vector<int64_t> lengths, const CostModel& cost);
+
+  const std::vector<int64_t>& lengths() const noexcept { return lengths_; }
+  const CostModel& cost() const noexcept { return cost_; }
+  int ranks() const noexcept { return cost_.cluster().ranks; }
+  int count() const noexcept { return static_cast<int>(lengths_.size()); }
+  int minRanks(int sequence) const noexcept { return min_ranks_[sequence]; }
+  // Positions by falling length, equal ones by position.
+  std::vector<int32_t> byLength() const;
+
+ private:
+  std::vector<int64_t> lengths_;
+  std::vector<int32_t> min_ranks_;
+  CostModel cost_;
+};
+
+// A time that no plan can beat, whatever it packs together and however many ranks it takes.
+double lowerBound(const Problem& problem);
+
+Plan planStatic(const Problem& problem, const PolicyOptions& options);
+Plan planNaive(const Problem& problem);
+Plan planBalanced(const Problem& problem, double lower_bound);
+Plan planPipeline(const Problem& problem, double lower_bound);
+Plan planPow2(const Problem& problem);
+
+// Improves a plan of few micro-batches by local search; never makes it longer.
+Plan refine(const Problem& problem, Plan plan, double lower_bound);
+
+// --- shared by the policies ----------------------------------------------------------------------
+
+// Orders the ranks of a group so that, over groups of any size on neighbouring ranks, a rank has at
+// most four peers: even places upwards, then odd places downwards. No link closes the ring at a
+// long distance.
+std::vector<int32_t> ringOrder(std::vector<int32_t> sorted_ranks);
+std::vector<int32_t> ringOrder(int first, int count);
+
+bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
+
+// Sets seconds and offload from the sequences and the ranks.
+void price(const Problem& problem, MicroBatch& batch);
+
+// Packs sequences into bins of at most `capacity` tokens, each into the fullest one with room.
+// `sequences` are positions in `lengths`, by falling length.
+std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& lengths,
+                                              const std::vector<int32_t>& sequences,
+                                              int64_t capacity);
+
+// Runs the micro-batches in the order given: each starts when the last of its ranks is free, and
+// passes the pipeline's stages one after the other. Fills start, makespan and idle_share.
+void runTimeline(const Problem& problem, Plan& plan);
+
+// Sorts by start (equal ones stay in place), prices and runs the timeline.
+Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches);
+
+}  // namespace hdpcomm::planner

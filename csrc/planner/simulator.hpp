@@ -1,0 +1,36 @@
+// Discrete-event simulation of one step: every rank has the compute streams of its pipeline stages
+// and two copy streams to and from host memory.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/plan.hpp"
+
+namespace hdpcomm::planner {
+
+struct Span {
+  int32_t micro_batch = 0;
+  int32_t stage = 0;
+  bool backward = false;
+  double start = 0;
+  double end = 0;
+};
+
+struct SimulatedStep {
+  std::vector<Span> spans;          // by start
+  std::vector<double> busy;         // by rank: seconds of compute, summed over its stages
+  std::vector<double> exposed;      // by rank: seconds in which a ring waits for KV
+  std::vector<double> stalled;      // by rank: seconds in which compute waits for host copies
+  std::vector<double> end;          // by rank: when its last backward pass ends
+  std::vector<double> peak_tokens;  // by rank: most tokens on the device at once, offloaded share
+                                    // taken off, on the worst stage
+  double makespan = 0;
+};
+
+// Runs the plan's micro-batches: a group's forward and backward passes wait for all of its ranks. A
+// stage runs a backward pass when one is possible (1F1B), else the next forward pass by index while
+// fewer than (stages - stage) micro-batches are in flight.
+SimulatedStep simulate(const Problem& problem, const Plan& plan);
+
+}  // namespace hdpcomm::planner

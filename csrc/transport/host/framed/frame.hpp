@@ -1,0 +1,77 @@
+// The head of a frame. Both ends run the same build of the core (the magic says which layout), so
+// plain structs travel.
+#pragma once
+
+#include <cstring>
+
+#include "transport/host/framed/frame_link.hpp"
+
+namespace hdpcomm::framed {
+
+inline constexpr uint32_t kMagic = 0x6864'6601;  // the last byte is the layout's version
+
+enum class Kind : uint8_t {
+  kData,      // a piece of a message
+  kAccepted,  // the receiver took message `index`, whose sender had asked to be told
+  kRejected,  // the receiver called something else: `call`, `bytes` are its own
+  kFailure,   // the sender gave up an operation: its sends up to `number`, its receives up to
+              // `other`, as the flags say (failures.hpp)
+  kCredit,    // carries `consumed` and nothing else
+  kPing,
+  kPong,
+  kGoodbye,  // the last frame; the text says why
+};
+
+inline constexpr uint32_t kConfirm = 1;  // kData: kAccepted is wanted
+
+struct Header {
+  uint32_t magic = kMagic;
+  Kind kind = Kind::kData;
+  uint8_t detail = 0;     // kFailure: ErrorKind
+  int16_t cause = -1;     // kFailure: the rank that the error concerns
+  uint64_t consumed = 0;  // window units that this rank has consumed of the peer's messages
+  uint64_t index = 0;     // of the message on its ordered pair
+  uint64_t bytes = 0;     // of the whole message
+  uint64_t offset = 0;    // of this piece
+  uint32_t piece = 0;     // bytes of payload (kFailure, kGoodbye: of text) in this frame
+  uint32_t flags = 0;
+  uint32_t number = 0;
+  uint32_t other = 0;
+  Call call;
+};
+static_assert(sizeof(Header) == 80);
+
+inline constexpr size_t kInlineBytes = kFrameHeadBytes - sizeof(Header);
+inline constexpr size_t kTextBytes = 768;
+// A send up to this size ends when its pieces are with the link, a larger one (or one that asks for
+// it) when the receiver has accepted it: a rank does not run far ahead of one that gave up.
+inline constexpr size_t kEagerBytes = 128 * 1024;
+// A pair may have this many units under way that the receiver has not consumed: bounds what waits
+// in its memory. A piece counts its bytes and kPieceUnits.
+inline constexpr uint64_t kWindow = 8 * kFrameBulkBytes;
+inline constexpr uint64_t kPieceUnits = 64;
+inline constexpr size_t kOutboxFrames = 4;  // pieces that wait for the carrier
+
+inline Header readHeader(const Frame& frame) {
+  Header header;
+  std::memcpy(&header, frame.head(), sizeof header);
+  return header;
+}
+
+inline void writeHeader(Frame& frame, const Header& header) {
+  std::memcpy(frame.head(), &header, sizeof header);
+}
+
+inline std::byte* payload(Frame& frame) {
+  return frame.bulkBytes() > 0 ? frame.bulk() : frame.head() + sizeof(Header);
+}
+
+inline FramePtr makeFrame(const Header& header, const void* data) {
+  auto frame = std::make_shared<Frame>();
+  if (header.piece > kInlineBytes) frame->allocate(header.piece);
+  writeHeader(*frame, header);
+  if (data != nullptr && header.piece > 0) std::memcpy(payload(*frame), data, header.piece);
+  return frame;
+}
+
+}  // namespace hdpcomm::framed

@@ -1,0 +1,181 @@
+// The receiving half: matching, copies and reductions out of frames, and failure notices.
+#include <algorithm>
+#include <cstring>
+
+#include "transport/host/framed/framed_transport.hpp"
+
+namespace hdpcomm::framed {
+namespace {
+
+std::string textOf(Frame& frame, const Header& header) {
+  return std::string(reinterpret_cast<const char*>(payload(frame)), header.piece);
+}
+
+}  // namespace
+
+void FramedTransport::route(Peer& peer, FramePtr frame) {
+  const Header header = readHeader(*frame);
+  peer.credited_units = std::max(peer.credited_units, header.consumed);
+  switch (header.kind) {
+    case Kind::kData:
+    case Kind::kFailure:
+      peer.used = true;
+      peer.incoming.push(std::move(frame));
+      drain(peer);
+      return;
+    case Kind::kAccepted:
+      endAccepted(peer, header);
+      return;
+    case Kind::kRejected:
+      endRejected(peer, header);
+      return;
+    case Kind::kGoodbye:
+      peer.gone = true;
+      peer.farewell = textOf(*frame, header);
+      return;
+    case Kind::kCredit:
+    case Kind::kPing:
+    case Kind::kPong:
+      return;
+  }
+}
+
+void FramedTransport::endAccepted(Peer& peer, const Header& header) {
+  peer.inflight.filter([&](const Outgoing& out) {
+    if (out.index != header.index) return true;
+    --out.request.completion->pending;
+    return false;
+  });
+}
+
+void FramedTransport::endRejected(Peer& peer, const Header& header) {
+  const auto end = [&](const Outgoing& out) {
+    if (out.notice || !out.started || out.index != header.index) return true;
+    Completion& completion = *out.request.completion;
+    --completion.pending;
+    if (!completion.failure) {
+      completion.failure =
+          mismatchError({rank(), out.request.call, out.request.bytes},
+                        {peer.rank, header.call, static_cast<size_t>(header.bytes)}, true);
+    }
+    return false;
+  };
+  peer.inflight.filter(end);
+  peer.queue.filter(end);
+}
+
+// Counts a piece as taken, and tells the sender now and then.
+void FramedTransport::consume(Peer& peer, const Header& header) {
+  peer.consumed_units += header.piece + kPieceUnits;
+  if (peer.consumed_units - peer.told_units < kWindow / 4) return;
+  Header credit;
+  credit.kind = Kind::kCredit;
+  control(peer, credit);
+}
+
+// Takes pieces while there are receives for them, and the notices among them.
+void FramedTransport::drain(Peer& peer) {
+  while (!peer.incoming.empty()) {
+    const FramePtr frame = peer.incoming.front();
+    const Header header = readHeader(*frame);
+    if (header.kind == Kind::kFailure) {
+      peer.incoming.pop();
+      peer.failures.hear(noticeIn(peer, *frame), peer.recvs, peer.inflight, peer.queue);
+    } else if (deliver(peer, *frame, header)) {
+      peer.incoming.pop();
+    } else {
+      return;
+    }
+  }
+}
+
+// False: the piece cannot be taken now.
+bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
+  if (peer.refused && header.index <= *peer.refused) {
+    consume(peer, header);
+    return true;
+  }
+  if (peer.recvs.empty()) return false;
+  RecvRequest& request = peer.recvs.front();
+  const auto ahead = static_cast<int32_t>(header.number - request.number);
+  if (ahead < 0) {  // of an operation that this rank gave up
+    consume(peer, header);
+    return true;
+  }
+  if (request.completion->failure) return false;  // its owner is about to cancel it
+  if (ahead > 0 || header.call != request.call || header.bytes != request.bytes) {
+    reject(peer, header, request);
+    return true;
+  }
+  request.store(header.offset, payload(frame), header.piece);
+  consume(peer, header);
+  if (header.offset + header.piece < header.bytes) return true;
+  ++stats_.messages_received;
+  stats_.bytes_received += header.bytes;
+  if ((header.flags & kConfirm) != 0) {
+    Header accepted;
+    accepted.kind = Kind::kAccepted;
+    accepted.index = header.index;
+    control(peer, accepted);
+  }
+  --request.completion->pending;
+  peer.recvs.pop();
+  return true;
+}
+
+// The receiver's call goes back, so that the sender can name both sides.
+void FramedTransport::reject(Peer& peer, const Header& header, const RecvRequest& request) {
+  request.completion->failure =
+      mismatchError({rank(), request.call, request.bytes},
+                    {peer.rank, header.call, static_cast<size_t>(header.bytes)}, false);
+  Header rejected;
+  rejected.kind = Kind::kRejected;
+  rejected.index = header.index;
+  rejected.bytes = request.bytes;
+  rejected.call = request.call;
+  control(peer, rejected);
+  peer.refused = header.index;
+  consume(peer, header);
+}
+
+void FramedTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& call,
+                                       Completion* completion) {
+  Peer& peer = at(peer_rank);
+  if (!peer.recvs.empty() || completion->failure) return;
+  drain(peer);
+  Header header;
+  for (;;) {
+    if (peer.incoming.empty()) return;
+    header = readHeader(*peer.incoming.front());
+    if (header.kind == Kind::kFailure || !peer.failures.gaveUp(header.number)) break;
+    consume(peer, header);  // of an operation that this rank gave up
+    peer.incoming.pop();
+  }
+  if (header.kind == Kind::kFailure || !upTo(header.number, number)) return;
+  RecvRequest request;
+  request.call = call;
+  request.completion = completion;
+  reject(peer, header, request);
+  peer.incoming.pop();
+}
+
+Notice FramedTransport::noticeIn(const Peer& peer, Frame& frame) const {
+  const Header header = readHeader(frame);
+  const GiveUp ours = endsHere(header.flags, header.number, header.other);
+  return noticeFrom(peer.rank, rank(), static_cast<ErrorKind>(header.detail), textOf(frame, header),
+                    header.cause, ours);
+}
+
+// The notice of this very operation among what was not taken yet.
+std::optional<Notice> FramedTransport::noticeAhead(Peer& peer, std::optional<uint32_t> send_number,
+                                                   std::optional<uint32_t> recv_number) const {
+  for (size_t i = 0; i < peer.incoming.size(); ++i) {
+    Frame& frame = *peer.incoming[i];
+    if (readHeader(frame).kind != Kind::kFailure) continue;
+    Notice notice = noticeIn(peer, frame);
+    if (notice.concerns(send_number, recv_number)) return notice;
+  }
+  return std::nullopt;
+}
+
+}  // namespace hdpcomm::framed

@@ -1,0 +1,241 @@
+#include "transport/host/framed/framed_transport.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/env.hpp"
+
+namespace hdpcomm {
+namespace framed {
+namespace {
+
+bool wantsAnswer(const SendRequest& request) {
+  return request.confirm || request.bytes > kEagerBytes;
+}
+
+}  // namespace
+
+FramedTransport::FramedTransport(std::shared_ptr<FrameLink> link, std::string name)
+    : link_(std::move(link)), name_(std::move(name)), silence_s_(Env::get().silence_s) {
+  peers_.resize(static_cast<size_t>(link_->size()));
+  for (int i = 0; i < link_->size(); ++i) at(i).rank = i;
+}
+
+FramedTransport::~FramedTransport() { close("the communicator was destroyed"); }
+
+void FramedTransport::activate(Peer& peer) {
+  if (peer.in_active_list) return;
+  peer.in_active_list = true;
+  active_.push_back(peer.rank);
+}
+
+void FramedTransport::control(Peer& peer, Header header, const std::string& text) {
+  header.consumed = peer.told_units = peer.consumed_units;
+  header.piece = static_cast<uint32_t>(std::min(text.size(), kTextBytes));
+  link_->post(peer.rank, makeFrame(header, text.data()));
+}
+
+void FramedTransport::postSend(const SendRequest& request) {
+  Peer& peer = at(request.peer);
+  if (peer.failures.refuses(request)) return;
+  ++request.completion->pending;
+  Outgoing out;
+  out.request = request;
+  peer.queue.push(std::move(out));
+  activate(peer);
+  push(peer);
+}
+
+void FramedTransport::postRecv(const RecvRequest& request) {
+  Peer& peer = at(request.peer);
+  if (peer.failures.refuses(request)) return;
+  ++request.completion->pending;
+  peer.recvs.push(request);
+  activate(peer);
+}
+
+void FramedTransport::push(Peer& peer) {
+  while (!peer.queue.empty() && pushPiece(peer, peer.queue.front())) {
+    Outgoing& out = peer.queue.front();
+    if (!out.notice) {
+      if (out.offset < out.request.bytes) continue;
+      ++stats_.messages_sent;
+      stats_.bytes_sent += out.request.bytes;
+      peer.used = true;
+      if (wantsAnswer(out.request)) {
+        peer.inflight.push(std::move(out));
+      } else {
+        --out.request.completion->pending;
+      }
+    }
+    peer.queue.pop();
+  }
+}
+
+// One frame of the message to the link; false: there is no room now.
+bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
+  if (!link_->hasRoom(peer.rank)) return false;
+  if (out.notice) {
+    const OwnNotice& notice = *out.notice;
+    Header header;
+    header.kind = Kind::kFailure;
+    header.detail = static_cast<uint8_t>(notice.kind);
+    header.cause = notice.cause;
+    header.flags = notice.flags();
+    header.number = notice.ends.sends.value_or(0);
+    header.other = notice.ends.recvs.value_or(0);
+    control(peer, header, notice.text);
+    return true;
+  }
+  const SendRequest& request = out.request;
+  const size_t piece = std::min(kFrameBulkBytes, request.bytes - out.offset);
+  const uint64_t units = piece + kPieceUnits;
+  if (peer.sent_units + units - peer.credited_units > kWindow) return false;
+  if (!std::exchange(out.started, true)) out.index = peer.next_index++;
+  Header header;
+  header.consumed = peer.told_units = peer.consumed_units;
+  header.index = out.index;
+  header.bytes = request.bytes;
+  header.offset = out.offset;
+  header.piece = static_cast<uint32_t>(piece);
+  header.flags = wantsAnswer(request) ? kConfirm : 0;
+  header.number = request.number;
+  header.call = request.call;
+  link_->post(peer.rank,
+              makeFrame(header, static_cast<const std::byte*>(request.data) + out.offset));
+  peer.sent_units += units;
+  out.offset += piece;
+  return true;
+}
+
+// Its looks are dear anyway, so it does not keep count.
+bool FramedTransport::progress() {
+  do {
+    arrivals_.clear();
+    link_->collect(arrivals_);
+    for (FrameLink::Arrival& arrival : arrivals_) route(at(arrival.peer), std::move(arrival.frame));
+    for (size_t i = 0; i < active_.size();) {
+      Peer& peer = at(active_[i]);
+      drain(peer);
+      push(peer);
+      if (peer.active()) {
+        ++i;
+      } else {
+        peer.in_active_list = false;
+        active_[i] = active_.back();
+        active_.pop_back();
+      }
+    }
+  } while (!arrivals_.empty());  // frames to this rank itself arrive while it pushes
+  return true;
+}
+
+void FramedTransport::cancel(const Completion* completion) {
+  for (const int rank : active_) {
+    Peer& peer = at(rank);
+    const auto keep = [&](const Outgoing& out) { return out.request.completion != completion; };
+    peer.queue.filter(keep);
+    peer.inflight.filter(keep);
+    peer.recvs.filter([&](const RecvRequest& request) { return request.completion != completion; });
+  }
+}
+
+std::vector<int> FramedTransport::awaited(const Completion* completion) {
+  std::vector<int> ranks;
+  for (const int rank : active_) {
+    if (holdsRequestOf(at(rank), completion)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+void FramedTransport::notifyFailure(int peer_rank, const Error& error,
+                                    std::optional<uint32_t> send_number,
+                                    std::optional<uint32_t> recv_number) {
+  Peer& peer = at(peer_rank);
+  Outgoing out;
+  out.notice = peer.failures.giveUp(error, {send_number, recv_number});
+  queueNotice(peer.queue, std::move(out), send_number);
+  activate(peer);
+  push(peer);
+}
+
+std::optional<Error> FramedTransport::goneError(const Peer& peer, bool awaited) {
+  const std::string waited =
+      awaited ? " while rank " + std::to_string(rank()) + " waited for it" : std::string();
+  std::string what;
+  if (peer.gone) {
+    what = " closed its communicator" + waited +
+           (peer.farewell.empty() ? "" : "; its last words: " + peer.farewell);
+  } else if (const std::string loss = link_->lossOf(peer.rank); !loss.empty()) {
+    what = " was lost" + waited + ": " + loss +
+           " (its process or its host died, or the network between them)";
+  } else if (const double silent = link_->silence(peer.rank); silent > silence_s_) {
+    what = " gave no sign of life for " + std::to_string(silent) + " s" + waited +
+           ": its host is cut off or its process is stopped (HDPCOMM_SILENCE_S)";
+  } else {
+    return std::nullopt;
+  }
+  return Error(ErrorKind::kPeerLost, "rank " + std::to_string(peer.rank) + what,
+               {.rank = rank(), .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+}
+
+std::optional<Error> FramedTransport::departure(int peer) {
+  return peer == rank() ? std::nullopt : goneError(at(peer), false);
+}
+
+void FramedTransport::checkPeers() {
+  for (const int rank : active_) {
+    Peer& peer = at(rank);
+    const auto gone = goneError(peer);
+    if (!gone) continue;
+    drain(peer);  // what the peer sent before it went is still valid
+    peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
+  }
+}
+
+std::optional<Error> FramedTransport::lost(int peer_rank, std::optional<uint32_t> send_number,
+                                           std::optional<uint32_t> recv_number, bool needed) {
+  Peer& peer = at(peer_rank);
+  const auto gone = needed ? goneError(peer) : std::nullopt;
+  drain(peer);
+  return peer.failures.lost(send_number, recv_number, needed, gone,
+                            [&] { return noticeAhead(peer, send_number, recv_number); });
+}
+
+std::function<void()> FramedTransport::waker() {
+  return [link = link_] { link->wake(); };
+}
+
+TransportStats FramedTransport::stats() const {
+  TransportStats stats = stats_;
+  stats.remote_bytes_sent = stats.bytes_sent;
+  stats.remote_bytes_received = stats.bytes_received;
+  stats.peers_used = static_cast<int>(
+      std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.used; }));
+  return stats;
+}
+
+void FramedTransport::close(const std::string& reason) noexcept {
+  if (std::exchange(closed_, true)) return;
+  try {
+    Header header;
+    header.kind = Kind::kGoodbye;
+    for (Peer& peer : peers_) {
+      if (peer.rank == rank()) continue;
+      push(peer);
+      control(peer, header, reason);
+    }
+    link_->close();
+  } catch (const std::exception&) {
+    link_->close();  // out of memory: the peers see the connection end
+  }
+}
+
+}  // namespace framed
+
+std::unique_ptr<Transport> makeFramedTransport(std::shared_ptr<FrameLink> link,
+                                               const std::string& name) {
+  return std::make_unique<framed::FramedTransport>(std::move(link), name);
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,115 @@
+// Messages over a FrameLink: the rules of transport.hpp where no memory is shared.
+//
+// Only this class, under the World's lock, touches requests and their buffers; the link's threads
+// touch frames. So a cancelled request is forgotten here and its buffers are free at once, whatever
+// the carrier still holds: pieces of it that arrive later are dropped by their number.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/ring_queue.hpp"
+#include "transport/host/framed/frame.hpp"
+#include "transport/host/pair_failures.hpp"
+
+namespace hdpcomm::framed {
+
+// A message, or a notice of a failure, on its way out.
+struct Outgoing {
+  SendRequest request;
+  uint64_t index = 0;
+  size_t offset = 0;  // bytes handed to the link
+  bool started = false;
+  std::optional<OwnNotice> notice;
+
+  bool begun() const { return notice || started; }
+};
+
+struct Peer {
+  int rank = -1;
+  bool used = false;
+  bool in_active_list = false;
+  PairFailures failures;
+  std::string farewell;  // of the peer's goodbye
+  bool gone = false;     // the goodbye came
+
+  uint64_t next_index = 0;  // of the next message out
+  uint64_t sent_units = 0;
+  uint64_t credited_units = 0;  // as the peer told
+  uint64_t consumed_units = 0;
+  uint64_t told_units = 0;
+  std::optional<uint64_t> refused;  // the rest of this message is dropped
+
+  RingQueue<Outgoing> queue;
+  RingQueue<Outgoing> inflight;  // sent, and not yet accepted by the peer
+  RingQueue<RecvRequest> recvs;
+  RingQueue<FramePtr> incoming;  // data and notices that were not taken yet
+
+  bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
+};
+
+class FramedTransport final : public Transport {
+ public:
+  FramedTransport(std::shared_ptr<FrameLink> link, std::string name);
+  ~FramedTransport() override;
+
+  const char* name() const noexcept override { return name_.c_str(); }
+  int rank() const noexcept override { return link_->rank(); }
+  int size() const noexcept override { return link_->size(); }
+  uint32_t nextSendNumber(int peer) override { return at(peer).failures.nextSend(); }
+  uint32_t nextRecvNumber(int peer) override { return at(peer).failures.nextRecv(); }
+  void postSend(const SendRequest& request) override;
+  void postRecv(const RecvRequest& request) override;
+  bool progress() override;
+  void rejectUnexpected(int peer, uint32_t number, const Call& call,
+                        Completion* completion) override;
+  void cancel(const Completion* completion) override;
+  std::vector<int> awaited(const Completion* completion) override;
+  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+                     std::optional<uint32_t> recv_number) override;
+  std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
+                            std::optional<uint32_t> recv_number, bool needed) override;
+  void checkPeers() override;
+  std::optional<Error> departure(int peer) override;
+  uint32_t idleTicket() override { return link_->ticket(); }
+  void idle(uint32_t ticket, Clock::time_point until) override { link_->wait(ticket, until); }
+  std::function<void()> waker() override;
+  // The carrier's threads need the cores that a busy wait would take.
+  bool oversubscribed() const noexcept override { return true; }
+  TransportStats stats() const override;
+  void close(const std::string& reason) noexcept override;
+
+ private:
+  Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
+  void activate(Peer& peer);
+  void control(Peer& peer, Header header, const std::string& text = {});
+
+  // framed_transport.cpp
+  void push(Peer& peer);
+  bool pushPiece(Peer& peer, Outgoing& out);
+  std::optional<Error> goneError(const Peer& peer, bool awaited = true);
+
+  // framed_receive.cpp
+  void route(Peer& peer, FramePtr frame);
+  void endAccepted(Peer& peer, const Header& header);
+  void endRejected(Peer& peer, const Header& header);
+  void drain(Peer& peer);
+  bool deliver(Peer& peer, Frame& frame, const Header& header);
+  void reject(Peer& peer, const Header& header, const RecvRequest& request);
+  Notice noticeIn(const Peer& peer, Frame& frame) const;
+  std::optional<Notice> noticeAhead(Peer& peer, std::optional<uint32_t> send_number,
+                                    std::optional<uint32_t> recv_number) const;
+  void consume(Peer& peer, const Header& header);
+
+  std::shared_ptr<FrameLink> link_;
+  std::string name_;
+  std::vector<Peer> peers_;
+  std::vector<int> active_;  // peers with requests
+  std::vector<FrameLink::Arrival> arrivals_;
+  TransportStats stats_;
+  double silence_s_;
+  bool closed_ = false;
+};
+
+}  // namespace hdpcomm::framed

@@ -1,0 +1,126 @@
+#include "transport/host/shm/segment.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+
+#include "base/env.hpp"
+#include "base/error.hpp"
+
+namespace hdpcomm {
+namespace shm {
+
+Segment::Segment(Fd fd, Layout layout) : fd_(std::move(fd)), layout_(layout) {
+  void* address = ::mmap(nullptr, layout_.totalBytes(), PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_NORESERVE, fd_.get(), 0);
+  if (address == MAP_FAILED)
+    throwSystemError("mmap of the shared segment", __FILE__, __LINE__, errno);
+  mapping_ = Mapping(address, layout_.totalBytes());
+}
+
+std::string Segment::address() const {
+  if (fd_.get() < 0) throwInvalidUsage("the shared segment was released: its address is gone");
+  return std::to_string(::getpid()) + ":" + std::to_string(fd_.get());
+}
+
+namespace {
+
+constexpr size_t kPopulatedRanks = 64;  // the pages grow with its square: 32 MiB here
+
+}  // namespace
+
+void Segment::populate(int rank, const std::vector<int>& peers) const {
+#ifdef MADV_POPULATE_WRITE
+  if (peers.size() > kPopulatedRanks) return;
+  for (const int peer : peers) {
+    if (peer == rank) continue;
+    // Best effort: kernels before 5.14 do not know the advice, and the first message then pays the
+    // page fault.
+    ::madvise(&channel(rank, peer), (sizeof(Channel) + 4095) / 4096 * 4096, MADV_POPULATE_WRITE);
+    ::madvise(&channel(peer, rank), (sizeof(Channel) + 4095) / 4096 * 4096, MADV_POPULATE_WRITE);
+  }
+#else
+  (void)rank;
+  (void)peers;
+#endif
+}
+
+namespace {
+
+Layout layoutFor(int num_ranks) {
+  if (num_ranks < 1 || num_ranks > 4096) {
+    throwInvalidUsage("a shared-memory world has 1 to 4096 ranks, not " +
+                      std::to_string(num_ranks));
+  }
+  size_t payload = Env::get().payload_bytes / 4096 * 4096;
+  if (num_ranks > 256) payload = 65536;
+  return Layout{static_cast<uint32_t>(num_ranks), static_cast<uint32_t>(payload)};
+}
+
+}  // namespace
+}  // namespace shm
+
+std::shared_ptr<ShmSegment> createShmSegment(int num_ranks) {
+  const shm::Layout layout = shm::layoutFor(num_ranks);
+  Fd fd(HDP_SYS(::memfd_create("hdpcomm", MFD_CLOEXEC)));
+  HDP_SYS(::ftruncate(fd.get(), static_cast<off_t>(layout.totalBytes())));
+  auto segment = std::make_shared<shm::Segment>(std::move(fd), layout);
+  segment->header() = shm::Header{shm::kMagic, layout.num_ranks, layout.payload_bytes};
+  return segment;
+}
+
+std::shared_ptr<ShmSegment> openShmSegment(const std::string& address, int num_ranks) {
+  int pid = 0;
+  int remote_fd = 0;
+  if (std::sscanf(address.c_str(), "%d:%d", &pid, &remote_fd) != 2) {
+    throwInvalidUsage("'" + address + "' is not the address of a shared segment (pid:descriptor)");
+  }
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(remote_fd);
+  Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (fd.get() < 0) {
+    const int error = errno;
+    throw Error(
+        ErrorKind::kInternal,
+        "cannot open the shared segment of process " + std::to_string(pid) + " (" + path +
+            ", errno " + std::to_string(error) +
+            "): all ranks of the shm transport must run as the same user in one pid namespace");
+  }
+  // The creator decides on the payload size (its environment may differ from ours).
+  shm::Header header{};
+  if (::pread(fd.get(), &header, sizeof header, 0) != static_cast<ssize_t>(sizeof header) ||
+      header.magic != shm::kMagic) {
+    throwInvalidUsage(path + " is not a shared segment of this version of hdpcomm");
+  }
+  if (header.num_ranks != static_cast<uint32_t>(num_ranks)) {
+    throwInvalidUsage("the shared segment was made for " + std::to_string(header.num_ranks) +
+                      " ranks, this rank expects " + std::to_string(num_ranks) +
+                      ": start all ranks with the same world size");
+  }
+  return std::make_shared<shm::Segment>(std::move(fd),
+                                        shm::Layout{header.num_ranks, header.payload_bytes});
+}
+
+std::string hostIdentity() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat info{};
+  HDP_SYS(::stat("/proc/self/ns/pid", &info));
+  return boot + "/" + std::to_string(info.st_ino) + "/" + std::to_string(::getuid());
+}
+
+bool processVmReadvWorks() {
+  uint64_t source = 0x5eed;
+  uint64_t target = 0;
+  iovec local{&target, sizeof target};
+  iovec remote{&source, sizeof source};
+  return ::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == sizeof target &&
+         target == source;
+}
+
+bool memfdWorks() { return Fd(::memfd_create("hdpcomm-probe", MFD_CLOEXEC)).get() >= 0; }
+
+}  // namespace hdpcomm

@@ -1,0 +1,268 @@
+// The receiving half: matching, the copy or reduction straight from where the bytes lie, and
+// failure notices.
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/host/shm/shm_transport.hpp"
+
+namespace hdpcomm::shm {
+namespace {
+
+inline constexpr size_t kScratchBytes =
+    128 * 1024;  // fits the second-level cache beside the operands
+
+// Returns false when the memory cannot be read (errno is set).
+bool readProcess(int pid, std::byte* out, uint64_t address, size_t bytes) {
+  size_t done = 0;
+  while (done < bytes) {
+    iovec local{out + done, bytes - done};
+    iovec remote{reinterpret_cast<void*>(address + done), bytes - done};
+    const ssize_t got = ::process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;
+    done += static_cast<size_t>(got);
+  }
+  return true;
+}
+
+}  // namespace
+
+void ShmTransport::postRecv(const RecvRequest& request) {
+  Peer& peer = peers_[request.peer];
+  if (peer.failures.refuses(request)) return;
+  ++request.completion->pending;
+  peer.recvs.push(request);
+  activate(peer);
+}
+
+void ShmTransport::consume(Peer& peer, const Slot& slot) {
+  if (slot.kind == Kind::kEager || slot.kind == Kind::kFragment || slot.kind == Kind::kFailure) {
+    peer.payload_received = slot.at.address + (slot.at.fragment + 63) / 64 * 64;
+    peer.in->payload_consumed.store(peer.payload_received, std::memory_order_release);
+  }
+  ++peer.received;
+  peer.used = true;
+  // Release: our reads of slot and payload, and `state`, come before.
+  peer.in->consumed.store(peer.received, std::memory_order_release);
+  ring(*peer.control);
+}
+
+// The message with this index, if it is there.
+Slot* ShmTransport::published(const Peer& peer, uint64_t index) const {
+  Slot& slot = peer.in->slots[index % kSlots];
+  return slot.stamp.load(std::memory_order_acquire) == index + 1 ? &slot : nullptr;
+}
+
+// Takes messages while there are receives for them, and the failure notices among them.
+bool ShmTransport::drain(Peer& peer) {
+  const uint64_t before = peer.received;
+  while (Slot* slot = published(peer, peer.received)) {
+    if (slot->kind == Kind::kFailure) {
+      hearFailure(peer, *slot);
+      consume(peer, *slot);
+    } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
+      break;
+    }
+  }
+  return peer.received != before;
+}
+
+bool ShmTransport::deliver(Peer& peer, Slot& slot) {
+  RecvRequest& request = peer.recvs.front();
+  // The signed difference is right across the wrap of the numbers.
+  const auto ahead = static_cast<int32_t>(slot.number - request.number);
+  if (ahead < 0) {
+    drop(peer, slot);
+    return true;
+  }
+  if (request.completion->failure) return false;  // its owner is about to cancel it
+  if (ahead > 0 || slot.call != request.call || slot.bytes != request.bytes) {
+    reject(peer, slot, request);
+    return true;
+  }
+  switch (slot.kind) {
+    case Kind::kInline:
+      if (request.reduce == nullptr) {
+        copyInline(request.data, slot.inline_data, slot.bytes);
+      } else {
+        request.store(0, slot.inline_data, slot.bytes);
+      }
+      break;
+    case Kind::kEager:
+      request.store(0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
+                    slot.bytes);
+      break;
+    case Kind::kFragment:
+      request.store(peer.fragment_offset,
+                    peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
+                    slot.at.fragment);
+      peer.fragment_offset += slot.at.fragment;
+      if (peer.fragment_offset < slot.bytes) {
+        consume(peer, slot);
+        return true;
+      }
+      break;
+    case Kind::kDirect:
+    case Kind::kShared: {
+      SlotState posted = SlotState::kPosted;
+      if (!slot.state.compare_exchange_strong(posted, SlotState::kClaimed,
+                                              std::memory_order_acq_rel)) {
+        return takeRevoked(peer, slot, request);
+      }
+      if (!copyDirect(peer, slot, request)) {
+        slot.state.store(SlotState::kUnreadable, std::memory_order_relaxed);
+        consume(peer, slot);
+        return true;
+      }
+      break;
+    }
+    case Kind::kFailure:
+      break;  // handled by drain()
+  }
+  ++stats_.messages_received;
+  stats_.bytes_received += slot.bytes;
+  consume(peer, slot);
+  --request.completion->pending;
+  peer.fragment_offset = 0;
+  peer.recvs.pop();
+  return true;
+}
+
+// Where a message in the sender's heap lies in this process; null when the heap cannot be mapped.
+const std::byte* ShmTransport::sharedBytes(Peer& peer, const Slot& slot) {
+  if (!peer.heap.mapped()) {
+    const int descriptor = peer.control->heap_descriptor.load(std::memory_order_acquire);
+    try {
+      peer.heap = PeerHeap(peer.control->pid, descriptor);
+    } catch (const Error&) {
+      return nullptr;  // its memory can still be read by process_vm_readv, or that names the reason
+    }
+  }
+  return peer.heap.base() + (slot.at.address - peer.control->heap_base);
+}
+
+// One copy from the sender's memory; with a reduction in another process, in pieces that stay in
+// the cache.
+bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request) {
+  if (peer.same_process) {
+    request.store(0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
+    return true;
+  }
+  if (slot.kind == Kind::kShared) {
+    if (const std::byte* bytes = sharedBytes(peer, slot)) {
+      request.store(0, bytes, slot.bytes);
+      return true;
+    }
+  }
+  const int pid = peer.control->pid;
+  bool ok = true;
+  if (request.reduce == nullptr) {
+    ok = readProcess(pid, static_cast<std::byte*>(request.data), slot.at.address, slot.bytes);
+  } else {
+    if (scratch_.empty()) scratch_.resize(kScratchBytes);
+    for (size_t done = 0; ok && done < slot.bytes; done += kScratchBytes) {
+      const size_t bytes = std::min(kScratchBytes, slot.bytes - done);
+      ok = readProcess(pid, scratch_.data(), slot.at.address + done, bytes);
+      if (ok) request.store(done, scratch_.data(), bytes);
+    }
+  }
+  if (ok) return true;
+  const int error = errno;
+  const bool gone = error == ESRCH || !processAlive(*peer.control);
+  request.completion->failure = Error(
+      gone ? ErrorKind::kPeerLost : ErrorKind::kInternal,
+      gone ? "rank " + std::to_string(peer.rank) + " died while rank " + std::to_string(rank_) +
+                 " copied from its memory"
+           : "process_vm_readv from rank " + std::to_string(peer.rank) + " failed with " +
+                 std::strerror(error) +
+                 ": the sender's buffer was freed or protected while it was sent",
+      {.rank = rank_, .peer = peer.rank, .op = opName(request.call.op), .ranks = {}, .seq = -1});
+  return false;
+}
+
+// The receiver's call goes back in the slot, so that the sender can name both sides.
+void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
+  request.completion->failure =
+      mismatchError({rank_, request.call, request.bytes},
+                    {peer.rank, slot.call, static_cast<size_t>(slot.bytes)}, false);
+  SlotState posted = SlotState::kPosted;
+  if (slot.state.load(std::memory_order_acquire) == SlotState::kPosted) {
+    slot.call = request.call;
+    slot.bytes = request.bytes;
+    slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
+  }
+  consume(peer, slot);
+}
+
+// A message of an operation that this rank gave up.
+void ShmTransport::drop(Peer& peer, Slot& slot) {
+  SlotState posted = SlotState::kPosted;
+  slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
+  consume(peer, slot);
+}
+
+void ShmTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& call,
+                                    Completion* completion) {
+  Peer& peer = peers_[peer_rank];
+  if (!peer.recvs.empty() || completion->failure) return;
+  Slot* head = published(peer, peer.received);
+  while (head != nullptr && head->kind != Kind::kFailure && peer.failures.gaveUp(head->number)) {
+    drop(peer, *head);
+    head = published(peer, peer.received);
+  }
+  if (head == nullptr || head->kind == Kind::kFailure || !upTo(head->number, number)) return;
+  Slot& slot = *head;
+  RecvRequest request;
+  request.call = call;
+  request.completion = completion;
+  reject(peer, slot, request);
+}
+
+Notice ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
+  const std::string text(reinterpret_cast<const char*>(
+                             peer.in_payload + slot.at.address % segment_->layout().payload_bytes),
+                         slot.at.fragment);
+  const GiveUp ours = endsHere(static_cast<uint32_t>(slot.call.count), slot.number,
+                               static_cast<uint32_t>(slot.bytes));
+  return noticeFrom(peer.rank, rank_, static_cast<ErrorKind>(slot.detail), text, slot.call.root,
+                    ours);
+}
+
+void ShmTransport::hearFailure(Peer& peer, const Slot& slot) {
+  peer.failures.hear(noticeIn(peer, slot), peer.recvs, peer.inflight, peer.queue);
+}
+
+// The notice of this very operation, wherever it is on the channel.
+std::optional<Notice> ShmTransport::noticeAhead(const Peer& peer,
+                                                std::optional<uint32_t> send_number,
+                                                std::optional<uint32_t> recv_number) const {
+  for (uint64_t i = peer.received; i < peer.received + kSlots; ++i) {
+    const Slot* slot = published(peer, i);
+    if (slot == nullptr) break;
+    if (slot->kind != Kind::kFailure) continue;
+    Notice notice = noticeIn(peer, *slot);
+    if (notice.concerns(send_number, recv_number)) return notice;
+  }
+  return std::nullopt;
+}
+
+// The sender withdrew the message that this request waits for. Its notice says why, perhaps behind
+// messages of later operations, which must not be taken for this one's.
+bool ShmTransport::takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request) {
+  const auto notice = noticeAhead(peer, std::nullopt, request.number);
+  const bool full = published(peer, peer.received + kSlots - 1) != nullptr;
+  if (!notice && !full) return false;  // it is about to come
+  request.completion->failure =
+      notice ? notice->error
+             : Error(ErrorKind::kAborted,
+                     "rank " + std::to_string(peer.rank) + " gave up " + describe(slot.call) +
+                         " before rank " + std::to_string(rank_) + " had taken its message",
+                     {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+  consume(peer, slot);
+  return true;
+}
+
+}  // namespace hdpcomm::shm

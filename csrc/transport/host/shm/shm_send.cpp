@@ -1,0 +1,203 @@
+// The sending half: inline, eager, direct and chunked messages, and their completion.
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "transport/host/shm/shm_transport.hpp"
+
+namespace hdpcomm::shm {
+
+void ShmTransport::postSend(const SendRequest& request) {
+  Peer& peer = peers_[request.peer];
+  if (peer.failures.refuses(request)) return;
+  ++request.completion->pending;
+  if (peer.queue.empty() && !needsFragments(peer, request) && pushMessage(peer, request)) return;
+  PendingSend send;
+  send.request = request;
+  if (!peer.queue.empty() || !tryPush(peer, send)) {
+    peer.queue.push(std::move(send));
+    activate(peer);
+  }
+}
+
+Slot* ShmTransport::claimSlot(Peer& peer) {
+  if (peer.sent - peer.consumed_seen >= kSlots) {
+    completeInflight(
+        peer);  // refreshes consumed_seen, and reads the states of slots before they are reused
+    if (peer.sent - peer.consumed_seen >= kSlots) return nullptr;
+  }
+  return &peer.out->slots[peer.sent % kSlots];
+}
+
+// Contiguous room in the payload ring, or null. A piece that would wrap starts again at the ring's
+// beginning.
+std::byte* ShmTransport::claimPayload(Peer& peer, size_t bytes, uint64_t* offset) {
+  const uint64_t capacity = segment_->layout().payload_bytes;
+  const uint64_t rounded = (bytes + 63) / 64 * 64;
+  uint64_t start = peer.payload_sent;
+  if (start % capacity + rounded > capacity) start += capacity - start % capacity;
+  if (start + rounded - peer.payload_taken_seen > capacity) {
+    peer.payload_taken_seen = peer.out->payload_consumed.load(std::memory_order_acquire);
+    if (start + rounded - peer.payload_taken_seen > capacity) return nullptr;
+  }
+  *offset = start;
+  peer.payload_sent = start + rounded;
+  return peer.out_payload + start % capacity;
+}
+
+void ShmTransport::publish(Peer& peer, Slot& slot) {
+  slot.state.store(SlotState::kPosted, std::memory_order_relaxed);
+  slot.stamp.store(peer.sent + 1, std::memory_order_release);
+  ++peer.sent;
+  peer.used = true;
+  ring(*peer.control);
+}
+
+bool ShmTransport::inSharedHeap(const Peer& peer, const SendRequest& request) const {
+  return heap_ && !peer.same_process && heap_->contains(request.data, request.bytes);
+}
+
+bool ShmTransport::needsFragments(const Peer& peer, const SendRequest& request) const {
+  return request.bytes > eager_bytes_ && !inSharedHeap(peer, request) &&
+         peer.out->direct_allowed.load(std::memory_order_relaxed) == 0;
+}
+
+// True when the whole message is on the channel (or its request has ended).
+bool ShmTransport::tryPush(Peer& peer, PendingSend& send) {
+  if (send.kind == Kind::kFailure) return pushFailure(peer, send);
+  if (send.kind != Kind::kFragment && !needsFragments(peer, send.request)) {
+    return pushMessage(peer, send.request);
+  }
+  send.kind = Kind::kFragment;
+  return pushFragments(peer, send);
+}
+
+bool ShmTransport::pushMessage(Peer& peer, const SendRequest& request) {
+  const bool direct = request.bytes > eager_bytes_;
+  Slot* slot = claimSlot(peer);
+  if (slot == nullptr) return false;
+  if (direct) {
+    slot->kind = inSharedHeap(peer, request) ? Kind::kShared : Kind::kDirect;
+    slot->at.address = reinterpret_cast<uint64_t>(request.data);
+  } else if (request.bytes <= kInlineBytes) {
+    slot->kind = Kind::kInline;
+    copyInline(slot->inline_data, request.data, request.bytes);
+  } else {
+    uint64_t offset = 0;
+    std::byte* payload = claimPayload(peer, request.bytes, &offset);
+    if (payload == nullptr) return false;
+    std::memcpy(payload, request.data, request.bytes);
+    slot->kind = Kind::kEager;
+    slot->at.address = offset;
+    slot->at.fragment = request.bytes;
+  }
+  slot->call = request.call;
+  slot->bytes = request.bytes;
+  slot->number = request.number;
+  publish(peer, *slot);
+  ++stats_.messages_sent;
+  stats_.bytes_sent += request.bytes;
+  if (direct || request.confirm) {
+    peer.inflight.push({peer.sent - 1, request});
+    activate(peer);
+  } else {
+    --request.completion->pending;
+  }
+  return true;
+}
+
+bool ShmTransport::pushFragments(Peer& peer, PendingSend& send) {
+  const SendRequest& request = send.request;
+  while (send.offset < request.bytes) {
+    const size_t bytes = std::min(kFragmentBytes, request.bytes - send.offset);
+    Slot* slot = claimSlot(peer);
+    if (slot == nullptr) return false;
+    uint64_t offset = 0;
+    std::byte* payload = claimPayload(peer, bytes, &offset);
+    if (payload == nullptr) return false;
+    std::memcpy(payload, static_cast<const std::byte*>(request.data) + send.offset, bytes);
+    slot->kind = Kind::kFragment;
+    slot->at.address = offset;
+    slot->at.fragment = bytes;
+    slot->call = request.call;
+    slot->bytes = request.bytes;
+    slot->number = request.number;
+    publish(peer, *slot);
+    send.offset += bytes;
+  }
+  ++stats_.messages_sent;
+  stats_.bytes_sent += request.bytes;
+  peer.inflight.push({peer.sent - 1, request});
+  activate(peer);
+  return true;
+}
+
+bool ShmTransport::pushFailure(Peer& peer, PendingSend& send) {
+  Slot* slot = claimSlot(peer);
+  if (slot == nullptr) return false;
+  const OwnNotice& notice = send.notice;
+  const size_t bytes = std::min(notice.text.size(), kFailureText);
+  uint64_t offset = 0;
+  std::byte* payload = claimPayload(peer, bytes, &offset);
+  if (payload == nullptr) return false;
+  std::memcpy(payload, notice.text.data(), bytes);
+  slot->kind = Kind::kFailure;
+  slot->detail = static_cast<uint8_t>(notice.kind);
+  slot->bytes = notice.ends.recvs.value_or(0);
+  slot->number = notice.ends.sends.value_or(0);
+  slot->call = Call{};
+  slot->call.root = notice.cause;
+  slot->call.count = notice.flags();
+  slot->at.address = offset;
+  slot->at.fragment = bytes;
+  publish(peer, *slot);
+  return true;
+}
+
+// Ends the requests whose messages the receiver has taken, or fails them where it rejected one.
+void ShmTransport::completeInflight(Peer& peer) {
+  // Acquire: sees the state that the receiver stored before it counted the message as consumed.
+  peer.consumed_seen = peer.out->consumed.load(std::memory_order_acquire);
+  while (!peer.inflight.empty() && peer.inflight.front().index < peer.consumed_seen) {
+    const Slot& slot = peer.out->slots[peer.inflight.front().index % kSlots];
+    // A receiver that gave the operation up told so before it dropped the message: hear it first.
+    if (slot.state.load(std::memory_order_relaxed) == SlotState::kRejected) drain(peer);
+    const Inflight inflight = peer.inflight.front();
+    peer.inflight.pop();
+    Completion& completion = *inflight.request.completion;
+    --completion.pending;
+    if (completion.failure) continue;
+    const SlotState state = slot.state.load(std::memory_order_relaxed);
+    if (state == SlotState::kRejected) {
+      completion.failure =
+          mismatchError({rank_, inflight.request.call, inflight.request.bytes},
+                        {peer.rank, slot.call, static_cast<size_t>(slot.bytes)}, true);
+    } else if (state == SlotState::kUnreadable) {
+      completion.failure =
+          Error(ErrorKind::kInternal,
+                "rank " + std::to_string(peer.rank) + " could not read the buffer that rank " +
+                    std::to_string(rank_) + " sent in " + describe(inflight.request.call) +
+                    ": it was freed or protected while it was sent",
+                {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+    }
+  }
+}
+
+// Makes sure that the receiver does not (any more) read the sender's memory.
+void ShmTransport::withdraw(Peer& peer, const Inflight& inflight) {
+  Slot& slot = peer.out->slots[inflight.index % kSlots];
+  if (slot.kind != Kind::kDirect && slot.kind != Kind::kShared) return;
+  SlotState expected = SlotState::kPosted;
+  if (slot.state.compare_exchange_strong(expected, SlotState::kRevoked,
+                                         std::memory_order_acq_rel)) {
+    return;
+  }
+  // Claimed: the copy is under way and ends soon, or its rank dies.
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
+  while (peer.out->consumed.load(std::memory_order_acquire) <= inflight.index) {
+    if (!processAlive(*peer.control) || Clock::now() > deadline) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+}  // namespace hdpcomm::shm

@@ -1,0 +1,272 @@
+#include "transport/host/shm/shm_transport.hpp"
+
+#include <linux/futex.h>
+#include <linux/membarrier.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <numeric>
+
+#include "base/env.hpp"
+#include "base/process.hpp"
+
+namespace hdpcomm {
+namespace shm {
+namespace {
+
+// The others read it to learn whether the kernel lets them read this process's memory.
+const uint64_t kProbeWord = kMagic;
+
+void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
+  timespec time{timeout.count() / 1'000'000'000, timeout.count() % 1'000'000'000};
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, expected, &time, nullptr, 0);
+}
+
+void futexWakeAll(std::atomic<uint32_t>& word) {
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
+            0);
+}
+
+long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command, 0, 0); }
+
+}  // namespace
+
+ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vector<int> members)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      members_(std::move(members)),
+      eager_bytes_(Env::get().eager_bytes) {
+  const int num_ranks = size();
+  if (rank < 0 || rank >= num_ranks) {
+    throwInvalidUsage("rank " + std::to_string(rank) + " is not in a world of " +
+                      std::to_string(num_ranks) + " ranks");
+  }
+  eager_bytes_ = std::min<size_t>(eager_bytes_, segment_->layout().payload_bytes / 4);
+  if (members_.empty()) {
+    members_.resize(static_cast<size_t>(num_ranks));
+    std::iota(members_.begin(), members_.end(), 0);
+  }
+  peers_.resize(num_ranks);
+  for (int i = 0; i < num_ranks; ++i) {
+    Peer& peer = peers_[i];
+    peer.rank = i;
+    peer.control = &segment_->control(i);
+    peer.out = &segment_->channel(rank, i);
+    peer.in = &segment_->channel(i, rank);
+    peer.out_payload = segment_->payload(rank, i);
+    peer.in_payload = segment_->payload(i, rank);
+  }
+  Control& own = segment_->control(rank);
+  if (own.state.load(std::memory_order_acquire) != RankState::kAbsent) {
+    throwInvalidUsage("rank " + std::to_string(rank) +
+                      " has joined this world before: ranks must differ");
+  }
+  segment_->populate(rank, members_);
+  own.pid = ::getpid();
+  own.start_time = processInfo(own.pid).start_time;
+  own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
+  own.heap_descriptor.store(-1, std::memory_order_relaxed);
+  barriers_ = membarrier(MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED) == 0;
+  own.barrier_by_sleeper.store(barriers_ ? 1 : 0, std::memory_order_relaxed);
+  own.state.store(RankState::kReady, std::memory_order_release);
+}
+
+ShmTransport::~ShmTransport() { close("the communicator was destroyed"); }
+
+bool ShmTransport::progress() {
+  bool moved = false;
+  for (size_t i = 0; i < active_.size();) {
+    Peer& peer = peers_[active_[i]];
+    if (!peer.active()) {  // since the last look, and still: most soon are again
+      peer.in_active_list = false;
+      active_[i] = active_.back();
+      active_.pop_back();
+      continue;
+    }
+    if (!peer.inflight.empty() &&
+        peer.out->consumed.load(std::memory_order_relaxed) != peer.consumed_seen) {
+      completeInflight(peer);
+      moved = true;
+    }
+    moved |= drain(peer);
+    while (!peer.queue.empty() && tryPush(peer, peer.queue.front())) {
+      peer.queue.pop();
+      moved = true;
+    }
+    ++i;
+  }
+  return moved;
+}
+
+void ShmTransport::cancel(const Completion* completion) {
+  for (const int rank : active_) {
+    Peer& peer = peers_[rank];
+    peer.queue.filter(
+        [&](const PendingSend& send) { return send.request.completion != completion; });
+    peer.inflight.filter([&](const Inflight& inflight) {
+      if (inflight.request.completion != completion) return true;
+      withdraw(peer, inflight);
+      return false;
+    });
+    if (!peer.recvs.empty() && peer.recvs.front().completion == completion)
+      peer.fragment_offset = 0;
+    peer.recvs.filter([&](const RecvRequest& request) { return request.completion != completion; });
+  }
+}
+
+std::vector<int> ShmTransport::awaited(const Completion* completion) {
+  std::vector<int> ranks;
+  for (const int rank : active_) {
+    if (holdsRequestOf(peers_[rank], completion)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+void ShmTransport::notifyFailure(int peer_rank, const Error& error,
+                                 std::optional<uint32_t> send_number,
+                                 std::optional<uint32_t> recv_number) {
+  Peer& peer = peers_[peer_rank];
+  PendingSend send;
+  send.kind = Kind::kFailure;
+  send.notice = peer.failures.giveUp(error, {send_number, recv_number});
+  if (!peer.queue.empty() || !tryPush(peer, send)) {
+    queueNotice(peer.queue, std::move(send), send_number);
+    activate(peer);
+  }
+}
+
+bool ShmTransport::processAlive(const Control& control) const {
+  if (control.pid == segment_->control(rank_).pid) return true;
+  return hdpcomm::processAlive(control.pid, control.start_time);
+}
+
+std::string ShmTransport::lastWords(const Control& control) const {
+  if (control.reason_ready.load(std::memory_order_acquire) == 0) return "";
+  return std::string("; its last words: ") +
+         std::string(control.reason, ::strnlen(control.reason, kFailureText));
+}
+
+std::optional<Error> ShmTransport::goneError(const Peer& peer, bool awaited) const {
+  const RankState state = peer.control->state.load(std::memory_order_acquire);
+  const bool closed = state == RankState::kClosed || state == RankState::kLate;
+  if (!closed && processAlive(*peer.control)) return std::nullopt;
+  const std::string who = "rank " + std::to_string(peer.rank) +
+                          (closed ? " closed its communicator"
+                                  : " died (process " + std::to_string(peer.control->pid) + ")");
+  const std::string when =
+      awaited ? " while rank " + std::to_string(rank_) + " waited for it" : std::string();
+  return Error(ErrorKind::kPeerLost, who + when + lastWords(*peer.control),
+               {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+}
+
+std::optional<Error> ShmTransport::departure(int peer) {
+  return peer == rank_ ? std::nullopt : goneError(peers_[peer], false);
+}
+
+void ShmTransport::checkPeers() {
+  for (const int rank : active_) {
+    Peer& peer = peers_[rank];
+    const auto gone = goneError(peer);
+    if (!gone) continue;
+    // What the peer sent before it went is still valid.
+    completeInflight(peer);
+    drain(peer);
+    peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
+  }
+}
+
+std::optional<Error> ShmTransport::lost(int peer_rank, std::optional<uint32_t> send_number,
+                                        std::optional<uint32_t> recv_number, bool needed) {
+  Peer& peer = peers_[peer_rank];
+  const auto gone = needed ? goneError(peer) : std::nullopt;
+  drain(peer);
+  return peer.failures.lost(send_number, recv_number, needed, gone,
+                            [&] { return noticeAhead(peer, send_number, recv_number); });
+}
+
+void ShmTransport::ring(Control& control) {
+  // Our publication comes before the look at `sleepers`, and a sleeper's registration before its
+  // last look at the channels (idleTicket), so that one of the two sees the other. A fence here
+  // would stall every message until its cache line has come; where the kernel allows it, the
+  // sleeper makes this core pass one instead (membarrier), and only the compiler is held back.
+  if (barriers_ && control.barrier_by_sleeper.load(std::memory_order_relaxed) != 0) {
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  } else {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+  if (control.sleepers.load(std::memory_order_relaxed) == 0) return;
+  control.doorbell.fetch_add(1, std::memory_order_release);
+  futexWakeAll(control.doorbell);
+}
+
+uint32_t ShmTransport::idleTicket() {
+  Control& own = segment_->control(rank_);
+  own.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t ticket = own.doorbell.load(std::memory_order_acquire);
+  if (barriers_) membarrier(MEMBARRIER_CMD_GLOBAL_EXPEDITED);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return ticket;
+}
+
+void ShmTransport::idle(uint32_t ticket, Clock::time_point until) {
+  Control& own = segment_->control(rank_);
+  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now());
+  if (left.count() > 0) futexWait(own.doorbell, ticket, left);
+  own.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+std::function<void()> ShmTransport::waker() {
+  return [segment = segment_, rank = rank_] {
+    // As in ring(): the caller's event comes before the look at `sleepers`.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    Control& own = segment->control(rank);
+    if (own.sleepers.load(std::memory_order_relaxed) == 0) return;
+    own.doorbell.fetch_add(1, std::memory_order_release);
+    futexWakeAll(own.doorbell);
+  };
+}
+
+std::shared_ptr<std::byte> ShmTransport::allocate(size_t bytes) {
+  if (!heap_) {
+    heap_ = Heap::create();
+    Control& own = segment_->control(rank_);
+    own.heap_base = reinterpret_cast<uint64_t>(heap_->base());
+    own.heap_descriptor.store(heap_->descriptor(), std::memory_order_release);
+  }
+  return heap_->allocate(bytes);
+}
+
+TransportStats ShmTransport::stats() const {
+  TransportStats stats = stats_;
+  stats.peers_used = static_cast<int>(
+      std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.used; }));
+  return stats;
+}
+
+void ShmTransport::close(const std::string& reason) noexcept {
+  if (closed_) return;
+  closed_ = true;
+  Control& own = segment_->control(rank_);
+  if (own.pid != ::getpid()) return;  // a forked child: the rank is its parent
+  if (!reason.empty()) {
+    const size_t bytes = std::min(reason.size(), kFailureText - 1);
+    std::memcpy(own.reason, reason.data(), bytes);
+    own.reason[bytes] = '\0';
+    own.reason_ready.store(1, std::memory_order_release);
+  }
+  const bool late = own.state.load(std::memory_order_relaxed) == RankState::kLate;
+  if (!late) own.state.store(RankState::kClosed, std::memory_order_release);
+  for (const int member : members_) ring(*peers_[member].control);
+}
+
+}  // namespace shm
+
+std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank,
+                                            std::vector<int> members) {
+  return std::make_unique<shm::ShmTransport>(
+      std::dynamic_pointer_cast<shm::Segment>(std::move(segment)), rank, std::move(members));
+}
+
+}  // namespace hdpcomm

@@ -1,0 +1,151 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/ring_queue.hpp"
+#include "transport/host/pair_failures.hpp"
+#include "transport/host/shm/heap.hpp"
+#include "transport/host/shm/segment.hpp"
+
+namespace hdpcomm::shm {
+
+// A message that waits for room on its channel, or a failure notice.
+struct PendingSend {
+  SendRequest request;
+  size_t offset = 0;  // bytes already sent in fragments
+  Kind kind = Kind::kInline;
+  OwnNotice notice;  // kFailure
+
+  bool begun() const { return kind == Kind::kFailure || offset > 0; }
+};
+
+// A message on its channel whose request ends when the receiver has taken it.
+struct Inflight {
+  uint64_t index = 0;  // on the channel
+  SendRequest request;
+};
+
+struct Peer {
+  int rank = -1;
+  Channel* out = nullptr;
+  Channel* in = nullptr;
+  std::byte* out_payload = nullptr;
+  std::byte* in_payload = nullptr;
+  Control* control = nullptr;
+  bool same_process = false;
+  bool used = false;
+  bool in_active_list = false;
+
+  uint64_t sent = 0;           // messages published on `out`
+  uint64_t consumed_seen = 0;  // last value read from out->consumed
+  uint64_t payload_sent = 0;   // bytes of the payload ring used, ever
+  uint64_t payload_taken_seen = 0;
+  uint64_t received = 0;  // messages consumed from `in`
+  uint64_t payload_received = 0;
+  size_t fragment_offset = 0;  // of the message at the front of `recvs`
+  PairFailures failures;
+
+  RingQueue<PendingSend> queue;
+  RingQueue<Inflight> inflight;
+  RingQueue<RecvRequest> recvs;
+
+  PeerHeap heap;  // mapped with the first message from it
+
+  bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
+};
+
+class ShmTransport final : public Transport {
+ public:
+  ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vector<int> members);
+  ~ShmTransport() override;
+
+  const char* name() const noexcept override { return "shm"; }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return static_cast<int>(segment_->layout().num_ranks); }
+  uint32_t nextSendNumber(int peer) override { return peers_[peer].failures.nextSend(); }
+  uint32_t nextRecvNumber(int peer) override { return peers_[peer].failures.nextRecv(); }
+  void postSend(const SendRequest& request) override;
+  void postRecv(const RecvRequest& request) override;
+  bool progress() override;
+  void cancel(const Completion* completion) override;
+  std::vector<int> awaited(const Completion* completion) override;
+  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+                     std::optional<uint32_t> recv_number) override;
+  void rejectUnexpected(int peer, uint32_t number, const Call& call,
+                        Completion* completion) override;
+  std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
+                            std::optional<uint32_t> recv_number, bool needed) override;
+  void checkPeers() override;
+  std::optional<Error> departure(int peer) override;
+  uint32_t idleTicket() override;
+  void idle(uint32_t ticket, Clock::time_point until) override;
+  std::function<void()> waker() override;
+  bool oversubscribed() const noexcept override { return oversubscribed_; }
+  std::shared_ptr<std::byte> allocate(size_t bytes) override;
+  TransportStats stats() const override;
+  void close(const std::string& reason) noexcept override;
+
+  void waitAllReady(const ShmJoining& joining);
+
+ private:
+  // shm_send.cpp
+  bool inSharedHeap(const Peer& peer, const SendRequest& request) const;
+  bool needsFragments(const Peer& peer, const SendRequest& request) const;
+  bool tryPush(Peer& peer, PendingSend& send);
+  bool pushMessage(Peer& peer, const SendRequest& request);  // in one piece
+  bool pushFragments(Peer& peer, PendingSend& send);
+  bool pushFailure(Peer& peer, PendingSend& send);
+  Slot* claimSlot(Peer& peer);
+  std::byte* claimPayload(Peer& peer, size_t bytes, uint64_t* offset);
+  void publish(Peer& peer, Slot& slot);
+  void completeInflight(Peer& peer);
+  void withdraw(Peer& peer, const Inflight& inflight);
+
+  // shm_recv.cpp
+  Slot* published(const Peer& peer, uint64_t index) const;
+  bool drain(Peer& peer);                // true: something was taken
+  bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be taken now
+  const std::byte* sharedBytes(Peer& peer, const Slot& slot);
+  bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
+  void drop(Peer& peer, Slot& slot);
+  Notice noticeIn(const Peer& peer, const Slot& slot) const;
+  std::optional<Notice> noticeAhead(const Peer& peer, std::optional<uint32_t> send_number,
+                                    std::optional<uint32_t> recv_number) const;
+  void hearFailure(Peer& peer, const Slot& slot);
+  bool takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request);
+  void reject(Peer& peer, Slot& slot, const RecvRequest& request);
+  void consume(Peer& peer, const Slot& slot);
+
+  // shm_join.cpp
+  bool present(int member) const;
+  void waitForMembers(const ShmJoining& joining);
+  std::optional<Error> lostInJoining(const ShmJoining& joining) const;
+  void meet(Peer& peer);
+
+  // shm_transport.cpp
+  void activate(Peer& peer) {
+    if (peer.in_active_list) return;
+    peer.in_active_list = true;
+    active_.push_back(peer.rank);
+  }
+  void ring(Control& control);
+  std::optional<Error> goneError(const Peer& peer, bool awaited = true) const;
+  bool processAlive(const Control& control) const;
+  std::string lastWords(const Control& control) const;
+
+  std::shared_ptr<Segment> segment_;
+  int rank_;
+  std::vector<int> members_;  // ranks that take part, this one included
+  std::vector<Peer> peers_;
+  std::vector<int> active_;  // peers with requests
+  std::vector<std::byte> scratch_;
+  std::shared_ptr<Heap> heap_;  // made by the first allocate()
+  TransportStats stats_;
+  size_t eager_bytes_;
+  bool oversubscribed_ = false;
+  bool barriers_ = false;  // membarrier() works here, and other ranks' reach this process
+  bool closed_ = false;
+};
+
+}  // namespace hdpcomm::shm

@@ -1,0 +1,84 @@
+// The symmetric arena: one block of device memory a rank, laid out alike on all ranks and mapped by
+// all of them. It holds, for every peer, the slots that the peer's messages arrive in and the flags
+// that both sides' streams wait for; one landing zone for messages that are put at their final
+// place; and one window, which the kernels of peers read and write (peer_reads.hpp).
+//
+// A flag is 0 or 1: one side writes 1, the stream that waited for it writes 0 again. So whatever
+// was enqueued once may run many times (a CUDA graph), and no counter has to live on the device.
+//
+//   flag          lies on    1 means
+//   credit[slot]  sender     the receiver has emptied the slot (at the start: all)
+//   full[slot]    receiver   the sender has filled the slot
+//   clear[lane]   sender     the receiver's landing place may be written
+//   landed[lane]  receiver   the lane's share of the message is at its landing place
+//   published     reader     the peer's operand may be read
+//   consumed      owner      the peer has read and written what it had to in this rank's memory
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "device/handles.hpp"
+
+namespace hdpcomm::device {
+
+inline constexpr int kMaxSlots = 16;
+inline constexpr int kMaxLanes = 4;  // streams of a direction of a pair
+// Room for 128 bytes of each of 64 peers (kernels::kMaxPeers).
+inline constexpr size_t kLeastWindow = 8192;
+
+struct ArenaConfig {
+  size_t slot_bytes = 2 << 20;  // a multiple of 4096
+  int num_slots = 4;            // of a pair; a multiple of num_lanes
+  int num_lanes = 2;
+  size_t landing_bytes = 64 << 20;
+  size_t window_bytes = 32 << 20;
+
+  bool operator==(const ArenaConfig&) const = default;
+};
+
+// Throws InvalidUsage with the limits.
+void checkArenaConfig(const ArenaConfig& config);
+
+struct alignas(64) PairFlags {
+  uint32_t credit[kMaxSlots];
+  uint32_t full[kMaxSlots];
+  uint32_t clear[kMaxLanes];
+  uint32_t landed[kMaxLanes];
+  uint32_t published;
+  uint32_t consumed;
+};
+
+class Arena {
+ public:
+  // Allocates this rank's block and sets its flags to their start; synchronizes.
+  Arena(DevicePtr device, ArenaConfig config, int num_ranks, int rank);
+
+  MemoryHandle exportOwn() const;
+  // Maps another rank's block.
+  void importPeer(int peer, const MemoryHandle& handle);
+
+  DeviceApi& device() const { return *device_; }
+  const ArenaConfig& config() const { return config_; }
+  // The flags in the block of `owner` that concern it and `peer`.
+  PairFlags& flags(int owner, int peer) const;
+  // The slot in the block of `owner` for messages of `peer`.
+  std::byte* slot(int owner, int peer, int slot) const;
+  std::byte* landing(int owner) const;
+  std::byte* window(int owner) const;
+  size_t bytes() const;
+
+ private:
+  size_t slotsOffset() const;
+  size_t landingOffset() const;
+
+  DevicePtr device_;
+  ArenaConfig config_;
+  int num_ranks_;
+  int rank_;
+  DeviceMemory own_;
+  std::vector<ImportedMemory> imports_;
+  std::vector<std::byte*> blocks_;  // by rank
+};
+
+}  // namespace hdpcomm::device

@@ -1,0 +1,106 @@
+// Messages that are put into a window of the receiver (NCCL 2.29: ncclPutSignal, ncclWaitSignal).
+//
+// A receiver signals that the place is free, the sender waits for that, puts, and the put's own
+// signal tells the receiver. There is one counter for each pair and direction, so in an exchange a
+// rank first sends its signals of free places, then its puts, and awaits those of its peers in the
+// same order; NCCL keeps the order of what goes to one peer. Nobody waits for a signal of a later
+// operation than its own, so the one order of all operations keeps this free of deadlocks, too.
+//
+// NCCL's side (nccl.h 2.32.3; nccl#2238, #1904): a put's source lies in a registered window, and
+// the put is done for the sender's stream when the source may be written again; copy engines carry
+// it inside an NVLink domain, a thread of the host and the network between them, no SM takes part.
+#include <map>
+#include <utility>
+
+#include "base/error.hpp"
+#include "transport/stream/nccl/nccl_world.hpp"
+
+namespace hdpcomm {
+namespace {
+
+constexpr int kByteType = 1;  // ncclUint8
+// The only ones that 2.29 has; flags are reserved.
+constexpr int kSignal = 0;
+constexpr int kContext = 0;
+constexpr unsigned kFlags = 0;
+
+}  // namespace
+
+std::string NcclWorld::putsMissing() {
+  checkUsable();
+  if (api_->putSignal == nullptr) {
+    return api_->path + " is NCCL " + ncclVersionText(api_->version) + ", and at least " +
+           ncclVersionText(kOldestOneSidedNccl) + " is needed";
+  }
+  NcclProperties properties;
+  check(api_->commQueryProperties(comm_, &properties), "ncclCommQueryProperties");
+  return properties.host_rma ? "" : "NCCL says that these devices and networks do not support it";
+}
+
+void NcclWorld::openWindow(size_t bytes, NcclStream stream, const Look& look) {
+  checkUsable();
+  check(api_->memAlloc(&window_memory_, bytes), "ncclMemAlloc");
+  settle(api_->commWindowRegister(comm_, window_memory_, bytes, &window_, kNcclSymmetricWindow),
+         "ncclCommWindowRegister", look);
+  const auto peer = [this](int distance) { return (rank_ + size_ + distance) % size_; };
+  const NcclStats stats = stats_;  // the put of here does not count
+  const std::vector<bool> used = used_;
+  const std::vector<Message> to{{window() + bytes - 1, 1, peer(1), 0}};
+  const std::vector<Message> from{{window(), 1, peer(-1), 0}};
+  put(to, from, stream, look);
+  awaitSignals(from, stream, look);
+  stats_ = stats;
+  used_ = used;
+}
+
+void NcclWorld::closeWindow(const Look& look) {
+  if (comm_ != nullptr && window_ != nullptr) {
+    settle(api_->commWindowDeregister(comm_, std::exchange(window_, nullptr)),
+           "ncclCommWindowDeregister", look);
+  }
+  freeWindow();
+}
+
+void NcclWorld::freeWindow() noexcept {
+  if (window_memory_ != nullptr) api_->memFree(window_memory_);
+  window_memory_ = nullptr;
+  window_ = nullptr;
+}
+
+void NcclWorld::awaitSignals(const std::vector<Message>& messages, NcclStream stream,
+                             const Look& look) {
+  std::map<int, int> counts;
+  for (const Message& each : messages) ++counts[each.peer];
+  if (counts.empty()) return;
+  std::vector<NcclWaitSignal> signals;
+  for (const auto& [peer, count] : counts) {
+    signals.push_back({.count = count, .peer = peer, .signal = kSignal, .context = kContext});
+  }
+  settle(api_->waitSignal(static_cast<int>(signals.size()), signals.data(), comm_, stream),
+         "ncclWaitSignal", look);
+}
+
+void NcclWorld::put(const std::vector<Message>& sends, const std::vector<Message>& recvs,
+                    NcclStream stream, const Look& look) {
+  if (!recvs.empty()) {
+    group(look, [&] {
+      for (const Message& each : recvs) {
+        countReceived(each.bytes, each.peer);
+        check(api_->sendSignal(each.peer, kSignal, kContext, kFlags, comm_, stream), "ncclSignal");
+      }
+    });
+  }
+  awaitSignals(sends, stream, look);
+  if (sends.empty()) return;
+  group(look, [&] {
+    for (const Message& each : sends) {
+      countSent(each.bytes, each.peer);
+      ++stats_.puts;
+      check(api_->putSignal(each.data, each.bytes, kByteType, each.peer, window_, each.place,
+                            kSignal, kContext, kFlags, comm_, stream),
+            "ncclPutSignal");
+    }
+  });
+}
+
+}  // namespace hdpcomm
