@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hdpcomm as hdp
-import hdpcomm.comm.torch_backend
+import hdpcomm.torch_backend
 from hdpcomm.comm.launch import run_ranks
 from hdpcomm.comm.launchers import master
 from hdpcomm.perf.config import parse_size

@@ -4,7 +4,7 @@ from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
-from hdpcomm.attention.packing import packed_attention, packing, scaled_dot_product_attention
+from hdpcomm.attention.pack_context import packed_attention, packing, scaled_dot_product_attention
 from hdpcomm.attention.variants import Costs
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.attention.agreement import agree
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
+from hdpcomm.attention.call_check import agree
 from hdpcomm.attention.engine import Call, backward, forward
 from hdpcomm.attention.layout import CuSeqlens, Layout, layout_of
 from hdpcomm.attention.tiles import Band, band_of

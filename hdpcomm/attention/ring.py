@@ -9,7 +9,7 @@ import torch
 
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
-from hdpcomm.attention.landing import landing_of
+from hdpcomm.attention.kv_buffers import landing_of
 from hdpcomm.attention.routes import RingPlan
 
 if TYPE_CHECKING:

@@ -134,7 +134,7 @@ def _cuda() -> list[Check]:
 
 def _nccl() -> list[Check]:
     try:
-        from hdpcomm.comm.nccl import describe
+        from hdpcomm.comm.device.nccl_library import describe
     except ImportError:
         return []
     there, text = describe()

@@ -25,7 +25,7 @@ def measure_offload(options: argparse.Namespace, defaults: argparse.Namespace) -
     import torch
 
     from hdpcomm.perf.config import PerfConfig
-    from hdpcomm.perf.ops.offload import COLUMNS, offload_rates, row_of
+    from hdpcomm.perf.ops.host_copies import COLUMNS, offload_rates, row_of
 
     refuse_others(options, defaults, _USED, "offload is one rank's copies")
     largest = options.maxbytes if options.maxbytes is not None else max(32 << 20, options.minbytes)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
-from hdpcomm.comm.device_communicator import DeviceCommunicator
-from hdpcomm.comm.device_world import AUTOMATIC, DEVICE_TRANSPORTS, NcclSource, has_gpu, join_devices
+from hdpcomm.comm.device.communicator import DeviceCommunicator
+from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, NcclSource, has_gpu, join_devices
+from hdpcomm.comm.group_carrier import GroupCarrier, make_group
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.settings import setting
-from hdpcomm.comm.torch_transport import GroupCarrier, make_group
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
 __all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]

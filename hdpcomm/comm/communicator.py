@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.landing import LandingZone
+from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.membership import Membership
 from hdpcomm.comm.tensors import describe, like, same_type
 from hdpcomm.comm.work import ENDED, Collective, Ragged, Work, algorithm_code

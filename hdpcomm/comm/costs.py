@@ -11,7 +11,7 @@ from pathlib import Path
 from hdpcomm import _core
 from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.nccl import link_costs as nccl_link_costs
+from hdpcomm.plan.nccl_costs import link_costs as nccl_link_costs
 from hdpcomm.plan.presets import DEVICES
 
 __all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
@@ -24,8 +24,8 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     # Estimated, for gloo over TCP. `hdpcomm perf --calibrate --transport torch --ranks 2` measures the loopback of a
     # machine; on ranks of several hosts --calibrate measures their network.
     "torch": {"alpha_s": 2e-4, "message_s": 5e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
-    "cuda": _DEVICE,  # derived, with its sources in csrc/include/hdpcomm/collective/peer_reads.hpp
-    # By the figures of planner and simulator (hdpcomm/plan/nccl.py): inside a node, and between nodes.
+    "cuda": _DEVICE,  # derived, with its sources in csrc/collective/peer_reads.hpp
+    # By the figures of planner and simulator (hdpcomm/plan/nccl_costs.py): inside a node, and between nodes.
     "nccl": _NCCL_INSIDE,
     "nccl between nodes": _NCCL_BETWEEN,
     # Measured by --calibrate between two processes on 2 cores (Xeon at 2.5 GHz, 2026-11-21).

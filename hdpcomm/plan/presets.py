@@ -5,12 +5,12 @@ vocabularies are those of the published LLaMA-2/-1 and Mixtral configurations. D
 the data sheet's dense bf16 peak and attention at 50% (FlashAttention-2 on A100) or 55% (FlashAttention-3 on H100/H200),
 which are usual sustained rates; links one way: NVLink 4 at 370 of 450 GB/s, NVLink 3 at 240 of 300 GB/s, one 400 Gb/s
 (A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s. Latencies: those of
-NCCL (:mod:`hdpcomm.plan.nccl`).
+NCCL (:mod:`hdpcomm.plan.nccl_costs`).
 """
 
 from __future__ import annotations
 
-from hdpcomm.plan.nccl import message_latency_s
+from hdpcomm.plan.nccl_costs import message_latency_s
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 
 __all__ = ["DEVICES", "MODELS"]

@@ -3,9 +3,9 @@
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
-from hdpcomm.train.packing import Fetch, PackedShard, pack_shard
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.run import RunConfig, RunResult, check_limits, run
+from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
 from hdpcomm.train.trainer import Trainer
 
 __all__ = [

@@ -17,8 +17,8 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import POLICIES, ClusterSpec, MemoryModel, PlanAhead, Planner
+from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.metrics import StepMetrics
-from hdpcomm.train.offload import profile_activations
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.trainer import Trainer
 

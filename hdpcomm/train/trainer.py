@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.plan import PlannedStep
-from hdpcomm.train.agreement import check_same_plan
+from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE, summed_loss
 from hdpcomm.train.metrics import StepMetrics
-from hdpcomm.train.offload import OffloadedStep
-from hdpcomm.train.packing import Fetch, pack_shard
+from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.shards import Fetch, pack_shard
 from hdpcomm.train.waiting import TimedCommunicator
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import _core
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device.communicator import DeviceCommunicator
 
 __all__ = ["PROGRAMS", "Caller", "joined"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from hdpcomm.testing.sim_check import PlantedSite, check, planted_sites
+from hdpcomm.testing.device_check import PlantedSite, check, planted_sites
 from tests.ranks.device.ring_program import annotated, ring_attention
 from tests.ranks.device.stream_programs import PROGRAMS
 from tests.ranks.device.worlds import small_slots
@@ -37,7 +37,7 @@ def test_every_line_that_orders_is_needed() -> None:
         for name, program in ALL.items():
             sites: list[PlantedSite] = planted_sites(program, 2, seeds=range(3), path="csrc", transport="sim")
             for site in sites:
-                if "/device/sim/" in site.file:
+                if "/device/simulated/" in site.file:
                     continue
                 key = (site.file, site.line, site.call)
                 found[key] = found.get(key, False) or bool(site.found)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.comm.test_collectives import everything
 from tests.ranks.device.worlds import small_slots

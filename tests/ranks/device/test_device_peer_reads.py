@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.costs import load_costs
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.device.worlds import small_slots
 

@@ -11,7 +11,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import device as core
 from hdpcomm._core import scale
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads
 from tests.faults.test_comm_errors import caught
 from tests.ranks.device.stream_programs import Caller

@@ -10,7 +10,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm._core import scale
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads
 from tests.ranks.comm.test_collectives import everything
 from tests.ranks.device.test_device_collectives import bits, in_the_background

@@ -12,7 +12,7 @@ import hdpcomm as hdp
 from hdpcomm._core import device as core
 from hdpcomm._core import scale
 from hdpcomm.testing import run_threads
-from hdpcomm.testing.sim_check import check, planted_sites
+from hdpcomm.testing.device_check import check, planted_sites
 from tests.faults.test_comm_errors import caught
 from tests.ranks.attention.attention_oracle import GRADS, Case
 from tests.ranks.device.ring_program import annotated, ring_attention
@@ -307,7 +307,7 @@ def test_every_line_that_orders_is_needed() -> None:
     found: dict[tuple[str, int, str], bool] = {}
     with small_slots(), annotated():
         for program in (exchanges, landings, staged):
-            for site in planted_sites(program, 3, seeds=range(3), path="csrc/comm/nccl_mover", transport="nccl"):
+            for site in planted_sites(program, 3, seeds=range(3), path="csrc/transport/stream/nccl", transport="nccl"):
                 key = (site.file, site.line, site.call)
                 found[key] = found.get(key, False) or bool(site.found)
     assert found

@@ -14,7 +14,7 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm import device_world
 from hdpcomm.comm.costs import cost_names
-from hdpcomm.comm.device_communicator import DeviceCommunicator
+from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.attention.attention_oracle import GRADS, Case
 from tests.ranks.comm.random_mix import random_mix

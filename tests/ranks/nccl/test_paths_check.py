@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from hdpcomm.testing.sim_check import PlantedSite, check, planted_sites
+from hdpcomm.testing.device_check import check, planted_sites
 from tests.ranks.device.ring_program import annotated, ring_attention
 from tests.ranks.device.stream_programs import PROGRAMS, joined
 from tests.ranks.device.worlds import small_slots
@@ -58,13 +58,19 @@ def test_clean_in_any_order(name: str, transport: str) -> None:
     run(name, transport, range(9 if transport == "nccl" else 15))
 
 
+# The engine and the movers; the links and their lanes are planted in tests/ranks/device/test_device_check.py.
+PLANTED = ("csrc/comm/stream", "csrc/transport/stream/nccl", "csrc/transport/stream/mixed", "links/link_mover")
+
+
 def test_every_line_that_orders_is_needed() -> None:
     """Of the movers and of the engine; the fake's own lines stand for NCCL."""
     found: dict[tuple[str, int, str], bool] = {}
+    options = {"transport": "cuda+nccl", "hosts": HOSTS["cuda+nccl"]}
     with small_slots(), annotated():
         for name, program in ALL.items():
-            options = {"transport": "cuda+nccl", "hosts": HOSTS["cuda+nccl"]}
-            sites: list[PlantedSite] = planted_sites(program, 3, seeds=range(2), path="csrc/comm", **options)
+            sites = [
+                site for part in PLANTED for site in planted_sites(program, 3, seeds=range(2), path=part, **options)
+            ]
             for site in sites:
                 if site.call == "synchronize" and "join" in site.file:
                     continue  # NCCL has connected when it is over: it is there for its errors

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import hdpcomm as hdp
 from hdpcomm._core import scale
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.torch_transport import GroupCarrier, own_address
+from hdpcomm.comm.group_carrier import GroupCarrier, own_address
 from hdpcomm.testing import spawn
 from tests.faults.cases import LONG_S, sums, survives, told_survivors, wait_for
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import hdpcomm.comm.torch_backend  # noqa: F401  (registers the backend)
+import hdpcomm.torch_backend  # noqa: F401  (registers the backend)
 
 
 @functools.cache

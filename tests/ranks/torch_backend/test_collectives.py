@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import hdpcomm as hdp
-from hdpcomm.comm.torch_backend import communicator
+from hdpcomm.torch_backend import communicator
 from tests.ranks.torch_backend.groups import data, torch_ranks
 
 REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {

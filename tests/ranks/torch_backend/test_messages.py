@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hdpcomm as hdp
-from hdpcomm.comm.torch_backend import BackendLost, BackendMismatch, BackendTimeout
+from hdpcomm.torch_backend import BackendLost, BackendMismatch, BackendTimeout
 from tests.faults.cases import LONG_S, interrupt_soon
 from tests.ranks.torch_backend.groups import data, torch_ranks
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hdpcomm.comm.torch_backend import communicator
+from hdpcomm.torch_backend import communicator
 from tests.ranks.torch_backend.groups import data, torch_ranks
 
 STEPS = 5
@@ -148,7 +148,7 @@ def test_torchrun(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import torch, torch.distributed as dist
-            import hdpcomm.comm.torch_backend
+            import hdpcomm.torch_backend
             dist.init_process_group("hdpcomm")
             x = torch.ones(3)
             work = dist.all_reduce(x, async_op=True)

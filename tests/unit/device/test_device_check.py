@@ -13,7 +13,7 @@ from hdpcomm._core.device.testing import SimCheck, launch_failing, launch_with_f
 
 from hdpcomm._core.device import Device, open_sim
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
-from hdpcomm.testing.sim_check import SimError, SimReport, check, current_rank, planted_sites
+from hdpcomm.testing.device_check import SimError, SimReport, check, current_rank, planted_sites
 from tests.unit.device.contract import PROGRAMS, words
 
 SOURCE = Path(__file__).read_text().splitlines()

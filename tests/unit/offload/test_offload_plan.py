@@ -15,7 +15,7 @@ from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool, measure_copies
 from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, Planner
 from hdpcomm.train import Trainer
-from hdpcomm.train.offload import profile_activations
+from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.profile import forward_backward
 
 SMALL = LlamaConfig(layers=8, hidden=64, heads=4, kv_heads=2, ffn=128)

@@ -14,8 +14,8 @@ from typing import Any
 from hdpcomm import _core
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.torch_backend.errors import translated
-from hdpcomm.comm.torch_backend.work import BackendWork, Part
+from hdpcomm.torch_backend.errors import translated
+from hdpcomm.torch_backend.work import BackendWork, Part
 
 __all__ = ["Engine"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.device_tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
-from hdpcomm.comm.landing import LandingZone
+from hdpcomm.comm.device.landing_zone import LandingZone
+from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 from hdpcomm.comm.work import Collective, Ragged
 
 __all__ = ["DevicePath", "Devices"]

@@ -9,8 +9,8 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.device_paths import DevicePath, Devices
-from hdpcomm.comm.landing import LandingZone
+from hdpcomm.comm.device.landing_zone import LandingZone
+from hdpcomm.comm.device.paths import DevicePath, Devices
 from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.comm.work import ENDED, Collective, Ragged, Work
 from hdpcomm.errors import InvalidUsage

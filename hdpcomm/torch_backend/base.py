@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.torch_backend.engine import Engine
-from hdpcomm.comm.torch_backend.staging import Operation, one
-from hdpcomm.comm.torch_backend.work import BackendWork, seconds_of
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.torch_backend.engine import Engine
+from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.work import BackendWork, seconds_of
 
 __all__ = ["GroupBase", "Lists", "Tensors"]
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from hdpcomm.comm.torch_backend.errors import translate
 from hdpcomm.errors import Error
+from hdpcomm.torch_backend.errors import translate
 
 __all__ = ["BackendWork", "Part", "chain", "seconds_of"]
 

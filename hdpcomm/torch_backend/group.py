@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hdpcomm.comm.torch_backend.messages import Messages
-from hdpcomm.comm.torch_backend.work import BackendWork, chain
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.torch_backend.messages import Messages
+from hdpcomm.torch_backend.work import BackendWork, chain
 
 __all__ = ["HdpProcessGroup"]
 

@@ -3,7 +3,7 @@
 Importing this module registers the backend; DDP, FSDP2, DeviceMesh and torch's own tools then run on it::
 
     import torch.distributed as dist
-    import hdpcomm.comm.torch_backend
+    import hdpcomm.torch_backend
 
     dist.init_process_group("hdpcomm")      # or "cpu:hdpcomm"; under torchrun or hdpcomm.testing.spawn
     group = dist.new_group([3, 0, 1])       # a subset of the world: nothing is created
@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.torch_backend.engine import Engine
-from hdpcomm.comm.torch_backend.errors import BackendError, BackendLost, BackendMismatch, BackendTimeout
-from hdpcomm.comm.torch_backend.group import HdpProcessGroup
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.torch_backend.engine import Engine
+from hdpcomm.torch_backend.errors import BackendError, BackendLost, BackendMismatch, BackendTimeout
+from hdpcomm.torch_backend.group import HdpProcessGroup
 
 __all__ = [
     "BACKEND",

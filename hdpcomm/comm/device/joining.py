@@ -10,9 +10,9 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
-from hdpcomm.comm.device_paths import Devices
+from hdpcomm.comm.device.nccl_library import load as load_nccl
+from hdpcomm.comm.device.paths import Devices
 from hdpcomm.comm.launchers import local_place
-from hdpcomm.comm.nccl import load as load_nccl
 from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 

@@ -10,7 +10,7 @@ from hdpcomm.attention.routes import RingPlan
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.comm.landing import LandingZone
+    from hdpcomm.comm.device.landing_zone import LandingZone
 
 __all__ = ["Landing", "landing_of"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.torch_backend.base import GroupBase, Lists, Tensors
-from hdpcomm.comm.torch_backend.reductions import reduction
-from hdpcomm.comm.torch_backend.staging import Operation, one
-from hdpcomm.comm.torch_backend.work import BackendWork
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.torch_backend.base import GroupBase, Lists, Tensors
+from hdpcomm.torch_backend.reductions import reduction
+from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.work import BackendWork
 
 __all__ = ["Collectives"]
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from hdpcomm import _core
 from hdpcomm.comm.tensors import describe
-from hdpcomm.comm.torch_backend.base import Tensors
-from hdpcomm.comm.torch_backend.collectives import Collectives
-from hdpcomm.comm.torch_backend.errors import translate
-from hdpcomm.comm.torch_backend.staging import Operation, one
-from hdpcomm.comm.torch_backend.work import BackendWork, seconds_of
 from hdpcomm.comm.work import retain
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.torch_backend.base import Tensors
+from hdpcomm.torch_backend.collectives import Collectives
+from hdpcomm.torch_backend.errors import translate
+from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.work import BackendWork, seconds_of
 
 __all__ = ["Message", "Messages"]
 

@@ -9,10 +9,10 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.torch_backend.errors import translate
-from hdpcomm.comm.torch_backend.reductions import Bitwise
-from hdpcomm.comm.torch_backend.work import BackendWork, Part
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.torch_backend.errors import translate
+from hdpcomm.torch_backend.reductions import Bitwise
+from hdpcomm.torch_backend.work import BackendWork, Part
 
 __all__ = ["Operation", "one"]
 

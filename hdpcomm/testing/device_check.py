@@ -3,7 +3,7 @@
 A program runs on simulated devices whose operations are interleaved by a seed; what no event, flag or synchronize
 orders is reported with both operations and their lines, in whatever order they happened to run::
 
-    from hdpcomm.testing.sim_check import check, planted_sites
+    from hdpcomm.testing.device_check import check, planted_sites
 
     def program() -> None:
         comm = hdp.init(transport="sim")
