@@ -329,7 +329,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch.distributed as dist
 
-    from hdpcomm.comm import nccl
+    from hdpcomm.comm.device import nccl_library
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as init() does, which comes after the context here
@@ -362,7 +362,11 @@ def main() -> None:
                 "date": date.today().isoformat(),
                 "device": torch.cuda.get_device_name(device),
                 "ranks": world.size,
-                "versions": {"hdpcomm": hdp.__version__, "torch": torch.__version__, "nccl": nccl.describe()[1]},
+                "versions": {
+                    "hdpcomm": hdp.__version__,
+                    "torch": torch.__version__,
+                    "nccl": nccl_library.describe()[1],
+                },
                 "python": platform.python_version(),
             }
             with open(arguments.json, "w") as file:

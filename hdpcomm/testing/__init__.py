@@ -50,7 +50,7 @@ def _own_stream(transport: str, rank: int) -> AbstractContextManager[object]:
     """On CUDA a stream for the rank: on the default one, which threads share, ranks would wait behind each other."""
     if transport != "cuda" or not torch.cuda.is_available():  # init() says what is missing
         return nullcontext()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA is initialised; see device_world.py
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA is initialised; see comm/device/joining.py
     torch.cuda.set_device(rank % torch.cuda.device_count())
     stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     return stream

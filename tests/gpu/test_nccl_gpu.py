@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.comm import nccl
+from hdpcomm.comm.device import nccl_library
 from hdpcomm.testing import run_threads, spawn
 from tests.gpu.test_transport_gpu import attention
 from tests.ranks.device.test_device_collectives import bits, messages
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not nccl.describe()[0], reason="no NCCL"),
+    pytest.mark.skipif(not nccl_library.describe()[0], reason="no NCCL"),
 ]
 MULTI_RANK = 23003  # NCCL 2.30.3 has NCCL_MULTI_RANK_GPU_ENABLE
 
@@ -39,7 +39,7 @@ def on_two_hosts(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def several() -> bool:
-    return torch.cuda.device_count() > 1 or nccl.load().version >= MULTI_RANK
+    return torch.cuda.device_count() > 1 or nccl_library.load().version >= MULTI_RANK
 
 
 def test_a_world_of_one() -> None:

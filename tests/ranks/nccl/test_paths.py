@@ -12,8 +12,8 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import _core
-from hdpcomm.comm import device_world
 from hdpcomm.comm.costs import cost_names
+from hdpcomm.comm.device import joining
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.attention.attention_oracle import GRADS, Case
@@ -325,7 +325,7 @@ def as_processes() -> tuple[str, float, str]:
     def missing() -> Any:
         raise hdp.DeviceError("NCCL is not here")
 
-    device_world._real_nccl = lambda world: (_core.device.open_sim(world.rank), missing)  # type: ignore[assignment]
+    joining._real_nccl = lambda world: (_core.device.open_sim(world.rank), missing)  # type: ignore[assignment]
     with hdp.init(PATHS, timeout=20) as world:
         world.all_reduce(x := torch.ones(70_000))
         found = world.transport, float(x[-1])

@@ -9,7 +9,7 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm._core import scale
-from hdpcomm.comm import nccl
+from hdpcomm.comm.device import nccl_library
 
 
 def compiled(tmp_path: Path, source: str) -> str:
@@ -53,19 +53,19 @@ def test_too_old_and_new_enough(tmp_path: Path) -> None:
 
 def test_the_environment_names_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HDPCOMM_NCCL", raising=False)
-    assert nccl.library_candidates()[-1] == "libnccl.so.2"
+    assert nccl_library.library_candidates()[-1] == "libnccl.so.2"
     monkeypatch.setenv("HDPCOMM_NCCL", str(tmp_path / "mine.so"))
-    assert nccl.library_candidates() == [str(tmp_path / "mine.so")]
-    there, text = nccl.describe()
+    assert nccl_library.library_candidates() == [str(tmp_path / "mine.so")]
+    there, text = nccl_library.describe()
     assert not there
     assert "mine.so" in text
 
 
 def test_the_real_library_without_a_driver() -> None:
-    there, text = nccl.describe()
+    there, text = nccl_library.describe()
     if not there:
         pytest.skip(f"no NCCL here: {text}")
-    library = nccl.load()
+    library = nccl_library.load()
     assert library.version >= scale.OLDEST_NCCL
     first, second = library.unique_id(), library.unique_id()
     assert len(first) == 128
