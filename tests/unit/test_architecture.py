@@ -1,4 +1,4 @@
-"""docs/architecture.md tells the truth: its order of rooms is the one that is checked, and its walks name what exists."""
+"""docs/architecture.md tells the truth: the walks name functions that exist, in the files that the page gives."""
 
 from __future__ import annotations
 
