@@ -13,7 +13,7 @@ export CMAKE_ARGS
 .PHONY: train test lint format build clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
-	$(BIN)/hdpcomm train
+	$(BIN)/hdpcomm train --compare static
 
 test: lint
 	.ci/spills

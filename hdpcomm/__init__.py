@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, PeerLost
 
 if TYPE_CHECKING:
-    from hdpcomm import attention, comm, data, kernels, models, offload, perf, plan, sim, testing, trace, train
+    from hdpcomm import attention, comm, data, kernels, models, offload, perf, plan, run, sim, testing, trace, train
     from hdpcomm.comm import Communicator, Work, init
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "offload",
     "perf",
     "plan",
+    "run",
     "sim",
     "testing",
     "trace",
@@ -49,6 +50,7 @@ _ROOMS = (
     "offload",
     "perf",
     "plan",
+    "run",
     "sim",
     "testing",
     "trace",

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_writable, count, num_bytes, positive, ranks_here, write_json
+from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
+    from hdpcomm.comm.launch import RankPool
     from hdpcomm.data import Corpus
-    from hdpcomm.train import RunConfig, RunResult
+    from hdpcomm.run import RunConfig, RunResult
 
 __all__ = ["add_parser"]
 
 _DESCRIPTION = """Trains a Llama-style model on byte-level text with Hybrid Data Parallelism: every step plans how many
 ranks each sequence takes, from its length. Starts the ranks on this machine; under torchrun, srun or mpirun it joins
-the given world instead. Then it does the same on the same batches with a static DP x CP mesh, unless --no-compare."""
+the given world instead. With --out it saves as it goes, also on Ctrl-C and SIGTERM, and --resume goes on from there."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_ranks_options(parser.add_argument_group("ranks").add_argument)
     _add_model_options(parser.add_argument_group("model").add_argument)
     _add_training_options(parser.add_argument_group("training").add_argument)
+    _add_saving_options(parser.add_argument_group("saving").add_argument)
     _add_output_options(parser.add_argument_group("output").add_argument)
     parser.set_defaults(func=_train)
 
@@ -70,7 +76,12 @@ def _add_ranks_options(add: Callable[..., object]) -> None:
     add(
         "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
     )
-    add("--no-compare", action="store_true", help="do not repeat the run with the static mesh")
+    add(
+        "--compare",
+        choices=("static", "naive", "balanced"),
+        default=None,
+        help="train a second model with this policy, on the same batches, and show both side by side",
+    )
     add(
         "--offload",
         type=num_bytes,
@@ -94,6 +105,23 @@ def _add_training_options(add: Callable[..., object]) -> None:
     add("--max-grad-norm", type=positive, default=1.0, help="gradients are clipped to this global norm")
 
 
+def _add_saving_options(add: Callable[..., object]) -> None:
+    add(
+        "--out",
+        type=Path,
+        metavar="RUN",
+        help="folder of the run: checkpoints/step-N, metrics.jsonl, config.yaml; made if need be",
+    )
+    add("--save-every", type=count, default=None, metavar="N", help="steps between checkpoints (only at the end)")
+    add("--keep", type=count, default=3, metavar="N", help="checkpoints that stay, the newest")
+    add(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on from the newest checkpoint of --out, if there is any, or from the one at PATH",
+    )
+    add("--export", type=Path, metavar="FOLDER", help="write the model for transformers' from_pretrained at the end")
+
+
 def _add_output_options(add: Callable[..., object]) -> None:
     add("--json", type=Path, metavar="FILE", help="write the results as JSON")
     add("--log", type=Path, metavar="FILE", help="write one JSON line a step, as the steps are done")
@@ -107,11 +135,21 @@ class _Job:
     config: RunConfig
     log: Path | None
     transport: str
+    out: Path | None = None
+    save_every: int = 0
+    keep: int = 3
+    resume: str | None = None
+
+    @property
+    def logs(self) -> list[Path]:
+        """Files that get a line for each step."""
+        return [path for path in (self.log, self.out and self.out / "metrics.jsonl") if path is not None]
 
 
 def _train(options: argparse.Namespace) -> int:
     check_writable(options.json)
     check_writable(options.log)
+    _check_saving(options)
     rank, ranks = ranks_here(options.ranks, default=4)
     job = _job(options, ranks)
     if rank is not None:
@@ -121,18 +159,38 @@ def _train(options: argparse.Namespace) -> int:
     else:
         result = _start_ranks(job, ranks)
     _report(options, job, result)
-    return 0
+    return 128 + result.stopped_by if result.stopped_by else 0
+
+
+def _check_saving(options: argparse.Namespace) -> None:
+    if options.out is None:
+        for name in ("save_every", "resume"):
+            if getattr(options, name) is not None:
+                raise InvalidUsage(f"--{name.replace('_', '-')} was given without --out; name the folder of the run")
+    elif options.out.exists() and not options.out.is_dir():
+        raise InvalidUsage(f"--out {options.out}: this is a file; give a folder")
+    elif options.resume is None and any((options.out / "checkpoints").glob("step-*")):
+        raise InvalidUsage(
+            f"--out {options.out} holds the checkpoints of a run; go on with it by --resume auto, or give another "
+            "folder"
+        )
+    if options.export is not None:
+        from hdpcomm.models.export import check_export
+
+        check_export(options.export)
 
 
 def _job(options: argparse.Namespace, ranks: int) -> _Job:
     """Indexes the data and checks all limits, so that a bad path or value is told once, before any rank starts."""
     from hdpcomm.data import open_corpus, standard_library
     from hdpcomm.models import LlamaConfig
-    from hdpcomm.train import RunConfig, check_limits
+    from hdpcomm.run import RunConfig, check_limits
 
     context = options.context
     capacity = options.capacity or -(-context // min(2, ranks))
-    policies = [options.policy] if options.policy == "static" or options.no_compare else [options.policy, "static"]
+    if options.compare == options.policy:
+        raise InvalidUsage(f"--compare {options.compare} is the policy of the run itself; give another one")
+    policies = [options.policy] if options.compare is None else [options.policy, options.compare]
     config = RunConfig(
         model=LlamaConfig(
             layers=options.layers,
@@ -155,7 +213,16 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     else:
         corpus = standard_library(context=context)
     check_limits(corpus, config, ranks=ranks)
-    return _Job(corpus=corpus, config=config, log=options.log, transport=options.transport)
+    return _Job(
+        corpus=corpus,
+        config=config,
+        log=options.log,
+        transport=options.transport,
+        out=options.out,
+        save_every=options.save_every or 0,
+        keep=options.keep,
+        resume=options.resume,
+    )
 
 
 def run_rank(job: _Job) -> RunResult:
@@ -165,25 +232,43 @@ def run_rank(job: _Job) -> RunResult:
     from hdpcomm.cli.train_report import Progress
     from hdpcomm.comm import init
     from hdpcomm.comm.topology import cores_of_rank
-    from hdpcomm.train import run
+    from hdpcomm.run import Saving, train
 
+    saving = None
+    if job.out is not None:
+        saving = Saving(job.out / "checkpoints", every=job.save_every, keep=job.keep, resume=job.resume)
     with init(transport=job.transport) as comm:
         torch.set_num_threads(cores_of_rank(comm))
         if comm.rank != 0:
-            return run(comm, job.corpus, job.config)
-        with Progress(job.config, log=job.log) as progress:
-            return run(comm, job.corpus, job.config, on_step=progress.step)
+            return train(comm, job.corpus, job.config, saving=saving)
+        if job.out is not None:
+            save_config(job.out, job.config, job.corpus)
+        with Progress(job.config, logs=job.logs) as progress:
+            return train(comm, job.corpus, job.config, saving=saving, on_step=progress.step)
+
+
+def save_config(out: Path, config: RunConfig, corpus: Corpus) -> None:
+    """``config.yaml`` of a run: the configuration as resolved, and what the data was."""
+    from dataclasses import asdict
+
+    import yaml
+
+    out.mkdir(parents=True, exist_ok=True)
+    content = asdict(config) | {"policies": list(config.policies)}
+    content["data"] = {"name": corpus.name, "context": corpus.context, "files": len(corpus.files)}
+    (out / "config.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 def _start_ranks(job: _Job, ranks: int) -> RunResult:
     """Runs the job on new processes of this host; raises what a rank raised, or PeerLost when one died."""
     from rich.console import Console
 
-    from hdpcomm.comm.launch import run_ranks
+    from hdpcomm.comm.launch import RankPool
 
     try:
-        result: RunResult = run_ranks(run_rank, ranks, job, preload=("torch._dynamo",))[0]  # AdamW needs it
-        return result
+        with RankPool(ranks, preload=("torch._dynamo",)) as pool, _handing_on_signals(pool, job):  # AdamW needs it
+            result: RunResult = pool.run(run_rank, job)[0]
+            return result
     except BaseException:
         console = Console(stderr=True)
         if console.is_terminal:  # rank 0 may have died inside its progress bar
@@ -192,9 +277,44 @@ def _start_ranks(job: _Job, ranks: int) -> RunResult:
         raise
 
 
+@contextmanager
+def _handing_on_signals(pool: RankPool, job: _Job) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C lets the ranks finish their step and save; a second Ctrl-C ends them at once."""
+    if job.out is None:
+        yield
+        return
+    asked = False
+
+    def hand_on(number: int, _: object) -> None:
+        nonlocal asked
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = True
+        print("hdpcomm: saving after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+        pool.signal(signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _report(options: argparse.Namespace, job: _Job, result: RunResult) -> None:
     from hdpcomm.cli.train_report import print_report, to_json
 
-    print_report(job.corpus, job.config, result)
-    if options.json:
+    trained = bool(result.steps[job.config.policies[0]])
+    if trained:
+        print_report(job.corpus, job.config, result)
+    else:
+        print(f"nothing was left to do: {result.saved} is of step {result.first_step}")
+    if result.saved is not None:
+        print(f"saved: {result.saved}")
+    if options.export:
+        from hdpcomm.models.export import export_llama
+
+        export_llama(job.config.model, result.state, options.export)
+        print(f"exported: {options.export} (transformers.AutoModelForCausalLM.from_pretrained opens it)")
+    if options.json and trained:
         write_json(options.json, to_json(job.corpus, job.config, result))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from rich import box
 from rich.console import Console
@@ -18,15 +17,16 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from hdpcomm.data import Corpus
-from hdpcomm.train import RunConfig, RunResult, StepMetrics, totals
+from hdpcomm.run import MetricsLog, RunConfig, RunResult
+from hdpcomm.train import StepMetrics, totals
 
 __all__ = ["Progress", "print_report", "size_text", "to_json"]
 
 
 class Progress:
-    """A progress bar with ETA on stderr, if that is a terminal, and a log of one JSON line a step, if asked for."""
+    """Shows progress on stderr, a bar on a terminal and else a line a step, and writes each step to ``logs``."""
 
-    def __init__(self, config: RunConfig, *, log: Path | None = None) -> None:
+    def __init__(self, config: RunConfig, *, logs: Sequence[Path] = ()) -> None:
         console = Console(stderr=True)
         columns = (
             TextColumn("{task.description:<9}"),
@@ -39,13 +39,14 @@ class Progress:
         )
         self._bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._bar.add_task("measuring", total=config.steps * len(config.policies), latest="")
-        self._log_path = log
-        self._log: IO[str] | None = None
+        self._steps = config.steps
+        self._terminal = console.is_terminal
+        self._log_paths = logs
+        self._logs: list[MetricsLog] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Progress:
-        if self._log_path is not None:
-            self._log = self._stack.enter_context(self._log_path.open("w", buffering=1))
+        self._logs = [self._stack.enter_context(MetricsLog(path)) for path in self._log_paths]
         self._stack.enter_context(self._bar)
         return self
 
@@ -58,8 +59,10 @@ class Progress:
         """Shows a step that is done."""
         latest = f"loss {metrics.loss:.3f}  {metrics.tokens / metrics.seconds:,.0f} tokens/s"
         self._bar.update(self._task, advance=1, description=policy, latest=latest)
-        if self._log is not None:
-            self._log.write(json.dumps({"policy": policy, **asdict(metrics)}) + "\n")
+        if not self._terminal:
+            print(f"step {metrics.step + 1}/{self._steps}  {policy}  {latest}", file=sys.stderr, flush=True)
+        for log in self._logs:
+            log.write(policy, metrics)
 
 
 def size_text(count: float) -> str:
@@ -92,7 +95,7 @@ def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
         f"step waited {1e3 * total.plan_wait_s / total.steps:.2f} ms"
     )
     if len(config.policies) > 1:
-        console.print(_verdict(policy, result))
+        console.print(_verdict(policy, config.policies[1], result))
 
 
 def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
@@ -162,14 +165,15 @@ def _ranks_text(fewest: int, most: int = 0) -> str:
     return f"{fewest}-{most} ranks" if fewest < most else f"{most} rank{'' if most == 1 else 's'}"
 
 
-def _verdict(policy: str, result: RunResult) -> str:
-    own, static = totals(result.steps[policy]), totals(result.steps["static"])
+def _verdict(policy: str, rival: str, result: RunResult) -> str:
+    own, other = totals(result.steps[policy]), totals(result.steps[rival])
+    name = "the static mesh" if rival == "static" else rival
     parts = [
-        f"{policy} against the static mesh: {own.tokens_per_s / static.tokens_per_s:.2f}x the tokens/s",
-        f"idle {own.idle_share:.0%} instead of {static.idle_share:.0%}",
-        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(static.bytes_sent / static.steps)}",
+        f"{policy} against {name}: {own.tokens_per_s / other.tokens_per_s:.2f}x the tokens/s",
+        f"idle {own.idle_share:.0%} instead of {other.idle_share:.0%}",
+        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(other.bytes_sent / other.steps)}",
     ]
-    gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps["static"], strict=True))
+    gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps[rival], strict=True))
     parts.append(f"losses equal within {gap:.1g}")
     told = ", ".join(parts) + "."
     cores = len(os.sched_getaffinity(0))
@@ -177,9 +181,9 @@ def _verdict(policy: str, result: RunResult) -> str:
         told += (
             f"\n{result.ranks} ranks share {cores} cores here: a rank that waits leaves its core to another, so idle "
             "time costs less than with a device for each. The busiest rank of a step took "
-            f"{own.processor_s / own.steps:.2f} s of processor time, {static.processor_s / static.steps:.2f} s with "
-            f"the static mesh: with a core for each, and as far as messages cost nothing, "
-            f"{static.processor_s / own.processor_s:.2f}x the tokens/s."
+            f"{own.processor_s / own.steps:.2f} s of processor time, {other.processor_s / other.steps:.2f} s with "
+            f"{name}: with a core for each, and as far as messages cost nothing, "
+            f"{other.processor_s / own.processor_s:.2f}x the tokens/s."
         )
     return told
 

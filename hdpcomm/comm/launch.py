@@ -96,6 +96,13 @@ class RankPool:
         """Whether all ranks still run and none was ended by a failure."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to every rank that still runs. Safe in a signal handler."""
+        for process in self._processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """As :func:`run_ranks`, on the ranks of this pool. It is closed after any error that is not ``fn``'s own.
 

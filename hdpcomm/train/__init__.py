@@ -1,10 +1,9 @@
-"""Training: the step of Hybrid Data Parallelism, and whole runs on a corpus."""
+"""Training: the step of Hybrid Data Parallelism."""
 
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
-from hdpcomm.train.run import RunConfig, RunResult, check_limits, run
 from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
 from hdpcomm.train.trainer import Trainer
 
@@ -13,16 +12,12 @@ __all__ = [
     "Fetch",
     "GradientBuffer",
     "PackedShard",
-    "RunConfig",
-    "RunResult",
     "StepMetrics",
     "Totals",
     "Trainer",
-    "check_limits",
     "next_token_labels",
     "pack_shard",
     "profile_cost_model",
-    "run",
     "summed_loss",
     "totals",
 ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.plan import PlannedStep
@@ -145,6 +146,19 @@ class Trainer:
         own = [time.perf_counter() - started, idle, self._bytes_sent() - sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         return offloading.add_to(metrics, self.comm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, buffers and optimizer state by name, equal on every rank: what a checkpoint holds.
+
+        The tensors are the live ones, not copies.
+        """
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, here or in another process. Local: give it to every rank."""
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.num_steps = int(state["num_steps"])
 
     def _plan_now(self, lengths: Sequence[int]) -> PlannedStep:
         started = time.perf_counter()

@@ -18,6 +18,6 @@ def test_perf(tmp_path: Path) -> None:
 def test_train(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     sizes = ["--context", "128", "--tokens-per-step", "256", "--layers", "1", "--hidden", "16", "--ffn", "24"]
-    options = ["--ranks", "2", "--steps", "2", "--no-compare", "--policy", "naive", *sizes]
+    options = ["--ranks", "2", "--steps", "2", "--policy", "naive", *sizes]
     assert main(["train", "--transport", "sim", *options, "--json", str(file)]) == 0
     assert '"transport": "sim"' in json.dumps(json.loads(file.read_text()))

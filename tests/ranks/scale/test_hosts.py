@@ -20,7 +20,7 @@ from tests.ranks.scale.hosts import Hosts, why_not
 
 PROGRAM = "tests.ranks.scale.host_program"
 TRAIN = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
-TRAIN += ["--context", "300", "--tokens-per-step", "700", "--capacity", "100", "--no-compare"]
+TRAIN += ["--context", "300", "--tokens-per-step", "700", "--capacity", "100"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,10 +35,13 @@ def no_world(monkeypatch):
 
 def test_trains_and_compares(folder, tmp_path, capfd):
     path, log = tmp_path / "out.json", tmp_path / "log.jsonl"
-    options = ["--ranks", "2", "--capacity", "150", "--json", str(path), "--log", str(log)]
+    options = ["--ranks", "2", "--capacity", "150", "--compare", "static", "--json", str(path), "--log", str(log)]
     assert main(["train", "--data", folder, *SMALL, *LIMITS, *options]) == 0
     told = capfd.readouterr()
-    assert told.err == ""  # no progress bar where stderr is no terminal
+    # No progress bar where stderr is no terminal, but a line a step.
+    assert [line.split()[:3] for line in told.err.splitlines()] == [
+        ["step", f"{step}/3", policy] for step in (1, 2, 3) for policy in ("balanced", "static")
+    ]
     for words in (
         "10 documents",
         "cut into pieces",
@@ -70,7 +73,7 @@ def test_trains_and_compares(folder, tmp_path, capfd):
     assert [line["loss"] for line in lines[::2]] == [step["loss"] for step in result["steps"]]
 
 
-@pytest.mark.parametrize("options", [["--policy", "naive", "--no-compare"], ["--policy", "static"]])
+@pytest.mark.parametrize("options", [["--policy", "naive"], ["--policy", "static"]])
 def test_without_comparison(folder, tmp_path, capfd, options):
     path = tmp_path / "out.json"
     assert main(["train", "--data", folder, *SMALL, *LIMITS, "--ranks", "1", *options, "--json", str(path)]) == 0
@@ -87,7 +90,7 @@ def test_jsonl_and_the_seed(tmp_path, capfd):
     losses = []
     for seed in ("1", "1", "2"):
         out = tmp_path / "out.json"
-        options = ["--text-field", "body", "--ranks", "1", "--no-compare", "--seed", seed, "--json", str(out)]
+        options = ["--text-field", "body", "--ranks", "1", "--seed", seed, "--json", str(out)]
         assert main(["train", "--data", str(path), *SMALL, *LIMITS, *options]) == 0
         losses.append([step["loss"] for step in json.loads(out.read_text())["steps"]])
     assert losses[0] == pytest.approx(
@@ -104,7 +107,7 @@ def test_joins_the_world_of_torchrun(folder, tmp_path):
     arguments = [*launcher, "-m", "hdpcomm.cli.main", "train", *options]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the same batches") == 1  # rank 0 alone reports
+    assert done.stdout.count("the whole run") == 1  # rank 0 alone reports
     assert json.loads(path.read_text())["ranks"] == 2
 
 
@@ -113,7 +116,7 @@ def test_joins_the_world_of_mpirun(folder, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS, "--no-compare"]
+    command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS]
     variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
@@ -140,6 +143,12 @@ BAD = {
     "--data {folder} --seed -1": "seed is -1",
     "--data {folder} --json /no/such/folder/out.json": "the folder /no/such/folder does not exist",
     "--data {folder} --log {folder}": "this is a folder",
+    "--data {folder} --compare balanced": "--compare balanced is the policy of the run itself",
+    "--data {folder} --save-every 5": "--save-every was given without --out",
+    "--data {folder} --resume auto": "--resume was given without --out",
+    "--data {folder} --out {folder}/0.txt": "this is a file; give a folder",
+    "--data {folder} --export {folder}": "this folder is not empty",
+    "--data {folder} --export {folder}/0.txt": "this is a file; give a folder",
 }
 
 

@@ -13,8 +13,10 @@ from hdpcomm.data import open_corpus
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, PlanAhead, Planner
+from hdpcomm.run import RunConfig
+from hdpcomm.run import train as run
 from hdpcomm.testing import run_threads, spawn
-from hdpcomm.train import IGNORE, RunConfig, Trainer, next_token_labels, profile_cost_model, run
+from hdpcomm.train import IGNORE, Trainer, next_token_labels, profile_cost_model
 
 CONFIG = LlamaConfig(vocabulary=32, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
 CONFIG_OF_BYTES = LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
@@ -270,7 +272,7 @@ def test_a_run_trains_alike_with_every_policy(tmp_path):
 def test_the_first_plan_is_begun_before_there_is_a_model(tmp_path, monkeypatch):
     """No step runs before it under which it could be made."""
     (tmp_path / "a.txt").write_text("x" * 3000)
-    module = sys.modules["hdpcomm.train.run"]
+    module = sys.modules["hdpcomm.run.loop"]
     order = []
 
     class Plans(PlanAhead):

@@ -47,7 +47,7 @@ def test_options_without_meaning_are_refused(
 
 def test_train_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "train.json"
-    small = ["--ranks", "1", "--layers", "4", "--hidden", "32", "--ffn", "64", "--steps", "2", "--no-compare"]
+    small = ["--ranks", "1", "--layers", "4", "--hidden", "32", "--ffn", "64", "--steps", "2"]
     sizes = ["--context", "1024", "--capacity", "1024", "--tokens-per-step", "2048"]
     assert main(["train", *small, *sizes, "--offload", "64M", "--json", str(file)]) == 0
     assert "to host/step" in capsys.readouterr().out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hdpcomm.train import RunConfig, StepMetrics, totals
-from hdpcomm.train.run import learning_rate
+from hdpcomm.run import RunConfig, learning_rate
+from hdpcomm.train import StepMetrics, totals
 
 
 def step_of(**values):

@@ -1,0 +1,237 @@
+"""Checkpoints of a run: folders ``step-N`` that are there whole or not at all.
+
+A checkpoint is written into a hidden folder, with the size and CRC-32 of each of its files in ``meta.json``, synced to
+the disk and then renamed. So a process that is killed while it saves leaves the checkpoints before it untouched, and a
+checkpoint that was cut short or changed afterwards is recognised. The tensors are in the format of
+torch.distributed.checkpoint, which other tools read, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from hdpcomm.errors import Error, InvalidUsage
+
+__all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "open_checkpoint"]
+
+#: Raised when a reader of today could not make sense of what is written.
+FORMAT = 1
+
+_NAME = re.compile(r"step-(\d+)")
+_META = "meta.json"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files are all there, with the sizes and checksums that were written.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps that had been done.
+        facts: what the run noted beside the tensors (``meta.json``).
+    """
+
+    path: Path
+    step: int
+    facts: Mapping[str, Any]
+
+    def load_into(self, state: dict[str, Any]) -> None:
+        """Reads the tensors into those of ``state``, in place; other leaves are replaced. Local.
+
+        Raises: InvalidUsage where the checkpoint has no entry of that name, or one of another shape.
+        """
+        try:
+            with _without_warnings():
+                load(state, checkpoint_id=self.path, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            reason = _reason(error)
+            raise InvalidUsage(
+                f"{self.path}: does not fit this run ({reason}); resume with the model and the options that it was "
+                "saved with"
+            ) from error
+
+
+class CheckpointFolder:
+    """The checkpoints of one run; one process writes them.
+
+    Args:
+        path: made if it is not there.
+        keep: how many of the newest stay; at least 1.
+    """
+
+    def __init__(self, path: Path, *, keep: int) -> None:
+        if keep < 1:
+            raise InvalidUsage(f"keep is {keep}; at least 1 checkpoint has to stay")
+        self.path = path
+        self.keep = keep
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        path.mkdir(parents=True, exist_ok=True)
+        for left in path.glob(".step-*"):  # of a process that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are there, the newest first; not looked into."""
+        names = (_NAME.fullmatch(path.name) for path in self.path.iterdir() if path.is_dir())
+        return sorted((int(name[1]) for name in names if name), reverse=True)
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest sound checkpoint, and what is wrong with each newer one."""
+        damaged: list[str] = []
+        for step in self.steps():
+            try:
+                return open_checkpoint(self.path / f"step-{step}"), damaged
+            except InvalidUsage as error:
+                damaged.append(str(error))
+        return None, damaged
+
+    def save(self, step: int, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
+        """Writes a checkpoint in the background, from a copy of ``state`` that is taken now.
+
+        Waits for the one before. Raises: Error if that could not be written.
+        """
+        self.wait()
+        copied = _copied(state)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copied, dict(facts)), name="hdpcomm-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what is being written is on the disk. Raises: Error if it could not be."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            reason = failure.strerror if isinstance(failure, OSError) and failure.strerror else str(failure)
+            raise Error(
+                f"a checkpoint could not be written to {self.path}: {reason}; make room there or give another --out. "
+                "The checkpoints before it are as they were"
+            ) from failure
+
+    def _write(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        partial = self.path / f".step-{step}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+            with _without_warnings():
+                save(state, storage_writer=writer, no_dist=True)
+            files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
+            text = json.dumps({"format": FORMAT, "step": step, **facts, "files": files}, indent=1)
+            with (partial / _META).open("w") as meta:
+                meta.write(text)
+                meta.flush()
+                os.fsync(meta.fileno())
+            self._publish(partial, self.path / f"step-{step}")
+            for old in self.steps()[self.keep :]:
+                shutil.rmtree(self.path / f"step-{old}", ignore_errors=True)
+        except BaseException as failure:
+            self._failure = failure
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        """Renames; a folder of that name (a damaged one that a resumed run has passed) goes first."""
+        if final.exists():
+            aside = final.with_name(f".{final.name}.replaced")
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
+            partial.rename(final)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            partial.rename(final)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Checks that a checkpoint is whole, and reads its ``meta.json``. Local.
+
+    Raises: InvalidUsage if it is none, of another format, or if a file is missing, cut short or changed.
+    """
+    if not path.is_dir():
+        raise InvalidUsage(f"{path}: no such checkpoint; give a folder step-N, or the folder of the run")
+    try:
+        facts = json.loads((path / _META).read_text())
+    except FileNotFoundError:
+        raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} is missing)") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidUsage(f"{path}: damaged ({_META}: {error}); use another checkpoint") from None
+    if (
+        not isinstance(facts, dict)
+        or not isinstance(facts.get("step"), int)
+        or not isinstance(facts.get("files"), dict)
+    ):
+        raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} has no step or files)")
+    if facts.get("format") != FORMAT:
+        raise InvalidUsage(f"{path}: has format {facts.get('format')}, and this hdpcomm reads format {FORMAT}")
+    for name, expected in facts["files"].items():
+        file = path / Path(name).name
+        try:
+            found = _fingerprint(file)
+        except OSError as error:
+            raise InvalidUsage(f"{path}: damaged ({name}: {error.strerror}); use another checkpoint") from None
+        if found != expected:
+            raise InvalidUsage(
+                f"{path}: damaged ({name} has {found[0]} bytes with checksum {found[1]:#x}, expected {expected}); use "
+                "another checkpoint"
+            )
+    return Checkpoint(path, facts["step"], facts)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch warns of saving and loading in a single process, which is what is wanted here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    """What torch says, without the traceback that it puts into its message."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """Bytes of a file, and their CRC-32."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return [size, checksum]
+
+
+def _copied(value: Any) -> Any:
+    """The same structure with tensors of its own, in host memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(each) for each in value)
+    return value

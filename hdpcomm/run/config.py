@@ -1,0 +1,63 @@
+"""What a training run is made of: the model, the batches, the policy of its plans, and the optimizer's schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import LlamaConfig
+from hdpcomm.plan import POLICIES
+
+__all__ = ["RunConfig", "learning_rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What to train and how.
+
+    Attributes:
+        policies: each trains a model of its own, all from the same weights on the same batches.
+        capacity: tokens that a rank holds at once.
+        tokens_per_step: budget of a global batch.
+        learning_rate: the highest; it rises over the first tenth of the steps and then falls along a cosine to a tenth
+            of it.
+        max_grad_norm: global L2 norm above which gradients are scaled down.
+        offload_bytes: pinned host memory of a rank for activations; 0: no offload.
+    """
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    policies: tuple[str, ...] = ("balanced",)
+    steps: int = 20
+    capacity: int = 4096
+    tokens_per_step: int = 32768
+    seed: int = 0
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    offload_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "capacity", "tokens_per_step"):
+            if getattr(self, name) < 1:
+                raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
+        if not self.policies or any(policy not in POLICIES for policy in self.policies):
+            raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(POLICIES)}")
+        if self.offload_bytes < 0:
+            raise InvalidUsage(f"offload_bytes is {self.offload_bytes}; it must be 0 (no offload) or more")
+        if self.offload_bytes and self.model.layers <= 2:
+            raise InvalidUsage(
+                f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
+                "stay on the device; give at least 3 layers (--layers)"
+            )
+        if self.learning_rate <= 0:
+            raise InvalidUsage(f"learning_rate is {self.learning_rate}; it must be above 0")
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The learning rate of a step: a rise over the first tenth of the steps, then half a cosine down to a tenth."""
+    rise = max(1, config.steps // 10)
+    if step < rise:
+        return config.learning_rate * (step + 1) / rise
+    done = (step - rise) / max(1, config.steps - rise)
+    return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))

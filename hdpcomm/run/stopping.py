@@ -1,0 +1,54 @@
+"""Ending a run in good order: SIGTERM and Ctrl-C let the step finish, then all ranks stop at the same one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["StopRequest"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """While it is entered, the first signal only asks for the end; a second Ctrl-C interrupts at once.
+
+    In a thread that is not the main one signals stay as they are, and nothing is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self._asked = self._asked or number
+
+    def agreed(self, comm: Communicator) -> int:
+        """The signal that any rank of ``comm`` was given since the start, or 0. Collective: equal on all ranks."""
+        asked = torch.tensor([self._asked], dtype=torch.int64)
+        comm.all_reduce(asked, "max")
+        return int(asked)

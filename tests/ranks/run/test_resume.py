@@ -1,0 +1,247 @@
+"""Runs that are saved and go on: the bits of an uninterrupted run, after kills, signals and damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.data import open_corpus
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.models.export import check_export, export_llama
+from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, open_checkpoint, read_metrics, train
+from hdpcomm.testing import run_threads
+
+CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
+STEPS = 8
+Ranks = Callable[..., list[Any]]
+
+
+def trained(data: str, out: str, resume: str | None = None, context: int = 300, **changed: Any) -> RunResult:
+    """One rank of a run of 8 steps, saved every second one."""
+    torch.set_num_threads(1)
+    config = RunConfig(**{"model": CONFIG, "steps": STEPS, "capacity": 300, "tokens_per_step": 700} | changed)
+    saving = Saving(Path(out) / "checkpoints", every=2, resume=resume)
+    with hdp.init() as comm, MetricsLog(Path(out) / f"metrics-{comm.rank}.jsonl") as log:
+        return train(comm, open_corpus([data], context=context), config, saving=saving, on_step=log.write)
+
+
+def losses(out: Path) -> list[float]:
+    name = "metrics.jsonl" if (out / "metrics.jsonl").exists() else "metrics-0.jsonl"
+    return [float(str(row["loss"])) for row in read_metrics(out / name)]
+
+
+def begun(whole: Path, out: Path, *steps: int) -> Path:
+    """A run that has come as far as the given checkpoints of the whole one."""
+    (out / "checkpoints").mkdir(parents=True)
+    for step in steps:
+        shutil.copytree(whole / f"checkpoints/step-{step}", out / f"checkpoints/step-{step}")
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"the {i}th text; " * (i * i + 1))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of all steps on two ranks."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    out.mkdir()
+    hdp.testing.spawn(trained, 2, data, str(out), timeout=100.0)
+    return out
+
+
+def test_a_run_leaves_what_is_promised(whole: Path) -> None:
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step-4", "step-6", "step-8"]
+    rows = read_metrics(whole / "metrics-0.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert {"step", "loss", "tokens", "seconds"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize("resume", ["auto", "the run", "the checkpoint"])
+def test_a_resumed_run_has_the_bits_of_the_whole_one(
+    ranks: Ranks, data: str, whole: Path, tmp_path: Path, resume: str
+) -> None:
+    out = begun(whole, tmp_path / "run", 4)
+    given = {"auto": "auto", "the run": str(out), "the checkpoint": str(whole / "checkpoints/step-4")}[resume]
+    results = ranks(2, trained, data, str(out), given)
+    assert [result.first_step for result in results] == [4, 4]
+    assert losses(out) == losses(whole)[4:]
+    assert same_weights(out / "checkpoints/step-8", whole / "checkpoints/step-8")
+    assert results[0].state
+    assert not results[1].state
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    state = {"policies": {"balanced": {"model": dict(Llama(CONFIG, seed=5).state_dict())}}}
+    open_checkpoint(path).load_into(state)
+    return state["policies"]["balanced"]["model"]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    one, other = weights(a), weights(b)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_on_another_number_of_ranks(ranks: Ranks, data: str, whole: Path, tmp_path: Path) -> None:
+    out = begun(whole, tmp_path / "run")
+    ranks(3, trained, data, str(out), str(whole / "checkpoints/step-4"))
+    assert losses(out) == pytest.approx(losses(whole)[4:], rel=1e-4)
+
+
+def test_a_damaged_checkpoint_is_passed_with_a_warning(
+    data: str, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = begun(whole, tmp_path / "run", 4, 6)
+    file = next((out / "checkpoints/step-6").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:100])
+    run_threads(lambda: trained(data, str(out), "auto"), 1, timeout=100.0)
+    assert f"hdpcomm: warning: {out}/checkpoints/step-6: damaged (" in capfd.readouterr().err
+    assert losses(out) == pytest.approx(losses(whole)[4:], rel=1e-4)
+
+
+def test_a_finished_run_has_nothing_to_do(ranks: Ranks, data: str, whole: Path, tmp_path: Path) -> None:
+    out = begun(whole, tmp_path / "run", 8)
+    result = ranks(2, trained, data, str(out), "auto")[0]
+    assert (result.first_step, result.steps, result.saved) == (8, {"balanced": []}, out / "checkpoints/step-8")
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "nowhere": ({"resume": "/no/such/run"}, "/no/such/run: no such checkpoint; give a folder step-N"),
+    "a folder of data": ({"resume": "{data}"}, "no checkpoint of hdpcomm .meta.json is missing"),
+    "another model": ({"model": LlamaConfig(hidden=32)}, "was saved with model="),
+    "another seed": ({"seed": 3}, "was saved with seed=0, and this run has 3"),
+    "another policy": ({"policies": ("naive",)}, "was saved with policies=.'balanced'., and this run has .'naive'."),
+    "other data": (
+        {"context": 200},
+        "was saved on other data .* than this run's .* give the same --data and --context",
+    ),
+    "fewer steps": ({"steps": 3}, "was saved after step 4 and --steps is 3; give more steps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_checkpoint_of_something_else_is_refused_on_every_rank(
+    ranks: Ranks, data: str, whole: Path, tmp_path: Path, case: str
+) -> None:
+    changed, told = BAD[case]
+    given = {"resume": str(whole / "checkpoints/step-4")} | changed
+    given["resume"] = given["resume"].format(data=data)
+    out = begun(whole, tmp_path / "run")
+    for text in ranks(2, refusal, data, str(out), given):
+        assert re.search(told, text), text
+
+
+def refusal(data: str, out: str, given: dict[str, Any]) -> str:
+    try:
+        trained(data, out, **given)
+    except InvalidUsage as error:
+        return str(error)
+    return ""
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def command(data: str, out: Path, *options: str, steps: int = STEPS) -> list[str]:
+    size = ["--layers", "2", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24"]
+    limits = ["--context", "300", "--tokens-per-step", "700", "--capacity", "300", "--steps", str(steps)]
+    saving = ["--out", str(out), "--save-every", "2", "--ranks", "2"]
+    return [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", data, *size, *limits, *saving, *options]
+
+
+def test_kills_lose_nothing_beyond_the_last_checkpoint(data: str, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL of the launcher at random moments, resumed each time; the last run exports."""
+    out = begun(whole, tmp_path / "run", 4)
+    generator = random.Random(7)
+    for _ in range(2):
+        process = subprocess.Popen(
+            command(data, out, "--resume", "auto"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stderr is not None
+        process.stderr.readline()  # a step is done
+        time.sleep(generator.random() * 0.1)
+        process.kill()
+        process.communicate(timeout=60)
+    folder = tmp_path / "model"
+    arguments = command(data, out, "--resume", "auto", "--export", str(folder))
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert losses(out) == losses(whole)[4:]
+    assert f"saved: {out}/checkpoints/step-8" in done.stdout
+    assert f"exported: {folder}" in done.stdout
+    assert (folder / "model.safetensors").exists()
+    assert (out / "config.yaml").read_text().startswith("model:\n  vocabulary: 256\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_where(data: str, tmp_path: Path, number: int) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(command(data, out, steps=400), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("step 3/"):
+        assert process.poll() is None
+    os.kill(process.pid, number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert "saving after this step" in errors
+    newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    assert f"saved: {newest}" in output
+    assert open_checkpoint(newest).step == len(losses(out))
+    again = subprocess.run(command(data, out), capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 6
+    assert "holds the checkpoints of a run; go on with it by --resume auto" in again.stderr
+
+
+# --- what comes out ------------------------------------------------------------------------------------------------
+
+
+def logits(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
+    with hdp.init() as comm, torch.no_grad():
+        bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
+        out: torch.Tensor = model(tokens, positions=torch.arange(len(tokens)), cu_seqlens=bounds, comm=comm)
+        return out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_opens_the_exported_model(data: str, tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, rope_theta=500.0, tied_embeddings=tied)
+    ours, folder = Llama(config, seed=3), tmp_path / "model"
+    export_llama(config, ours.state_dict(), folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = open_corpus([data], context=300).read(3)
+    text = bytes(tokens.tolist()).decode()
+    assert tokenizer(text)["input_ids"] == tokens.tolist()
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer("é\n\0")["input_ids"] == list("é\n\0".encode())
+    (mine,) = run_threads(lambda: logits(ours, tokens), 1)
+    with torch.no_grad():
+        theirs = model(tokens[None]).logits[0]
+    torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-5)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(InvalidUsage, match="this folder is not empty; give a new one"):
+        check_export(folder)
+    with pytest.raises(InvalidUsage, match="the weights have no blocks"):
+        export_llama(config, {"embedding.weight": torch.zeros(256, 16)}, tmp_path / "other")
