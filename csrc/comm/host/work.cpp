@@ -4,6 +4,25 @@
 #include <cstring>
 
 namespace hdpcomm {
+namespace {
+
+// Moves on host memory.
+struct HostMath {
+  ReduceFn reduce_function;
+  const Call& call;
+
+  void copy(std::byte* to, const std::byte* from, size_t bytes) const {
+    std::memmove(to, from, bytes);
+  }
+  void reduce(std::byte* to, const std::byte* from, size_t count) const {
+    reduce_function(to, to, from, count);
+  }
+  void average(std::byte* to, size_t count) const {
+    scaleFunction(call.dtype)(to, count, call.group_size);
+  }
+};
+
+}  // namespace
 
 CollectiveWork::CollectiveWork(Call call, Ranks ranks, std::shared_ptr<const Schedule> schedule,
                                const void* in, void* out)
@@ -19,10 +38,6 @@ CollectiveWork::CollectiveWork(Call call, Ranks ranks, std::shared_ptr<const Sch
   if (call.redop != RedOp::kNone) reduce_ = reduceFunction(call.dtype, call.redop);
 }
 
-std::byte* CollectiveWork::at(const Span& span) const {
-  return buffers_[static_cast<int>(span.buffer)] + span.offset;
-}
-
 void CollectiveWork::takeNumbers(Transport& transport) {
   numbers_.reserve(ranks_->size());
   for (const int peer : *ranks_) {
@@ -31,10 +46,11 @@ void CollectiveWork::takeNumbers(Transport& transport) {
 }
 
 bool CollectiveWork::advance(Transport& transport) {
+  const HostMath math{reduce_, call_};
   bool posted = false;
   while (completion_.pending == 0 && next_step_ < schedule_->steps.size()) {
     const Step& step = schedule_->steps[next_step_++];
-    for (const Move& each : step.moves) move(each);
+    for (const Move& move : step.moves) doMove(move, buffers_, element_bytes_, math);
     post(step, transport);
     posted = true;
   }
@@ -57,11 +73,11 @@ void CollectiveWork::post(const Step& step, Transport& transport) {
   for (const Recv& recv : step.recvs) {
     RecvRequest request;
     request.peer = (*ranks_)[static_cast<size_t>(recv.peer)];
-    request.data = at(recv.to);
+    request.data = addressOf(buffers_, recv.to);
     request.bytes = recv.to.bytes;
     if (recv.reduce) {
       request.reduce = reduce_;
-      request.operand = at(recv.operand);
+      request.operand = addressOf(buffers_, recv.operand);
       request.element_bytes = element_bytes_;
     }
     request.number = *numbers_[static_cast<size_t>(recv.peer)].recv;
@@ -72,29 +88,13 @@ void CollectiveWork::post(const Step& step, Transport& transport) {
   for (const Send& send : step.sends) {
     SendRequest request;
     request.peer = (*ranks_)[static_cast<size_t>(send.peer)];
-    request.data = at(send.from);
+    request.data = addressOf(buffers_, send.from);
     request.bytes = send.from.bytes;
     request.number = *numbers_[static_cast<size_t>(send.peer)].send;
     request.confirm = send.confirm;
     request.call = call_;
     request.completion = send.deferred ? &deferred_ : &completion_;
     transport.postSend(request);
-  }
-}
-
-void CollectiveWork::move(const Move& move) const {
-  std::byte* to = at(move.to);
-  const std::byte* from = at(move.from);
-  switch (move.kind) {
-    case MoveKind::kCopy:
-      if (to != from && move.to.bytes > 0) std::memmove(to, from, move.to.bytes);
-      break;
-    case MoveKind::kReduce:
-      reduce_(to, to, from, move.to.bytes / element_bytes_);
-      break;
-    case MoveKind::kScale:
-      scaleFunction(call_.dtype)(to, move.to.bytes / element_bytes_, call_.group_size);
-      break;
   }
 }
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/inline_vector.hpp"
-#include "collective/schedule.hpp"
+#include "collective/moves.hpp"
 #include "kernels/reduce.hpp"
 #include "transport/transport.hpp"
 
@@ -86,12 +86,10 @@ class CollectiveWork final : public Work {
   bool willNeed(int peer) const override;
 
  private:
-  std::byte* at(const Span& span) const;
   void post(const Step& step, Transport& transport);
-  void move(const Move& move) const;
 
   std::shared_ptr<const Schedule> schedule_;
-  std::byte* buffers_[3];
+  Buffers buffers_;
   std::unique_ptr<std::byte[]> temp_;
   ReduceFn reduce_ = nullptr;
   size_t element_bytes_;
