@@ -127,23 +127,6 @@ OpenWorlds& openWorlds() {
   return worlds;
 }
 
-// The world's lock may be held while another thread copies or waits for a copy.
-py::dict statsOf(World& world) {
-  const TransportStats stats = [&] {
-    const py::gil_scoped_release release;
-    return world.stats();
-  }();
-  py::dict result;
-  result["bytes_sent"] = stats.bytes_sent;
-  result["bytes_received"] = stats.bytes_received;
-  result["messages_sent"] = stats.messages_sent;
-  result["messages_received"] = stats.messages_received;
-  result["remote_bytes_sent"] = stats.remote_bytes_sent;
-  result["remote_bytes_received"] = stats.remote_bytes_received;
-  result["peers"] = stats.peers_used;
-  return result;
-}
-
 std::optional<Block> allocate(World& world, size_t bytes) {
   std::shared_ptr<std::byte> data;
   {
@@ -169,7 +152,8 @@ void bindWorld(py::module_& module) {
       .def(
           "communicator",
           [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })
-      .def("stats", &statsOf)
+      // The world's lock may be held while another thread copies or waits for a copy.
+      .def("stats", &World::stats, py::call_guard<py::gil_scoped_release>())
       .def("allocate", &allocate)
       .def(
           "set_costs",

@@ -2,6 +2,7 @@
 // cross as addresses.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
@@ -9,7 +10,7 @@
 #include "bindings/collective_py.hpp"
 #include "bindings/rooms.hpp"
 #include "testing/fake_nccl.hpp"
-#include "transport/stream/nccl/groups.hpp"
+#include "transport/stream/nccl/nccl_transfers.hpp"
 
 namespace py = pybind11;
 
@@ -40,11 +41,49 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// A world and the stream that its operations go to.
+// A world and the stream that its operations go to, which is the queue of a fake rank.
 struct Member {
+  std::shared_ptr<FakeNccl> fake;
   std::shared_ptr<NcclWorld> world;
   NcclStream stream;
+
+  void collective(ScheduleRequest request, const std::vector<int>& ranks, std::byte* in,
+                  std::byte* out, DType dtype, RedOp redop) const;
+  void connectAhead(int max_distance) const;
 };
+
+void Member::collective(ScheduleRequest request, const std::vector<int>& ranks, std::byte* in,
+                        std::byte* out, DType dtype, RedOp redop) const {
+  if (request.algorithm == Algorithm::kAuto && world->hasWhole(request.op, dtype, ranks)) {
+    return world->runWhole({request.op, in, out, request.count, dtype, redop, request.root},
+                           stream);
+  }
+  const int rank = world->rank();
+  const auto own = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+  request.group_size = static_cast<int>(ranks.size());
+  request.rank = static_cast<int>(own);
+  request.element_bytes = dtypeBytes(dtype);
+  request.average = redop == RedOp::kAvg;
+  const auto plan = std::make_shared<const nccl::GroupPlan>(
+      request, std::make_shared<const Schedule>(makeSchedule(request)));
+  const Call call{.op = request.op, .dtype = dtype, .redop = redop};
+  std::byte* scratch = fake->allocate(rank, plan->scratchBytes());
+  const DevicePtr queue = fake->queue(rank);
+  ScheduleRunner runner(queue, {plan->schedule,
+                                call,
+                                ranks,
+                                {in, out, scratch},
+                                Stream{reinterpret_cast<uintptr_t>(stream)}});
+  runner.add(std::make_unique<nccl::NcclTransfers>(*world, queue, plan, runner.run()));
+  std::move(runner).enqueue({});
+  fake->release(rank, scratch, plan->scratchBytes());
+}
+
+void Member::connectAhead(int max_distance) const {
+  std::byte* bytes = fake->allocate(world->rank(), 2);
+  world->connectAhead(max_distance, bytes, stream);
+  fake->release(world->rank(), bytes, 2);
+}
 
 // Address, bytes, global rank, and the place in the receiver's window of one that is put.
 using Message = std::tuple<uintptr_t, size_t, int, std::optional<size_t>>;
@@ -60,21 +99,12 @@ void bindMember(py::module_& module) {
   py::class_<Member>(module, "NcclMember")
       .def(
           "collective",
-          [](Member& m, int op, int algorithm, std::vector<int> ranks, uintptr_t in, uintptr_t out,
-             size_t count, int dtype, int redop, int root, std::vector<int> nodes) {
-            NcclWorld::Operation operation;
-            operation.request.op = static_cast<OpCode>(op);
-            operation.request.algorithm = static_cast<Algorithm>(algorithm);
-            operation.request.count = count;
-            operation.request.root = root;
-            operation.request.nodes = std::move(nodes);
-            operation.redop = static_cast<RedOp>(redop);
-            operation.request.average = operation.redop == RedOp::kAvg;
-            operation.ranks = std::move(ranks);
-            operation.in = pointer(in);
-            operation.out = pointer(out);
-            operation.dtype = static_cast<DType>(dtype);
-            m.world->collective(operation, m.stream);
+          [](Member& m, int op, int algorithm, const std::vector<int>& ranks, uintptr_t in,
+             uintptr_t out, size_t count, int dtype, int redop, int root, std::vector<int> nodes) {
+            ScheduleRequest request = requestOf(op, algorithm, 0, 0, count, 0, root);
+            request.nodes = std::move(nodes);
+            m.collective(std::move(request), ranks, pointer<std::byte>(in), pointer<std::byte>(out),
+                         static_cast<DType>(dtype), static_cast<RedOp>(redop));
           },
           py::arg("op"), py::arg("algorithm"), py::arg("ranks"), py::arg("source"),
           py::arg("target"), py::arg("count"), py::arg("dtype"), py::arg("redop"), py::arg("root"),
@@ -85,10 +115,7 @@ void bindMember(py::module_& module) {
             m.world->exchange(messagesOf(sends), messagesOf(recvs), m.stream);
           },
           py::arg("sends"), py::arg("recvs"))
-      .def(
-          "connect_ahead",
-          [](Member& m, int max_distance) { m.world->connectAhead(max_distance, m.stream); },
-          py::arg("max_distance"))
+      .def("connect_ahead", &Member::connectAhead, py::arg("max_distance"))
       .def("puts_missing", [](Member& m) { return m.world->putsMissing(); })
       .def(
           "open_window",
@@ -100,17 +127,7 @@ void bindMember(py::module_& module) {
       .def("close_window", [](Member& m) { m.world->closeWindow(); })
       .def("check_async", [](Member& m) { m.world->checkAsync(); })
       .def("abort", [](Member& m) { m.world->abort(); })
-      .def("stats", [](const Member& m) {
-        const NcclStats stats = m.world->stats();
-        py::dict result;
-        result["groups"] = stats.groups;
-        result["messages_sent"] = stats.messages_sent;
-        result["bytes_sent"] = stats.bytes_sent;
-        result["peers"] = stats.peers;
-        result["buffer_bytes"] = stats.buffer_bytes;
-        result["whole_world_ops"] = stats.whole_world_ops;
-        return result;
-      });
+      .def("stats", [](const Member& m) { return m.world->stats(); });
 }
 
 void bindFake(py::module_& module) {
@@ -140,8 +157,9 @@ void bindFake(py::module_& module) {
           [](FakeNccl& fake, int rank, double timeout_s, std::vector<int> nodes) {
             const auto api = fake.api();
             const auto size = static_cast<int>(fake.ranks().size());
-            return Member{std::make_shared<NcclWorld>(api, fake.device(rank), idOf(uniqueId(*api)),
-                                                      rank, size, timeout_s, std::move(nodes)),
+            return Member{fake.shared_from_this(),
+                          std::make_shared<NcclWorld>(api, idOf(uniqueId(*api)), rank, size,
+                                                      timeout_s, std::move(nodes)),
                           fake.stream(rank)};
           },
           py::arg("rank"), py::arg("timeout") = 1.0, py::arg("nodes") = std::vector<int>{})
@@ -177,7 +195,7 @@ void bindNccl(py::module_& module) {
           [](const std::shared_ptr<NcclApi>& api, double timeout_s) {
             const NcclUniqueId id = idOf(uniqueId(*api));
             const py::gil_scoped_release release;
-            NcclWorld(api, nullptr, id, 0, 1, timeout_s).retire();
+            NcclWorld(api, id, 0, 1, timeout_s).retire();
           },
           py::arg("timeout"));
   module.def(

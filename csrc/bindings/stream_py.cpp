@@ -209,25 +209,7 @@ void bindStream(py::module_& module) {
              const py::gil_scoped_release release;
              engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
            })
-      .def("stats", [](const StreamEngine& engine) {
-        const auto [stats, nccl] = [&engine] {
-          const py::gil_scoped_release release;
-          return std::pair(engine.stats(), engine.ncclUse());
-        }();
-        py::dict result;
-        result["bytes_sent"] = stats.bytes_sent;
-        result["bytes_received"] = stats.bytes_received;
-        result["messages_sent"] = stats.messages_sent;
-        result["messages_received"] = stats.messages_received;
-        result["remote_bytes_sent"] = stats.remote_bytes_sent;
-        result["remote_bytes_received"] = stats.remote_bytes_received;
-        result["peers"] = stats.peers_used;
-        result["nccl_groups"] = nccl.groups;
-        result["nccl_puts"] = nccl.puts;
-        result["nccl_whole_world_ops"] = nccl.whole_world_ops;
-        result["predicted_buffer_bytes"] = nccl.buffer_bytes;
-        return result;
-      });
+      .def("stats", &StreamEngine::stats, Unlocked());
 }
 
 }  // namespace hdpcomm

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "kernels/reduce.hpp"
+#include "testing/fake_queue.hpp"
 #include "transport/stream/nccl/groups.hpp"
 
 namespace hdpcomm::nccl {
@@ -24,43 +26,6 @@ RedOp redOpOf(int op) {
   return RedOp::kSum;
 }
 
-class FakeDevice final : public NcclDevice {
- public:
-  FakeDevice(std::shared_ptr<FakeNccl> fake, int rank) : fake_(std::move(fake)), rank_(rank) {}
-
-  void* allocate(size_t bytes, NcclStream) override {
-    FakeNccl::Rank& rank = fake_->ranks()[static_cast<size_t>(rank_)];
-    rank.memory.push_back(std::make_unique<std::byte[]>(bytes));
-    std::byte* data = rank.memory.back().get();
-    std::memset(data, 0xCD, bytes);
-    rank.allocated[data] = bytes;
-    return data;
-  }
-  // Poisoned when the stream gets there: whatever reads it later gets rubbish.
-  void release(void* memory, NcclStream) override {
-    FakeNccl::Rank& rank = fake_->ranks()[static_cast<size_t>(rank_)];
-    const size_t bytes = rank.allocated.at(static_cast<std::byte*>(memory));
-    fake_->enqueueLocal(rank_, [memory, bytes] { std::memset(memory, 0xDD, bytes); });
-  }
-  void clear(void* memory, size_t bytes, NcclStream) override {
-    fake_->enqueueLocal(rank_, [=] { std::memset(memory, 0, bytes); });
-  }
-  void copy(void* to, const void* from, size_t bytes, NcclStream) override {
-    fake_->enqueueLocal(rank_, [=] { std::memmove(to, from, bytes); });
-  }
-  void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
-              NcclStream) override {
-    fake_->enqueueLocal(rank_, [=] { reduceFunction(dtype, op)(out, a, b, count); });
-  }
-  void scale(void* data, size_t count, DType dtype, double divisor, NcclStream) override {
-    fake_->enqueueLocal(rank_, [=] { scaleFunction(dtype)(data, count, divisor); });
-  }
-
- private:
-  std::shared_ptr<FakeNccl> fake_;
-  int rank_;
-};
-
 }  // namespace
 
 FakeNccl::FakeNccl(int num_ranks, int version)
@@ -74,8 +39,19 @@ FakeNccl::FakeNccl(int num_ranks, int version)
   }
 }
 
-std::shared_ptr<NcclDevice> FakeNccl::device(int rank) {
-  return std::make_shared<FakeDevice>(shared_from_this(), rank);
+DevicePtr FakeNccl::queue(int rank) {
+  return std::make_shared<FakeQueue>(shared_from_this(), rank);
+}
+
+std::byte* FakeNccl::allocate(int rank, size_t bytes) {
+  auto& memory = ranks_[static_cast<size_t>(rank)].memory;
+  memory.push_back(std::make_unique<std::byte[]>(bytes));
+  std::memset(memory.back().get(), 0xCD, bytes);
+  return memory.back().get();
+}
+
+void FakeNccl::release(int rank, std::byte* memory, size_t bytes) {
+  enqueueLocal(rank, [=] { std::memset(memory, 0xDD, bytes); });
 }
 
 void FakeNccl::attach(int rank, DevicePtr device) {

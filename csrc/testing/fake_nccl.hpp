@@ -40,7 +40,12 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::shared_ptr<const NcclApi> api();
   // The rank's operations go to streams of this device, and need no run().
   void attach(int rank, DevicePtr device);
-  std::shared_ptr<NcclDevice> device(int rank);
+  // The rank's queue as a device, where none is attached.
+  DevicePtr queue(int rank);
+  // Memory for the work that is enqueued next.
+  std::byte* allocate(int rank, size_t bytes);
+  // Overwrites it when the queue gets there: whatever reads it later gets other data.
+  void release(int rank, std::byte* memory, size_t bytes);
   NcclStream stream(int rank);
 
   // What the rank enqueues from now on belongs to this operation; for messages.
@@ -119,8 +124,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     std::vector<Transfer> collecting;
     std::list<Item> stream;
     std::string label;
-    std::vector<std::string> order;  // labels as enqueued, each once
-    std::map<std::byte*, size_t> allocated;
+    std::vector<std::string> order;     // labels as enqueued, each once
     std::vector<MemoryRange> windows;   // by number; without bytes: closed
     std::map<int, uint32_t> waited;     // signals, by peer
     std::map<int, uint32_t> signalled;  // to each peer

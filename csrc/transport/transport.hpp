@@ -24,6 +24,7 @@
 
 #include "base/call.hpp"
 #include "base/error.hpp"
+#include "transport/stats.hpp"
 
 namespace hdpcomm {
 
@@ -66,16 +67,6 @@ struct RecvRequest {
              piece_bytes / element_bytes);
     }
   }
-};
-
-struct TransportStats {
-  uint64_t bytes_sent = 0;
-  uint64_t bytes_received = 0;
-  uint64_t messages_sent = 0;
-  uint64_t messages_received = 0;
-  uint64_t remote_bytes_sent = 0;  // of these, to and from other hosts
-  uint64_t remote_bytes_received = 0;
-  int peers_used = 0;  // distinct peers to which a message was sent or from which one came
 };
 
 class Transport {
@@ -139,7 +130,7 @@ class Transport {
     return nullptr;
   }
 
-  virtual TransportStats stats() const = 0;
+  virtual Stats stats() const = 0;
   // Says goodbye; peers that still wait for this rank fail. Idempotent.
   virtual void close(const std::string& reason) noexcept = 0;
 };

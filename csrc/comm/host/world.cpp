@@ -41,7 +41,7 @@ World::~World() {
   (void)transport_.release();
 }
 
-TransportStats World::stats() {
+Stats World::stats() {
   std::lock_guard lock(mutex_);
   return transport_->stats();
 }

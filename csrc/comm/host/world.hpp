@@ -50,7 +50,7 @@ class World {
   int size() const noexcept { return transport_->size(); }
   double timeout() const noexcept { return timeout_s_; }
   const char* transportName() const noexcept { return transport_->name(); }
-  TransportStats stats();
+  Stats stats();
   // See Transport::allocate().
   std::shared_ptr<std::byte> allocate(size_t bytes);
 

@@ -8,17 +8,17 @@
 namespace hdpcomm {
 namespace {
 
-constexpr auto kLookAgain = std::chrono::milliseconds(100);
+constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 constexpr double kMiB = 1 << 20;
 
 // Throws when a rank that has to join too is gone.
-NcclWorld::Look lookForRanks(World& world) {
-  return [&world, next = Clock::now() + kLookAgain]() mutable {
+NcclWorld::WaitCheck checkRanks(World& world) {
+  return [&world, next = Clock::now() + kCheckInterval]() mutable {
     if (Clock::now() < next) return;
     for (int rank = 0; rank < world.size(); ++rank) {
       if (const std::optional<Error> loss = world.departure(rank)) throw *loss;
     }
-    next = Clock::now() + kLookAgain;
+    next = Clock::now() + kCheckInterval;
   };
 }
 
@@ -28,10 +28,10 @@ struct Joining {
   DeviceApi& device;
   NcclWorld& world;
   Stream stream;
-  NcclWorld::Look look;
+  NcclWorld::WaitCheck check;
 
-  NcclStream raw() const { return reinterpret_cast<NcclStream>(stream.handle); }
-  void synchronize() const { device.synchronize(stream, comm.world().timeout(), look); }
+  NcclStream raw() const { return ncclStreamOf(stream); }
+  void synchronize() const { device.synchronize(stream, comm.world().timeout(), check); }
 };
 
 // The largest of all ranks, on all of them.
@@ -60,7 +60,7 @@ double ringSeconds(const Joining& join, size_t bytes, bool puts) {
   double best = std::numeric_limits<double>::infinity();
   for (int round = 0; round <= kRounds; ++round) {
     const Clock::time_point start = Clock::now();
-    for (int i = 0; i < kMessages; ++i) join.world.exchange(to, from, join.raw(), join.look);
+    for (int i = 0; i < kMessages; ++i) join.world.exchange(to, from, join.raw(), join.check);
     join.synchronize();
     const std::chrono::duration<double> taken = Clock::now() - start;
     if (round > 0) best = std::min(best, taken.count());  // the first one may connect
@@ -96,13 +96,13 @@ size_t openLanding(const Joining& join, const NcclJoining& nccl) {
          .ranks = join.comm.ranks(),
          .seq = -1});
   }
-  join.world.openWindow(2 * choice.bytes, join.raw(), join.look);
+  join.world.openWindow(2 * choice.bytes, join.raw(), join.check);
   if (choice.mode == NcclJoining::OneSided::kOn) return choice.bytes;
   const size_t bytes = std::min<size_t>(choice.bytes, 4 * kMiB);
   const std::array<double, 2> seconds =
       largest<2>(join.comm, {ringSeconds(join, bytes, false), ringSeconds(join, bytes, true)});
   if (seconds[1] < seconds[0]) return choice.bytes;
-  join.world.closeWindow(join.look);
+  join.world.closeWindow(join.check);
   return 0;
 }
 
@@ -116,22 +116,22 @@ std::unique_ptr<NcclMover> ncclMover(const Communicator& comm, const DevicePtr& 
   if (comm.rank() == 0) ncclCheck(*api, api->getUniqueId(&id), "ncclGetUniqueId", nullptr, 0);
   fromRank0(comm, id);
   World& host = comm.world();
-  const NcclWorld::Look look = lookForRanks(host);
-  auto memory = std::make_shared<StreamNcclDevice>(device);
-  auto world = std::make_unique<NcclWorld>(api, memory, id, comm.rank(), comm.size(),
-                                           host.timeout(), host.nodesOf(comm.ranks()), look);
+  const NcclWorld::WaitCheck check = checkRanks(host);
+  const DeviceMemory bytes(device, device->allocate(2));  // that connectAhead() exchanges
+  auto world = std::make_unique<NcclWorld>(api, id, comm.rank(), comm.size(), host.timeout(),
+                                           host.nodesOf(comm.ranks()), check);
   std::vector<bool> linked;
   for (int rank = 0; rank < comm.size(); ++rank) linked.push_back(map.linked(comm.rank(), rank));
   if (!map.none()) world->leaveOut(std::move(linked));
   const OwnedStream stream(device, device->createStream());
-  const Joining join{comm, *device, *world, stream.get(), look};
-  memory->reserve(2, stream.get(), false);
-  world->connectAhead(nccl.connect_distance, join.raw(), look);
+  const Joining join{comm, *device, *world, stream.get(), check};
+  device->fill(bytes.get(), 0, 2, stream.get());
+  world->connectAhead(nccl.connect_distance, static_cast<std::byte*>(bytes.get()), join.raw(),
+                      check);
   join.synchronize();
   const size_t landing_bytes = openLanding(join, nccl);
   join.synchronize();
-  return std::make_unique<NcclMover>(device, std::move(memory), std::move(world), costs,
-                                     landing_bytes);
+  return std::make_unique<NcclMover>(device, std::move(world), costs, landing_bytes);
 }
 
 }  // namespace hdpcomm

@@ -14,37 +14,6 @@ StreamWork::~StreamWork() {
   for (OwnedEvent& event : ends_) events_->give(std::move(event));
 }
 
-StreamMover::Traffic StreamMover::trafficOf(const Collective& operation) const {
-  Traffic traffic{.sent = std::vector<uint64_t>(operation.ranks.size()),
-                  .received = std::vector<uint64_t>(operation.ranks.size())};
-  for (const Step& step : operation.plan.schedule->steps) {
-    for (const Send& each : step.sends) {
-      traffic.sent[static_cast<size_t>(each.peer)] += each.from.bytes;
-    }
-    for (const Recv& each : step.recvs) {
-      traffic.received[static_cast<size_t>(each.peer)] += each.to.bytes;
-    }
-  }
-  return traffic;
-}
-
-void StreamMover::checkLanding(const Message& message, bool received) const {
-  if (message.landing == kNoLanding) return;
-  const Zone zone = zoneFor(message.peer);
-  const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing > zone.bytes || bytes > zone.bytes - message.landing) {
-    throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +
-                      std::to_string(message.landing) + "; the zone has " +
-                      std::to_string(zone.bytes) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
-  }
-  if (received && bytes > 0 && message.data != zone.data + message.landing) {
-    throwInvalidUsage("exchange() got a receive whose tensor is not at offset " +
-                      std::to_string(message.landing) +
-                      " of the landing zone for messages of that rank; pass a view of "
-                      "landing_zone().memory there");
-  }
-}
-
 StreamWork::Share& StreamWork::shareOf(int peer) {
   for (Share& share : shares_) {
     if (share.peer == peer) return share;
@@ -207,7 +176,12 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
                                                    bool background) {
   std::unique_lock lock(mutex_);
   checkUsable();
-  mover_->prepare(sends, recvs, device_->isCapturing(caller));
+  const StreamMover::Exchange operation{.sends = sends,
+                                        .recvs = recvs,
+                                        .caller = caller,
+                                        .background = background,
+                                        .captured = device_->isCapturing(caller)};
+  const std::unique_ptr<StreamMover::PreparedExchange> prepared = mover_->prepare(operation);
   Call described = call;
   if (sends.size() + recvs.size() == 1) {  // for messages about it
     const Message& only = sends.empty() ? recvs[0] : sends[0];
@@ -234,8 +208,8 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     for (const Message& message : recvs) expect(work, message.peer, entryOf(message, false));
   };
   submit(lock, work, caller, tell, [&] {
-    const StreamMover::Exchange operation{sends, recvs, work->begin_.get(), caller, background};
-    for (const Stream stream : mover_->exchange(operation, lookOut(*work))) {
+    for (const Stream stream :
+         std::move(*prepared).enqueue(work->begin_.get(), waitCheckOf(*work))) {
       work->ends_.push_back(events_->take());
       device_->record(work->ends_.back().get(), stream);
       if (!background && stream != caller) device_->wait(caller, work->ends_.back().get());
@@ -257,7 +231,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
                                           .out = static_cast<std::byte*>(out),
                                           .stream = stream,
                                           .captured = work->captured_};
-  mover_->prepare(operation);
+  const std::unique_ptr<StreamMover::PreparedCollective> prepared = mover_->prepare(operation);
   const StreamMover::Traffic traffic = mover_->trafficOf(operation);
   for (const int peer : *work->ranks_) {
     if (peer != rank_) this->plan(*work, peer, 1, 1);
@@ -273,7 +247,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
   };
   submit(lock, work, caller, tell, [&] {
     if (background) device_->wait(stream, work->begin_.get());
-    mover_->collective(operation, lookOut(*work));
+    std::move(*prepared).enqueue(waitCheckOf(*work));
     work->ends_.push_back(events_->take());
     device_->record(work->ends_.back().get(), stream);
   });
@@ -285,12 +259,7 @@ size_t StreamEngine::scratchBytes() const {
   return mover_->scratchBytes();
 }
 
-StreamMover::NcclUse StreamEngine::ncclUse() const {
-  const std::lock_guard lock(mutex_);
-  return mover_->ncclUse();
-}
-
-TransportStats StreamEngine::stats() const {
+Stats StreamEngine::stats() const {
   const std::lock_guard lock(mutex_);
   return mover_->stats();
 }

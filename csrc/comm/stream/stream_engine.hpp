@@ -68,8 +68,7 @@ class StreamEngine final : public WorldPart {
   // True when the work has ended, well or not: its streams do not use its buffers any more.
   bool test(StreamWork& work);
 
-  TransportStats stats() const;
-  StreamMover::NcclUse ncclUse() const;
+  Stats stats() const;  // of StreamMover
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
 
@@ -110,7 +109,7 @@ class StreamEngine final : public WorldPart {
   template <typename Tell, typename Enqueue>
   void submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller, Tell tell,
               Enqueue enqueue);
-  StreamMover::Look lookOut(StreamWork& work);
+  StreamMover::WaitCheck waitCheckOf(StreamWork& work);
 
   // stream_monitor.cpp
   void compareCalls();

@@ -243,7 +243,7 @@ bool StreamEngine::releaseOnce() {
 }
 
 // For a mover that waits on the host in the middle of an operation.
-StreamMover::Look StreamEngine::lookOut(StreamWork& work) {
+StreamMover::WaitCheck StreamEngine::waitCheckOf(StreamWork& work) {
   return [this, &work, start = Clock::now()] {
     compareCalls();
     if (failed_) throw work.error_ ? *work.error_ : *failed_;

@@ -74,18 +74,9 @@ class CompositeTransport final : public Transport {
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
     return members_[0]->allocate(bytes);
   }
-  TransportStats stats() const override {
-    TransportStats sum;
-    for (const auto& member : members_) {
-      const TransportStats part = member->stats();
-      sum.bytes_sent += part.bytes_sent;
-      sum.bytes_received += part.bytes_received;
-      sum.messages_sent += part.messages_sent;
-      sum.messages_received += part.messages_received;
-      sum.remote_bytes_sent += part.remote_bytes_sent;
-      sum.remote_bytes_received += part.remote_bytes_received;
-      sum.peers_used += part.peers_used;
-    }
+  Stats stats() const override {
+    Stats sum;
+    for (const auto& member : members_) addStats(sum, member->stats());
     return sum;
   }
   void close(const std::string& reason) noexcept override {

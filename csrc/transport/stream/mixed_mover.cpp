@@ -1,25 +1,11 @@
 #include "transport/stream/mixed_mover.hpp"
 
+#include <string>
+#include <utility>
+
+#include "base/error.hpp"
+
 namespace hdpcomm {
-namespace {
-
-// The steps of a schedule over links, while NcclWorld runs the rest.
-class LinkedSteps final : public NcclWorld::Beside {
- public:
-  LinkedSteps(LinkMover& links, const StreamMover::Collective& operation)
-      : pass_(links, operation), operation_(operation) {}
-  void begin(const Step& step, std::byte* temp) override {
-    pass_.begin(step, {operation_.in, operation_.out, temp});
-  }
-  void end() override { pass_.end(); }
-  void finish() override { pass_.finish(); }
-
- private:
-  LinkMover::Pass pass_;
-  const StreamMover::Collective& operation_;
-};
-
-}  // namespace
 
 MixedMover::MixedMover(const DevicePtr& device, std::shared_ptr<const LinkMap> map,
                        std::unique_ptr<LinkMover> links, std::unique_ptr<NcclMover> nccl,
@@ -54,53 +40,67 @@ StreamMover::Traffic MixedMover::trafficOf(const Collective& operation) const {
                                             : links_->trafficOf(operation);
 }
 
-MixedMover::Parted MixedMover::part(const Messages& messages) const {
-  Parted parted;
-  for (const Message& message : messages) {
-    if (message.landing != kNoLanding && !lands(message.peer)) {
-      throwInvalidUsage("exchange() got a landing place for a message with rank " +
-                        std::to_string(message.peer) + ", to which rank " + std::to_string(rank_) +
-                        " has no link: give one only where Communicator.lands() is true");
+// An exchange over links and one by NCCL, each with the messages of its peers.
+class MixedMover::MixedExchange final : public PreparedExchange {
+ public:
+  MixedExchange(const MixedMover& mover, const Exchange& operation) {
+    split(mover, operation.sends, &Part::sends);
+    split(mover, operation.recvs, &Part::recvs);
+    if (mover.links_ != nullptr) linked_.prepare(*mover.links_, operation);
+    others_.prepare(*mover.nccl_, operation);
+  }
+
+  std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
+    std::vector<Stream> streams;
+    for (Part* part : {&linked_, &others_}) {
+      if (part->prepared == nullptr) continue;
+      const auto more = std::move(*part->prepared).enqueue(begin, check);
+      streams.insert(streams.end(), more.begin(), more.end());
     }
-    (linked(message.peer) ? parted.linked : parted.others).push_back(message);
+    return streams;
   }
-  return parted;
-}
 
-void MixedMover::prepare(const Messages& sends, const Messages& recvs, bool captured) {
-  Parted outgoing = part(sends);
-  Parted incoming = part(recvs);
-  if (links_ != nullptr) links_->prepare(outgoing.linked, incoming.linked, captured);
-  nccl_->prepare(outgoing.others, incoming.others, captured);
-  sends_ = std::move(outgoing);
-  recvs_ = std::move(incoming);
-}
+ private:
+  struct Part {
+    Messages sends;
+    Messages recvs;
+    std::unique_ptr<PreparedExchange> prepared;  // null: no messages
 
-void MixedMover::prepare(const Collective& operation) {
-  map_->all(operation.ranks) ? links_->prepare(operation) : nccl_->prepare(operation);
-}
+    void prepare(StreamMover& mover, const Exchange& whole) {
+      if (sends.empty() && recvs.empty()) return;
+      prepared =
+          mover.prepare(Exchange{sends, recvs, whole.caller, whole.background, whole.captured});
+    }
+  };
 
-std::vector<Stream> MixedMover::exchange(const Exchange& operation, const Look& look) {
-  std::vector<Stream> streams;
-  if (!sends_.linked.empty() || !recvs_.linked.empty()) {
-    streams = links_->exchange(
-        {sends_.linked, recvs_.linked, operation.begin, operation.caller, operation.background},
-        look);
+  void split(const MixedMover& mover, const Messages& messages, Messages Part::* side) {
+    for (const Message& message : messages) {
+      if (message.landing != kNoLanding && !mover.lands(message.peer)) {
+        throwInvalidUsage("exchange() got a landing place for a message with rank " +
+                          std::to_string(message.peer) + ", to which rank " +
+                          std::to_string(mover.rank_) +
+                          " has no link: give one only where Communicator.lands() is true");
+      }
+      ((mover.linked(message.peer) ? linked_ : others_).*side).push_back(message);
+    }
   }
-  if (!sends_.others.empty() || !recvs_.others.empty()) {
-    const std::vector<Stream> others = nccl_->exchange(
-        {sends_.others, recvs_.others, operation.begin, operation.caller, operation.background},
-        look);
-    streams.insert(streams.end(), others.begin(), others.end());
-  }
-  return streams;
+
+  Part linked_;
+  Part others_;
+};
+
+std::unique_ptr<StreamMover::PreparedExchange> MixedMover::prepare(const Exchange& operation) {
+  return std::make_unique<MixedExchange>(*this, operation);
 }
 
-void MixedMover::collective(const Collective& operation, const Look& look) {
-  if (map_->all(operation.ranks)) return links_->collective(operation, look);
-  if (links_ == nullptr) return nccl_->collective(operation, look);
-  LinkedSteps steps(*links_, operation);
-  nccl_->collective(operation, &steps, look);
+// Where only some members are linked, the transfers over links start before NCCL's group, which
+// holds the stream until all of its peers have come, and join the stream after it.
+std::unique_ptr<StreamMover::PreparedCollective> MixedMover::prepare(const Collective& operation) {
+  if (map_->all(operation.ranks)) return links_->prepare(operation);
+  if (links_ == nullptr || nccl_->runsWhole(operation)) return nccl_->prepare(operation);
+  std::unique_ptr<ScheduleRunner> runner = nccl_->prepareSchedule(operation);
+  runner->add(links_->transfersOf(runner->run()));
+  return runner;
 }
 
 std::vector<Stream> MixedMover::streams() const {
@@ -123,15 +123,10 @@ void MixedMover::retire() {
   if (links_ != nullptr) links_->retire();
 }
 
-TransportStats MixedMover::stats() const {
-  TransportStats stats = nccl_->stats();
-  if (links_ == nullptr) return stats;
-  const TransportStats linked = links_->stats();
-  stats.bytes_sent += linked.bytes_sent;
-  stats.bytes_received += linked.bytes_received;
-  stats.messages_sent += linked.messages_sent;
-  stats.messages_received += linked.messages_received;
-  stats.peers_used += linked.peers_used;  // others than NCCL's
+// No peer is counted twice: each has a link, or messages by NCCL.
+Stats MixedMover::stats() const {
+  Stats stats = nccl_->stats();
+  if (links_ != nullptr) addStats(stats, links_->stats());
   return stats;
 }
 

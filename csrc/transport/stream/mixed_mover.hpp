@@ -1,5 +1,5 @@
 // Each message the way that its peer has: over links to the ranks of this host that this rank's
-// device reaches, by NCCL to all others. The two movers do the work; this one parts it.
+// device reaches, by NCCL to all others. The two movers do the work; this one splits it.
 //
 //   exchange     one group of NCCL for the peers without a link, lanes for those with one
 //   collective   members all linked: LinkMover does it, with peers' reads, and NCCL hears nothing;
@@ -36,24 +36,17 @@ class MixedMover final : public StreamMover {
   PlanningRules planning(const std::vector<int>& ranks) const override;
   Traffic trafficOf(const Collective& operation) const override;
   bool capturesAlike(int peer) const override { return !linked(peer); }
-  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
-  void prepare(const Collective& operation) override;
-  std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
-  void collective(const Collective& operation, const Look& look) override;
+  std::unique_ptr<PreparedExchange> prepare(const Exchange& operation) override;
+  std::unique_ptr<PreparedCollective> prepare(const Collective& operation) override;
   std::vector<Stream> streams() const override;
   void checkHealth() override { nccl_->checkHealth(); }
   void release(Stream control) override;
   void retire() override;
-  TransportStats stats() const override;
-  NcclUse ncclUse() const override { return nccl_->ncclUse(); }
+  Stats stats() const override;
 
  private:
-  struct Parted {
-    Messages linked;
-    Messages others;
-  };
+  class MixedExchange;
   bool linked(int peer) const { return map_->linked(rank_, peer); }
-  Parted part(const Messages& messages) const;
 
   const bool sim_;
   const std::shared_ptr<const LinkMap> map_;
@@ -62,8 +55,6 @@ class MixedMover final : public StreamMover {
   const TransportCosts inside_;  // of messages inside a host
   const TransportCosts between_;
   const int rank_;
-  Parted sends_;  // of the exchange prepared last
-  Parted recvs_;
 };
 
 }  // namespace hdpcomm

@@ -8,13 +8,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <memory>
 #include <vector>
 
-#include "base/error.hpp"
 #include "collective/plan.hpp"
 #include "device/handles.hpp"
-#include "transport/transport.hpp"
+#include "transport/stats.hpp"
 
 namespace hdpcomm {
 
@@ -28,15 +27,17 @@ class StreamMover {
     DType dtype = DType::kUint8;
     // Offset in the receiver's landing zone (`data` of the receiver).
     uint64_t landing = kNoLanding;
+
+    size_t bytes() const { return count * dtypeBytes(dtype); }
   };
   using Messages = std::vector<Message>;
 
   struct Exchange {
     const Messages& sends;
     const Messages& recvs;
-    Event begin;  // recorded on `caller` just now
     Stream caller;
     bool background;
+    bool captured;  // into a graph
   };
   struct Collective {
     const CollectivePlan& plan;
@@ -47,7 +48,23 @@ class StreamMover {
     bool captured;  // into a graph
   };
   // Called while a call of the mover waits on the host; throws to give up.
-  using Look = std::function<void()>;
+  using WaitCheck = DeviceApi::InterruptCheck;
+
+  // An operation that was checked and has the memory that it needs besides its tensors; what it was
+  // prepared from must still be there when it is enqueued. Enqueued once, or dropped.
+  class PreparedExchange {
+   public:
+    virtual ~PreparedExchange() = default;
+    // `begin` was recorded on the caller's stream just now. The exchange has ended when what the
+    // returned streams hold now has. In the background it puts no work on the caller's stream.
+    virtual std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && = 0;
+  };
+  class PreparedCollective {
+   public:
+    virtual ~PreparedCollective() = default;
+    // The collective has ended when its stream has.
+    virtual void enqueue(const WaitCheck& check) && = 0;
+  };
 
   virtual ~StreamMover() = default;
 
@@ -60,13 +77,10 @@ class StreamMover {
   };
   // This rank's zone for messages of that rank (global); -1: for those over links, or the only one.
   virtual Zone zoneFor(int /*source*/) const { return {}; }
-  // Throws InvalidUsage for a landing place outside of the zone, or for a receive that is not
-  // there.
-  void checkLanding(const Message& message, bool received) const;
   // Whether messages between this rank and the peer may name a landing place; both say the same.
   virtual bool lands(int /*peer*/) const { return false; }
   virtual size_t scratchBytes() const = 0;
-  // Of this rank's device memory that peers map.
+  // This rank's device memory that peers map.
   virtual size_t arenaBytes() const { return 0; }
 
   // How collectives of these ranks (global) are planned; the same on all of them.
@@ -83,42 +97,31 @@ class StreamMover {
   // Whether what it moves to and from the peer must be captured into graphs on both sides or on
   // none.
   virtual bool capturesAlike(int /*peer*/) const { return false; }
-
-  // Whether messages with landing places that this rank and the peer exchange at once on one side
-  // must be exchanged at once on the other.
+  // Whether the messages with landing places that one exchange of this rank has with the peer must
+  // be one exchange of the peer, too.
   virtual bool landsTogether(int /*peer*/) const { return false; }
 
-  // Before anybody is told of the operation: throws InvalidUsage for what cannot be done, and takes
-  // the memory that it needs besides its tensors.
-  virtual void prepare(const Messages& sends, const Messages& recvs, bool captured) = 0;
-  virtual void prepare(const Collective& operation) = 0;
-  // Enqueue the operation that was prepared last. An exchange has ended when what the streams
-  // returned hold now has; a collective, when its stream has. In the background nothing of an
-  // exchange is work of the caller's stream.
-  virtual std::vector<Stream> exchange(const Exchange& operation, const Look& look) = 0;
-  virtual void collective(const Collective& operation, const Look& look) = 0;
+  // Called before any peer hears of the operation. Throw InvalidUsage for what cannot be done.
+  virtual std::unique_ptr<PreparedExchange> prepare(const Exchange& operation) = 0;
+  virtual std::unique_ptr<PreparedCollective> prepare(const Collective& operation) = 0;
 
-  // The streams of its own that operations may stand on.
+  // The mover's own streams that operations may use.
   virtual std::vector<Stream> streams() const = 0;
 
-  // Throws what has gone wrong since, if the mover has means of its own to know.
+  // Throws the failure that the mover has found since, if it can find any by itself.
   virtual void checkHealth() {}
-  // After an error: gives the streams what they wait for, once; it writes rubbish. Called at least
-  // once, and again until they have run dry.
+  // After an error: sets everything that the streams wait for, once, so that they drain; outputs
+  // are undefined. Called at least once, and again until they have drained.
   virtual void release(Stream control) = 0;
-  // The engine has closed, and its streams have run dry; peers may still be at work.
+  // The engine has closed, and its streams have drained; peers may still be at work.
   virtual void retire() = 0;
 
-  virtual TransportStats stats() const = 0;
-  // Of NCCL, where it has a part: the groups and one-sided messages so far, and the device memory
-  // that it is predicted to hold for this rank's peers.
-  struct NcclUse {
-    uint64_t groups = 0;
-    uint64_t puts = 0;
-    uint64_t whole_world_ops = 0;
-    uint64_t buffer_bytes = 0;
-  };
-  virtual NcclUse ncclUse() const { return {}; }
+  virtual Stats stats() const = 0;
+
+ protected:
+  // Throws InvalidUsage for a landing place outside of the zone, or for a receive whose tensor does
+  // not lie there.
+  void checkLanding(const Message& message, bool received) const;
 };
 
 }  // namespace hdpcomm

@@ -65,7 +65,7 @@ def test_the_whole_world_takes_nccls_own_collectives(size: int) -> None:
     for operation in operations:
         operation.check()
     stats = world.members[0].stats()
-    assert stats["whole_world_ops"] == 5
+    assert stats["nccl_whole_world_ops"] == 5
     assert stats["messages_sent"] == 0
     assert stats["peers"] == size - 1
 
@@ -155,7 +155,7 @@ def test_peers_are_connected_ahead_and_counted() -> None:
     for member in world.members:
         stats = member.stats()
         assert stats["peers"] == 2
-        assert stats["buffer_bytes"] == 2 * scale.nccl_buffer_bytes(1, 32) == 2 * 32 * 12_582_912
+        assert stats["predicted_buffer_bytes"] == 2 * scale.nccl_buffer_bytes(1, 32) == 2 * 32 * 12_582_912
     ring = Operation("all_gather", list(range(6)), 4, algorithm="ring")
     world.enqueue([ring])
     assert world.fake.run(1) == ""

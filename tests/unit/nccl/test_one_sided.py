@@ -97,7 +97,7 @@ def test_puts_count_as_messages_and_connect_nobody() -> None:
     assert world.fake.run(1) == ""
     stats = world.members[0].stats()
     assert (stats["messages_sent"], stats["bytes_sent"], stats["peers"]) == (1, 64, 2)
-    assert stats["buffer_bytes"] == 0
+    assert stats["predicted_buffer_bytes"] == 0
 
 
 def test_waits_for_signals_that_never_come() -> None:

@@ -206,13 +206,12 @@ std::function<void()> FramedTransport::waker() {
   return [link = link_] { link->wake(); };
 }
 
-TransportStats FramedTransport::stats() const {
-  TransportStats stats = stats_;
-  stats.remote_bytes_sent = stats.bytes_sent;
-  stats.remote_bytes_received = stats.bytes_received;
-  stats.peers_used = static_cast<int>(
-      std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.used; }));
-  return stats;
+Stats FramedTransport::stats() const {
+  MessageCounts counts = stats_;
+  counts.remote_bytes_sent = counts.bytes_sent;
+  counts.remote_bytes_received = counts.bytes_received;
+  const auto used = [](const Peer& peer) { return peer.used; };
+  return counts.named(static_cast<size_t>(std::count_if(peers_.begin(), peers_.end(), used)));
 }
 
 void FramedTransport::close(const std::string& reason) noexcept {

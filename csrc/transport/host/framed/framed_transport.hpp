@@ -77,7 +77,7 @@ class FramedTransport final : public Transport {
   std::function<void()> waker() override;
   // The carrier's threads need the cores that a busy wait would take.
   bool oversubscribed() const noexcept override { return true; }
-  TransportStats stats() const override;
+  Stats stats() const override;
   void close(const std::string& reason) noexcept override;
 
  private:
@@ -107,7 +107,7 @@ class FramedTransport final : public Transport {
   std::vector<Peer> peers_;
   std::vector<int> active_;  // peers with requests
   std::vector<FrameLink::Arrival> arrivals_;
-  TransportStats stats_;
+  MessageCounts stats_;
   double silence_s_;
   bool closed_ = false;
 };

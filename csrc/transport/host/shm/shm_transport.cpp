@@ -238,11 +238,9 @@ std::shared_ptr<std::byte> ShmTransport::allocate(size_t bytes) {
   return heap_->allocate(bytes);
 }
 
-TransportStats ShmTransport::stats() const {
-  TransportStats stats = stats_;
-  stats.peers_used = static_cast<int>(
-      std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.used; }));
-  return stats;
+Stats ShmTransport::stats() const {
+  const auto used = [](const Peer& peer) { return peer.used; };
+  return stats_.named(static_cast<size_t>(std::count_if(peers_.begin(), peers_.end(), used)));
 }
 
 void ShmTransport::close(const std::string& reason) noexcept {

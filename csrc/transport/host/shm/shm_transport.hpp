@@ -83,7 +83,7 @@ class ShmTransport final : public Transport {
   std::function<void()> waker() override;
   bool oversubscribed() const noexcept override { return oversubscribed_; }
   std::shared_ptr<std::byte> allocate(size_t bytes) override;
-  TransportStats stats() const override;
+  Stats stats() const override;
   void close(const std::string& reason) noexcept override;
 
   void waitAllReady(const ShmJoining& joining);
@@ -141,7 +141,7 @@ class ShmTransport final : public Transport {
   std::vector<int> active_;  // peers with requests
   std::vector<std::byte> scratch_;
   std::shared_ptr<Heap> heap_;  // made by the first allocate()
-  TransportStats stats_;
+  MessageCounts stats_;
   size_t eager_bytes_;
   bool oversubscribed_ = false;
   bool barriers_ = false;  // membarrier() works here, and other ranks' reach this process

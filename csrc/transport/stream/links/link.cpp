@@ -1,16 +1,8 @@
 #include "transport/stream/links/link.hpp"
 
 #include <algorithm>
-#include <cstring>
 
-#include "base/error.hpp"
-
-// What a CUDA device runs; a build without CUDA has none.
-#ifdef HDPCOMM_WITH_CUDA
-#define HDP_LAUNCHER(launch) [args](void* stream_handle) { launch(args, stream_handle); }
-#else
-#define HDP_LAUNCHER(launch) nullptr
-#endif
+#include "transport/stream/launch.hpp"
 
 namespace hdpcomm::device {
 namespace {
@@ -38,69 +30,6 @@ void Fork::join(Stream stream) {
     device_->record(lane->event(), lane->stream());
     device_->wait(stream, lane->event());
   }
-}
-
-void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream stream) {
-  const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.dtype);
-  device.launch({.name = "reduce",
-                 .reads = {{args.a, bytes}, {args.b, bytes}},
-                 .writes = {{args.out, bytes}},
-                 .cpu = [args] { kernels::reduceCpu(args); },
-                 .cuda = HDP_LAUNCHER(kernels::reduceCuda)},
-                stream);
-}
-
-void launchScale(DeviceApi& device, const kernels::ScaleArgs& args, Stream stream) {
-  const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.dtype);
-  device.launch({.name = "scale",
-                 .reads = {{args.data, bytes}},
-                 .writes = {{args.data, bytes}},
-                 .cpu = [args] { kernels::scaleCpu(args); },
-                 .cuda = HDP_LAUNCHER(kernels::scaleCuda)},
-                stream);
-}
-
-void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream) {
-  const auto bytes = static_cast<size_t>(args.bytes);
-  device.launch({.name = "put",
-                 .reads = {{args.src, bytes}},
-                 .writes = {{args.dst, bytes}},
-                 .cpu = [args, bytes] { std::memcpy(args.dst, args.src, bytes); },
-                 .cuda = HDP_LAUNCHER(kernels::putCuda),
-                 .signals = {{args.flag, args.value}}},
-                stream);
-}
-
-void launchFold(DeviceApi& device, const kernels::FoldArgs& args, Stream stream) {
-  const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.dtype);
-  std::vector<MemoryRange> reads;
-  std::vector<MemoryRange> writes;
-  for (int i = 0; i < args.num_inputs; ++i) reads.push_back({args.inputs[i], bytes});
-  for (int i = 0; i < args.num_outputs; ++i) writes.push_back({args.outputs[i], bytes});
-  device.launch({.name = "fold",
-                 .reads = std::move(reads),
-                 .writes = std::move(writes),
-                 .cpu = [args] { kernels::foldCpu(args); },
-                 .cuda = HDP_LAUNCHER(kernels::foldCuda)},
-                stream);
-}
-
-void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream stream) {
-  const auto bytes = static_cast<size_t>(args.bytes);
-  std::vector<MemoryRange> reads;
-  std::vector<MemoryRange> writes;
-  for (int i = 0; i < args.num_inputs; ++i) {
-    std::byte* place = static_cast<std::byte*>(args.out) + i * args.stride;
-    if (place == args.inputs[i]) continue;
-    reads.push_back({args.inputs[i], bytes});
-    writes.push_back({place, bytes});
-  }
-  device.launch({.name = "collect",
-                 .reads = std::move(reads),
-                 .writes = std::move(writes),
-                 .cpu = [args] { kernels::collectCpu(args); },
-                 .cuda = HDP_LAUNCHER(kernels::collectCuda)},
-                stream);
 }
 
 Link::Link(DevicePtr device, const Arena& arena, int rank, int peer)
@@ -131,7 +60,7 @@ std::vector<Link::Piece> Link::pieces(size_t bytes) const {
   return result;
 }
 
-// Of a message that lands: one a lane, or one in all.
+// The pieces of a message with a landing place: one a lane, or one in all.
 std::vector<Link::Piece> Link::shares(size_t bytes) const {
   const auto lanes = static_cast<size_t>(arena_.config().num_lanes);
   const size_t count = std::clamp<size_t>(bytes / kShareBytes, 1, lanes);

@@ -9,8 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/peers.hpp"
-#include "kernels/reduce.hpp"
+#include "base/call.hpp"
 #include "transport/stream/links/arena.hpp"
 
 namespace hdpcomm::device {
@@ -53,13 +52,6 @@ struct Incoming {
   DType dtype = DType::kUint8;
   RedOp redop = RedOp::kNone;
 };
-
-// The kernels that collectives need, on a stream.
-void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream stream);
-void launchScale(DeviceApi& device, const kernels::ScaleArgs& args, Stream stream);
-void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream);
-void launchFold(DeviceApi& device, const kernels::FoldArgs& args, Stream stream);
-void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream stream);
 
 class Link {
  public:

@@ -1,25 +1,16 @@
-// Messages by slots or landing places of a peer's arena, and schedules on streams. The schedule's
-// own order is one stream's order; the transfers of a step leave it for the lanes of their pairs
-// and come back before the next step.
+// Messages by slots or landing places of a peer's arena. The transfers of a schedule's step leave
+// the run's stream for the lanes of their pairs and come back before the next step.
 #include "transport/stream/links/link_mover.hpp"
 
 #include <algorithm>
+#include <optional>
 
-#include "kernels/reduce.hpp"
 #include "transport/stream/links/retired.hpp"
 
 namespace hdpcomm {
 
 using device::Arena;
 using device::SharedBoard;
-
-namespace {
-
-std::byte* at(const std::array<std::byte*, 3>& buffers, const Span& span) {
-  return buffers[static_cast<size_t>(span.buffer)] + span.offset;
-}
-
-}  // namespace
 
 LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
                      std::shared_ptr<SharedBoard> board, const DeviceCosts& costs,
@@ -32,7 +23,7 @@ LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
       arena_(std::move(arena)),
       board_(std::move(board)),
       scratch_(device_),
-      step_event_(device_, device_->createEvent()),
+      fork_event_(device_, device_->createEvent()),
       costs_(costs),
       reads_(device_, *arena_, place_),
       peers_(places_.size()) {}
@@ -48,7 +39,7 @@ void LinkMover::use(int peer) {
   Peer& entry = peers_[static_cast<size_t>(peer)];
   if (!entry.used && peer != rank_) {
     entry.used = true;
-    ++stats_.peers_used;
+    ++num_used_;
   }
 }
 
@@ -67,10 +58,52 @@ PlanningRules LinkMover::planning(const std::vector<int>& /*ranks*/) const {
       .peer_reads = true};
 }
 
-void LinkMover::prepare(const Messages& sends, const Messages& recvs, bool /*captured*/) {
-  for (const Message& message : sends) checkLanding(message, false);
-  for (const Message& message : recvs) checkLanding(message, true);
+// --- exchanges
+
+void LinkMover::receive(const Message& message, device::Fork& fork) {
+  if (message.landing == kNoLanding) {
+    link(message.peer).receive({.data = message.data, .bytes = message.bytes()}, fork);
+  } else {
+    link(message.peer).land(message.bytes(), fork);
+  }
+  counts_.countReceived(message.bytes());
 }
+
+void LinkMover::send(const Message& message, device::Fork& fork) {
+  if (message.landing == kNoLanding) {
+    link(message.peer).send(message.data, message.bytes(), fork);
+  } else {
+    link(message.peer).put(message.data, message.bytes(), message.landing, fork);
+  }
+  counts_.countSent(message.bytes());
+}
+
+class LinkMover::LinkExchange final : public PreparedExchange {
+ public:
+  LinkExchange(LinkMover& mover, const Exchange& operation)
+      : mover_(mover), operation_(operation) {}
+
+  std::vector<Stream> enqueue(Event begin, const WaitCheck& /*check*/) && override {
+    device::Fork fork(*mover_.device_, begin);
+    for (const Message& message : operation_.recvs) mover_.receive(message, fork);
+    for (const Message& message : operation_.sends) mover_.send(message, fork);
+    std::vector<Stream> streams;
+    for (const device::Lane* lane : fork.lanes()) streams.push_back(lane->stream());
+    return streams;
+  }
+
+ private:
+  LinkMover& mover_;
+  const Exchange operation_;
+};
+
+std::unique_ptr<StreamMover::PreparedExchange> LinkMover::prepare(const Exchange& operation) {
+  for (const Message& message : operation.sends) checkLanding(message, false);
+  for (const Message& message : operation.recvs) checkLanding(message, true);
+  return std::make_unique<LinkExchange>(*this, operation);
+}
+
+// --- collectives that read the peers' memory
 
 namespace {
 
@@ -95,143 +128,115 @@ StreamMover::Traffic LinkMover::trafficOf(const Collective& operation) const {
 }
 
 // Beside the caller's stream: all such operations of the rank share its window, in order.
-void LinkMover::readPeers(const Collective& operation) {
-  device_->record(step_event_.get(), operation.stream);
-  device::Fork fork(*device_, step_event_.get());
-  const std::vector<int> places = placesOf(operation.ranks);
-  const auto reads = readsOf(operation, places);
-  reads_.run(reads, fork.enter(reads_.lane()));
-  fork.join(operation.stream);
-  for (int i = 0; i < static_cast<int>(operation.ranks.size()); ++i) {
-    const int peer = operation.ranks[static_cast<size_t>(i)];
-    if (peer == rank_) continue;
-    use(peer);
-    const size_t bytes = reads_.bytesWith(reads, i);
-    ++stats_.messages_sent;
-    ++stats_.messages_received;
-    stats_.bytes_sent += bytes;
-    stats_.bytes_received += bytes;
-  }
-}
+class LinkMover::PeerReadCollective final : public PreparedCollective {
+ public:
+  PeerReadCollective(LinkMover& mover, const Collective& operation)
+      : mover_(mover), operation_(operation) {}
 
-void LinkMover::prepare(const Collective& operation) {
-  if (operation.plan.schedule == nullptr) return;
-  const size_t bytes = operation.plan.schedule->temp_bytes;
-  temp_ = bytes > 0 ? scratch_.take(bytes, operation.stream, operation.captured) : nullptr;
-}
-
-std::vector<Stream> LinkMover::exchange(const Exchange& operation, const Look& /*look*/) {
-  device::Fork fork(*device_, operation.begin);
-  for (const Message& message : operation.recvs) receive(message, fork);
-  for (const Message& message : operation.sends) send(message, fork);
-  std::vector<Stream> streams;
-  for (const device::Lane* lane : fork.lanes()) streams.push_back(lane->stream());
-  return streams;
-}
-
-void LinkMover::receive(const Message& message, device::Fork& fork) {
-  const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing == kNoLanding) {
-    link(message.peer).receive({.data = message.data, .bytes = bytes}, fork);
-  } else {
-    link(message.peer).land(bytes, fork);
-  }
-  ++stats_.messages_received;
-  stats_.bytes_received += bytes;
-}
-
-void LinkMover::send(const Message& message, device::Fork& fork) {
-  const size_t bytes = message.count * dtypeBytes(message.dtype);
-  if (message.landing == kNoLanding) {
-    link(message.peer).send(message.data, bytes, fork);
-  } else {
-    link(message.peer).put(message.data, bytes, message.landing, fork);
-  }
-  ++stats_.messages_sent;
-  stats_.bytes_sent += bytes;
-}
-
-void LinkMover::collective(const Collective& operation, const Look& /*look*/) {
-  if (operation.plan.schedule == nullptr) return readPeers(operation);
-  runSchedule(operation, {operation.in, operation.out, temp_});
-}
-
-void LinkMover::runMoves(const Step& step, const Call& call, const Buffers& buffers,
-                         Stream stream) {
-  for (const Move& move : step.moves) {
-    std::byte* to = at(buffers, move.to);
-    const std::byte* from = at(buffers, move.from);
-    if (move.to.bytes == 0) continue;
-    const auto count = static_cast<int64_t>(move.to.bytes / dtypeBytes(call.dtype));
-    switch (move.kind) {
-      case MoveKind::kCopy:
-        if (to != from) device_->copy(to, from, move.to.bytes, stream);
-        break;
-      case MoveKind::kReduce:
-        device::launchReduce(*device_, {to, to, from, count, call.dtype, call.redop}, stream);
-        break;
-      case MoveKind::kScale:
-        device::launchScale(*device_, {to, count, static_cast<double>(call.group_size), call.dtype},
-                            stream);
-        break;
+  void enqueue(const WaitCheck& /*check*/) && override {
+    const Event begin = mover_.fork_event_.get();
+    mover_.device_->record(begin, operation_.stream);
+    device::Fork fork(*mover_.device_, begin);
+    const std::vector<int> places = mover_.placesOf(operation_.ranks);
+    const auto reads = readsOf(operation_, places);
+    mover_.reads_.run(reads, fork.enter(mover_.reads_.lane()));
+    fork.join(operation_.stream);
+    for (int i = 0; i < static_cast<int>(operation_.ranks.size()); ++i) {
+      const int peer = operation_.ranks[static_cast<size_t>(i)];
+      if (peer == mover_.rank_) continue;
+      mover_.use(peer);
+      const size_t bytes = mover_.reads_.bytesWith(reads, i);
+      mover_.counts_.countSent(bytes);
+      mover_.counts_.countReceived(bytes);
     }
   }
-}
 
-void LinkMover::runSchedule(const Collective& operation, const Buffers& buffers) {
-  Pass pass(*this, operation);
-  for (const Step& step : operation.plan.schedule->steps) {
-    runMoves(step, operation.plan.call, buffers, operation.stream);
-    pass.begin(step, buffers);
-    pass.end();
-  }
-  pass.finish();
-}
+ private:
+  LinkMover& mover_;
+  const Collective operation_;
+};
 
-void LinkMover::Pass::begin(const Step& step, const Buffers& buffers) {
-  const Call& call = operation_.plan.call;
-  TransportStats& stats = mover_.stats_;
-  const auto rankOf = [&](int peer) { return operation_.ranks[static_cast<size_t>(peer)]; };
-  const auto linked = [&](const auto& transfer) { return mover_.lands(rankOf(transfer.peer)); };
-  if (std::none_of(step.sends.begin(), step.sends.end(), linked) &&
-      std::none_of(step.recvs.begin(), step.recvs.end(), linked)) {
-    return;
+// --- schedules
+
+class LinkMover::Transfers final : public StepTransfers {
+ public:
+  Transfers(LinkMover& mover, const ScheduleRun& run) : mover_(mover), run_(run) {}
+
+  void start(size_t index, const WaitCheck& /*check*/) override {
+    const Step& step = run_.schedule->steps[index];
+    const auto linked = [&](const auto& each) { return mover_.lands(run_.globalRank(each.peer)); };
+    if (std::none_of(step.sends.begin(), step.sends.end(), linked) &&
+        std::none_of(step.recvs.begin(), step.recvs.end(), linked)) {
+      return;
+    }
+    const Event begin = mover_.fork_event_.get();
+    mover_.device_->record(begin, run_.stream);
+    device::Fork& fork = fork_.emplace(*mover_.device_, begin);
+    device::Fork late(*mover_.device_, begin);
+    for (const Recv& recv : step.recvs) {
+      if (linked(recv)) receive(recv, fork);
+    }
+    for (const Send& send : step.sends) {
+      if (linked(send)) this->send(send, send.deferred ? late : fork);
+    }
+    if (!late.lanes().empty()) deferred_.push_back(std::move(late));
   }
-  const Event begin = mover_.step_event_.get();
-  mover_.device_->record(begin, operation_.stream);
-  device::Fork& fork = fork_.emplace(*mover_.device_, begin);
-  device::Fork late(*mover_.device_, begin);
-  for (const Recv& recv : step.recvs) {
-    if (!linked(recv)) continue;
-    mover_.link(rankOf(recv.peer))
-        .receive({.data = at(buffers, recv.to),
+
+  void join() override {
+    if (fork_) fork_->join(run_.stream);
+    fork_.reset();
+  }
+
+  void finish(const WaitCheck& /*check*/) override {
+    for (device::Fork& late : deferred_) late.join(run_.stream);
+    deferred_.clear();
+  }
+
+ private:
+  void receive(const Recv& recv, device::Fork& fork) {
+    mover_.link(run_.globalRank(recv.peer))
+        .receive({.data = addressOf(run_.buffers, recv.to),
                   .bytes = recv.to.bytes,
-                  .operand = recv.reduce ? at(buffers, recv.operand) : nullptr,
-                  .dtype = call.dtype,
-                  .redop = call.redop},
+                  .operand = recv.reduce ? addressOf(run_.buffers, recv.operand) : nullptr,
+                  .dtype = run_.call.dtype,
+                  .redop = run_.call.redop},
                  fork);
-    ++stats.messages_received;
-    stats.bytes_received += recv.to.bytes;
+    mover_.counts_.countReceived(recv.to.bytes);
   }
-  for (const Send& send : step.sends) {
-    if (!linked(send)) continue;
-    mover_.link(rankOf(send.peer))
-        .send(at(buffers, send.from), send.from.bytes, send.deferred ? late : fork);
-    ++stats.messages_sent;
-    stats.bytes_sent += send.from.bytes;
+
+  void send(const Send& send, device::Fork& fork) {
+    mover_.link(run_.globalRank(send.peer))
+        .send(addressOf(run_.buffers, send.from), send.from.bytes, fork);
+    mover_.counts_.countSent(send.from.bytes);
   }
-  if (!late.lanes().empty()) deferred_.push_back(std::move(late));
+
+  LinkMover& mover_;
+  const ScheduleRun run_;
+  std::optional<device::Fork> fork_;    // of the step that is under way
+  std::vector<device::Fork> deferred_;  // of deferred sends
+};
+
+std::unique_ptr<StepTransfers> LinkMover::transfersOf(const ScheduleRun& run) {
+  return std::make_unique<Transfers>(*this, run);
 }
 
-void LinkMover::Pass::end() {
-  if (fork_) fork_->join(operation_.stream);
-  fork_.reset();
+std::unique_ptr<StreamMover::PreparedCollective> LinkMover::prepare(const Collective& operation) {
+  const std::shared_ptr<const Schedule>& schedule = operation.plan.schedule;
+  if (schedule == nullptr) return std::make_unique<PeerReadCollective>(*this, operation);
+  std::byte* temp = schedule->temp_bytes > 0
+                        ? scratch_.take(schedule->temp_bytes, operation.stream, operation.captured)
+                        : nullptr;
+  auto runner =
+      std::make_unique<ScheduleRunner>(device_, ScheduleRun{schedule,
+                                                            operation.plan.call,
+                                                            operation.ranks,
+                                                            {operation.in, operation.out, temp},
+                                                            operation.stream});
+  runner->add(transfersOf(runner->run()));
+  return runner;
 }
 
-void LinkMover::Pass::finish() {
-  for (device::Fork& late : deferred_) late.join(operation_.stream);
-  deferred_.clear();
-}
+// --- the mover as a whole
 
 std::vector<Stream> LinkMover::streams() const {
   std::vector<Stream> streams;
@@ -249,7 +254,8 @@ void LinkMover::release(Stream control) {
   }
 }
 
-// Peers may still write into this rank's arena: a slot's credit, say. It goes when nobody does.
+// Peers may still write into this rank's arena, for instance a slot's credit: it is freed when all
+// of them have retired.
 void LinkMover::retire() {
   peers_.clear();
   scratch_.free();

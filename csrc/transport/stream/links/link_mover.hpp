@@ -1,15 +1,14 @@
-// Messages over links: pairs of ranks of one host whose arenas are mapped (transport/device).
+// Messages over links: pairs of ranks of one host whose arenas are mapped (arena.hpp).
 #pragma once
 
-#include <array>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "collective/peer_reads.hpp"
 #include "transport/stream/call_board.hpp"
 #include "transport/stream/links/link.hpp"
 #include "transport/stream/links/peer_reads.hpp"
+#include "transport/stream/runner.hpp"
 #include "transport/stream/scratch.hpp"
 #include "transport/stream/stream_mover.hpp"
 
@@ -22,26 +21,6 @@ class LinkMover final : public StreamMover {
             std::shared_ptr<device::SharedBoard> board, const DeviceCosts& costs,
             std::vector<int> places, int rank);
 
-  // In, out and temporary memory of a schedule, by Buffer.
-  using Buffers = std::array<std::byte*, 3>;
-
-  // The transfers of a schedule between this rank and those that it has links to, step by step.
-  class Pass {
-   public:
-    Pass(LinkMover& mover, const Collective& operation) : mover_(mover), operation_(operation) {}
-    // Starts those of a step, beside the operation's stream.
-    void begin(const Step& step, const Buffers& buffers);
-    // The stream goes on after them, but for deferred sends; and after these, too.
-    void end();
-    void finish();
-
-   private:
-    LinkMover& mover_;
-    const Collective& operation_;
-    std::optional<device::Fork> fork_;
-    std::vector<device::Fork> deferred_;
-  };
-
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
   Zone zoneFor(int /*source*/) const override {
     return {arena_ != nullptr ? arena_->landing(place_) : nullptr, landing_bytes_};
@@ -51,16 +30,19 @@ class LinkMover final : public StreamMover {
   bool lands(int peer) const override { return placeOf(peer) >= 0; }
   PlanningRules planning(const std::vector<int>& ranks) const override;
   Traffic trafficOf(const Collective& operation) const override;
-  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
-  void prepare(const Collective& operation) override;
-  std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
-  void collective(const Collective& operation, const Look& look) override;
+  std::unique_ptr<PreparedExchange> prepare(const Exchange& operation) override;
+  std::unique_ptr<PreparedCollective> prepare(const Collective& operation) override;
+  // Carries the transfers of a run with the ranks that this one has links to.
+  std::unique_ptr<StepTransfers> transfersOf(const ScheduleRun& run);
   std::vector<Stream> streams() const override;
   void release(Stream control) override;
   void retire() override;
-  TransportStats stats() const override { return stats_; }
+  Stats stats() const override { return counts_.named(num_used_); }
 
  private:
+  class LinkExchange;
+  class PeerReadCollective;
+  class Transfers;
   struct Peer {
     std::unique_ptr<device::Link> link;  // made on first use
     bool used = false;
@@ -72,9 +54,6 @@ class LinkMover final : public StreamMover {
   device::Link& link(int peer);
   void send(const Message& message, device::Fork& fork);
   void receive(const Message& message, device::Fork& fork);
-  void runSchedule(const Collective& operation, const Buffers& buffers);
-  void readPeers(const Collective& operation);
-  void runMoves(const Step& step, const Call& call, const Buffers& buffers, Stream stream);
 
   const DevicePtr device_;
   const std::vector<int> places_;
@@ -84,12 +63,12 @@ class LinkMover final : public StreamMover {
   std::unique_ptr<device::Arena> arena_;
   const std::shared_ptr<device::SharedBoard> board_;
   ScratchPool scratch_;
-  std::byte* temp_ = nullptr;  // of the operation prepared last
-  OwnedEvent step_event_;
+  OwnedEvent fork_event_;  // recorded anew at each fork
   const DeviceCosts costs_;
   device::PeerReads reads_;
   std::vector<Peer> peers_;
-  TransportStats stats_;
+  size_t num_used_ = 0;  // peers with which there were messages
+  MessageCounts counts_;
 };
 
 }  // namespace hdpcomm

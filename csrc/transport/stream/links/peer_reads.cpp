@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "transport/stream/launch.hpp"
+
 namespace hdpcomm::device {
 namespace {
 

@@ -208,13 +208,44 @@ std::vector<Group> groupsOf(const ScheduleRequest& request, const Schedule& sche
     for (; next != by_time.end() && (!is_step || next->first < times.begin[i + 1]); ++next) {
       cut(result, next->second, schedule.rank, schedule.group_size);
     }
-    if (result.size() == first) result.emplace_back();
-    if (is_step) result[first].moves = schedule.steps[i].moves;
-    result[first].first = true;
-    result.back().last = true;
     for (size_t g = first; g < result.size(); ++g) result[g].step = i;
   }
   return result;
+}
+
+namespace {
+
+size_t arrivalBytes(const std::vector<Group>& groups) {
+  size_t most = 0;
+  for (const Group& group : groups) {
+    size_t bytes = 0;
+    for (const Recv& recv : group.recvs) {
+      if (recv.reduce) bytes += paddedBytes(recv.to.bytes);
+    }
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
+}  // namespace
+
+GroupPlan::GroupPlan(const ScheduleRequest& request, std::shared_ptr<const Schedule> planned,
+                     const std::vector<bool>& elsewhere)
+    : schedule(std::move(planned)),
+      groups(groupsOf(request, *schedule, elsewhere)),
+      arrivals_offset(paddedBytes(schedule->temp_bytes)),
+      token_offset(arrivals_offset + arrivalBytes(groups)) {}
+
+std::shared_ptr<const GroupPlan> GroupPlans::get(const ScheduleRequest& request,
+                                                 const std::shared_ptr<const Schedule>& schedule,
+                                                 std::vector<bool> elsewhere) {
+  constexpr size_t kMaxPlans = 256;
+  Key key(schedule.get(), std::move(elsewhere));
+  if (const auto known = plans_.find(key); known != plans_.end()) return known->second;
+  auto made = std::make_shared<const GroupPlan>(request, schedule, key.second);
+  if (plans_.size() >= kMaxPlans) plans_.clear();
+  plans_.emplace(std::move(key), made);
+  return made;
 }
 
 }  // namespace hdpcomm::nccl

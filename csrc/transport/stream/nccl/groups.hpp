@@ -1,6 +1,9 @@
-// A schedule as a list of NCCL groups.
+// The transfers of a schedule as NCCL groups.
 #pragma once
 
+#include <map>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "collective/schedule.hpp"
@@ -13,12 +16,9 @@ namespace hdpcomm::nccl {
 inline constexpr size_t kMaxGroup = NcclWorld::kMaxExchange;
 
 struct Group {
-  std::vector<Move> moves;  // before it
+  size_t step = 0;  // which it belongs to; the number of steps: deferred sends after the last one
   std::vector<Send> sends;
   std::vector<Recv> recvs;
-  size_t step = 0;     // of the schedule; after its last one: only what was deferred
-  bool first = false;  // of the step's groups
-  bool last = false;
 };
 
 // Groups block until all of their messages have met, so a deferred send cannot stand where the
@@ -31,5 +31,30 @@ struct Group {
 // ends.
 std::vector<Group> groupsOf(const ScheduleRequest& request, const Schedule& schedule,
                             const std::vector<bool>& elsewhere = {});
+
+// The groups of a schedule and the scratch memory of one run: the schedule's own temporary memory,
+// then what arrives to be reduced, then the two bytes that a barrier sends and receives.
+struct GroupPlan {
+  GroupPlan(const ScheduleRequest& request, std::shared_ptr<const Schedule> planned,
+            const std::vector<bool>& elsewhere = {});
+
+  std::shared_ptr<const Schedule> schedule;
+  std::vector<Group> groups;  // by step
+  size_t arrivals_offset;
+  size_t token_offset;
+  size_t scratchBytes() const { return token_offset + 2; }
+};
+
+// Group plans by schedule, since a schedule's groups take longer to make than to run.
+class GroupPlans {
+ public:
+  std::shared_ptr<const GroupPlan> get(const ScheduleRequest& request,
+                                       const std::shared_ptr<const Schedule>& schedule,
+                                       std::vector<bool> elsewhere);
+
+ private:
+  using Key = std::pair<const Schedule*, std::vector<bool>>;
+  std::map<Key, std::shared_ptr<const GroupPlan>> plans_;
+};
 
 }  // namespace hdpcomm::nccl

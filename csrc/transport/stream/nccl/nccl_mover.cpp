@@ -2,55 +2,20 @@
 
 #include <utility>
 
-#include "transport/stream/links/link.hpp"
+#include "base/error.hpp"
+#include "transport/stream/nccl/nccl_transfers.hpp"
 
 namespace hdpcomm {
 namespace {
 
-NcclStream ncclStreamOf(Stream stream) { return reinterpret_cast<NcclStream>(stream.handle); }
-
-constexpr double kClear = 60;  // seconds, for some bytes
-
-size_t alignedBytes(size_t bytes) { return (bytes + 511) / 512 * 512; }
-
-size_t bytesOf(const StreamMover::Message& message) {
-  return message.count * dtypeBytes(message.dtype);
-}
-
-Stream streamOf(NcclStream stream) { return {reinterpret_cast<uintptr_t>(stream)}; }
+constexpr double kClearTimeout = 60;  // seconds, for some bytes
 
 }  // namespace
 
-void StreamNcclDevice::reserve(size_t bytes, Stream stream, bool captured) {
-  reserved_ = bytes > 0 ? pool_.take(bytes, stream, captured) : nullptr;
-}
-
-void* StreamNcclDevice::allocate(size_t /*bytes*/, NcclStream /*stream*/) { return reserved_; }
-
-void StreamNcclDevice::clear(void* memory, size_t bytes, NcclStream stream) {
-  device_->fill(memory, 0, bytes, streamOf(stream));
-}
-
-void StreamNcclDevice::copy(void* to, const void* from, size_t bytes, NcclStream stream) {
-  device_->copy(to, from, bytes, streamOf(stream));
-}
-
-void StreamNcclDevice::reduce(void* out, const void* a, const void* b, size_t count, DType dtype,
-                              RedOp op, NcclStream stream) {
-  device::launchReduce(*device_, {out, a, b, static_cast<int64_t>(count), dtype, op},
-                       streamOf(stream));
-}
-
-void StreamNcclDevice::scale(void* data, size_t count, DType dtype, double divisor,
-                             NcclStream stream) {
-  device::launchScale(*device_, {data, static_cast<int64_t>(count), divisor, dtype},
-                      streamOf(stream));
-}
-
-NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
-                     std::unique_ptr<NcclWorld> world, const NcclCosts& costs, size_t landing_bytes)
+NcclMover::NcclMover(DevicePtr device, std::unique_ptr<NcclWorld> world, const NcclCosts& costs,
+                     size_t landing_bytes)
     : device_(std::move(device)),
-      memory_(std::move(memory)),
+      scratch_(device_),
       background_stream_(device_, device_->createStream()),
       tokens_(device_, device_->allocate(NcclWorld::kMaxExchange)),
       costs_(costs),
@@ -58,7 +23,7 @@ NcclMover::NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
       staged_(device_, device_->createEvent()),
       world_(std::move(world)) {
   device_->fill(tokens_.get(), 0, NcclWorld::kMaxExchange, background_stream_.get());
-  device_->synchronize(background_stream_.get(), kClear);
+  device_->synchronize(background_stream_.get(), kClearTimeout);
 }
 
 PlanningRules NcclMover::planning(const std::vector<int>& /*ranks*/) const {
@@ -67,20 +32,52 @@ PlanningRules NcclMover::planning(const std::vector<int>& /*ranks*/) const {
   }};
 }
 
-void NcclMover::prepare(const Messages& sends, const Messages& recvs, bool captured) {
-  NcclWorld::checkExchange(sends.size(), recvs.size());
+// --- exchanges
+
+class NcclMover::NcclExchange final : public PreparedExchange {
+ public:
+  NcclExchange(NcclMover& mover, const Exchange& operation)
+      : mover_(mover),
+        operation_(operation),
+        puts_(mover.landing_bytes_ > 0 && !operation.captured) {}
+
+  std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
+    DeviceApi& device = *mover_.device_;
+    const Stream stream =
+        operation_.background ? mover_.background_stream_.get() : operation_.caller;
+    if (operation_.background) device.wait(stream, begin);
+    auto* const tokens = static_cast<std::byte*>(mover_.tokens_.get());
+    auto sends = mover_.describe(operation_.sends, tokens, puts_);
+    const auto recvs = mover_.describe(operation_.recvs, tokens + operation_.sends.size(), puts_);
+    if (puts_) mover_.stage(operation_.sends, sends, stream);
+    if (!sends.empty() || !recvs.empty()) {
+      mover_.world_->exchange(sends, recvs, ncclStreamOf(stream), check);
+    }
+    if (puts_) device.record(mover_.staged_.get(), stream);
+    return {stream};
+  }
+
+ private:
+  NcclMover& mover_;
+  const Exchange operation_;
+  const bool puts_;
+};
+
+std::unique_ptr<StreamMover::PreparedExchange> NcclMover::prepare(const Exchange& operation) {
+  NcclWorld::checkExchange(operation.sends.size(), operation.recvs.size());
   size_t staged = 0;
-  for (const Messages* messages : {&sends, &recvs}) {
+  for (const Messages* messages : {&operation.sends, &operation.recvs}) {
+    const bool received = messages == &operation.recvs;
     for (const Message& message : *messages) {
-      if (captured) checkCaptured(message);
+      if (operation.captured) checkCaptured(message);
       if (message.landing == kNoLanding) continue;
       if (landing_bytes_ == 0) {
         throwInvalidUsage(
             "exchange() got a landing place, but NCCL has no landing zone here: leave it "
             "out where landing_zone() gives none");
       }
-      checkLanding(message, messages == &recvs);
-      if (messages == &sends && !inZone(message)) staged += alignedBytes(bytesOf(message));
+      checkLanding(message, received);
+      if (!received && !inZone(message)) staged += paddedBytes(message.bytes());
     }
   }
   if (staged > landing_bytes_) {
@@ -90,7 +87,7 @@ void NcclMover::prepare(const Messages& sends, const Messages& recvs, bool captu
         "memory of its size first, and it has " +
         std::to_string(landing_bytes_) + " (HDPCOMM_DEVICE_LANDING_BYTES)");
   }
-  puts_ = landing_bytes_ > 0 && !captured;
+  return std::make_unique<NcclExchange>(*this, operation);
 }
 
 // Connections cannot be made while a graph is captured, and puts make none.
@@ -107,13 +104,30 @@ void NcclMover::checkCaptured(const Message& message) const {
 
 bool NcclMover::inZone(const Message& message) const {
   const std::byte* zone = world_->window();
-  return message.data >= zone && message.data + bytesOf(message) <= zone + landing_bytes_;
+  return message.data >= zone && message.data + message.bytes() <= zone + landing_bytes_;
+}
+
+// NCCL sends nothing for an empty message, and then neither side would wait for the other: a byte
+// of the tokens instead. `puts`: whether messages with landing places are put. Into a graph nothing
+// is put, nor to this rank itself: then the landing place is only where the data goes.
+NcclWorld::Messages NcclMover::describe(const Messages& messages, std::byte* token,
+                                        bool puts) const {
+  NcclWorld::Messages result;
+  for (const Message& each : messages) {
+    if (each.bytes() == 0) {
+      result.push_back({.data = token++, .bytes = 1, .peer = each.peer});
+      continue;
+    }
+    result.push_back({.data = each.data, .bytes = each.bytes(), .peer = each.peer});
+    const bool lands = each.landing != kNoLanding && each.peer != world_->rank();
+    if (puts && lands) result.back().place = each.landing;
+  }
+  return result;
 }
 
 // What is put has to lie in the window. One block for all: each operation that copies into it comes
 // after the puts of the one before.
-void NcclMover::stage(const Messages& messages, std::vector<NcclWorld::Message>& sends,
-                      Stream stream) {
+void NcclMover::stage(const Messages& messages, NcclWorld::Messages& sends, Stream stream) {
   std::byte* free = world_->window() + landing_bytes_;
   bool waited = false;
   for (size_t i = 0; i < sends.size(); ++i) {
@@ -122,89 +136,73 @@ void NcclMover::stage(const Messages& messages, std::vector<NcclWorld::Message>&
     if (!std::exchange(waited, true)) device_->wait(stream, staged_.get());
     device_->copy(free, each.data, each.bytes, stream);
     each.data = free;
-    free += alignedBytes(each.bytes);
+    free += paddedBytes(each.bytes);
   }
 }
 
-NcclWorld::Operation NcclMover::operationOf(const Collective& operation) {
-  return {.request = operation.plan.request,
-          .ranks = operation.ranks,
-          .in = operation.in,
-          .out = operation.out,
-          .dtype = operation.plan.call.dtype,
-          .redop = operation.plan.call.redop,
-          .schedule = operation.plan.schedule};
-}
+// --- collectives
 
-void NcclMover::prepare(const Collective& operation) {
-  if (operation.captured) world_->checkConnected(operationOf(operation));
-  memory_->reserve(world_->scratchBytes(operationOf(operation)), operation.stream,
-                   operation.captured);
-}
+class NcclMover::WholeCollective final : public PreparedCollective {
+ public:
+  WholeCollective(NcclWorld& world, const Collective& operation)
+      : world_(world),
+        whole_{.op = operation.plan.request.op,
+               .in = operation.in,
+               .out = operation.out,
+               .count = operation.plan.request.count,
+               .dtype = operation.plan.call.dtype,
+               .redop = operation.plan.call.redop,
+               .root = operation.plan.request.root},
+        stream_(operation.stream) {}
 
-// NCCL sends nothing for an empty message, and then neither side would wait for the other. Into a
-// graph nothing is put, nor to this rank itself: then the landing place is only where the data
-// goes.
-std::vector<NcclWorld::Message> NcclMover::describe(const Messages& messages,
-                                                    std::byte* token) const {
-  std::vector<NcclWorld::Message> result;
-  for (const Message& each : messages) {
-    const size_t bytes = bytesOf(each);
-    if (bytes == 0) {
-      result.push_back({.data = token++, .bytes = 1, .peer = each.peer});
-      continue;
-    }
-    result.push_back({.data = each.data, .bytes = bytes, .peer = each.peer});
-    const bool lands = each.landing != kNoLanding && each.peer != world_->rank();
-    if (puts_ && lands) result.back().place = each.landing;
+  void enqueue(const WaitCheck& check) && override {
+    world_.runWhole(whole_, ncclStreamOf(stream_), check);
   }
-  return result;
+
+ private:
+  NcclWorld& world_;
+  const NcclWorld::Whole whole_;
+  const Stream stream_;
+};
+
+bool NcclMover::runsWhole(const Collective& operation) const {
+  const ScheduleRequest& request = operation.plan.request;
+  return request.algorithm == Algorithm::kAuto &&
+         world_->hasWhole(request.op, operation.plan.call.dtype, operation.ranks);
 }
 
-std::vector<Stream> NcclMover::exchange(const Exchange& operation, const Look& look) {
-  const Stream stream = operation.background ? background_stream_.get() : operation.caller;
-  if (operation.background) device_->wait(stream, operation.begin);
-  auto* const tokens = static_cast<std::byte*>(tokens_.get());
-  auto sends = describe(operation.sends, tokens);
-  const auto recvs = describe(operation.recvs, tokens + operation.sends.size());
-  if (puts_) stage(operation.sends, sends, stream);
-  if (!sends.empty() || !recvs.empty()) {
-    world_->exchange(sends, recvs, ncclStreamOf(stream), look);
+std::unique_ptr<StreamMover::PreparedCollective> NcclMover::prepare(const Collective& operation) {
+  if (!runsWhole(operation)) return prepareSchedule(operation);
+  if (operation.captured) world_->checkConnected(operation.plan.request.op);
+  return std::make_unique<WholeCollective>(*world_, operation);
+}
+
+std::unique_ptr<ScheduleRunner> NcclMover::prepareSchedule(const Collective& operation) {
+  const std::shared_ptr<const nccl::GroupPlan> plan = plans_.get(
+      operation.plan.request, operation.plan.schedule, world_->leftOutOf(operation.ranks));
+  const auto rankOf = [&](int peer) { return operation.ranks[static_cast<size_t>(peer)]; };
+  for (const nccl::Group& group : plan->groups) {
+    if (!operation.captured) break;
+    for (const Send& send : group.sends) world_->checkConnected(rankOf(send.peer));
+    for (const Recv& recv : group.recvs) world_->checkConnected(rankOf(recv.peer));
   }
-  if (puts_) device_->record(staged_.get(), stream);
-  return {stream};
+  std::byte* const scratch =
+      scratch_.take(plan->scratchBytes(), operation.stream, operation.captured);
+  auto runner =
+      std::make_unique<ScheduleRunner>(device_, ScheduleRun{operation.plan.schedule,
+                                                            operation.plan.call,
+                                                            operation.ranks,
+                                                            {operation.in, operation.out, scratch},
+                                                            operation.stream});
+  runner->add(std::make_unique<nccl::NcclTransfers>(*world_, device_, plan, runner->run()));
+  return runner;
 }
-
-void NcclMover::collective(const Collective& operation, NcclWorld::Beside* beside,
-                           const Look& look) {
-  NcclWorld::Operation described = operationOf(operation);
-  described.beside = beside;
-  world_->collective(described, ncclStreamOf(operation.stream), look);
-}
-
-void NcclMover::release(Stream /*control*/) { world_->abort(); }
 
 void NcclMover::retire() {
-  last_ = world_->stats();
+  last_stats_ = world_->stats();
   world_->retire();
   world_.reset();
-  memory_->free();
-}
-
-TransportStats NcclMover::stats() const {
-  const NcclStats stats = world_ != nullptr ? world_->stats() : last_;
-  return {.bytes_sent = stats.bytes_sent,
-          .bytes_received = stats.bytes_received,
-          .messages_sent = stats.messages_sent,
-          .messages_received = stats.messages_received,
-          .remote_bytes_sent = stats.remote_bytes_sent,
-          .remote_bytes_received = stats.remote_bytes_received,
-          .peers_used = stats.peers};
-}
-
-StreamMover::NcclUse NcclMover::ncclUse() const {
-  const NcclStats stats = world_ != nullptr ? world_->stats() : last_;
-  return {stats.groups, stats.puts, stats.whole_world_ops, stats.buffer_bytes};
+  scratch_.free();
 }
 
 }  // namespace hdpcomm

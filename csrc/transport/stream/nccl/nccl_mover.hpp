@@ -1,39 +1,17 @@
-// Messages and schedules by one global NCCL communicator (transport/nccl_world.hpp).
+// Messages and schedules by one global NCCL communicator (nccl_world.hpp).
 #pragma once
 
 #include <memory>
 #include <vector>
 
 #include "collective/cost.hpp"
+#include "transport/stream/nccl/groups.hpp"
 #include "transport/stream/nccl/nccl_world.hpp"
+#include "transport/stream/runner.hpp"
 #include "transport/stream/scratch.hpp"
 #include "transport/stream/stream_mover.hpp"
 
 namespace hdpcomm {
-
-// An NcclDevice on the streams of a device; scratch memory comes from a pool.
-class StreamNcclDevice final : public NcclDevice {
- public:
-  explicit StreamNcclDevice(DevicePtr device) : device_(std::move(device)), pool_(device_) {}
-
-  // What the next allocate() of this stream returns.
-  void reserve(size_t bytes, Stream stream, bool captured);
-  size_t bytes() const { return pool_.bytes(); }
-  void free() { pool_.free(); }
-
-  void* allocate(size_t bytes, NcclStream stream) override;
-  void release(void* /*memory*/, NcclStream /*stream*/) override {}  // the stream keeps it
-  void clear(void* memory, size_t bytes, NcclStream stream) override;
-  void copy(void* to, const void* from, size_t bytes, NcclStream stream) override;
-  void reduce(void* out, const void* a, const void* b, size_t count, DType dtype, RedOp op,
-              NcclStream stream) override;
-  void scale(void* data, size_t count, DType dtype, double divisor, NcclStream stream) override;
-
- private:
-  DevicePtr device_;
-  ScratchPool pool_;
-  std::byte* reserved_ = nullptr;
-};
 
 // What kAuto goes by.
 struct NcclCosts {
@@ -43,10 +21,10 @@ struct NcclCosts {
 
 class NcclMover final : public StreamMover {
  public:
-  // `landing_bytes`: of the window of `world` if it has one, which has as much again for copies of
-  // what is put and lies elsewhere.
-  NcclMover(DevicePtr device, std::shared_ptr<StreamNcclDevice> memory,
-            std::unique_ptr<NcclWorld> world, const NcclCosts& costs, size_t landing_bytes);
+  // `landing_bytes`: size of the landing zone, if `world` has a window; the window has as much
+  // again for copies of what is put and lies elsewhere.
+  NcclMover(DevicePtr device, std::unique_ptr<NcclWorld> world, const NcclCosts& costs,
+            size_t landing_bytes);
 
   const char* name() const override { return "nccl"; }
   Zone zoneFor(int /*source*/) const override {
@@ -54,42 +32,40 @@ class NcclMover final : public StreamMover {
   }
   bool lands(int /*peer*/) const override { return landing_bytes_ > 0; }
   bool landsTogether(int /*peer*/) const override { return true; }
-  size_t scratchBytes() const override { return memory_->bytes(); }
+  size_t scratchBytes() const override { return scratch_.bytes(); }
   PlanningRules planning(const std::vector<int>& ranks) const override;
   bool capturesAlike(int /*peer*/) const override { return true; }
-  void prepare(const Messages& sends, const Messages& recvs, bool captured) override;
-  void prepare(const Collective& operation) override;
-  std::vector<Stream> exchange(const Exchange& operation, const Look& look) override;
-  void collective(const Collective& operation, const Look& look) override {
-    collective(operation, nullptr, look);
-  }
-  // `beside`: takes the transfers with the ranks that the world leaves out.
-  void collective(const Collective& operation, NcclWorld::Beside* beside, const Look& look);
+  std::unique_ptr<PreparedExchange> prepare(const Exchange& operation) override;
+  std::unique_ptr<PreparedCollective> prepare(const Collective& operation) override;
+  // Whether NCCL's own collective does the operation.
+  bool runsWhole(const Collective& operation) const;
+  // Runs the schedule of an operation, but for the transfers with ranks that the world leaves out.
+  std::unique_ptr<ScheduleRunner> prepareSchedule(const Collective& operation);
   void checkHealth() override { world_->checkAsync(); }
   std::vector<Stream> streams() const override { return {background_stream_.get()}; }
   // Nothing but the end of the communicator ends its kernels.
-  void release(Stream control) override;
+  void release(Stream /*control*/) override { world_->abort(); }
   void retire() override;
-  TransportStats stats() const override;
-  NcclUse ncclUse() const override;
+  Stats stats() const override { return world_ != nullptr ? world_->stats() : last_stats_; }
 
  private:
-  static NcclWorld::Operation operationOf(const Collective& operation);
+  class NcclExchange;
+  class WholeCollective;
   void checkCaptured(const Message& message) const;
   bool inZone(const Message& message) const;
-  std::vector<NcclWorld::Message> describe(const Messages& messages, std::byte* token) const;
-  void stage(const Messages& messages, std::vector<NcclWorld::Message>& sends, Stream stream);
+  NcclWorld::Messages describe(const Messages& messages, std::byte* token, bool puts) const;
+  void stage(const Messages& messages, NcclWorld::Messages& sends, Stream stream);
 
   const DevicePtr device_;
-  const std::shared_ptr<StreamNcclDevice> memory_;
+  ScratchPool scratch_;
   const OwnedStream background_stream_;  // exchanges in the background
   const DeviceMemory tokens_;            // what empty messages of an exchange are instead
   const NcclCosts costs_;
   const size_t landing_bytes_;
   const OwnedEvent staged_;  // after the puts from the window's second half
-  bool puts_ = false;        // of the exchange prepared last
+  nccl::GroupPlans plans_;
   std::unique_ptr<NcclWorld> world_;
-  NcclStats last_;  // after retire()
+  Stats last_stats_;  // after retire()
 };
 
 }  // namespace hdpcomm

@@ -33,30 +33,30 @@ std::string NcclWorld::putsMissing() {
            ncclVersionText(kOldestOneSidedNccl) + " is needed";
   }
   NcclProperties properties;
-  check(api_->commQueryProperties(comm_, &properties), "ncclCommQueryProperties");
+  checkResult(api_->commQueryProperties(comm_, &properties), "ncclCommQueryProperties");
   return properties.host_rma ? "" : "NCCL says that these devices and networks do not support it";
 }
 
-void NcclWorld::openWindow(size_t bytes, NcclStream stream, const Look& look) {
+void NcclWorld::openWindow(size_t bytes, NcclStream stream, const WaitCheck& check) {
   checkUsable();
-  check(api_->memAlloc(&window_memory_, bytes), "ncclMemAlloc");
-  settle(api_->commWindowRegister(comm_, window_memory_, bytes, &window_, kNcclSymmetricWindow),
-         "ncclCommWindowRegister", look);
+  checkResult(api_->memAlloc(&window_memory_, bytes), "ncclMemAlloc");
+  await(api_->commWindowRegister(comm_, window_memory_, bytes, &window_, kNcclSymmetricWindow),
+        "ncclCommWindowRegister", check);
   const auto peer = [this](int distance) { return (rank_ + size_ + distance) % size_; };
-  const NcclStats stats = stats_;  // the put of here does not count
+  const Counts counts = counts_;  // this put does not count
   const std::vector<bool> used = used_;
-  const std::vector<Message> to{{window() + bytes - 1, 1, peer(1), 0}};
-  const std::vector<Message> from{{window(), 1, peer(-1), 0}};
-  put(to, from, stream, look);
-  awaitSignals(from, stream, look);
-  stats_ = stats;
+  const Messages to{{window() + bytes - 1, 1, peer(1), 0}};
+  const Messages from{{window(), 1, peer(-1), 0}};
+  put(to, from, stream, check);
+  awaitSignals(from, stream, check);
+  counts_ = counts;
   used_ = used;
 }
 
-void NcclWorld::closeWindow(const Look& look) {
+void NcclWorld::closeWindow(const WaitCheck& check) {
   if (comm_ != nullptr && window_ != nullptr) {
-    settle(api_->commWindowDeregister(comm_, std::exchange(window_, nullptr)),
-           "ncclCommWindowDeregister", look);
+    await(api_->commWindowDeregister(comm_, std::exchange(window_, nullptr)),
+          "ncclCommWindowDeregister", check);
   }
   freeWindow();
 }
@@ -67,8 +67,7 @@ void NcclWorld::freeWindow() noexcept {
   window_ = nullptr;
 }
 
-void NcclWorld::awaitSignals(const std::vector<Message>& messages, NcclStream stream,
-                             const Look& look) {
+void NcclWorld::awaitSignals(const Messages& messages, NcclStream stream, const WaitCheck& check) {
   std::map<int, int> counts;
   for (const Message& each : messages) ++counts[each.peer];
   if (counts.empty()) return;
@@ -76,29 +75,30 @@ void NcclWorld::awaitSignals(const std::vector<Message>& messages, NcclStream st
   for (const auto& [peer, count] : counts) {
     signals.push_back({.count = count, .peer = peer, .signal = kSignal, .context = kContext});
   }
-  settle(api_->waitSignal(static_cast<int>(signals.size()), signals.data(), comm_, stream),
-         "ncclWaitSignal", look);
+  await(api_->waitSignal(static_cast<int>(signals.size()), signals.data(), comm_, stream),
+        "ncclWaitSignal", check);
 }
 
-void NcclWorld::put(const std::vector<Message>& sends, const std::vector<Message>& recvs,
-                    NcclStream stream, const Look& look) {
+void NcclWorld::put(const Messages& sends, const Messages& recvs, NcclStream stream,
+                    const WaitCheck& check) {
   if (!recvs.empty()) {
-    group(look, [&] {
+    group(check, [&] {
       for (const Message& each : recvs) {
         countReceived(each.bytes, each.peer);
-        check(api_->sendSignal(each.peer, kSignal, kContext, kFlags, comm_, stream), "ncclSignal");
+        checkResult(api_->sendSignal(each.peer, kSignal, kContext, kFlags, comm_, stream),
+                    "ncclSignal");
       }
     });
   }
-  awaitSignals(sends, stream, look);
+  awaitSignals(sends, stream, check);
   if (sends.empty()) return;
-  group(look, [&] {
+  group(check, [&] {
     for (const Message& each : sends) {
       countSent(each.bytes, each.peer);
-      ++stats_.puts;
-      check(api_->putSignal(each.data, each.bytes, kByteType, each.peer, window_, each.place,
-                            kSignal, kContext, kFlags, comm_, stream),
-            "ncclPutSignal");
+      ++counts_.puts;
+      checkResult(api_->putSignal(each.data, each.bytes, kByteType, each.peer, window_, each.place,
+                                  kSignal, kContext, kFlags, comm_, stream),
+                  "ncclPutSignal");
     }
   });
 }

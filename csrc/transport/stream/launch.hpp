@@ -1,0 +1,17 @@
+// The kernels that operations on streams need, as work of a stream: each with its twin on the CPU
+// and the memory that it touches.
+#pragma once
+
+#include "device/device_api.hpp"
+#include "kernels/peers.hpp"
+#include "kernels/reduce.hpp"
+
+namespace hdpcomm::device {
+
+void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream stream);
+void launchScale(DeviceApi& device, const kernels::ScaleArgs& args, Stream stream);
+void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream);
+void launchFold(DeviceApi& device, const kernels::FoldArgs& args, Stream stream);
+void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream stream);
+
+}  // namespace hdpcomm::device
