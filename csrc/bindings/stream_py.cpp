@@ -1,5 +1,5 @@
 // StreamEngine and its works. Buffers come as addresses and streams as handles;
-// hdpcomm/comm/devices.py checks them and keeps them alive.
+// hdpcomm/comm/device/ checks them and keeps them alive.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 

@@ -11,9 +11,9 @@ using device::BoardState;
 using device::CallEntry;
 using std::chrono::milliseconds;
 
-constexpr auto kAskAgain = milliseconds(50);
-constexpr auto kGoodbye = std::chrono::seconds(2);
-// "board": so that a message of the program never passes for an entry of the same call.
+constexpr auto kStateInterval = milliseconds(50);
+constexpr auto kLeaveTimeout = std::chrono::seconds(2);
+// "board"; keeps a message of the program from being taken for an entry of the same call.
 constexpr uint64_t kBoardHash = 0x626f617264ULL;
 
 // One entry to or from a peer. Its call is the entry's, so that the world compares it.
@@ -72,51 +72,53 @@ HostBoard::HostBoard(World& world) : world_(world), peers_(static_cast<size_t>(w
   ranks_ = std::make_shared<const std::vector<int>>(std::move(all));
 }
 
-std::unique_ptr<HostBoard::Parcel> HostBoard::parcel(const CallEntry& entry, int peer, bool sent) {
-  auto made = std::make_unique<Parcel>(Parcel{entry, nullptr});
+std::unique_ptr<HostBoard::PendingEntry> HostBoard::submit(const CallEntry& entry, int peer,
+                                                           bool sent) {
+  auto made = std::make_unique<PendingEntry>(PendingEntry{entry, nullptr});
   made->work = std::make_shared<EntryWork>(ranks_, made->entry, peer, sent);
   world_.submit(made->work);
   return made;
 }
 
-// What became of it goes to the peer's last words if it failed. Of a peer that has left, what it
-// did before still ends well.
-bool HostBoard::ended(Peer& peer, const Parcel& parcel) {
-  if (left_ || !world_.test(*parcel.work)) return false;
+// Whether the entry has arrived, or was taken; if it failed, the peer keeps the failure. The
+// entries that a peer sent before it left still end well.
+bool HostBoard::ended(Peer& peer, const PendingEntry& pending) {
+  if (left_ || !world_.test(*pending.work)) return false;
   try {
-    world_.wait(*parcel.work, 0, {});
+    world_.wait(*pending.work, 0, {});
     return true;
   } catch (const Error& error) {
-    if (!peer.words || error.kind() == ErrorKind::kMismatch) peer.words = error;
+    if (!peer.failure || error.kind() == ErrorKind::kMismatch) peer.failure = error;
     return false;
   }
 }
 
-// Up to the first one that has not come; what was not asked for yet may have been sent.
-uint64_t HostBoard::sound(int src, int /*own*/) {
+// Counts the entries up to the first that has not come; all ones if all expected ones have, since
+// the peer may have sent more.
+uint64_t HostBoard::validPosts(int src, int /*own*/) {
   Peer& peer = peers_[static_cast<size_t>(src)];
   uint64_t come = peer.taken;
-  for (const auto& parcel : peer.receives) {
-    if (!ended(peer, *parcel)) return come;
+  for (const auto& pending : peer.receives) {
+    if (!ended(peer, *pending)) return come;
     ++come;
   }
   return ~0ULL;
 }
 
 bool HostBoard::post(int /*own*/, int dst, const CallEntry& entry) {
-  peers_[static_cast<size_t>(dst)].sends.push_back(parcel(entry, dst, true));
+  peers_[static_cast<size_t>(dst)].sends.push_back(submit(entry, dst, true));
   return true;
 }
 
 void HostBoard::expect(int src, int /*own*/, const CallEntry& entry) {
-  peers_[static_cast<size_t>(src)].receives.push_back(parcel(entry, src, false));
+  peers_[static_cast<size_t>(src)].receives.push_back(submit(entry, src, false));
 }
 
 std::optional<CallEntry> HostBoard::take(int src, int /*own*/) {
   Peer& peer = peers_[static_cast<size_t>(src)];
   if (peer.receives.empty()) return std::nullopt;
   if (!ended(peer, *peer.receives.front())) {
-    if (peer.words && peer.words->kind() == ErrorKind::kMismatch) throw Error(*peer.words);
+    if (peer.failure && peer.failure->kind() == ErrorKind::kMismatch) throw Error(*peer.failure);
     return std::nullopt;
   }
   const CallEntry entry = peer.receives.front()->entry;
@@ -138,23 +140,24 @@ BoardState HostBoard::state(int rank) {
   if (left_) return BoardState::kReady;
   Peer& peer = peers_[static_cast<size_t>(rank)];
   const auto now = Clock::now();
-  if (!peer.words && now - peer.asked >= kAskAgain) {
-    peer.asked = now;
-    peer.words = world_.departure(rank);
+  if (!peer.failure && now - peer.state_checked >= kStateInterval) {
+    peer.state_checked = now;
+    peer.failure = world_.departure(rank);
   }
-  if (!peer.words) return BoardState::kReady;
-  return peer.words->kind() == ErrorKind::kPeerLost ? BoardState::kClosed : BoardState::kFailed;
+  if (!peer.failure) return BoardState::kReady;
+  return peer.failure->kind() == ErrorKind::kPeerLost ? BoardState::kClosed : BoardState::kFailed;
 }
 
-Error HostBoard::lastWords(int rank) { return *peers_[static_cast<size_t>(rank)].words; }
+Error HostBoard::lastError(int rank) { return *peers_[static_cast<size_t>(rank)].failure; }
 
-void HostBoard::fail(int /*own*/, const Error& error, const std::vector<uint64_t>& /*sound*/) {
+void HostBoard::fail(int /*own*/, const Error& error,
+                     const std::vector<uint64_t>& /*valid_posts*/) {
   world_.abortTransport(error.what());
 }
 
 void HostBoard::leave(int own, const std::string& /*reason*/,
-                      const std::vector<uint64_t>& /*sound*/) {
-  const auto limit = Clock::now() + kGoodbye;
+                      const std::vector<uint64_t>& /*valid_posts*/) {
+  const auto limit = Clock::now() + kLeaveTimeout;
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     const int rank = static_cast<int>(peer);
     while (accepted(own, rank), !peers_[peer].sends.empty()) {

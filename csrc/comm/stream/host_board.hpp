@@ -1,9 +1,9 @@
 // The call board of ranks on several hosts: its entries are messages of the host world, one a call,
 // and the world compares the calls as it does those of its own messages.
 //
-// They take their places among the world's other messages, so what the ranks' programs do with host
-// tensors and with device tensors is held to one order. A rank that fails aborts its end of the
-// host world: that is how the others hear of it.
+// The entries are in order with the world's other messages, so a program must submit operations on
+// host tensors and on device tensors in one order on all ranks. A rank that fails aborts its end of
+// the host world, which tells the others.
 #pragma once
 
 #include <deque>
@@ -24,13 +24,14 @@ class HostBoard final : public device::CallBoard {
 
   uint64_t key() const override { return 0; }
   void enter(int /*own*/) override {}
-  void fail(int own, const Error& error, const std::vector<uint64_t>& sound) override;
-  // Waits a moment for the peers to take what they were told.
-  void leave(int own, const std::string& reason, const std::vector<uint64_t>& sound) override;
-  // Who has called an operation takes part in it to its end, or says that it failed.
-  uint64_t sound(int src, int own) override;
+  void fail(int own, const Error& error, const std::vector<uint64_t>& valid_posts) override;
+  // Waits a moment for the peers to take the entries that were sent to them.
+  void leave(int own, const std::string& reason, const std::vector<uint64_t>& valid_posts) override;
+  // A rank that has posted its entry takes part in the operation to its end, or says that it
+  // failed: all posts that have come are valid.
+  uint64_t validPosts(int src, int own) override;
   device::BoardState state(int rank) override;
-  Error lastWords(int rank) override;
+  Error lastError(int rank) override;
   bool processAlive(int /*rank*/) override { return true; }  // state() knows of the dead
   bool post(int own, int dst, const device::CallEntry& entry) override;
   void expect(int src, int own, const device::CallEntry& entry) override;
@@ -40,20 +41,20 @@ class HostBoard final : public device::CallBoard {
   uint64_t accepted(int own, int dst) override;
 
  private:
-  struct Parcel {
+  struct PendingEntry {
     device::CallEntry entry;
     std::shared_ptr<Work> work;
   };
   struct Peer {
-    std::deque<std::unique_ptr<Parcel>> sends;
-    std::deque<std::unique_ptr<Parcel>> receives;
+    std::deque<std::unique_ptr<PendingEntry>> sends;
+    std::deque<std::unique_ptr<PendingEntry>> receives;
     uint64_t taken = 0;
     uint64_t accepted = 0;
-    std::optional<Error> words;  // it has failed or left
-    Clock::time_point asked;     // when it was last asked whether it lives
+    std::optional<Error> failure;     // it has failed or left
+    Clock::time_point state_checked;  // when the world was last asked for its failure
   };
-  std::unique_ptr<Parcel> parcel(const device::CallEntry& entry, int peer, bool sent);
-  bool ended(Peer& peer, const Parcel& parcel);
+  std::unique_ptr<PendingEntry> submit(const device::CallEntry& entry, int peer, bool sent);
+  bool ended(Peer& peer, const PendingEntry& pending);
 
   World& world_;
   Ranks ranks_;

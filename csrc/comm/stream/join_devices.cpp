@@ -16,15 +16,15 @@ using device::ArenaConfig;
 using device::CallBoard;
 using device::SharedBoard;
 
-// What every rank tells every other one as it joins with links.
+// What a rank that joins with links sends to every other rank.
 struct Introduction {
-  MemoryHandle arena;  // of a rank that has one
+  MemoryHandle arena;  // zeros: the rank has none
   ArenaConfig config;
   int32_t ordinal;
   int32_t sim;
 };
 
-// `bytes` of every rank, by rank.
+// All-gathers `bytes` bytes of every rank, by rank.
 void gather(const Communicator& comm, const void* own, void* all, size_t bytes) {
   comm.collective({.in = own, .out = all, .count = bytes}, {.op = OpCode::kAllGather}, 0, {});
 }
@@ -54,8 +54,8 @@ void requireAccess(const Communicator& comm, const DeviceApi& device, int peer, 
               {.rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1});
 }
 
-// Maps the memory of another rank if that can be done. A driver may refuse what it said could be
-// accessed, between containers for instance.
+// Maps the memory of another rank if that is possible. A driver may refuse access that it had
+// reported as possible, between containers for instance.
 bool tryImport(Arena& arena, const DeviceApi& device, int place, const Introduction& other) {
   if (!device.canAccessPeer(other.ordinal)) return false;
   try {
@@ -66,8 +66,8 @@ bool tryImport(Arena& arena, const DeviceApi& device, int place, const Introduct
   }
 }
 
-// This rank's arena with those of its hostmates mapped, and with whom of them it is linked: all, or
-// it throws (`strict`); else null if there is none.
+// Opens this rank's arena, maps those of its hostmates, and enters in `map` which pairs are linked.
+// `strict`: throws where a pair cannot be linked. Otherwise returns null for a rank without links.
 std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& device,
                                  const ArenaConfig& config, LinkMap& map, bool strict) {
   device::freeRetiredArenas();
@@ -83,7 +83,7 @@ std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& devi
   std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
   gather(comm, &introduction, everyone.data(), sizeof introduction);
   checkIntroductions(comm, everyone);
-  std::vector<uint8_t> reached(map.wordBytes());
+  std::vector<uint8_t> reached(map.maskBytes());
   for (const int peer : mates) {
     if (peer == own) continue;
     const Introduction& other = everyone[static_cast<size_t>(peer)];
@@ -95,16 +95,16 @@ std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& devi
     }
     LinkMap::setReached(reached, map.placeOf(peer));
   }
-  std::vector<uint8_t> words(map.wordBytes() * static_cast<size_t>(comm.size()));
-  gather(comm, reached.data(), words.data(), reached.size());
-  map.settle(std::move(words));
+  std::vector<uint8_t> masks(map.maskBytes() * static_cast<size_t>(comm.size()));
+  gather(comm, reached.data(), masks.data(), reached.size());
+  map.setMasks(std::move(masks));
   if (!map.linked(own, own)) arena.reset();
   return arena;
 }
 
-// One for each host, with the world's numbers; where nobody is, its pages are never touched. The
-// last before StreamEngine::start(), whose barrier says that all have opened it: a rank that failed
-// in between would have closed it.
+// Opens the host's board, which has a place for every rank of the world; pages of ranks elsewhere
+// are never touched. The last call before StreamEngine::start(), whose barrier says that all have
+// opened it: a rank that failed in between would have closed it.
 std::shared_ptr<SharedBoard> shareBoard(const Communicator& comm, const LinkMap& map) {
   struct Address {
     char text[64] = {};

@@ -1,7 +1,7 @@
 // How ranks join a device world: which pairs get links, whether NCCL is needed, which board.
 //
-// All are collective over the host world of `comm`, whose transport carries the addresses; the
-// costs of rank 0 are everybody's, so that all choose alike.
+// All functions are collective over the host world of `comm`, whose transport carries the
+// addresses. All ranks take the costs of rank 0, so that all choose alike.
 #pragma once
 
 #include <functional>
@@ -21,16 +21,16 @@ struct LinkJoining {
 };
 
 struct NcclJoining {
-  // Opens NCCL; called where it is needed.
+  // Opens NCCL; called only if the world needs it.
   std::function<std::shared_ptr<const NcclApi>()> library;
   int connect_distance = 1;  // see NcclWorld::connectAhead
   NcclCosts costs;
-  // Whether messages by NCCL with a landing place are put there; rank 0's choice counts. kMeasure:
-  // if that is faster around the ring of all ranks than sends.
+  // Whether messages by NCCL that name a landing place are put there; rank 0's choice counts.
+  // kMeasure: if puts are faster than sends around the ring of all ranks.
   enum class OneSided : uint8_t { kOff, kOn, kMeasure };
   OneSided one_sided = OneSided::kOff;
-  size_t landing_bytes = 0;  // of the landing zone then
-  std::string no_puts = {};  // what else stands against it on this rank; empty: nothing
+  size_t landing_bytes = 0;  // size of the landing zone for puts
+  std::string no_puts = {};  // why this rank cannot put, apart from NCCL; empty: it can
 };
 
 // Links between all pairs. Throws Mismatch where configurations differ, InvalidUsage where devices
@@ -43,8 +43,9 @@ std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr devi
 std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
                                        const NcclJoining& nccl);
 
-// Links between the pairs of a host whose devices reach each other, NCCL between all others; if
-// there are none of a kind, it is joinLinks or joinNccl. A rank's arena is for its host's ranks.
+// Links between the pairs of a host whose devices reach each other, NCCL between all others. If all
+// pairs are of one kind, the result is that of joinLinks or joinNccl. A rank's arena has room for
+// the ranks of its host only.
 std::shared_ptr<StreamEngine> joinPaths(const Communicator& comm, DevicePtr device,
                                         const LinkJoining& links, const NcclJoining& nccl);
 

@@ -34,7 +34,7 @@ struct Joining {
   void synchronize() const { device.synchronize(stream, comm.world().timeout(), check); }
 };
 
-// The largest of all ranks, on all of them.
+// The largest values of all ranks.
 template <size_t kCount>
 std::array<double, kCount> largest(const Communicator& comm, std::array<double, kCount> values) {
   comm.collective(
@@ -43,8 +43,8 @@ std::array<double, kCount> largest(const Communicator& comm, std::array<double, 
   return values;
 }
 
-// Seconds of the fastest of some rounds of messages around the ring of all ranks, as puts or not;
-// over the edges that are NCCL's.
+// Times messages around the ring of all ranks, as puts or as sends, over the pairs without a link.
+// Returns the seconds of the fastest round.
 double ringSeconds(const Joining& join, size_t bytes, bool puts) {
   constexpr int kRounds = 5;
   constexpr int kMessages = 4;
@@ -68,8 +68,8 @@ double ringSeconds(const Joining& join, size_t bytes, bool puts) {
   return best;
 }
 
-// Opens the window of messages that are put, if the ranks can do that, and, where it is to be
-// measured, are faster so. Returns the bytes of its landing zone; as many again are behind it.
+// Opens the window for puts, if the ranks can put, and, with kMeasure, if puts are faster. Returns
+// the bytes of its landing zone, behind which the window has as many again; 0: there is no window.
 size_t openLanding(const Joining& join, const NcclJoining& nccl) {
   struct {
     uint64_t bytes;

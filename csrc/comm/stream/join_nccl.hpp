@@ -1,4 +1,4 @@
-// The part of joining a device world that NCCL has.
+// How ranks join the NCCL communicator of a device world.
 #pragma once
 
 #include <memory>
@@ -8,14 +8,14 @@
 
 namespace hdpcomm {
 
-// Rank 0's value, on all ranks of the host world.
+// Broadcasts rank 0's value over the host world.
 template <typename Value>
 void fromRank0(const Communicator& comm, Value& value) {
   comm.collective({.in = &value, .out = &value, .count = sizeof value},
                   {.op = OpCode::kBroadcast, .root = 0}, 0, {});
 }
 
-// The communicator of all ranks, whose messages between linked pairs go another way. Collective.
+// Joins the communicator of all ranks; it leaves out the messages between linked pairs. Collective.
 std::unique_ptr<NcclMover> ncclMover(const Communicator& comm, const DevicePtr& device,
                                      const NcclJoining& nccl, const NcclCosts& costs,
                                      const LinkMap& map);

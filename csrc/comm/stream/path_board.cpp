@@ -7,15 +7,16 @@ PathBoard::PathBoard(World& world, std::shared_ptr<device::SharedBoard> local, c
   for (int rank = 0; rank < map.size(); ++rank) here_.push_back(map.sameHost(rank, world.rank()));
 }
 
-// The peers of this host hear it with its words before the host world ends.
-void PathBoard::fail(int own, const Error& error, const std::vector<uint64_t>& sound) {
-  local_->fail(own, error, sound);
-  far_.fail(own, error, sound);
+// The host's own board first: its peers read the error there before the host world ends.
+void PathBoard::fail(int own, const Error& error, const std::vector<uint64_t>& valid_posts) {
+  local_->fail(own, error, valid_posts);
+  far_.fail(own, error, valid_posts);
 }
 
-void PathBoard::leave(int own, const std::string& reason, const std::vector<uint64_t>& sound) {
-  local_->leave(own, reason, sound);
-  far_.leave(own, reason, sound);
+void PathBoard::leave(int own, const std::string& reason,
+                      const std::vector<uint64_t>& valid_posts) {
+  local_->leave(own, reason, valid_posts);
+  far_.leave(own, reason, valid_posts);
 }
 
 }  // namespace hdpcomm

@@ -8,7 +8,8 @@ namespace hdpcomm {
 using device::CallBoard;
 using device::CallEntry;
 
-// Waits that were enqueued keep the point that they wait for, so the events can be lent again.
+// Waits that were enqueued keep the point that they wait for, so the pool may lend the events
+// again.
 StreamWork::~StreamWork() {
   if (begin_) events_->give(std::move(begin_));
   for (OwnedEvent& event : ends_) events_->give(std::move(event));
@@ -25,7 +26,7 @@ std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, Devi
                                                   std::shared_ptr<CallBoard> board,
                                                   std::unique_ptr<StreamMover> mover) {
   board->enter(comm.rank());
-  // Every rank has mapped the board, and all that its mover shares, before anybody goes on.
+  // Every rank has mapped the board, and the memory that movers share, before any rank goes on.
   device->annotateRelease(board->key());
   comm.collective({}, {.op = OpCode::kBarrier}, 0, {});
   device->annotateAcquire(board->key());
@@ -72,14 +73,14 @@ void StreamEngine::checkUsable() const {
   }
 }
 
-// Before anything of the operation is told to anybody: a member that has failed or left will not
-// take part, unless it did so before.
+// Called before any peer hears of the operation. Throws if a member has failed or left, unless it
+// had done its part of the operation.
 void StreamEngine::checkMembers(const StreamWork& work) const {
   for (const StreamWork::Share& share : work.shares_) {
     const bool only_sent_to = share.expects == 0;
-    if (share.peer == rank_ || (sound(share) && !only_sent_to)) continue;
+    if (share.peer == rank_ || (didItsPart(share) && !only_sent_to)) continue;
     if (board_->state(share.peer) != device::BoardState::kReady) {
-      throw *refusalOf(work, mostTelling(work, share));
+      throw *departureError(work, mostInformative(work, share));
     }
   }
 }
@@ -89,7 +90,7 @@ StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream 
   auto work = std::make_shared<StreamWork>(call, std::move(ranks), events_);
   work->seq_ = next_seq_++;
   work->captured_ = device_->isCapturing(caller);
-  if (!work->captured_ && running_.size() >= 64) settleEnded();
+  if (!work->captured_ && running_.size() >= 64) collectEnded();
   return work;
 }
 
@@ -117,10 +118,10 @@ void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry)
   other.expected.push_back({work, entry});
 }
 
-// Half of an operation that failed may stand on the streams: on the caller's, the engine's or the
-// mover's. It has ended when they have come this far.
+// A failed operation may have put part of its work on the caller's, the engine's and the mover's
+// streams. It has ended when all of them have reached this point.
 void StreamEngine::markEnds(StreamWork& work, Stream caller) {
-  if (!work.begin_ || work.captured_) return;  // nothing stands there, or a capture is broken off
+  if (!work.begin_ || work.captured_) return;  // nothing was enqueued, or a capture is broken off
   std::vector<Stream> streams = mover_->streams();
   streams.insert(streams.end(), {caller, background_stream_.get()});
   try {
@@ -134,26 +135,27 @@ void StreamEngine::markEnds(StreamWork& work, Stream caller) {
   work.submitted_ = true;
 }
 
-// Tells the others, then enqueues. What goes wrong after the telling ends the engine: the others
-// count on this rank. Then the streams have been let go, and the lock with them, when it throws.
-template <typename Tell, typename Enqueue>
+// Announces the operation to the peers, then enqueues it. A failure after the announcement ends the
+// engine, since the peers count on this rank: then submit() throws when the operation's streams
+// have drained, and has released the lock by then.
+template <typename Announce, typename Enqueue>
 void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
-                          Tell tell, Enqueue enqueue) {
+                          Announce announce, Enqueue enqueue) {
   checkMembers(*work);
   if (!work->captured_) running_.push_back(work);
   try {
-    tell();
+    announce();
     compareCalls();
     if (failed_) throw work->error_ ? *work->error_ : *failed_;
     work->begin_ = events_->take();
     device_->record(work->begin_.get(), caller);
     enqueue();
   } catch (const std::exception& failure) {
-    const Error error = placed(errorOf(failure), *work);
+    const Error error = withContext(errorOf(failure), *work);
     markEnds(*work, caller);
     failWork(*work, error);
     lock.unlock();
-    if (!work->captured_) awaitRelease(*work);
+    if (!work->captured_) awaitDrained(*work);
     throw error;
   }
   work->submitted_ = true;
@@ -183,7 +185,7 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
                                         .captured = device_->isCapturing(caller)};
   const std::unique_ptr<StreamMover::PreparedExchange> prepared = mover_->prepare(operation);
   Call described = call;
-  if (sends.size() + recvs.size() == 1) {  // for messages about it
+  if (sends.size() + recvs.size() == 1) {  // for error messages
     const Message& only = sends.empty() ? recvs[0] : sends[0];
     described.count = only.count;
     described.dtype = only.dtype;
@@ -203,11 +205,11 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     entry.call.dtype = message.dtype;
     return entry;
   };
-  const auto tell = [&] {
+  const auto announce = [&] {
     for (const Message& message : sends) post(message.peer, entryOf(message, true));
     for (const Message& message : recvs) expect(work, message.peer, entryOf(message, false));
   };
-  submit(lock, work, caller, tell, [&] {
+  submit(lock, work, caller, announce, [&] {
     for (const Stream stream :
          std::move(*prepared).enqueue(work->begin_.get(), waitCheckOf(*work))) {
       work->ends_.push_back(events_->take());
@@ -236,7 +238,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
   for (const int peer : *work->ranks_) {
     if (peer != rank_) this->plan(*work, peer, 1, 1);
   }
-  const auto tell = [&] {
+  const auto announce = [&] {
     for (size_t i = 0; i < work->ranks_->size(); ++i) {
       const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;
@@ -245,7 +247,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
       expect(work, peer, {plan.call, traffic.landing, traffic.received[i], captured});
     }
   };
-  submit(lock, work, caller, tell, [&] {
+  submit(lock, work, caller, announce, [&] {
     if (background) device_->wait(stream, work->begin_.get());
     std::move(*prepared).enqueue(waitCheckOf(*work));
     work->ends_.push_back(events_->take());

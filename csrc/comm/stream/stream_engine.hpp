@@ -1,10 +1,9 @@
 // One rank's end of a device world: operations on device memory, enqueued whole on streams.
 //
 // The host only enqueues; it never waits between the steps of an operation. A thread of the engine
-// looks after what the streams cannot know: whether both sides called the same, whether the peers
-// live, and the deadline. When one of these fails, the engine writes the flags that its streams
-// wait for until they have run dry, and from then on refuses device operations
-// (docs/architecture.md).
+// checks what streams cannot: whether both sides called the same, whether the peers live, and the
+// deadline. When one of these checks fails, the engine sets the flags that its streams wait for
+// until they have drained, and from then on refuses device operations (docs/stream-transport.md).
 #pragma once
 
 #include <chrono>
@@ -26,14 +25,14 @@ namespace hdpcomm {
 
 class StreamEngine final : public WorldPart {
  public:
-  // Collective over the ranks of `comm`: after it everybody may begin.
+  // Collective over the ranks of `comm`; when it returns, every rank may submit operations.
   static std::shared_ptr<StreamEngine> start(const Communicator& comm, DevicePtr device,
                                              std::shared_ptr<device::CallBoard> board,
                                              std::unique_ptr<StreamMover> mover);
   ~StreamEngine() override;
 
   const DevicePtr& device() const { return device_; }
-  // The stream that stands for the host where tensors have none (CPU tensors of a SimDevice).
+  // The stream of tensors that belong to no stream (CPU tensors of a SimDevice).
   Stream hostStream() const { return host_stream_.get(); }
   // The name of the transport.
   const char* name() const { return mover_->name(); }
@@ -58,17 +57,18 @@ class StreamEngine final : public WorldPart {
   std::shared_ptr<StreamWork> collective(const CollectivePlan& plan, Ranks ranks, const void* in,
                                          void* out, Stream caller, bool background);
 
-  // Later work of `stream` comes after the operation. Throws its error if it has failed already.
+  // Later work of `stream` comes after the operation. Throws the operation's error if it has
+  // failed.
   void waitOn(StreamWork& work, Stream stream);
   // The host waits; throws the operation's error. Past the deadline the engine fails.
   void waitFor(const std::shared_ptr<StreamWork>& work, double timeout_s,
                const World::InterruptCheck& check);
   // The host waits for all operations so far.
   void waitForAll(double timeout_s, const World::InterruptCheck& check);
-  // True when the work has ended, well or not: its streams do not use its buffers any more.
+  // True when the work has ended, well or not: no stream uses its buffers any more.
   bool test(StreamWork& work);
 
-  Stats stats() const;  // of StreamMover
+  Stats stats() const;  // the mover's
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
 
@@ -82,14 +82,14 @@ class StreamEngine final : public WorldPart {
     std::deque<Expected> expected;           // not yet compared
     uint64_t num_posted = 0;                 // with the unposted
     uint64_t num_expected = 0;
-    bool lives = true;        // when it was last asked
-    Clock::time_point asked;  // long ago at the start
+    bool lives = true;                // as the board last said
+    Clock::time_point lives_checked;  // when it did; the epoch at the start
   };
   using WorkPtr = std::shared_ptr<StreamWork>;
 
-  static constexpr auto kReleaseAgain = std::chrono::milliseconds(2);
-  // For streams to run dry once all that they wait for is given.
-  static constexpr double kDrain = 5;
+  static constexpr auto kReleaseInterval = std::chrono::milliseconds(2);
+  // Seconds in which streams drain once all flags that they wait for are set.
+  static constexpr double kDrainTimeout = 5;
 
   static double secondsBetween(Clock::time_point from, Clock::time_point to) {
     return std::chrono::duration<double>(to - from).count();
@@ -106,35 +106,35 @@ class StreamEngine final : public WorldPart {
   void post(int peer, const device::CallEntry& entry);
   void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
   void markEnds(StreamWork& work, Stream caller);
-  template <typename Tell, typename Enqueue>
-  void submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller, Tell tell,
-              Enqueue enqueue);
+  template <typename Announce, typename Enqueue>
+  void submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
+              Announce announce, Enqueue enqueue);
   StreamMover::WaitCheck waitCheckOf(StreamWork& work);
 
   // stream_monitor.cpp
   void compareCalls();
-  std::optional<Error> lookAfter(StreamWork& work, Clock::time_point now);
+  std::optional<Error> checkWork(StreamWork& work, Clock::time_point now);
   std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
-  std::optional<Error> refusalOf(const StreamWork& work, const StreamWork::Share& share) const;
-  const StreamWork::Share& mostTelling(const StreamWork& work,
-                                       const StreamWork::Share& found) const;
+  std::optional<Error> departureError(const StreamWork& work, const StreamWork::Share& share) const;
+  const StreamWork::Share& mostInformative(const StreamWork& work,
+                                           const StreamWork::Share& found) const;
   bool lives(int rank, Clock::time_point now);
-  bool sound(const StreamWork::Share& share) const;
+  bool didItsPart(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
-  void settleEnded();
+  void collectEnded();
   void fail(const Error& error);
   void failWork(StreamWork& work, const Error& error);
-  Error placed(const Error& error, const StreamWork& work) const;
+  Error withContext(const Error& error, const StreamWork& work) const;
   Error errorOf(const std::exception& failure) const;
   Error timeoutOf(const StreamWork& work, double seconds) const;
   bool releasing() const { return failed_ && (release_due_ || !released_.empty()); }
   bool releaseOnce();
-  void lookAround();
+  void checkHealth();
   void watch();
 
   // stream_waits.cpp
   bool conclude(const WorkPtr& work);
-  void awaitRelease(const StreamWork& work);
+  void awaitDrained(const StreamWork& work);
 
   const DevicePtr device_;
   const int num_ranks_;
@@ -145,13 +145,13 @@ class StreamEngine final : public WorldPart {
   const std::unique_ptr<StreamMover> mover_;
   OwnedStream host_stream_;
   OwnedStream background_stream_;  // collectives in the background
-  OwnedStream control_stream_;     // releases the others
+  OwnedStream control_stream_;     // sets flags that the others wait for
 
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
   std::vector<WorkPtr> running_;   // in order of submission; without captured ones
-  std::vector<WorkPtr> released_;  // failed, until their streams have run dry
-  bool release_due_ = false;       // failed, and the mover has not been told
+  std::vector<WorkPtr> released_;  // failed, until their streams have drained
+  bool release_due_ = false;       // failed, and the mover's release() was not called yet
   int64_t next_seq_ = 0;
   std::optional<Error> failed_;
   mutable bool device_lost_ = false;

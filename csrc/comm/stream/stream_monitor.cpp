@@ -1,5 +1,5 @@
-// What the streams cannot know: whether both sides called the same, whether the peers live, the
-// deadline; and what happens when one of these fails.
+// The checks that streams cannot make: whether both sides called the same, whether the peers live,
+// the deadline; and what happens when one of them fails.
 #include <algorithm>
 
 #include "comm/stream/stream_engine.hpp"
@@ -11,13 +11,13 @@ using device::BoardState;
 using device::CallEntry;
 using std::chrono::milliseconds;
 
-constexpr auto kWatch = milliseconds(50);
-// For what a lost peer has already set in motion.
-constexpr auto kGrace = milliseconds(300);
-// A rank may close because another one failed, of which this one is to hear.
-constexpr auto kHearsay = milliseconds(120);
-// For what others have yet to do in an operation in which a member that left has done its part.
-constexpr auto kLeftGrace = milliseconds(2000);
+constexpr auto kWatchInterval = milliseconds(50);
+// Time for messages that a lost peer has already sent.
+constexpr auto kLossGrace = milliseconds(300);
+// A rank may close because another one failed: time for the notice of that failure.
+constexpr auto kNoticeGrace = milliseconds(120);
+// Time for the others' part of an operation in which a member that left has done its own.
+constexpr auto kLeaveGrace = milliseconds(2000);
 
 std::string detailsOf(const CallEntry& entry) {
   std::string text;
@@ -66,7 +66,7 @@ void StreamEngine::compareCalls() {
   }
 }
 
-Error StreamEngine::placed(const Error& error, const StreamWork& work) const {
+Error StreamEngine::withContext(const Error& error, const StreamWork& work) const {
   ErrorContext context = error.context();
   context.rank = rank_;
   context.op = opName(work.call_.op);
@@ -75,7 +75,7 @@ Error StreamEngine::placed(const Error& error, const StreamWork& work) const {
   return Error(error.kind(), error.what(), context);
 }
 
-// What is not of our own making: no memory, no thread.
+// As an Error; exceptions of other types (no memory, no thread) become internal ones.
 Error StreamEngine::errorOf(const std::exception& failure) const {
   if (const auto* error = dynamic_cast<const Error*>(&failure)) return *error;
   return Error(ErrorKind::kInternal,
@@ -84,14 +84,14 @@ Error StreamEngine::errorOf(const std::exception& failure) const {
 }
 
 Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
-  return placed(Error(ErrorKind::kTimeout,
-                      "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) +
-                          " s in " + describe(work.call_) + " (ranks " + listOf(*work.ranks_) +
-                          "): look for a rank that did not call it, or raise timeout="),
-                work);
+  return withContext(Error(ErrorKind::kTimeout,
+                           "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) +
+                               " s in " + describe(work.call_) + " (ranks " + listOf(*work.ranks_) +
+                               "): look for a rank that did not call it, or raise timeout="),
+                     work);
 }
 
-// A device that has failed says so on every call; what it held never ends.
+// A device that has failed throws on every call; the work that it held never ends.
 bool StreamEngine::ended(const StreamWork& work) const {
   if (!work.submitted_ || device_lost_) return false;
   try {
@@ -103,9 +103,9 @@ bool StreamEngine::ended(const StreamWork& work) const {
   }
 }
 
-void StreamEngine::settleEnded() {
+void StreamEngine::collectEnded() {
   std::erase_if(running_, [&](const WorkPtr& work) {
-    // At the end nobody compares any more: the messages came, and that has to do.
+    // A closed engine compares no more calls: that the messages came has to be enough.
     const bool compared = work->uncompared_ == 0 || closed_;
     if (work->state_ != StreamWork::State::kRunning || !compared || !ended(*work)) return false;
     work->state_ = StreamWork::State::kDone;
@@ -113,82 +113,85 @@ void StreamEngine::settleEnded() {
   });
 }
 
-// What a member that has failed or left says to an operation for which it did not do its part.
-std::optional<Error> StreamEngine::refusalOf(const StreamWork& work,
-                                             const StreamWork::Share& share) const {
+// The error of an operation for which a member that has failed or left did not do its part; none if
+// the member is there.
+std::optional<Error> StreamEngine::departureError(const StreamWork& work,
+                                                  const StreamWork::Share& share) const {
   const BoardState state = board_->state(share.peer);
   if (share.peer == rank_ || state == BoardState::kReady) return std::nullopt;
-  const Error words = board_->lastWords(share.peer);
-  std::string text = words.what();
-  ErrorContext context = words.context();
+  const Error last = board_->lastError(share.peer);
+  std::string text = last.what();
+  ErrorContext context = last.context();
   context.peer = share.peer;
   if (state == BoardState::kClosed) {
     text += " while rank " + std::to_string(rank_) + " waited for it in " + describe(work.call_);
   } else if (context.rank != rank_ && text.find("(told by") == std::string::npos) {
     text += " (told by rank " + std::to_string(share.peer) + ")";
   }
-  return placed(Error(words.kind(), text, context), work);
+  return withContext(Error(last.kind(), text, context), work);
 }
 
-// Of the members that are gone, the one whose end says most: a failure before a farewell, what a
-// rank found out itself before what it was told, last words before none. Among equals the given
-// one.
-const StreamWork::Share& StreamEngine::mostTelling(const StreamWork& work,
-                                                   const StreamWork::Share& found) const {
-  const auto silence = [this](const StreamWork::Share& share) {
+// The member that is gone and whose last error says most: a failure before a close, a failure that
+// the rank found by itself before one that it was told of, a close with a reason before one
+// without. Among equals `found`.
+const StreamWork::Share& StreamEngine::mostInformative(const StreamWork& work,
+                                                       const StreamWork::Share& found) const {
+  const auto rating = [this](const StreamWork::Share& share) {
     const BoardState state = share.peer == rank_ ? BoardState::kReady : board_->state(share.peer);
     if (state != BoardState::kFailed && state != BoardState::kClosed) return 4;
-    const std::string words = board_->lastWords(share.peer).what();
-    const auto says = [&](const char* part) { return words.find(part) != std::string::npos; };
+    const std::string text = board_->lastError(share.peer).what();
+    const auto says = [&](const char* part) { return text.find(part) != std::string::npos; };
     if (state == BoardState::kFailed) return says("(told by") ? 1 : 0;
     return says("last words") ? 2 : 3;
   };
   const StreamWork::Share* best = &found;
   for (const StreamWork::Share& share : work.shares_) {
-    if (silence(share) < silence(*best)) best = &share;
+    if (rating(share) < rating(*best)) best = &share;
   }
   return *best;
 }
 
-bool StreamEngine::sound(const StreamWork::Share& share) const {
+bool StreamEngine::didItsPart(const StreamWork::Share& share) const {
   return board_->state(share.peer) == BoardState::kReady ||
-         share.expected <= board_->sound(share.peer, rank_);
+         share.expected <= board_->validPosts(share.peer, rank_);
 }
 
-// Asks the board at most once a pass of the watcher, whoever wants to know and however often: for a
-// process of this host that is a look into /proc.
+// Asks the board at most once in an interval of the watcher, since the board reads /proc for a
+// process of this host.
 bool StreamEngine::lives(int rank, Clock::time_point now) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  if (peer.lives && now - peer.asked >= kWatch) {
-    peer.asked = now;
+  if (peer.lives && now - peer.lives_checked >= kWatchInterval) {
+    peer.lives_checked = now;
     peer.lives = board_->processAlive(rank);
   }
   return peer.lives;
 }
 
-// Of a member that left, failed or died before it had done its part.
+// The error of an operation that can no longer end, since a member left, failed or died before it
+// had done its part.
 std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point now) {
   for (const StreamWork::Share& share : work.shares_) {
     if (share.peer == rank_) continue;
     const bool announced = board_->state(share.peer) != BoardState::kReady;
     if (!announced && lives(share.peer, now)) continue;
-    if (!work.bereft_) work.bereft_ = now;
+    if (!work.loss_seen_) work.loss_seen_ = now;
     // Its part may still be under way.
     const bool left = board_->state(share.peer) == BoardState::kClosed;
-    const auto grace =
-        sound(share) ? (left ? kLeftGrace : kGrace) : (left ? kHearsay : milliseconds(0));
-    if (now - *work.bereft_ < grace) continue;
-    if (announced) return refusalOf(work, mostTelling(work, share));
-    return placed(Error(ErrorKind::kPeerLost,
-                        "rank " + std::to_string(share.peer) + " died while rank " +
-                            std::to_string(rank_) + " waited for it in " + describe(work.call_),
-                        {.rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1}),
-                  work);
+    const auto grace = didItsPart(share) ? (left ? kLeaveGrace : kLossGrace)
+                                         : (left ? kNoticeGrace : milliseconds(0));
+    if (now - *work.loss_seen_ < grace) continue;
+    if (announced) return departureError(work, mostInformative(work, share));
+    return withContext(
+        Error(ErrorKind::kPeerLost,
+              "rank " + std::to_string(share.peer) + " died while rank " + std::to_string(rank_) +
+                  " waited for it in " + describe(work.call_),
+              {.rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1}),
+        work);
   }
   return std::nullopt;
 }
 
-std::optional<Error> StreamEngine::lookAfter(StreamWork& work, Clock::time_point now) {
+std::optional<Error> StreamEngine::checkWork(StreamWork& work, Clock::time_point now) {
   if (std::optional<Error> loss = lossOf(work, now)) return loss;
   if (!work.started_) {
     if (device_->query(work.begin_.get())) work.started_ = now;
@@ -198,51 +201,51 @@ std::optional<Error> StreamEngine::lookAfter(StreamWork& work, Clock::time_point
   return std::nullopt;
 }
 
-// This operation has failed, whatever its streams did.
+// Fails the operation, whatever its streams did, and the engine with it.
 void StreamEngine::failWork(StreamWork& work, const Error& error) {
   if (failed_) return;
-  work.error_ = placed(error, work);
+  work.error_ = withContext(error, work);
   work.state_ = StreamWork::State::kFailed;
   fail(*work.error_);
 }
 
-// All that has not ended ends with the error; the watcher then gives its streams what they wait
-// for. The others hear of it first, so that they do not take what these streams then write for
+// Ends every running operation with the error; the watcher then sets the flags that their streams
+// wait for. The peers hear of it first, so that they do not take what these streams then write for
 // messages.
 void StreamEngine::fail(const Error& error) {
   if (failed_) return;
-  settleEnded();
+  collectEnded();
   failed_ = error;
   release_due_ = true;
-  std::vector<uint64_t> sound;
-  for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
+  std::vector<uint64_t> valid_posts;
+  for (const Peer& peer : peers_) valid_posts.push_back(peer.num_posted);
   for (const WorkPtr& work : running_) {
     for (const StreamWork::Share& share : work->shares_) {
-      uint64_t& limit = sound[static_cast<size_t>(share.peer)];
+      uint64_t& limit = valid_posts[static_cast<size_t>(share.peer)];
       if (share.posts > 0) limit = std::min(limit, share.posted);
     }
     work->state_ = StreamWork::State::kFailed;
-    if (!work->error_) work->error_ = placed(error, *work);
+    if (!work->error_) work->error_ = withContext(error, *work);
   }
-  board_->fail(rank_, error, sound);
+  board_->fail(rank_, error, valid_posts);
   released_.swap(running_);
   for (Peer& peer : peers_) peer.expected.clear();
   wake_.notify_all();
 }
 
-// Returns whether all released operations have ended. The mover is told at least once: something of
-// it may be under way that belongs to no operation which runs.
+// Returns whether all released operations have ended. Calls the mover's release() at least once,
+// since the mover may have work under way that belongs to no running operation.
 bool StreamEngine::releaseOnce() {
   std::erase_if(released_, [&](const WorkPtr& work) { return !work->submitted_ || ended(*work); });
   if (device_lost_) released_.clear();
   if (released_.empty() && !release_due_) return true;
   release_due_ = false;
   mover_->release(control_stream_.get());
-  device_->synchronize(control_stream_.get(), kDrain);
+  device_->synchronize(control_stream_.get(), kDrainTimeout);
   return false;
 }
 
-// For a mover that waits on the host in the middle of an operation.
+// What a mover calls while it waits on the host in the middle of an operation.
 StreamMover::WaitCheck StreamEngine::waitCheckOf(StreamWork& work) {
   return [this, &work, start = Clock::now()] {
     compareCalls();
@@ -255,7 +258,7 @@ StreamMover::WaitCheck StreamEngine::waitCheckOf(StreamWork& work) {
   };
 }
 
-void StreamEngine::lookAround() {
+void StreamEngine::checkHealth() {
   if (failed_) {
     releaseOnce();
     return;
@@ -263,7 +266,7 @@ void StreamEngine::lookAround() {
   compareCalls();
   try {
     mover_->checkHealth();
-  } catch (const Error& error) {  // of the mover: the device itself goes on
+  } catch (const Error& error) {  // the mover has failed; the device itself goes on
     fail(error);
     return;
   }
@@ -271,17 +274,17 @@ void StreamEngine::lookAround() {
   for (const WorkPtr& work : std::vector<WorkPtr>(running_)) {
     if (failed_ || !work->submitted_) return;
     if (ended(*work)) continue;
-    if (const std::optional<Error> error = lookAfter(*work, now)) failWork(*work, *error);
+    if (const std::optional<Error> error = checkWork(*work, now)) failWork(*work, *error);
   }
 }
 
 void StreamEngine::watch() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    wake_.wait_for(lock, releasing() ? kReleaseAgain : kWatch);
+    wake_.wait_for(lock, releasing() ? kReleaseInterval : kWatchInterval);
     if (stop_) return;
     try {
-      lookAround();
+      checkHealth();
     } catch (const std::exception& failure) {
       const Error error = errorOf(failure);
       device_lost_ = device_lost_ || error.kind() == ErrorKind::kDevice;

@@ -1,4 +1,4 @@
-// Hosts that wait for operations of a stream engine, and the end of an engine, good or bad.
+// Hosts that wait for operations of a stream engine; how an engine is closed or aborted.
 #include <algorithm>
 
 #include "comm/stream/stream_engine.hpp"
@@ -8,8 +8,8 @@ namespace {
 
 using device::BoardState;
 
-// At the board, before a waiting host sleeps between them.
-constexpr int kLooks = 1000;
+// Polls of the board, before a waiting host sleeps between polls.
+constexpr int kYields = 1000;
 
 }  // namespace
 
@@ -23,15 +23,15 @@ bool StreamEngine::test(StreamWork& work) {
   const std::lock_guard lock(mutex_);
   if (work.state_ == StreamWork::State::kDone) return true;
   if (work.state_ == StreamWork::State::kRunning) return !work.captured_ && ended(work);
-  // Streams that are still to run dry write into its buffers; after close() nobody lets them go.
+  // Streams that have not drained may write into its buffers; after close() nothing drains them.
   return !work.submitted_ || device_lost_ || stop_ || ended(work);
 }
 
 // Only after this may the buffers of an operation that failed be used again.
-void StreamEngine::awaitRelease(const StreamWork& work) {
+void StreamEngine::awaitDrained(const StreamWork& work) {
   for (const OwnedEvent& end : work.ends_) {
     try {
-      device_->synchronize(end.get(), kDrain);
+      device_->synchronize(end.get(), kDrainTimeout);
     } catch (const Error&) {  // the error that led here says more
       return;
     }
@@ -56,11 +56,11 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
         throw Error(ErrorKind::kTimeout, "its streams have not ended");
       }
     }
-    for (int looks = 0; !conclude(work); ++looks) {
+    for (int polls = 0; !conclude(work); ++polls) {
       if (left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
-      if (looks % kLooks == kLooks - 1 && check) check();
-      looks < kLooks ? std::this_thread::yield()
-                     : std::this_thread::sleep_for(std::chrono::microseconds(100));
+      if (polls % kYields == kYields - 1 && check) check();
+      polls < kYields ? std::this_thread::yield()
+                      : std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     return;
   } catch (const Error& error) {
@@ -68,30 +68,30 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
     if (work->state_ == StreamWork::State::kFailed) {
       const Error told = *work->error_;
       lock.unlock();
-      awaitRelease(*work);
+      awaitDrained(*work);
       throw told;
     }
     const bool late = error.kind() == ErrorKind::kTimeout;
     failWork(*work, late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : error);
     lock.unlock();
-    awaitRelease(*work);
+    awaitDrained(*work);
   } catch (...) {  // Ctrl-C
     std::unique_lock lock(mutex_);
     failWork(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
                                                    " was interrupted in " + describe(work->call_)));
     lock.unlock();
-    awaitRelease(*work);
+    awaitDrained(*work);
     throw;
   }
   const std::lock_guard lock(mutex_);
-  throw work->error_ ? *work->error_ : placed(*failed_, *work);
+  throw work->error_ ? *work->error_ : withContext(*failed_, *work);
 }
 
-// The streams are through; was it the operation that went through them? A host that waits also
-// hears whether its peers agreed: a send ends when the receiver has called the same.
+// The operation's streams have finished. Returns whether the peers called the same operation, too:
+// for a host that waits, a send ends only when the receiver has accepted its call.
 bool StreamEngine::conclude(const WorkPtr& work) {
   const std::lock_guard lock(mutex_);
-  // Asked for first: who has gone said all that it had to say before.
+  // Read before the entries: a member that is gone has posted all of its entries before.
   std::vector<bool> gone;
   for (const StreamWork::Share& share : work->shares_) {
     gone.push_back(board_->state(share.peer) != BoardState::kReady);
@@ -103,18 +103,18 @@ bool StreamEngine::conclude(const WorkPtr& work) {
     if (work->state_ != StreamWork::State::kRunning || failed_) break;
     const bool heard =
         share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
-    if (gone[i] && share.peer != rank_ && (!sound(share) || !heard)) {
-      failWork(*work, *refusalOf(*work, mostTelling(*work, share)));
+    if (gone[i] && share.peer != rank_ && (!didItsPart(share) || !heard)) {
+      failWork(*work, *departureError(*work, mostInformative(*work, share)));
     }
     agreed = agreed && heard;
-    // What it was to be compared with may come later than its message: from this peer, since one
-    // that did its part may leave while another's call is still on its way.
+    // The peer's entry may come later than its message. Only this peer's counts here: a member that
+    // did its part may leave while another's entry is still on its way.
     const auto& expected = peers_[static_cast<size_t>(share.peer)].expected;
     if (std::any_of(expected.begin(), expected.end(),
                     [&](const Expected& each) { return each.work == work; })) {
       agreed = false;
       if (gone[i] && share.peer != rank_) {
-        failWork(*work, *refusalOf(*work, mostTelling(*work, share)));
+        failWork(*work, *departureError(*work, mostInformative(*work, share)));
       }
     }
   }
@@ -152,27 +152,27 @@ void StreamEngine::abort(const std::string& reason) {
 void StreamEngine::close(const std::string& reason) {
   std::unique_lock lock(mutex_);
   if (std::exchange(closed_, true)) return;
-  // On a GPU the host is ahead of its streams, and what they still hold is meant to run.
+  // On a GPU the host is ahead of its streams, and the work that they still hold is meant to run.
   const auto limit = Clock::now() + (reason.empty() && !device_->isSim() ? std::chrono::seconds(5)
                                                                          : std::chrono::seconds(0));
   compareCalls();
-  settleEnded();
+  collectEnded();
   while (!running_.empty() && Clock::now() < limit) {
-    wake_.wait_for(lock, kReleaseAgain);
-    settleEnded();
+    wake_.wait_for(lock, kReleaseInterval);
+    collectEnded();
   }
   if (!running_.empty()) {
     fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
                                         " closed its communicator during " +
                                         describe(running_.front()->call_)));
   }
-  std::vector<uint64_t> sound;
-  for (const Peer& peer : peers_) sound.push_back(peer.num_posted);
-  board_->leave(rank_, reason, sound);
-  const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrain);
+  std::vector<uint64_t> valid_posts;
+  for (const Peer& peer : peers_) valid_posts.push_back(peer.num_posted);
+  board_->leave(rank_, reason, valid_posts);
+  const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrainTimeout);
   try {
-    while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseAgain);
-  } catch (const std::exception&) {  // of the device; it was told to whoever waited
+    while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseInterval);
+  } catch (const std::exception&) {  // the device failed; those who waited got the error
     device_lost_ = true;
   }
   stop_ = true;

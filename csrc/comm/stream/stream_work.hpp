@@ -26,7 +26,7 @@ class StreamWork {
 
   enum class State : uint8_t { kRunning, kDone, kFailed };
 
-  // What the call board holds of this operation and one peer.
+  // The operation's entries on the call board for one peer.
   struct Share {
     int peer = -1;          // global rank
     uint64_t posted = 0;    // entries posted to the peer before this operation
@@ -43,15 +43,15 @@ class StreamWork {
   std::vector<Share> shares_;
   OwnedEvent begin_;              // where the caller's stream was
   std::vector<OwnedEvent> ends_;  // all of them done: the operation is
-  bool captured_ = false;         // into a graph: nobody looks after its end
+  bool captured_ = false;         // into a graph: the engine does not watch it
   bool submitted_ = false;        // all of it is enqueued
 
   // Under the engine's lock.
   State state_ = State::kRunning;
   std::optional<Error> error_;
-  int uncompared_ = 0;                        // entries that the peers have yet to show
-  std::optional<Clock::time_point> started_;  // when `begin_` was first seen done
-  std::optional<Clock::time_point> bereft_;   // when a member was first seen to be gone
+  int uncompared_ = 0;                          // entries that the peers have yet to show
+  std::optional<Clock::time_point> started_;    // when `begin_` was first seen done
+  std::optional<Clock::time_point> loss_seen_;  // when a member was first seen to be gone
 };
 
 }  // namespace hdpcomm

@@ -15,13 +15,13 @@
 namespace hdpcomm::device {
 namespace {
 
-constexpr size_t kEntries = 64;  // calls in flight of a pair of ranks; more wait in the poster
+constexpr size_t kEntries = 64;  // of a pair of ranks; what exceeds them waits in the poster
 constexpr size_t kText = 1024;
 
 }  // namespace
 
 struct alignas(64) SharedBoard::Header {
-  uint64_t key;  // written before the address is told to anybody
+  uint64_t key;  // written before any other rank gets the address
 };
 
 struct alignas(64) SharedBoard::Control {
@@ -40,7 +40,7 @@ struct alignas(64) SharedBoard::Ring {
   // Release by the sender after the entry; by the receiver after it has copied the entry. Neither
   // count ever wraps.
   std::atomic<uint64_t> written;
-  uint64_t sound;  // published by the sender's state
+  uint64_t valid_posts;  // published by the sender's state
   alignas(64) std::atomic<uint64_t> taken;
   std::atomic<uint64_t> accepted;  // release by the receiver, which has not failed then
   alignas(64) CallEntry entries[kEntries];
@@ -108,34 +108,35 @@ void SharedBoard::enter(int rank) {
   own.state.store(BoardState::kReady, std::memory_order_release);
 }
 
-void SharedBoard::fail(int rank, const Error& error, const std::vector<uint64_t>& sound) {
+void SharedBoard::fail(int rank, const Error& error, const std::vector<uint64_t>& valid_posts) {
   Control& own = control(rank);
   if (own.state.load(std::memory_order_relaxed) != BoardState::kReady) return;
   own.error_kind = static_cast<uint32_t>(error.kind());
   own.peer = error.context().peer;
   std::snprintf(own.text, kText, "%s", error.what());
-  end(rank, BoardState::kFailed, sound);
+  end(rank, BoardState::kFailed, valid_posts);
 }
 
-void SharedBoard::leave(int rank, const std::string& reason, const std::vector<uint64_t>& sound) {
+void SharedBoard::leave(int rank, const std::string& reason,
+                        const std::vector<uint64_t>& valid_posts) {
   Control& own = control(rank);
-  // A failure stays readable: it is what the others must hear of.
+  // A failure stays readable: the others must get it.
   if (own.state.load(std::memory_order_relaxed) != BoardState::kReady) return;
   own.error_kind = static_cast<uint32_t>(ErrorKind::kPeerLost);
   own.peer = rank;
   std::snprintf(own.text, kText, "rank %d closed its communicator%s%s", rank,
                 reason.empty() ? "" : "; its last words: ", reason.c_str());
-  end(rank, BoardState::kClosed, sound);
+  end(rank, BoardState::kClosed, valid_posts);
 }
 
-void SharedBoard::end(int rank, BoardState state, const std::vector<uint64_t>& sound) {
+void SharedBoard::end(int rank, BoardState state, const std::vector<uint64_t>& valid_posts) {
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    ring(rank, peer).sound = sound[static_cast<size_t>(peer)];
+    ring(rank, peer).valid_posts = valid_posts[static_cast<size_t>(peer)];
   }
   control(rank).state.store(state, std::memory_order_release);
 }
 
-uint64_t SharedBoard::sound(int src, int dst) { return ring(src, dst).sound; }
+uint64_t SharedBoard::validPosts(int src, int dst) { return ring(src, dst).valid_posts; }
 
 void SharedBoard::depart(int rank) { control(rank).departed.store(1, std::memory_order_release); }
 
@@ -152,7 +153,7 @@ BoardState SharedBoard::state(int rank) {
   return control(rank).state.load(std::memory_order_acquire);
 }
 
-Error SharedBoard::lastWords(int rank) {
+Error SharedBoard::lastError(int rank) {
   const Control& other = control(rank);
   const std::string text(other.text, ::strnlen(other.text, kText));
   return Error(static_cast<ErrorKind>(other.error_kind), text,

@@ -1,5 +1,6 @@
-// What the ranks of a device world tell each other beside their streams: every operation's call, so
-// that a mismatch is found without a host ever waiting for the other, and who has failed or left.
+// Board on which the hosts of a device world post what streams cannot carry: every operation's
+// call, so that a mismatch is found without one host waiting for another, and who has failed or
+// left.
 #pragma once
 
 #include <atomic>
@@ -19,12 +20,13 @@ struct CallEntry {
   Call call;
   // Offset of a message's place in the receiver's landing zone; all ones: it goes through slots.
   uint64_t landing = ~0ULL;
-  // From the poster to the reader, in all messages of the operation.
+  // Bytes from the poster to the reader, summed over the operation's messages.
   uint64_t bytes = 0;
-  // Into a graph, by a mover that wants it alike on both sides (StreamMover::capturesAlike).
+  // 1: captured into a graph, and the mover wants that alike on both sides
+  // (StreamMover::capturesAlike).
   uint64_t captured = 0;
-  // Messages with landing places of the exchange, to the reader (high half) and from it, where the
-  // mover wants them together (StreamMover::landsTogether).
+  // Where the mover wants them in one exchange on both sides (StreamMover::landsTogether): number
+  // of messages with landing places that this exchange has, to the reader (high half) and from it.
   uint64_t together = 0;
 
   bool operator==(const CallEntry&) const = default;
@@ -37,36 +39,38 @@ class CallBoard {
  public:
   virtual ~CallBoard() = default;
 
-  // Different for all boards, equal on all ranks of one.
+  // Unique to the board, equal on all of its ranks.
   virtual uint64_t key() const = 0;
   virtual void enter(int own) = 0;
   // Every rank has the board now.
   virtual void opened() {}
-  // The rank takes part in nothing more: what the others raise when they need it. Of its posts to
-  // each rank, the first `sound[rank]` belong to operations that it had ended well. The first call
-  // counts.
-  virtual void fail(int own, const Error& error, const std::vector<uint64_t>& sound) = 0;
-  virtual void leave(int own, const std::string& reason, const std::vector<uint64_t>& sound) = 0;
-  virtual uint64_t sound(int src, int own) = 0;
+  // The rank ends, with an error or without; peers that still need it raise what it says here. The
+  // first `valid_posts[rank]` of its posts to each rank belong to operations that it had ended
+  // well. Only the first call counts.
+  virtual void fail(int own, const Error& error, const std::vector<uint64_t>& valid_posts) = 0;
+  virtual void leave(int own, const std::string& reason,
+                     const std::vector<uint64_t>& valid_posts) = 0;
+  virtual uint64_t validPosts(int src, int own) = 0;
   virtual BoardState state(int rank) = 0;
-  // Of a rank that has failed or left: what it said.
-  virtual Error lastWords(int rank) = 0;
+  // The error, or the reason for leaving, of a rank that has failed or left.
+  virtual Error lastError(int rank) = 0;
   virtual bool processAlive(int rank) = 0;
 
-  // Of the pair src -> dst, in order; one thread on each side at a time. post() returns false when
-  // there is no room.
+  // Entries of the pair src -> dst, in order; one thread on each side at a time. post() returns
+  // false when there is no room.
   virtual bool post(int own, int dst, const CallEntry& entry) = 0;
-  // One more entry will be taken; this one, if both sides agree.
+  // One more entry will be taken; it equals this one, if both sides called the same.
   virtual void expect(int /*src*/, int /*own*/, const CallEntry& /*entry*/) {}
-  // May throw what the board has found out itself.
+  // The next entry, if it has come. May throw a failure that the board has found by itself.
   virtual std::optional<CallEntry> take(int src, int own) = 0;
-  // The receiver has compared what it took last and agrees; how many entries it has agreed to.
+  // The receiver has compared the entry that it took last, and both sides called the same.
   virtual void accept(int src, int own) = 0;
+  // The number of entries that the receiver has accepted.
   virtual uint64_t accepted(int own, int dst) = 0;
 };
 
-// Of ranks that share a host: an anonymous shared file, as the shm transport's segment; nothing is
-// left behind.
+// Board of ranks that share a host: an anonymous shared file, as the shm transport's segment;
+// nothing is left behind.
 class SharedBoard final : public CallBoard {
  public:
   static std::shared_ptr<SharedBoard> create(int num_ranks);
@@ -78,14 +82,14 @@ class SharedBoard final : public CallBoard {
   void enter(int own) override;
   // Closes the descriptor; the mapping stays.
   void opened() override { fd_ = Fd(); }
-  void fail(int own, const Error& error, const std::vector<uint64_t>& sound) override;
-  void leave(int own, const std::string& reason, const std::vector<uint64_t>& sound) override;
-  uint64_t sound(int src, int own) override;
-  // The rank touches nobody's memory any more.
+  void fail(int own, const Error& error, const std::vector<uint64_t>& valid_posts) override;
+  void leave(int own, const std::string& reason, const std::vector<uint64_t>& valid_posts) override;
+  uint64_t validPosts(int src, int own) override;
+  // The rank no longer touches the memory of any rank.
   void depart(int rank);
-  bool allDeparted() const;  // or dead
+  bool allDeparted() const;  // dead ranks count as departed
   BoardState state(int rank) override;
-  Error lastWords(int rank) override;
+  Error lastError(int rank) override;
   bool processAlive(int rank) override;
   bool post(int own, int dst, const CallEntry& entry) override;
   std::optional<CallEntry> take(int src, int own) override;
@@ -100,7 +104,7 @@ class SharedBoard final : public CallBoard {
   SharedBoard(Fd fd, int num_ranks);
   static size_t bytes(int num_ranks);
   bool alive(int rank) const;
-  void end(int rank, BoardState state, const std::vector<uint64_t>& sound);
+  void end(int rank, BoardState state, const std::vector<uint64_t>& valid_posts);
   Control& control(int rank) const;
   Ring& ring(int src, int dst) const;
 

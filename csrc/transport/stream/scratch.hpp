@@ -1,7 +1,7 @@
 // Device memory that collectives use between their steps. A block belongs to the stream that used
-// it first and is used again by that one only: the stream's own order is all that it takes. So
-// there is a block for each size (rounded up to a power of two) and stream, however many operations
-// there are.
+// it first, and only operations of that stream use it again: the stream's order keeps them apart.
+// So there is one block for each size (rounded up to a power of two) and stream, however many
+// operations there are.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@ class ScratchPool {
   explicit ScratchPool(DevicePtr device) : device_(std::move(device)) {}
 
   // At least `bytes` bytes for the next operation of `stream`. `captured`: for a graph, which keeps
-  // the block for itself; no memory can be allocated then, so a block of that size must be there,
-  // and the caller has seen to it that its work is done (Communicator.synchronize()).
+  // the block. Memory cannot be allocated during a capture, so a block of that size must exist, and
+  // the caller has waited for the work that uses it (Communicator.synchronize()).
   std::byte* take(size_t bytes, Stream stream, bool captured);
   size_t bytes() const;
   // All work on the blocks is done.

@@ -1,7 +1,7 @@
 // The symmetric arena: one block of device memory a rank, laid out alike on all ranks and mapped by
-// all of them. It holds, for every peer, the slots that the peer's messages arrive in and the flags
-// that both sides' streams wait for; one landing zone for messages that are put at their final
-// place; and one window, which the kernels of peers read and write (peer_reads.hpp).
+// all of them. It holds, for every peer, the slots in which the peer's messages arrive, and the
+// flags that the streams of both sides wait for; one landing zone for messages that are put at
+// their final place; and one window, which the kernels of peers read and write (peer_reads.hpp).
 //
 // A flag is 0 or 1: one side writes 1, the stream that waited for it writes 0 again. So whatever
 // was enqueued once may run many times (a CUDA graph), and no counter has to live on the device.

@@ -7,8 +7,8 @@
 namespace hdpcomm::device {
 namespace {
 
-// Below this, starting a second copy costs more than it saves: at some 400 GB/s a MiB takes 2.6 us,
-// about as long as one enqueued operation takes to begin.
+// Smaller shares are not worth a second copy: at some 400 GB/s a MiB takes 2.6 us, about as long as
+// one enqueued operation takes to begin.
 constexpr size_t kShareBytes = 1 << 20;
 
 // Up to this, a piece and its flag go by one small kernel: a launch costs less than a copy and a

@@ -1,9 +1,9 @@
 // This rank's end of a pair of ranks: turns messages into work of the pair's streams.
 //
-// A message goes through slots, in pieces of a slot, or to a landing place; both sides choose alike
-// from its size, so they agree without a word. Each piece belongs to one lane, a stream of its own
-// in each direction, so that several copy engines share a large message and a receive never stands
-// behind a send. Nothing here waits on the host.
+// A message goes through slots, in pieces of a slot, or to a landing place; both sides derive the
+// pieces from its size, so they need not agree on them by messages. Each piece belongs to one lane,
+// a stream of its own in each direction, so that several copy engines share a large message and a
+// receive never queues behind a send. Nothing here waits on the host.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ class Lane {
   OwnedEvent event_;
 };
 
-// Lanes that work beside a stream from one point of it on.
+// Lanes that run beside a stream, from one point of the stream on.
 class Fork {
  public:
-  // `begin` was recorded at that point, and is not recorded again before the last enter().
+  // `begin` was recorded at that point, and must not be recorded again before the last enter().
   Fork(DeviceApi& device, Event begin) : device_(&device), begin_(begin) {}
 
   Stream enter(Lane& lane);
@@ -59,13 +59,13 @@ class Link {
 
   void send(const std::byte* data, size_t bytes, Fork& fork);
   void receive(const Incoming& message, Fork& fork);
-  // To and at an offset of the receiver's landing zone; the receiver finds the message there.
+  // Send to, and receive at, an offset of the receiver's landing zone.
   void put(const std::byte* data, size_t bytes, size_t offset, Fork& fork);
   void land(size_t bytes, Fork& fork);
 
   // The streams of its lanes.
   void addStreams(std::vector<Stream>& streams) const;
-  // Lets all waits of this rank's streams on flags of the pair pass, once.
+  // Sets every flag of the pair that this rank's streams may wait for, once.
   void release(Stream stream) const;
 
  private:

@@ -14,18 +14,18 @@ LinkMap::LinkMap(int num_ranks, std::vector<int> hosts)
     members_[host].push_back(rank);
   }
   for (const auto& members : members_) {
-    word_bytes_ = std::max(word_bytes_, (members.size() + 7) / 8);
+    mask_bytes_ = std::max(mask_bytes_, (members.size() + 7) / 8);
   }
 }
 
 bool LinkMap::reaches(int a, int b) const {
   const auto place = static_cast<size_t>(placeOf(b));
-  const uint8_t byte = words_[static_cast<size_t>(a) * word_bytes_ + place / 8];
+  const uint8_t byte = masks_[static_cast<size_t>(a) * mask_bytes_ + place / 8];
   return (byte >> (place % 8) & 1) != 0;
 }
 
-void LinkMap::settle(std::vector<uint8_t> words) {
-  words_ = std::move(words);
+void LinkMap::setMasks(std::vector<uint8_t> masks) {
+  masks_ = std::move(masks);
   whole_hosts_ = true;
   for (const auto& members : members_) {
     for (const int a : members) {
@@ -41,7 +41,7 @@ void LinkMap::settle(std::vector<uint8_t> words) {
 }
 
 bool LinkMap::linked(int a, int b) const {
-  if (words_.empty() || !sameHost(a, b)) return false;
+  if (masks_.empty() || !sameHost(a, b)) return false;
   return a == b ? any(a) || complete_ : reaches(a, b) && reaches(b, a);
 }
 

@@ -10,24 +10,24 @@ namespace hdpcomm {
 
 class LinkMap {
  public:
-  // `hosts`: of each rank, as numbers from 0 up without a gap; empty: all share one.
+  // `hosts`: the host of each rank, numbered from 0 without a gap; empty: all share one.
   LinkMap(int num_ranks, std::vector<int> hosts);
 
   int size() const { return static_cast<int>(hosts_.size()); }
   bool sameHost(int a, int b) const { return hostOf(a) == hostOf(b); }
-  // The ranks of a rank's host, ascending; its own place among them.
+  // The ranks of a rank's host, ascending, and the rank's place among them.
   const std::vector<int>& hostmates(int rank) const {
     return members_[static_cast<size_t>(hostOf(rank))];
   }
   int placeOf(int rank) const { return places_[static_cast<size_t>(rank)]; }
 
-  // Each rank says which of its hostmates it reaches: a bit for each place, this many bytes a rank.
-  size_t wordBytes() const { return word_bytes_; }
-  static void setReached(std::vector<uint8_t>& word, int place) {
-    word[static_cast<size_t>(place / 8)] |= static_cast<uint8_t>(1 << (place % 8));
+  // Which of its hostmates a rank reaches: a mask with a bit for each place, of so many bytes.
+  size_t maskBytes() const { return mask_bytes_; }
+  static void setReached(std::vector<uint8_t>& mask, int place) {
+    mask[static_cast<size_t>(place / 8)] |= static_cast<uint8_t>(1 << (place % 8));
   }
-  // What all ranks said, by rank. Before this nobody is linked.
-  void settle(std::vector<uint8_t> words);
+  // The masks of all ranks, by rank. Before this call no pair is linked.
+  void setMasks(std::vector<uint8_t> masks);
 
   // A rank is linked with itself where it is with another, or where all are.
   bool linked(int a, int b) const;
@@ -44,8 +44,8 @@ class LinkMap {
   std::vector<int> hosts_;
   std::vector<std::vector<int>> members_;
   std::vector<int> places_;
-  size_t word_bytes_ = 1;
-  std::vector<uint8_t> words_;
+  size_t mask_bytes_ = 1;
+  std::vector<uint8_t> masks_;
   std::vector<bool> any_;
   bool complete_ = false;
   bool whole_hosts_ = false;

@@ -7,7 +7,7 @@
 namespace hdpcomm::device {
 namespace {
 
-// Pieces and parts begin at multiples of this, where the operand does: whole vectors.
+// Pieces and parts begin at multiples of this, so that kernels can load whole vectors.
 constexpr size_t kAlign = 128;
 
 size_t alignDown(size_t bytes) { return bytes / kAlign * kAlign; }
@@ -41,14 +41,14 @@ class PeerReads::Group {
   // A block, or the whole operand of an all-reduce.
   size_t bytes() const { return op_.call.count * dtypeBytes(op_.call.dtype); }
 
-  // The operand of a member as the kernels find it: offset `whole` of it, which lies at offset
-  // `piece` of the window.
+  // Address of byte `whole` of a member's operand; in the window it lies at offset `piece`.
   std::byte* operand(int group_rank, size_t whole, size_t piece) const {
     return inPlace() ? arena_.landing(world(group_rank)) + *place_ + whole
                      : arena_.window(world(group_rank)) + piece;
   }
 
-  // Calls `visit(begin, bytes)` for the pieces of a block, of which `blocks` share the window.
+  // Calls `visit(begin, bytes)` for each piece of a block; the pieces of `blocks` blocks share the
+  // window.
   template <typename Visit>
   void forPieces(size_t blocks, Visit visit) const {
     const size_t room = alignDown(arena_.config().window_bytes / blocks);
@@ -134,7 +134,8 @@ void PeerReads::run(const Operation& operation, Stream stream) {
   }
 }
 
-// Everybody tells everybody: what the members' streams did before it is before what they do after.
+// Every member signals every other one: what all streams did before the meeting comes before what
+// any of them does after it.
 void PeerReads::meet(const Group& group, uint32_t PairFlags::* flag, Stream stream) {
   for (int i = 1; i < group.size(); ++i) {
     const int peer = group.world((group.rank() + i) % group.size());

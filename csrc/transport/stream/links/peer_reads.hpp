@@ -31,7 +31,7 @@ class PeerReads {
  public:
   struct Operation {
     Call call;
-    const std::vector<int>* ranks = nullptr;  // of the world, in the group's order
+    const std::vector<int>* ranks = nullptr;  // places in the arenas, in the group's order
     const std::byte* in = nullptr;
     std::byte* out = nullptr;
   };
@@ -39,8 +39,8 @@ class PeerReads {
   PeerReads(DevicePtr device, const Arena& arena, int rank);
 
   // Where the peers find the operand, as an offset in this rank's landing zone, the same on all
-  // ranks; none: in the window. It stays where it is if it lies in the zone and the kernels of
-  // others do not read what this rank's overwrites.
+  // ranks; none: in the window. An operand in the zone is read there, unless the peers' kernels
+  // would read what this rank's kernel overwrites.
   std::optional<uint64_t> placeOf(const Operation& operation) const;
   // Bytes that kernels move from this rank's memory to that of a peer, and as many back.
   size_t bytesWith(const Operation& operation, int group_rank) const;
@@ -50,7 +50,7 @@ class PeerReads {
   void addStreams(std::vector<Stream>& streams) const {
     if (lane_) streams.push_back(lane_->stream());
   }
-  // Lets all waits of this rank's streams in meetings pass, once.
+  // Sets every flag that this rank's streams may wait for in meetings, once.
   void release(Stream stream) const;
 
  private:

@@ -11,14 +11,14 @@ struct Retired {
   std::shared_ptr<SharedBoard> board;
 };
 
-struct Home {
+struct RetiredArenas {
   std::mutex mutex;
-  std::vector<Retired> arenas;
+  std::vector<Retired> list;
 };
 
 // Never destroyed: at the end of the process a device may be gone before its memory.
-Home& home() {
-  static Home* const instance = new Home;
+RetiredArenas& retiredArenas() {
+  static RetiredArenas* const instance = new RetiredArenas;
   return *instance;
 }
 
@@ -26,24 +26,24 @@ Home& home() {
 
 void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<SharedBoard> board) {
   {
-    const std::lock_guard lock(home().mutex);
-    home().arenas.push_back({std::move(arena), std::move(board)});
+    const std::lock_guard lock(retiredArenas().mutex);
+    retiredArenas().list.push_back({std::move(arena), std::move(board)});
   }
   freeRetiredArenas();
 }
 
 void freeRetiredArenas() {
-  std::vector<Retired> over;
+  std::vector<Retired> done;
   {
-    const std::lock_guard lock(home().mutex);
-    std::erase_if(home().arenas, [&](Retired& each) {
+    const std::lock_guard lock(retiredArenas().mutex);
+    std::erase_if(retiredArenas().list, [&](Retired& each) {
       if (!each.board->allDeparted()) return false;
-      over.push_back(std::move(each));
+      done.push_back(std::move(each));
       return true;
     });
   }
-  for (const Retired& each : over) each.arena->device().annotateAcquire(each.board->key());
-  // `over` goes here, and its memory with it: outside the lock, since freeing may take long.
+  for (const Retired& each : done) each.arena->device().annotateAcquire(each.board->key());
+  // `done` is destroyed here, outside the lock, since freeing device memory may take long.
 }
 
 }  // namespace hdpcomm::device

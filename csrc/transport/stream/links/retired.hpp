@@ -11,7 +11,8 @@ namespace hdpcomm::device {
 // Keeps the arena until every rank of its board has departed or died; at the end of the process the
 // system does the rest. Never waits for them.
 void retireArena(std::unique_ptr<Arena> arena, std::shared_ptr<SharedBoard> board);
-// Frees those of which that is true by now; called by retireArena, and before a world allocates.
+// Frees the arenas whose ranks have all departed by now; called by retireArena, and before a world
+// allocates.
 void freeRetiredArenas();
 
 }  // namespace hdpcomm::device

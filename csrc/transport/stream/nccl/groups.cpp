@@ -10,15 +10,15 @@
 namespace hdpcomm::nccl {
 namespace {
 
-// The time of an event is the number of its round, if a step of a rank takes one round, and begins
-// when the step before has ended and ends when the other ends of its messages have been posted.
+// When steps begin and messages can move, in rounds: a step takes one round; it begins when the
+// step before has ended, and ends when the other ends of its messages have been posted.
 struct Times {
-  std::vector<size_t> begin;               // by step, and of the end
+  std::vector<size_t> begin;               // by step; the last one: when the schedule ends
   std::vector<std::vector<size_t>> sends;  // by step and message: when both ends are posted
   std::vector<std::vector<size_t>> recvs;
 };
 
-// Without deferred sends: a step is one group on all ranks.
+// Times of a schedule without deferred sends: a step is one group on all ranks.
 Times timesOfSteps(const Schedule& schedule) {
   Times times;
   for (size_t i = 0; i < schedule.steps.size(); ++i) {
@@ -34,7 +34,7 @@ Times timesOfSteps(const Schedule& schedule) {
 class Rounds {
  public:
   Rounds(ScheduleRequest request, Algorithm algorithm);
-  Times of(int rank) const;
+  Times timesOf(int rank) const;
 
  private:
   // The step in which the sender posts, or the receiver takes, the n-th message of a pair.
@@ -44,7 +44,7 @@ class Rounds {
     Steps sends;
     Steps recvs;
     std::vector<size_t> begin;
-    // Of the messages of the step that is under way: the number on their pair.
+    // Messages of the ended steps, by peer.
     std::vector<size_t> sent;
     std::vector<size_t> received;
   };
@@ -82,7 +82,7 @@ Rounds::Rounds(ScheduleRequest request, Algorithm algorithm) {
   }
 }
 
-// Ends the step that is under way, if the other ends of its messages have been posted.
+// Ends the rank's current step, if the other ends of its messages have been posted.
 bool Rounds::advance(size_t r) {
   Rank& rank = ranks_[r];
   const size_t i = rank.begin.size() - 1;
@@ -113,7 +113,7 @@ bool Rounds::advance(size_t r) {
   return true;
 }
 
-Times Rounds::of(int r) const {
+Times Rounds::timesOf(int r) const {
   const Rank& rank = ranks_[static_cast<size_t>(r)];
   Times times{rank.begin, {}, {}};
   std::map<int, size_t> sent;
@@ -138,7 +138,7 @@ Times Rounds::of(int r) const {
   return times;
 }
 
-// Alike on all ranks, whether or not this one has any.
+// Whether any rank's schedule may defer sends; alike on all ranks, whether or not this one's does.
 bool mayDefer(const Schedule& schedule) {
   return (schedule.op == OpCode::kReduceScatter || schedule.op == OpCode::kAllReduce) &&
          (schedule.algorithm == Algorithm::kDirect ||
@@ -146,7 +146,7 @@ bool mayDefer(const Schedule& schedule) {
 }
 
 Times timesOf(const ScheduleRequest& request, const Schedule& schedule) {
-  if (mayDefer(schedule)) return Rounds(request, schedule.algorithm).of(schedule.rank);
+  if (mayDefer(schedule)) return Rounds(request, schedule.algorithm).timesOf(schedule.rank);
   for (const Step& step : schedule.steps) {
     for (const Send& send : step.sends) {
       if (!send.deferred) continue;

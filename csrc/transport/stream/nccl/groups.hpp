@@ -16,19 +16,19 @@ namespace hdpcomm::nccl {
 inline constexpr size_t kMaxGroup = NcclWorld::kMaxExchange;
 
 struct Group {
-  size_t step = 0;  // which it belongs to; the number of steps: deferred sends after the last one
+  size_t step = 0;  // in which it runs; the number of steps: after the last one
   std::vector<Send> sends;
   std::vector<Recv> recvs;
 };
 
-// Groups block until all of their messages have met, so a deferred send cannot stand where the
-// schedule posts it: it would wait for a receiver that is some steps behind. Where there may be
-// such sends, every message gets a time, that at which both of its ends are posted if nothing but
-// the schedule holds a rank up, and goes to the group of that time on both ranks: all ranks run
-// their groups in the order of time, so none waits for a later one. The schedules of the peers are
-// pure functions of the request, so every rank knows these times. Large groups become several, cut
-// on all ranks alike. Messages of group ranks that are `elsewhere` are left out, alike on both
-// ends.
+// A group holds its stream up until all of its messages have moved, so a deferred send cannot be in
+// the group of the step that posts it: it would wait for a receiver that is some steps behind.
+// Where a schedule may have such sends, every message gets a time, at which both of its ends would
+// be posted if only the schedule held ranks up, and goes to the group of that time on both ranks.
+// All ranks run their groups in the order of time, so none waits for a later one. The schedules of
+// the peers are pure functions of the request, so every rank knows these times. Large groups become
+// several, cut alike on all ranks. Messages with group ranks that are `elsewhere` are left out,
+// alike on both ends.
 std::vector<Group> groupsOf(const ScheduleRequest& request, const Schedule& schedule,
                             const std::vector<bool>& elsewhere = {});
 

@@ -17,7 +17,8 @@ using NcclComm = struct NcclCommOpaque*;
 using NcclStream = void*;  // cudaStream_t
 using NcclWindow = struct NcclWindowOpaque*;
 
-// ncclWaitSignalDesc_t: so many signals of a peer. NCCL has one signal and one context, 0, so far.
+// ncclWaitSignalDesc_t: a number of signals to await from a peer. NCCL has one signal and one
+// context so far, both 0.
 struct NcclWaitSignal {
   int count = 0;
   int peer = -1;
@@ -25,8 +26,8 @@ struct NcclWaitSignal {
   int context = 0;
 };
 
-// ncclCommProperties_t as of 2.29.7, which later libraries go on filling for who says that version;
-// `size` is not looked at. Behind it some room for a library that fills more.
+// ncclCommProperties_t as of 2.29.7, which later libraries still fill for a caller that gives that
+// version; they ignore `size`. Behind it some room for a library that fills more.
 struct NcclProperties {
   size_t size = 64;
   unsigned magic = 0xcafebeef;
@@ -129,8 +130,8 @@ std::string ncclVersionText(int version);
 int ncclTypeOf(DType dtype);
 // ncclRedOp_t
 int ncclOpOf(RedOp op);
-// Throws Error (kDevice) with the call, the meaning of its result, and NCCL's last words, unless it
-// succeeded (or is in progress).
+// Throws Error (kDevice) with the call, the meaning of its result, and NCCL's last error text,
+// unless the call succeeded or is in progress.
 void ncclCheck(const NcclApi& api, int result, const char* call, NcclComm comm, int rank);
 
 }  // namespace hdpcomm

@@ -1,10 +1,11 @@
 // Messages that are put into a window of the receiver (NCCL 2.29: ncclPutSignal, ncclWaitSignal).
 //
-// A receiver signals that the place is free, the sender waits for that, puts, and the put's own
-// signal tells the receiver. There is one counter for each pair and direction, so in an exchange a
-// rank first sends its signals of free places, then its puts, and awaits those of its peers in the
-// same order; NCCL keeps the order of what goes to one peer. Nobody waits for a signal of a later
-// operation than its own, so the one order of all operations keeps this free of deadlocks, too.
+// A receiver signals that the place is free; the sender waits for that signal and puts; the put's
+// own signal tells the receiver that the message is there. NCCL counts the signals of a pair in
+// each direction, and keeps the order of what goes to one peer. So in an exchange every rank first
+// sends its signals of free places, then its puts, and awaits those of its peers in the same order.
+// No rank waits for a signal of a later operation than its own, so the one order of all operations
+// keeps this free of deadlocks, too.
 //
 // NCCL's side (nccl.h 2.32.3; nccl#2238, #1904): a put's source lies in a registered window, and
 // the put is done for the sender's stream when the source may be written again; copy engines carry
