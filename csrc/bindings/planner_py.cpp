@@ -73,7 +73,7 @@ py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
                       const py::object& batch_class, const py::object& sequence_class) {
   const SlotFiller make_sequence(sequence_class, {"id", "length"});
   const SlotFiller make_batch(batch_class,
-                              {"index", "ranks", "sequences", "offload_ratio", "seconds"});
+                              {"index", "ranks", "sequences", "offload_ratio", "predicted_s"});
   std::vector<py::int_> ranks;  // shared: a rank appears in many groups
   const auto rankObject = [&](int32_t rank) -> const py::int_& {
     while (ranks.size() <= static_cast<size_t>(rank)) {
@@ -92,7 +92,7 @@ py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
       sequences[k] = make_sequence.make(py::int_(id), py::int_(lengths[id]));
     }
     batches[i] = make_batch.make(py::int_(i), group, sequences, py::float_(batch.offload),
-                                 py::float_(batch.seconds));
+                                 py::float_(batch.predicted_s));
   }
   return batches;
 }

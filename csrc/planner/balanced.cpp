@@ -1,8 +1,8 @@
-// DP-Balance taken further. The ranks are blocks: neighbouring ranks that are free at the same
-// time. Sequences come long ones first; each takes part of one block, with the fewest ranks that
-// end before a target time, so that no rank ever waits for another one. The short sequences are
-// poured over the ranks at last, each onto the least loaded one. Several targets near the lower
-// bound are tried, and the shortest plan is kept.
+// The policies "balanced" and "pipeline": an extension of ByteScale's DP-Balance. A block is a run
+// of neighbouring ranks that become free at the same time. Sequences are placed longest first; each
+// takes part of one block, with the fewest ranks on which it ends before a target time, so that no
+// rank waits for another. Short sequences come last, each onto the least loaded rank. Several
+// targets near the lower bound are tried, and the shortest plan is kept.
 #include <algorithm>
 #include <limits>
 
@@ -12,7 +12,7 @@
 namespace hdpcomm::planner {
 namespace {
 
-// Makespan over lower bound at which each round of targets is left out.
+// Makespan / lower bound below which a round of further targets is skipped, by round.
 constexpr double kGoodEnough[] = {1.002, 1.008};
 constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
 constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
@@ -25,7 +25,7 @@ std::vector<Job> makeJobs(const Problem& problem) {
     job.sequence = sequence;
     job.min_size = problem.minRanks(sequence);
     job.load.add(problem.lengths()[sequence]);
-    job.alone = problem.cost().seconds(job.load, job.min_size);
+    job.min_size_s = problem.cost().seconds(job.load, job.min_size);
     jobs.push_back(job);
   }
   return jobs;
@@ -55,15 +55,15 @@ std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& 
       batch.sequences = std::move(bin);
       batch.start = start;
       price(problem, batch);
-      start += batch.seconds;
+      start += batch.predicted_s;
       batches.push_back(std::move(batch));
     }
   }
   return batches;
 }
 
-// Looks for the target time that gives the shortest plan: the lower bound first, then times between
-// it and the best makespan so far.
+// Searches for the target time that gives the shortest plan: first the lower bound, then times
+// between it and the best makespan so far.
 Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
   std::vector<Job> jobs = makeJobs(problem);
   if (jobs.empty()) return finishPlan(problem, {});
@@ -95,7 +95,7 @@ Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
   return finishPlan(problem, collect(problem, jobs, packer));
 }
 
-// All ranks work on every pack together: no idle time, but the most transfers.
+// Every pack runs on all ranks: no idle time, but the most transfers.
 Plan planUniform(const Problem& problem) {
   PolicyOptions options;
   options.context_ranks = problem.ranks();

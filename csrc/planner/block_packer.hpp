@@ -17,7 +17,7 @@ struct Job {
   int min_size = 1;
   int fastest = 0;  // 0: not computed yet
   Load load;
-  double alone = 0;  // seconds at min_size
+  double min_size_s = 0;  // predicted time on min_size ranks
 };
 
 struct Block {
@@ -26,7 +26,7 @@ struct Block {
   int count = 0;
 };
 
-// Ranks that wait for a group's last rank to be free: smaller jobs may run there before.
+// Ranks that wait until the last rank of their group is free; smaller jobs may run there meanwhile.
 struct Gap {
   double start = 0;
   double until = 0;
@@ -34,7 +34,7 @@ struct Gap {
   int count = 0;
 };
 
-// Short sequences that one rank runs from `start` on.
+// Short sequences that one rank runs one after the other, from `start` on.
 struct Slot {
   double start = 0;
   int rank = 0;
@@ -49,46 +49,46 @@ struct Placement {
 
 class BlockPacker {
  public:
-  // `stages`: of the pipeline whose filling is to be charged to the first micro-batch of a rank; 1
-  // when there is none.
+  // `stages`: pipeline stages, 1 without a pipeline. The first micro-batch of a rank is charged for
+  // filling the pipeline.
   BlockPacker(const Problem& problem, std::vector<Job>& jobs, int stages)
       : problem_(problem), cost_(problem.cost()), jobs_(jobs), stages_(stages) {}
 
-  // Returns the makespan; the placements and the loads of the ranks can be read afterwards.
-  // With `fill`, a job that would leave a minor part of its block over takes the whole block: jobs
-  // that are too wide to run side by side then follow each other without a gap.
+  // Places all jobs and returns the makespan; placements() and slots() hold the result. With
+  // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
+  // wide to run side by side then follow each other without a gap.
   double run(double target, bool fill) {
     target_ = target;
     fill_ = fill;
     placements_.clear();
     gaps_.clear();
     blocks_.assign(1, Block{0, 0, problem_.ranks()});
-    const double sand = kSandShare * target;
+    const double short_limit_s = kShortShare * target;
     size_t next = 0;
     for (; next < jobs_.size(); ++next) {
       Job& job = jobs_[next];
-      if (job.min_size == 1 && job.alone <= sand) break;
+      if (job.min_size == 1 && job.min_size_s <= short_limit_s) break;
       if (!placeInGap(next) && !placeInBlock(next)) placeAnywhere(next);
     }
-    return pour(next);
+    return placeShort(next);
   }
 
   const std::vector<Placement>& placements() const { return placements_; }
   const std::vector<Slot>& slots() const { return slots_; }
 
  private:
-  static constexpr int kMaxProbes = 400;  // blocks looked at for one job
-  static constexpr double kSandShare = 0.2;
+  static constexpr int kMaxProbes = 400;      // blocks tried for one job
+  static constexpr double kShortShare = 0.2;  // of the target time, up to which a job is short
 
-  // How often a job's time counts in a block: the first, longest one fills and drains the pipeline.
-  int times(double ready) const { return ready == 0 ? stages_ : 1; }
+  // Factor on the time of a job: the first one of a block also fills and drains the pipeline.
+  int pipelineFactor(double ready) const { return ready == 0 ? stages_ : 1; }
 
   int fastest(Job& job) {
     if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
     return job.fastest;
   }
 
-  // The shortest gap that the job fits into.
+  // Places the job into the shortest gap that it fits into, if there is one.
   bool placeInGap(size_t index) {
     const Job& job = jobs_[index];
     size_t best = gaps_.size();
@@ -97,15 +97,15 @@ class BlockPacker {
          ++i) {
       const Gap& gap = gaps_[i];
       const double room = gap.until - gap.start;
-      if (gap.count < job.min_size || room >= best_room || room < job.alone) continue;
-      if (room < times(gap.start) * seconds(job, gap.first, job.min_size)) continue;
+      if (gap.count < job.min_size || room >= best_room || room < job.min_size_s) continue;
+      if (room < pipelineFactor(gap.start) * seconds(job, gap.first, job.min_size)) continue;
       best = i;
       best_room = room;
     }
     if (best == gaps_.size()) return false;
     const Gap gap = gaps_[best];
     const int size = job.min_size;
-    const double end = gap.start + times(gap.start) * seconds(job, gap.first, size);
+    const double end = gap.start + pipelineFactor(gap.start) * seconds(job, gap.first, size);
     gaps_[best] = {end, gap.until, gap.first, size};
     if (gap.count > size) {
       gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size});
@@ -119,17 +119,18 @@ class BlockPacker {
     return cost_.seconds(job.load, size, first / node == (first + size - 1) / node);
   }
 
-  // The fullest block in which the job ends before the target with its fewest ranks; else the one
-  // in which it does with the fewest more.
+  // Places the job so that it ends before the target: into the block that becomes free last among
+  // those where its minimum size suffices, else into the one where the fewest ranks suffice.
   bool placeInBlock(size_t index) {
     Job& job = jobs_[index];
-    const double latest = target_ - job.alone;
+    const double latest = target_ - job.min_size_s;
     auto end = std::upper_bound(blocks_.begin(), blocks_.end(), latest,
                                 [](double time, const Block& b) { return time < b.ready; });
     int probes = kMaxProbes;
     for (auto it = end; it != blocks_.begin() && probes > 0; --probes) {
       --it;
-      if (it->count >= job.min_size && take(index, it - blocks_.begin(), job.min_size)) return true;
+      if (it->count < job.min_size) continue;
+      if (placeAt(index, it - blocks_.begin(), job.min_size)) return true;
     }
     const int most = fastest(job);
     const double shortest = cost_.seconds(job.load, most);
@@ -140,12 +141,12 @@ class BlockPacker {
       if (it->count < job.min_size) continue;
       const int size =
           cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count), target_ - it->ready);
-      if (size > 0 && take(index, it - blocks_.begin(), size)) return true;
+      if (size > 0 && placeAt(index, it - blocks_.begin(), size)) return true;
     }
     return false;
   }
 
-  // Where in a block a group should lie: inside one node if it fits into one, else at its start.
+  // First rank of a group in a block: inside one node if it fits into one, else the block's start.
   int position(const Block& block, int size) const {
     const int node = cost_.cluster().ranks_per_node;
     const auto inside = [&](int first) { return first / node == (first + size - 1) / node; };
@@ -156,7 +157,8 @@ class BlockPacker {
     return inside(last) ? last : block.first;
   }
 
-  bool take(size_t index, size_t at, int size) {
+  // Places the job into block `at`, unless it would end after the target.
+  bool placeAt(size_t index, size_t at, int size) {
     Job& job = jobs_[index];
     const Block block = blocks_[at];
     if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
@@ -165,7 +167,8 @@ class BlockPacker {
     const int first = position(block, size);
     const int node = cost_.cluster().ranks_per_node;
     const bool one_node = first / node == (first + size - 1) / node;
-    const double end = block.ready + times(block.ready) * cost_.seconds(job.load, size, one_node);
+    const double end =
+        block.ready + pipelineFactor(block.ready) * cost_.seconds(job.load, size, one_node);
     if (end > target_ * (1 + 1e-9)) return false;
     blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
     insert({block.ready, block.first, first - block.first});
@@ -175,8 +178,8 @@ class BlockPacker {
     return true;
   }
 
-  // No block has room: join the blocks that are free first, so that the job costs least, in idle
-  // time, additional work and time beyond the target.
+  // No block has room: joins the blocks that become free first, as many as minimise idle time plus
+  // additional work plus time beyond the target.
   void placeAnywhere(size_t index) {
     Job& job = jobs_[index];
     double best_score = std::numeric_limits<double>::infinity();
@@ -189,20 +192,20 @@ class BlockPacker {
     for (size_t k = 0; k < blocks_.size(); ++k) {
       count += blocks_[k].count;
       ready_area += blocks_[k].ready * blocks_[k].count;
-      // Every group of blocks would be too many to look at: each a twentieth larger is enough.
+      // Trying every number of blocks takes too long; steps of a twentieth are enough.
       if (count < next_count) continue;
       next_count = count + count / 20 + 1;
       const double start = blocks_[k].ready;
       const int widest = std::min(most, count);
-      const int repeat = times(start);
-      const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) / repeat);
+      const int factor = pipelineFactor(start);
+      const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) / factor);
       for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
         const double time = cost_.seconds(job.load, candidate);
-        const double holes =
+        const double idle =
             start * count - ready_area - (count - candidate) * (start - blocks_[k].ready);
-        const double extra = candidate * time - job.min_size * job.alone;
-        const double late = std::max(0.0, start + repeat * time - target_) * problem_.ranks();
-        const double score = holes + extra + late;
+        const double extra = candidate * time - job.min_size * job.min_size_s;
+        const double late = std::max(0.0, start + factor * time - target_) * problem_.ranks();
+        const double score = idle + extra + late;
         if (score < best_score) {
           best_score = score;
           best_blocks = k + 1;
@@ -220,7 +223,8 @@ class BlockPacker {
     blocks_.erase(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(num_blocks));
     const double start = used.back().ready;
     Placement placement{static_cast<int32_t>(index), start, {}};
-    // From the block that is free last backwards: what is left over is free early.
+    // Takes ranks from the block that is free last backwards, so that the ranks left over are free
+    // early.
     int left = size;
     for (auto it = used.rbegin(); it != used.rend(); ++it) {
       const int count = std::min(left, it->count);
@@ -237,7 +241,8 @@ class BlockPacker {
       one_node = one_node && first / node == placement.ranges[0].first / node &&
                  (first + count - 1) / node == placement.ranges[0].first / node;
     }
-    const double end = start + times(start) * cost_.seconds(jobs_[index].load, size, one_node);
+    const double end =
+        start + pipelineFactor(start) * cost_.seconds(jobs_[index].load, size, one_node);
     for (const auto& [first, count] : placement.ranges) insert({end, first, count});
     placements_.push_back(std::move(placement));
   }
@@ -250,19 +255,19 @@ class BlockPacker {
     blocks_.insert(place, block);
   }
 
-  // Puts the jobs from `next` on, which take one rank each, into the gaps and then onto the least
-  // loaded ranks.
-  double pour(size_t next) {
+  // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the least
+  // loaded ranks. Returns the makespan of all jobs.
+  double placeShort(size_t next) {
     slots_.clear();
-    using Entry = std::pair<double, int32_t>;  // (key, slot)
-    std::priority_queue<Entry> rooms;
+    using Entry = std::pair<double, int32_t>;  // (time left or time ready, slot)
+    std::priority_queue<Entry> gap_slots;
     for (const Gap& gap : gaps_) {
       for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
-        rooms.push({gap.until - gap.start, static_cast<int32_t>(slots_.size())});
+        gap_slots.push({gap.until - gap.start, static_cast<int32_t>(slots_.size())});
         slots_.push_back({gap.start, rank, {}});
       }
     }
-    const double filling = (stages_ - 1) * pouredBatchSeconds(next);
+    const double filling = (stages_ - 1) * shortBatchSeconds(next);
     std::vector<Entry> tails;
     for (const Block& block : blocks_) {
       for (int rank = block.first; rank < block.first + block.count; ++rank) {
@@ -278,12 +283,12 @@ class BlockPacker {
     const double capacity = static_cast<double>(cost_.memory().capacity);
     for (; next < jobs_.size(); ++next) {
       const Job& job = jobs_[next];
-      const double time = job.alone - params.fixed * (1 - job.load.tokens / capacity);
-      if (!rooms.empty() && rooms.top().first >= job.alone) {
-        const auto [room, slot] = rooms.top();
-        rooms.pop();
+      const double time = job.min_size_s - params.fixed * (1 - job.load.tokens / capacity);
+      if (!gap_slots.empty() && gap_slots.top().first >= job.min_size_s) {
+        const auto [left, slot] = gap_slots.top();
+        gap_slots.pop();
         slots_[slot].sequences.push_back(job.sequence);
-        rooms.push({room - time, slot});
+        gap_slots.push({left - time, slot});
         continue;
       }
       const auto [ready, slot] = ranks.top();
@@ -295,12 +300,12 @@ class BlockPacker {
     return makespan;
   }
 
-  // Seconds of a usual micro-batch of the jobs from `next` on, when they are packed.
-  double pouredBatchSeconds(size_t next) const {
+  // Mean time of a packed micro-batch of the jobs from `next` on.
+  double shortBatchSeconds(size_t next) const {
     double seconds = 0;
     double tokens = 0;
     for (; next < jobs_.size(); ++next) {
-      seconds += jobs_[next].alone;
+      seconds += jobs_[next].min_size_s;
       tokens += jobs_[next].load.tokens;
     }
     const double capacity = static_cast<double>(cost_.memory().capacity);

@@ -1,7 +1,7 @@
 // The lower bound; docs/planner.md has the proof. For a time T to be possible, each sequence must
-// have a size that ends within T, and the rank-seconds that the sequences take at the smallest such
-// sizes must fit into ranks x T. The bound is the smallest T that passes both. With a pipeline, a
-// sequence passes all stages one after the other, so that it has T / stages for each.
+// have a group size on which it ends within T, and the rank-seconds of all sequences at their
+// smallest such sizes must fit into ranks x T. The bound is the smallest T that passes both tests.
+// With a pipeline, a sequence passes all stages one after the other, so it has T / stages for each.
 #include <algorithm>
 #include <cmath>
 
@@ -14,8 +14,8 @@ struct Item {
   Load load;
   int min_size = 1;
   int fastest = 1;
-  double alone = 0;         // seconds at min_size
-  double fastest_time = 0;  // seconds at the fastest size
+  double min_size_s = 0;  // predicted time on min_size ranks
+  double fastest_s = 0;   // predicted time on the fastest size
 };
 
 class Bound {
@@ -55,22 +55,21 @@ class Bound {
     Item item;
     item.load.add(problem_.lengths()[sequence]);
     item.min_size = problem_.minRanks(sequence);
-    item.alone = cost_.seconds(item.load, item.min_size);
+    item.min_size_s = cost_.seconds(item.load, item.min_size);
     const double work = workAt(item.load, item.min_size);
     total_ += work;
-    // Sequences that are short beside the average can never be forced to more ranks.
-    if (item.min_size > 1 || item.alone > slowest_) {
+    // Other sequences end sooner on one rank than slowest_, so no bound forces them to more ranks.
+    if (item.min_size > 1 || item.min_size_s > slowest_) {
       item.fastest = cost_.fastestSize(item.load, item.min_size);
-      item.fastest_time = cost_.seconds(item.load, item.fastest);
-      slowest_ = std::max(slowest_, item.fastest_time);
+      item.fastest_s = cost_.seconds(item.load, item.fastest);
+      slowest_ = std::max(slowest_, item.fastest_s);
     }
     items_.push_back(item);
   }
 
-  // From which size on every ring is bound by its transfers in a pass that has these shares of the
-  // compute and of the transfers, whatever fits on it; a size above the cluster when none is.
-  // Compute per byte falls with the tokens a rank holds, so that the longest sequence that fits
-  // decides.
+  // The smallest group size from which on every ring is bound by its transfers, in a pass with
+  // these shares of compute and transfers; a size above the cluster if there is none. Compute per
+  // byte grows with the sequence, so it is enough to test the longest sequence that fits.
   int firstTransferBound(double longest, double compute, double transfer) const {
     const auto bound = [&](int size) {
       Load load;
@@ -104,8 +103,9 @@ class Bound {
                : params.latency_inter;
   }
 
-  // Rank-seconds of a sequence in a micro-batch of `size` ranks, shared or not; never falls with
-  // the size. What is paid once for a micro-batch is charged by the share of its tokens.
+  // Least rank-seconds of a sequence in a micro-batch on `size` ranks, alone or with others; never
+  // falls as the size grows. Costs per micro-batch are charged by the sequence's share of its
+  // tokens.
   double workAt(const Load& load, int size) const {
     const CostParams& params = cost_.params();
     const double share = load.tokens / held_;  // of one rank's micro-batch
@@ -128,7 +128,7 @@ class Bound {
     const double room = limit * problem_.ranks();
     if (work > room) return false;
     for (const Item& item : items_) {
-      if (item.alone <= stage_limit) continue;
+      if (item.min_size_s <= stage_limit) continue;
       const int size = cost_.sizeWithin(item.load, item.min_size, problem_.ranks(), stage_limit);
       if (size == 0) return false;
       work += workAt(item.load, size) - workAt(item.load, item.min_size);
@@ -147,7 +147,7 @@ class Bound {
   int forward_from_ = 0;   // rings of at least this size are bound by transfers
   int backward_from_ = 0;  // the same in the backward pass
   double total_ = 0;       // rank-seconds at the smallest sizes
-  double slowest_ = 0;     // longest of the fastest times
+  double slowest_ = 0;     // largest fastest_s
 };
 
 }  // namespace

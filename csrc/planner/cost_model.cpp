@@ -87,8 +87,8 @@ int CostModel::minRanks(int64_t length) const noexcept {
   return static_cast<int>(std::min<int64_t>(size, std::numeric_limits<int>::max()));
 }
 
-// The time of a load is quasi-convex in the size, inside a node and beyond it
-// (docs/planner.md), so that bisection on the slope finds its minimum.
+// The time is quasi-convex in the group size, both inside a node and beyond it (docs/planner.md),
+// so bisection on the slope finds its minimum.
 int CostModel::fastestIn(const Load& load, int first, int last) const noexcept {
   while (first < last) {
     const int middle = first + (last - first) / 2;

@@ -1,5 +1,5 @@
 // What a micro-batch costs: seconds of one forward and backward pass over all layers, and the
-// tokens a rank may hold. Every policy, the lower bound and the simulator price with this class.
+// tokens a rank may hold. All policies, the lower bound and the simulator use this class.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct CostParams {
   double forward_transfer = 1 / 4.;  // share of the transfers
 };
 
-// Bytes are counted in units of what one token keeps on the device without offload.
+// Memory is counted in tokens: the bytes that one token keeps on the device without offload.
 struct MemoryParams {
   int64_t capacity = 0;    // tokens a rank may hold without offload
   double offloadable = 0;  // share of a token's bytes that offload can move, in [0, 1)
@@ -65,7 +65,7 @@ class CostModel {
                     : params_.kv_inter * load.tokens / size + params_.latency_inter;
   }
 
-  // What one ring step waits for transfers, in the forward and the backward pass.
+  // How long one ring step waits for its transfer, in the forward and the backward pass.
   double forwardWait(double compute, double transfer) const noexcept {
     return std::max(0.0, params_.forward_transfer * transfer - params_.forward * compute);
   }
@@ -90,7 +90,7 @@ class CostModel {
     return seconds(load, size, size <= cluster_.ranks_per_node);
   }
 
-  // Seconds of compute alone, the same for every size but for the inefficiency of short pieces.
+  // Seconds of compute alone: falls as 1 / size, apart from what short pieces cost.
   double computeSeconds(const Load& load, int size) const noexcept {
     return size * stepCompute(load, size) + params_.linear * load.tokens / size;
   }
@@ -98,15 +98,16 @@ class CostModel {
   // Largest offload ratio whose copies hide behind the forward pass of this load. The ratio does
   // not depend on the number of ranks: compute and copies are divided alike.
   double maxOffload(const Load& load) const noexcept;
-  // Smallest ratio with which a rank can hold `tokens`; above 1 when even all of it is too little.
+  // Smallest ratio with which a rank can hold `tokens`; above 1 if even a full offload is not
+  // enough.
   double offloadFor(double tokens) const noexcept;
   // Tokens a rank can hold at an offload ratio.
   int64_t tokenLimit(double ratio) const noexcept;
   // Fewest ranks that can hold a sequence; may exceed the cluster.
   int minRanks(int64_t length) const noexcept;
-  // Most ranks that are worth having: more would not be faster.
+  // The fastest group size, at least min_size.
   int fastestSize(const Load& load, int min_size) const noexcept;
-  // Fewest ranks in [min_size, max_size] that end within `limit` seconds; 0 when none do.
+  // Smallest size in [min_size, max_size] that ends within `limit` seconds; 0 if there is none.
   int sizeWithin(const Load& load, int min_size, int max_size, double limit) const noexcept;
 
  private:

@@ -1,8 +1,8 @@
 // Algorithm 1 of the paper: each long sequence takes as many ranks as its memory needs, the short
 // ones are packed up to the capacity, and all ranks get about the same number of micro-batches.
 // With offload, the fewest ranks that hold a sequence can make it many times longer than the whole
-// step (2M tokens fit on 16 ranks instead of 256), which the paper leaves open; here offload saves
-// ranks as long as the sequence is not longer than the mean load of a rank.
+// step (2M tokens fit on 16 ranks instead of 256), which the paper leaves open; here a sequence
+// takes fewer ranks only as long as its time does not exceed the mean load of a rank.
 #include <algorithm>
 #include <queue>
 

@@ -78,7 +78,7 @@ void price(const Problem& problem, MicroBatch& batch) {
     load.add(length);
     held += (length + size - 1) / size;
   }
-  batch.seconds = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster()));
+  batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster()));
   batch.offload = cost.offloadFor(static_cast<double>(held));
 }
 
@@ -116,10 +116,10 @@ void runTimeline(const Problem& problem, Plan& plan) {
       double start = end;
       for (const int32_t rank : batch.ranks) start = std::max(start, ready[rank * stages + stage]);
       if (stage == 0) batch.start = start;
-      end = start + batch.seconds;
+      end = start + batch.predicted_s;
       for (const int32_t rank : batch.ranks) ready[rank * stages + stage] = end;
     }
-    busy += batch.seconds * static_cast<double>(batch.ranks.size());
+    busy += batch.predicted_s * static_cast<double>(batch.ranks.size());
     plan.makespan = std::max(plan.makespan, end);
   }
   const double area = plan.makespan * problem.ranks();

@@ -12,9 +12,9 @@ namespace hdpcomm::planner {
 struct MicroBatch {
   std::vector<int32_t> ranks;      // in ring order
   std::vector<int32_t> sequences;  // positions in the given lengths
-  double offload = 0;
-  double seconds = 0;
-  double start = 0;  // while solving: the wished start, which gives the order; then the real one
+  double offload = 0;              // ratio, 0 to 1
+  double predicted_s = 0;
+  double start = 0;  // while solving: the desired start, which sets the order; after: predicted
 };
 
 struct Plan {
@@ -25,7 +25,7 @@ struct Plan {
 
 // Options that only some policies read.
 struct PolicyOptions {
-  int64_t context = 0;    // static: longest sequence that the mesh is made for; 0: of this batch
+  int64_t context = 0;    // static: longest sequence that the mesh has to hold; 0: of this batch
   int context_ranks = 0;  // static: size of the context-parallel groups; 0: the smallest that fits
 };
 
@@ -48,7 +48,7 @@ class Problem {
   CostModel cost_;
 };
 
-// A time that no plan can beat, whatever it packs together and however many ranks it takes.
+// A time that no plan can beat, however it packs sequences and chooses group sizes.
 double lowerBound(const Problem& problem);
 
 Plan planStatic(const Problem& problem, const PolicyOptions& options);
@@ -62,15 +62,15 @@ Plan refine(const Problem& problem, Plan plan, double lower_bound);
 
 // --- shared by the policies ----------------------------------------------------------------------
 
-// Orders the ranks of a group so that, over groups of any size on neighbouring ranks, a rank has at
-// most four peers: even places upwards, then odd places downwards. No link closes the ring at a
-// long distance.
+// Orders the ranks of a group into a ring: even places upwards, then odd places downwards. No link
+// spans the whole group, and over groups of any size on neighbouring ranks a rank has at most four
+// peers.
 std::vector<int32_t> ringOrder(std::vector<int32_t> sorted_ranks);
 std::vector<int32_t> ringOrder(int first, int count);
 
 bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
 
-// Sets seconds and offload from the sequences and the ranks.
+// Sets predicted_s and offload from the sequences and the ranks.
 void price(const Problem& problem, MicroBatch& batch);
 
 // Packs sequences into bins of at most `capacity` tokens, each into the fullest one with room.

@@ -1,5 +1,5 @@
-// For comparison: groups are powers of two on aligned places, as with process groups that are made
-// in advance. Longest first, each on the place that is free first.
+// For comparison: groups of 2^k ranks on aligned places, as with process groups created in advance.
+// Longest sequences first, each on the place that becomes free first.
 #include <algorithm>
 #include <bit>
 #include <queue>
@@ -13,7 +13,7 @@ class AlignedRanks {
  public:
   explicit AlignedRanks(int ranks) : ready_(ranks, 0.0) {}
 
-  // First of `size` aligned ranks that are free first.
+  // First rank of the aligned place of `size` ranks that becomes free first.
   int earliest(int size) const {
     int best = 0;
     double best_time = busyUntil(0, size);
@@ -38,7 +38,7 @@ class AlignedRanks {
   std::vector<double> ready_;
 };
 
-// The power of two that holds the sequence; the whole cluster where none is left.
+// The smallest power of two of ranks that holds the sequence, at most the whole cluster.
 int groupSize(const Problem& problem, int32_t sequence) {
   const int size =
       static_cast<int>(std::bit_ceil(static_cast<uint32_t>(problem.minRanks(sequence))));
@@ -69,7 +69,7 @@ Plan planPow2(const Problem& problem) {
     const int first = ranks.earliest(size);
     batches.push_back(makeBatch(problem, first, size, {sequence}));
     batches.back().start = ranks.busyUntil(first, size);
-    ranks.occupy(first, size, batches.back().start + batches.back().seconds);
+    ranks.occupy(first, size, batches.back().start + batches.back().predicted_s);
   }
   using Entry = std::pair<double, int>;
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> free;
@@ -79,7 +79,7 @@ Plan planPow2(const Problem& problem) {
     free.pop();
     batches.push_back(makeBatch(problem, rank, 1, std::move(pack)));
     batches.back().start = start;
-    free.push({start + batches.back().seconds, rank});
+    free.push({start + batches.back().predicted_s, rank});
   }
   return finishPlan(problem, std::move(batches));
 }

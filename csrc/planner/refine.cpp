@@ -1,6 +1,6 @@
-// Local search on plans of few micro-batches, where packing and fixed costs decide: simulated
-// annealing over the order, the group sizes and the packs. The random numbers come from a fixed
-// seed and the number of trials from the size of the plan, so that equal input gives equal plans.
+// Local search on plans of few micro-batches, where packing and fixed costs matter most: simulated
+// annealing over the order, the group sizes and the packs. The seed is fixed and the number of
+// trials depends on the size of the plan only, so equal input gives equal plans.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -40,7 +40,7 @@ class Annealer {
   Annealer(const Problem& problem, double bound)
       : problem_(problem), cost_(problem.cost()), bound_(bound), ready_(problem.ranks()) {}
 
-  // The better of the given plan and the best one found.
+  // Returns the better of the given plan and the best one found.
   Plan improve(Plan plan) {
     Groups groups;
     for (const MicroBatch& batch : plan.micro_batches) {
@@ -64,14 +64,16 @@ class Annealer {
     double current_score = decode(current, nullptr);
     Groups best = current;
     double best_score = current_score;
-    const double hot = 0.05 * current_score;
+    const double first_temperature = 0.05 * current_score;
     for (int trial = 0; trial < trials; ++trial) {
       if (best_score <= bound_ * (1 + kIdleWeight) * 1.0005) break;
       Groups next = current;
       if (!mutate(next)) continue;
       const double score = decode(next, nullptr);
-      const double heat = hot * std::pow(1e-3, static_cast<double>(trial) / trials);
-      if (score > current_score && random_.unit() >= std::exp((current_score - score) / heat)) {
+      const double temperature =
+          first_temperature * std::pow(1e-3, static_cast<double>(trial) / trials);
+      if (score > current_score &&
+          random_.unit() >= std::exp((current_score - score) / temperature)) {
         continue;
       }
       current = std::move(next);
@@ -84,7 +86,7 @@ class Annealer {
     return best;
   }
 
-  // Memory: what a rank holds must fit with the offload that hides behind the group's compute.
+  // Whether each rank's share fits into memory, with as much offload as hides behind the compute.
   bool fits(const Group& group) const {
     int64_t held = 0;
     for (const int32_t sequence : group.sequences) {
@@ -164,8 +166,8 @@ class Annealer {
     group.load.add(problem_.lengths()[sequence]);
   }
 
-  // Places the groups in order, each on the ranks with which it ends first, and returns the score:
-  // the makespan, plus a little of the mean end so that small steps forward count.
+  // Places the groups in order, each on the ranks on which it ends first, and returns the score:
+  // the makespan, plus a small weight on the mean end time so that improvements of any rank count.
   double decode(const Groups& groups, std::vector<MicroBatch>* batches) {
     for (int rank = 0; rank < problem_.ranks(); ++rank) ready_[rank] = {0.0, rank};
     double makespan = 0;
@@ -188,7 +190,7 @@ class Annealer {
     return makespan + kIdleWeight * sum / problem_.ranks();
   }
 
-  // Brings the ranks for the group to the front of ready_ and returns when it ends.
+  // Moves the ranks chosen for the group to the front of ready_ and returns the group's end time.
   double place(const Group& group) {
     const int node = cost_.cluster().ranks_per_node;
     std::sort(ready_.begin(), ready_.end());
@@ -200,7 +202,7 @@ class Annealer {
     const double end =
         ready_[group.size - 1].first + cost_.seconds(group.load, group.size, one_node);
     if (one_node || group.size > node) return end;
-    // Scattered over nodes: is there a single node on which it ends earlier?
+    // These ranks span several nodes: checks whether the group ends earlier inside a single node.
     std::vector<int> members((problem_.ranks() + node - 1) / node, 0);
     for (const auto& [time, rank] : ready_) {
       if (++members[rank / node] < group.size) continue;

@@ -13,18 +13,17 @@ namespace {
 // One pass of a micro-batch through one stage.
 struct Pass {
   double seconds = 0;
-  double exposed = 0;  // of them, waiting for KV
+  double exposed = 0;  // part of `seconds` that waits for KV
 };
 
 struct Cost {
   Pass forward, backward;
-  double copy = 0;      // seconds of the copies to host memory; as much back
+  double copy = 0;      // seconds of the copies to host memory, and again of those back
   double resident = 0;  // tokens that stay on the device
 };
 
-// A pass of one stage, in flight or possible. Its place in the order of choice: backward passes
-// first, then by micro-batch; the same on every rank, so that the choices of ranks cannot block
-// each other.
+// A pass that a stage may run, ordered by preference: backward passes first, then by micro-batch.
+// The order is the same on every rank, so ranks cannot wait for each other in a circle.
 struct Key {
   bool forward = true;
   int32_t micro_batch = -1;
@@ -36,8 +35,8 @@ struct Unit {                  // one stage of one rank
   size_t next = 0;             // forward passes started
   int in_flight = 0;
   bool running = false;
-  Key choice;                   // what it is willing to run, if it is idle
-  std::set<int32_t> backwards;  // possible backward passes
+  Key choice;                   // the pass that it would run next, if it is idle
+  std::set<int32_t> backwards;  // micro-batches whose backward pass may start
   double resident = 0;
   double peak = 0;
 };
@@ -139,7 +138,8 @@ class Simulator {
     return votes_[(static_cast<size_t>(key.micro_batch) * stages_ + stage) * 2 + key.forward];
   }
 
-  // What an idle stage would run now; its vote moves when something better has become possible.
+  // Chooses what an idle stage would run next. Its vote moves when a better pass becomes possible;
+  // a pass starts once all ranks of its group have voted for it.
   void choose(int rank, int stage) {
     Unit& self = unit(rank, stage);
     if (self.running) return;
@@ -208,7 +208,7 @@ class Simulator {
         result_.end[rank] = std::max(result_.end[rank], event.time);
       }
     }
-    int wakes = -1;  // stage on which the next pass of this micro-batch has become possible
+    int wakes = -1;  // stage on which the next pass of this micro-batch may start now
     if (!event.backward) {
       forwards_done_[event.micro_batch] = event.stage + 1;
       wakes = std::min(event.stage + 1, stages_ - 1);
@@ -235,8 +235,8 @@ class Simulator {
   double now_ = 0;
   std::vector<Cost> costs_;
   std::vector<Unit> units_;
-  std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that are willing
-  std::vector<int> forwards_done_;  // by micro-batch: stages
+  std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that chose it
+  std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done
   std::vector<double> to_host_;     // by unit: when its copy stream is free
   std::vector<double> from_host_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;

@@ -23,8 +23,8 @@ struct SimulatedStep {
   std::vector<double> exposed;      // by rank: seconds in which a ring waits for KV
   std::vector<double> stalled;      // by rank: seconds in which compute waits for host copies
   std::vector<double> end;          // by rank: when its last backward pass ends
-  std::vector<double> peak_tokens;  // by rank: most tokens on the device at once, offloaded share
-                                    // taken off, on the worst stage
+  std::vector<double> peak_tokens;  // by rank: most tokens on the device at once, without the
+                                    // offloaded share, on the worst stage
   double makespan = 0;
 };
 

@@ -9,7 +9,7 @@
 namespace hdpcomm::planner {
 namespace {
 
-// The smallest divisor of `ranks` that holds `context` tokens; the cluster itself if none does.
+// The smallest group size that divides `ranks` and holds `context` tokens; `ranks` if none does.
 int smallestGroup(int ranks, int64_t capacity, int64_t context) {
   for (int size = 1; size < ranks; ++size) {
     if (ranks % size == 0 && size * capacity >= context) return size;
@@ -51,7 +51,7 @@ Plan planStatic(const Problem& problem, const PolicyOptions& options) {
   const int size = groupSize(problem, options);
   const int groups = problem.ranks() / size;
   const int64_t capacity = problem.cost().memory().capacity;
-  // A rank holds ceil(length / size) tokens of each sequence of its pack, so pack those.
+  // Packed by the tokens that a rank holds of each sequence: ceil(length / size).
   std::vector<int64_t> shards;
   for (const int64_t length : problem.lengths()) shards.push_back((length + size - 1) / size);
   const auto packs = packBestFit(shards, problem.byLength(), capacity);

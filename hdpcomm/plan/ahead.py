@@ -1,4 +1,4 @@
-"""Planning in the background: while a step runs, the plan of the next one is made."""
+"""Planning in the background: the next step is planned while the current one runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PlanAhead", "PlannedStep"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that is ready to run: its lengths, its plan, and the seconds that the caller waited for it."""
+    """A step that is ready to run: its lengths, its plan, and the seconds that the caller waited for the plan."""
 
     lengths: tuple[int, ...]
     plan: StepPlan
@@ -28,14 +28,14 @@ class PlannedStep:
 class PlanAhead:
     """Iterates over planned steps; a thread plans up to ``depth`` steps ahead.
 
-    The solver releases the GIL, so that the thread takes a core, not the training loop's time. An error of the planner
-    or of ``batches`` is raised where the step would have been handed out. Use it as a context manager, or call
-    :meth:`close`; reading to the end closes it as well.
+    The solver releases the GIL, so the thread uses another core, not the training loop's time. An error of the planner
+    or of ``batches`` is raised where the step would have been returned. Use it as a context manager, or call
+    :meth:`close`; reading to the end closes it, too.
 
     Args:
         planner: plans each step.
-        batches: lengths of the sequences of one step after the other.
-        depth: plans that may wait ready.
+        batches: for each step, the lengths of its sequences.
+        depth: most plans that are ready and waiting.
 
     Example:
         >>> from hdpcomm.plan import ClusterSpec, CostModel
@@ -81,7 +81,7 @@ class PlanAhead:
         item = self._ready.get()
         waited = time.perf_counter() - start
         if isinstance(item, tuple):
-            self._slots.release()  # the step begins, so the next plan may
+            self._slots.release()  # the step begins, so the thread may plan another one
             return PlannedStep(item[0], item[1], waited)
         self.close()
         if item is None:
@@ -89,7 +89,7 @@ class PlanAhead:
         raise item
 
     def close(self) -> None:
-        """Ends the thread; a plan that is being made is finished first."""
+        """Ends the thread, after the plan that it is making."""
         self._closed.set()
         self._slots.release()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Clusters as files: what ``hdpcomm doctor --topology`` measured, for the planner and the simulator to read."""
+"""Clusters as files: the measurements of ``hdpcomm doctor --topology``, for the planner and the simulator."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.specs import ClusterSpec, DeviceSpec
+from hdpcomm.plan.cluster import ClusterSpec
+from hdpcomm.plan.specs import DeviceSpec
 
 __all__ = ["load_cluster", "save_cluster"]
 
 
 def save_cluster(cluster: ClusterSpec, path: Path) -> None:
-    """Writes a cluster with its device's figures as JSON."""
+    """Writes a cluster and the figures of its device as JSON."""
     content = dataclasses.asdict(cluster) | {"device": dataclasses.asdict(cluster.hardware)}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -21,7 +22,7 @@ def save_cluster(cluster: ClusterSpec, path: Path) -> None:
 def load_cluster(path: Path) -> ClusterSpec:
     """Reads what :func:`save_cluster` wrote.
 
-    Raises: InvalidUsage for a file that cannot be read or holds something else.
+    Raises: InvalidUsage for a file that cannot be read or holds no cluster.
     """
     try:
         content = json.loads(path.read_text())

@@ -9,21 +9,23 @@ from dataclasses import asdict, dataclass, fields
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.specs import ClusterSpec, ModelSpec
+from hdpcomm.plan.cluster import ClusterSpec
+from hdpcomm.plan.fit import fit_coefficients
+from hdpcomm.plan.specs import ModelSpec
 
 __all__ = ["CostModel", "CostSample", "MemoryModel", "core_cost"]
 
-# A backward pass of the linear layers is two products for each one of the forward pass; flash attention recomputes
-# the scores, which makes five for two.
+# Work of forward and backward pass, in forward passes. The backward pass of linear layers has two matrix products for
+# each one of the forward pass; that of flash attention has five for two, since it recomputes the scores.
 _LINEAR_PASSES = 3.0
 _ATTENTION_PASSES = 3.5
-# KV travels in the forward pass; in the backward pass KV again, and its gradient.
+# Messages of a ring step: KV in the forward pass, KV and its gradient in the backward pass.
 _KV_MESSAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CostSample:
-    """One measurement: a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks, both passes."""
+    """One measurement: both passes of a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks."""
 
     ranks: int
     lengths: tuple[int, ...]
@@ -32,24 +34,24 @@ class CostSample:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a micro-batch's forward and backward pass on each of its d ranks.
+    """Predicts the seconds of a micro-batch's forward and backward pass on its d ranks.
 
-    With s_i its lengths and S their sum, ``step = attention * sum(s_i^2) / d^2 + piece * S / d`` is the compute of one
-    ring step and ``transfer = kv * S / d + latency`` the message beside it, both over forward and backward pass. The
-    time is ``d * step + linear * S / d + fixed`` plus, for each of the d - 1 further ring steps, ``ring_step`` and what
-    the forward and the backward part of ``transfer`` exceed their part of ``step`` by. On one rank that is
-    ``a s^2 + b s + c`` with a = attention, b = piece + linear, c = fixed. ``*_inter`` holds when the ranks are not all
+    For lengths s_i with the sum S, ``step = attention * sum(s_i^2) / d^2 + piece * S / d`` is the compute of one ring
+    step and ``transfer = kv * S / d + latency`` the message that overlaps it, each over both passes. The time is
+    ``d * step + linear * S / d + fixed`` plus, for each of the d - 1 ring steps after the first, ``ring_step`` and the
+    time by which the forward and the backward part of ``transfer`` exceed their parts of ``step``. On one rank that is
+    ``a s^2 + b s + c`` with a = attention, b = piece + linear, c = fixed. ``*_inter`` is used if the ranks are not all
     on one node.
 
     Attributes:
         attention: seconds per token squared.
         linear: seconds per token.
         fixed: seconds per micro-batch.
-        piece: seconds per token and ring step that short pieces lose in the attention kernel.
-        ring_step: seconds per ring step that nothing hides.
-        kv_intra, kv_inter: seconds to pass one token's KV on, in a node and between nodes.
-        latency_intra, latency_inter: seconds per message, hidden behind compute as the bytes are.
-        forward, forward_transfer: shares of the forward pass in compute and in transfers.
+        piece: seconds per token and ring step, lost because short pieces make the attention kernel less efficient.
+        ring_step: seconds per ring step that are never hidden.
+        kv_intra, kv_inter: seconds to pass one token's KV on, inside a node and between nodes.
+        latency_intra, latency_inter: seconds per message, hidden behind compute like the bytes.
+        forward, forward_transfer: the forward pass's share of the compute and of the transfers.
     """
 
     attention: float
@@ -85,13 +87,13 @@ class CostModel:
 
     @classmethod
     def analytic(cls, model: ModelSpec, cluster: ClusterSpec) -> CostModel:
-        """The model's FLOPs and bytes at the device's rates; per pipeline stage where there are several."""
+        """Derives the coefficients from the model's FLOPs and bytes and the device's rates, per pipeline stage."""
         device = cluster.hardware
         share = 1.0 / (cluster.tensor * cluster.pipeline)
         layers = model.layers / cluster.pipeline
-        attention = _ATTENTION_PASSES * model.attention_flops * share / device.attention_flops
-        linear = _LINEAR_PASSES * model.linear_flops * share / device.linear_flops
-        # Norms, rotary embedding, residuals: bound by memory; three passes that read and write the activations.
+        attention = _ATTENTION_PASSES * model.attention_flops_per_token_squared * share / device.attention_flops
+        linear = _LINEAR_PASSES * model.linear_flops_per_token * share / device.linear_flops
+        # Norms, rotary embedding and residuals are bound by memory: three passes that read and write the activations.
         linear += 3 * 2 * model.layers * model.activation_bytes * share / device.hbm_bandwidth
         if cluster.tensor > 1:  # two all-reduces per layer and pass over the fast link
             volume = 2 * (cluster.tensor - 1) / cluster.tensor * model.hidden * model.dtype_bytes
@@ -114,16 +116,15 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Iterable[CostSample | tuple[int, Sequence[int], float]]) -> CostModel:
-        """Least squares with no negative coefficient, of relative errors, over measured micro-batches.
+        """Fits the coefficients to measured micro-batches: least squares of relative errors, none negative.
 
         Args:
-            samples: ``(ranks, lengths, seconds)``; at least three, of different lengths. Samples on several ranks are
-                needed to learn what a ring step costs.
+            samples: ``(ranks, lengths, seconds)``; at least three, of different lengths. The cost of ring steps can be
+                fitted only to samples on several ranks.
 
         Raises:
             InvalidUsage: fewer than three samples, or one that is not positive.
         """
-        from hdpcomm.plan.fit import fit_coefficients
 
         measured = [s if isinstance(s, CostSample) else CostSample(s[0], tuple(s[1]), s[2]) for s in samples]
         if len(measured) < 3:
@@ -137,7 +138,7 @@ class CostModel:
         for sample in measured:
             squares, tokens, ranks = sum(s * s for s in sample.lengths), sum(sample.lengths), sample.ranks
             rows.append([squares / ranks, tokens / ranks, 1.0, tokens, ranks - 1.0])
-        if all(sample.ranks == 1 for sample in measured):  # then nothing tells piece and ring_step from the others
+        if all(sample.ranks == 1 for sample in measured):  # piece and ring_step cannot be told from the others
             rows = [row[:3] for row in rows]
         found = fit_coefficients(rows, [sample.seconds for sample in measured])
         attention, linear, fixed, piece, ring_step = (*found, 0.0, 0.0)[:5]
@@ -149,7 +150,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
-        """The inverse of :meth:`to_json`."""
+        """Reads :meth:`to_json` back. Raises InvalidUsage for anything else."""
         try:
             values = json.loads(text)
             return cls(**{name: float(value) for name, value in values.items()})
@@ -160,13 +161,13 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """What a rank holds, in tokens (ByteScale, section 5.2, with the logits added).
+    """How many tokens a rank can hold (ByteScale, section 5.2, with the logits added).
 
     Attributes:
         capacity: tokens without offload.
-        offloadable: share of a token's bytes that offload can move: all layers but two; not the logits.
+        offloadable: share of a token's bytes that offload can move: all layers but two, without the logits.
         copy_s: seconds to copy that share of one token one way; 0: no offload.
-        host_tokens: tokens whose bytes the pinned host memory of a rank has room for.
+        host_tokens: tokens that fit into the pinned host memory of a rank.
         token_bytes: activations and logits of one token; ``None`` without a model.
         state_bytes: weights, gradients and optimizer on a rank; ``None`` without a model.
     """
@@ -179,14 +180,14 @@ class MemoryModel:
     state_bytes: float | None = None
 
     def bytes_held(self, tokens: float) -> float | None:
-        """Bytes on the device while the activations of ``tokens`` tokens are there; ``None`` without a model."""
+        """Bytes in use on the device while it holds the activations of ``tokens`` tokens; ``None`` without a model."""
         if self.token_bytes is None or self.state_bytes is None:
             return None
         return self.state_bytes + tokens * self.token_bytes
 
     @classmethod
     def of(cls, model: ModelSpec | None, cluster: ClusterSpec) -> MemoryModel:
-        """Derives the capacity (unless the cluster states it) and the share and time of offload."""
+        """Derives the capacity (unless the cluster gives it) and what offload can move, and how fast."""
         if model is None:
             if cluster.capacity is None or cluster.offload:
                 what = "offload" if cluster.capacity is not None else "a cluster without a capacity"
@@ -212,7 +213,7 @@ class MemoryModel:
         )
 
     def token_limit(self, ratio: float) -> int:
-        """Tokens that a rank can hold at an offload ratio."""
+        """The most tokens that a rank can hold at an offload ratio."""
         if ratio <= 0:
             return self.capacity
         limit = min(self.capacity / (1 - ratio * self.offloadable), self.capacity + self.host_tokens)
@@ -220,14 +221,14 @@ class MemoryModel:
 
 
 def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
-    """bf16 weights and fp32 gradients on every rank; fp32 master weights and two moments sharded over all (ZeRO-1)."""
+    """Bytes of bf16 weights and fp32 gradients, and of a shard of fp32 master weights and two moments (ZeRO-1)."""
     return model.params / (cluster.tensor * cluster.pipeline) * (2 + 4 + 12 / cluster.ranks)
 
 
 def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float, states: float) -> int:
     device = cluster.hardware
     room = 0.9 * device.memory_bytes - states  # a tenth for buffers and fragmentation
-    # 1F1B keeps the activations of as many micro-batches on the first stage as there are stages.
+    # Under 1F1B the first stage holds the activations of as many micro-batches as there are stages.
     capacity = int(room / (token_bytes * cluster.pipeline))
     if capacity < 1:
         raise InvalidUsage(
@@ -239,7 +240,7 @@ def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float
 
 
 def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> core.CostModel:
-    """The same models for the solver in C++."""
+    """Both models in the form that the C++ solver takes."""
     return core.CostModel(
         **asdict(cost),
         capacity=memory.capacity,

@@ -1,4 +1,4 @@
-"""Non-negative least squares for a handful of coefficients."""
+"""Non-negative least squares for a few coefficients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["fit_coefficients"]
 def fit_coefficients(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Coefficients x >= 0 with the least sum of squares of ``(row @ x - seconds) / seconds``.
 
-    The optimum is the unconstrained optimum over the columns that are not zero in it, so with a handful of columns all
-    subsets are tried. Columns are scaled first: they differ by many orders of magnitude.
+    The optimum is the unconstrained optimum over the columns whose coefficients are not zero, so all subsets of the few
+    columns are tried. Columns are scaled first, since they differ by many orders of magnitude.
     """
     target = np.asarray(seconds, dtype=np.float64)
     matrix = np.asarray(rows, dtype=np.float64) / target[:, None]
@@ -23,7 +23,7 @@ def fit_coefficients(rows: Sequence[Sequence[float]], seconds: Sequence[float]) 
     matrix /= scale
     columns = matrix.shape[1]
     best = np.zeros(columns)
-    best_error = float(len(target))  # of all zeros
+    best_error = float(len(target))  # the error if all coefficients are zero
     for size in range(1, columns + 1):
         for subset in combinations(range(columns), size):
             chosen = list(subset)

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
-from hdpcomm.plan.specs import ClusterSpec, ModelSpec
+from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
 
 __all__ = ["POLICIES", "Planner"]
@@ -25,12 +26,12 @@ class Planner:
         model: may be ``None`` when ``cost_model`` and the cluster's capacity are given.
         cluster: ranks and capacity.
         policy: ``balanced`` (near the lower bound), ``pipeline`` (the same for pipelines: the micro-batches of a rank
-            are alike, and their filling is counted), ``naive`` (the paper's Algorithm 1), ``pow2`` (groups of 2^k ranks
-            on aligned places) or ``static`` (a fixed DP x CP mesh of packs).
-        cost_model: :meth:`CostModel.analytic` when not given.
-        context: longest sequence that a static mesh is made for; 0: the longest of each step.
+            are alike, and filling the pipeline is counted), ``naive`` (the paper's Algorithm 1), ``pow2`` (groups of
+            2^k ranks on aligned places) or ``static`` (a fixed DP x CP mesh).
+        cost_model: default :meth:`CostModel.analytic`.
+        context: longest sequence that a static mesh has to hold; 0: the longest of each step.
         context_ranks: size of the static groups; 0: the smallest divisor of the ranks that holds the context.
-        memory: what a rank holds; :meth:`MemoryModel.of` when not given (measured figures of a run go here).
+        memory: what a rank can hold; default :meth:`MemoryModel.of` (give measured figures of a run here).
 
     Example:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
@@ -71,26 +72,26 @@ class Planner:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that can be planned without offload: capacity x ranks."""
+        """Longest sequence that fits without offload: capacity x ranks."""
         return self.memory.capacity * self.cluster.ranks
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Plans one step.
 
         Args:
-            lengths: tokens of each sequence; the ids of the plan are positions in it.
+            lengths: tokens of each sequence; the ids in the plan are positions in this list.
 
         Raises:
-            InvalidUsage: a length below 1, or a sequence that the cluster cannot hold; names it and the limits.
+            InvalidUsage: a length below 1, or a sequence that the cluster cannot hold.
         """
         start = time.perf_counter()
         sizes = list(map(int, lengths))
         batches, makespan, lower_bound, idle_share = self._solve(self._core, sizes)
         others = self._without_offload
         if others is not None and makespan > lower_bound * (1 + 1e-9) and max(sizes, default=0) <= self.max_length:
-            with contextlib.suppress(InvalidUsage):  # policies that round sizes up may find no room
+            with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
                 plain = self._solve(others, sizes)
-                if plain[1] < makespan:  # heuristics may do better with less freedom: offload never costs time
+                if plain[1] < makespan:  # heuristics may find a better plan with fewer choices
                     batches, makespan, _, idle_share = plain
         return StepPlan(
             policy=self.policy,
@@ -106,7 +107,7 @@ class Planner:
         return core.solve(cost, sizes, self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo)
 
     def lower_bound(self, lengths: Sequence[int]) -> float:
-        """Seconds that no plan of these lengths can beat (docs/planner.md)."""
+        """Seconds below which no plan of these lengths can be (docs/planner.md)."""
         return core.lower_bound(self._core, [int(length) for length in lengths])
 
     def validate(self, plan: StepPlan, lengths: Sequence[int] | None = None) -> None:

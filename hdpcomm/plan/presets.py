@@ -1,11 +1,11 @@
-"""Models of the paper's Table 1 and devices by name.
+"""Presets by name: the models of the paper's Table 1, and devices.
 
 Model shapes: ByteScale (arXiv 2502.21231) Table 1 gives layers, heads, KV groups and hidden size; the FFN widths and
 vocabularies are those of the published LLaMA-2/-1 and Mixtral configurations. Device rates: matrix products at 65% of
 the data sheet's dense bf16 peak and attention at 50% (FlashAttention-2 on A100) or 55% (FlashAttention-3 on H100/H200),
 which are usual sustained rates; links one way: NVLink 4 at 370 of 450 GB/s, NVLink 3 at 240 of 300 GB/s, one 400 Gb/s
-(A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s. Latencies: those of
-NCCL (:mod:`hdpcomm.plan.nccl_costs`).
+(A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s. Latencies are NCCL's
+(:mod:`hdpcomm.plan.nccl_costs`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is trained and on what: :class:`ModelSpec`, :class:`DeviceSpec`, :class:`ClusterSpec`."""
+"""What is trained, and on which device: :class:`ModelSpec` and :class:`DeviceSpec`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["ClusterSpec", "DeviceSpec", "ModelSpec"]
+__all__ = ["DeviceSpec", "ModelSpec", "check_positive"]
 
 
-def _positive(owner: str, **values: float | None) -> None:
+def check_positive(owner: str, **values: float | None) -> None:
+    """Raises InvalidUsage for a value, named as a field of ``owner``, that is given but not positive."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise InvalidUsage(f"{owner}: {name} is {value}, expected a positive number")
@@ -21,9 +22,9 @@ class ModelSpec:
 
     Attributes:
         layers, hidden, heads, kv_heads, ffn, vocab: the usual sizes.
-        head_dim: of the attention heads; ``hidden / heads`` when not given.
-        experts, top_k: experts per layer, and how many of them a token visits.
-        dtype_bytes: of activations and KV.
+        head_dim: width of an attention head; default ``hidden / heads``.
+        experts, top_k: experts per layer, and how many of them process a token.
+        dtype_bytes: bytes of an element of activations and KV.
     """
 
     layers: int
@@ -39,7 +40,7 @@ class ModelSpec:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        _positive(
+        check_positive(
             "ModelSpec",
             layers=self.layers,
             hidden=self.hidden,
@@ -71,51 +72,51 @@ class ModelSpec:
 
     @property
     def params(self) -> int:
-        """Number of parameters (embedding and output projection counted both; norms left out)."""
+        """Number of parameters, with both embedding and output projection, without norms."""
         attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
         return self.layers * (attention + 3 * self.hidden * self.ffn * self.experts) + 2 * self.hidden * self.vocab
 
     @property
-    def linear_flops(self) -> float:
-        """FLOPs per token of one forward pass without the attention scores."""
+    def linear_flops_per_token(self) -> float:
+        """FLOPs of one forward pass per token, without the attention scores."""
         attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
         return 2.0 * (self.layers * (attention + 3 * self.hidden * self.ffn * self.top_k) + self.hidden * self.vocab)
 
     @property
-    def attention_flops(self) -> float:
-        """FLOPs per token squared of one causal forward pass: QK^T and PV, half of the square."""
+    def attention_flops_per_token_squared(self) -> float:
+        """FLOPs of the attention scores (QK^T and PV) of one causal forward pass, per token squared."""
         return 2.0 * self.layers * self.attention_width
 
     @property
     def activation_bytes(self) -> float:
         """Bytes that one token keeps per layer until the backward pass, with flash attention and no recomputation.
 
-        Inputs of the two norms, of QKV, of the output projection and of the MLP (5 hidden), Q, KV, attention output,
-        and gate, up and their product for each of the experts that the token visits.
+        Inputs of the two norms, of QKV and of the MLP (4 hidden), Q, KV, the attention output, and gate, up and their
+        product for each expert that processes the token.
         """
         width = 4 * self.hidden + 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn * self.top_k
         return float(self.dtype_bytes * width)
 
     @property
     def logits_bytes(self) -> float:
-        """Bytes that one token's logits take with the fused loss: the logits, replaced by their gradient."""
+        """Bytes of one token's logits with the fused loss, which replaces them by their gradient."""
         return float(self.dtype_bytes * self.vocab)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One accelerator and its links. Rates are what kernels and copies really reach, not the data sheet's peaks.
+    """One accelerator and its links. Rates are those that kernels and copies reach, not the data sheet's peaks.
 
     Attributes:
-        linear_flops, attention_flops: FLOP/s in matrix products and in the attention kernel on long sequences.
-        peak_flops: FLOP/s of the data sheet, which MFU refers to.
-        short_piece: length (tokens) of a piece on which the attention kernel reaches half of its rate.
+        linear_flops, attention_flops: FLOP/s of matrix products, and of the attention kernel on long sequences.
+        peak_flops: FLOP/s of the data sheet, for MFU.
+        short_piece: tokens of a piece on which the attention kernel reaches half of its rate.
         memory_bytes, hbm_bandwidth: device memory and its bandwidth (bytes, bytes/s).
-        intra_bandwidth, inter_bandwidth: bytes/s one way to a rank of the same node, of another node.
-        intra_latency_s, inter_latency_s: seconds before a message's first byte arrives.
+        intra_bandwidth, inter_bandwidth: bytes/s one way to a rank of the same node, and of another node.
+        intra_latency_s, inter_latency_s: seconds until a message's first byte arrives.
         d2h_bandwidth, h2d_bandwidth: bytes/s to and from host memory while both directions run.
         host_bytes: pinned host memory for offload, per device.
-        step_overhead_s: launch and synchronisation seconds per layer and micro-batch, and per layer and ring step.
+        step_overhead_s: seconds of launches and synchronisation per layer and micro-batch, and per layer and ring step.
     """
 
     name: str
@@ -139,54 +140,3 @@ class DeviceSpec:
             value = getattr(self, name)
             if not value >= 0 or (value == 0 and name.endswith(("flops", "bandwidth", "memory_bytes"))):
                 raise InvalidUsage(f"DeviceSpec {self.name}: {name} is {value}, expected a positive number")
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """The ranks of hybrid data parallelism and what each can hold.
-
-    A rank is one device, or ``tensor * pipeline`` devices that work as one: the sequence dimension is shared among
-    ranks, tensor and pipeline parallelism stay fixed.
-
-    Attributes:
-        ranks: number of HDP ranks.
-        capacity: tokens that a rank holds without offload; ``None``: derived from the memory (needs a model).
-        ranks_per_node: ranks that share the fast link; ``None``: all.
-        tensor, pipeline: devices of a rank, by kind.
-        offload: whether activations may go to host memory.
-        device: a preset's name (``hdpcomm.plan.DEVICES``) or a :class:`DeviceSpec`.
-    """
-
-    ranks: int
-    capacity: int | None = None
-    ranks_per_node: int | None = None
-    tensor: int = 1
-    pipeline: int = 1
-    offload: bool = False
-    device: str | DeviceSpec = "h100"
-
-    def __post_init__(self) -> None:
-        _positive(
-            "ClusterSpec",
-            ranks=self.ranks,
-            capacity=self.capacity,
-            ranks_per_node=self.ranks_per_node,
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-        )
-
-    @property
-    def node_ranks(self) -> int:
-        """Ranks that share a node."""
-        return self.ranks if self.ranks_per_node is None else min(self.ranks, self.ranks_per_node)
-
-    @property
-    def hardware(self) -> DeviceSpec:
-        """The device, looked up if it was given by name."""
-        if isinstance(self.device, DeviceSpec):
-            return self.device
-        from hdpcomm.plan.presets import DEVICES
-
-        if self.device not in DEVICES:
-            raise InvalidUsage(f"unknown device {self.device!r}, expected one of {', '.join(DEVICES)} or a DeviceSpec")
-        return DEVICES[self.device]

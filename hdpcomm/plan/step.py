@@ -1,4 +1,4 @@
-"""The plan of one training step: :class:`StepPlan`, made of :class:`MicroBatch`."""
+"""The plan of one training step: :class:`StepPlan`, a list of :class:`MicroBatch`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,26 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.plan.cost import MemoryModel
 
-__all__ = ["MicroBatch", "SequenceInfo", "StepPlan"]
+__all__ = ["MicroBatch", "SequenceInfo", "StepPlan", "format_ranks"]
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: ``0-3,7``."""
+    parts: list[str] = []
+    ordered = sorted(ranks)
+    start = previous = ordered[0]
+    for rank in [*ordered[1:], -2]:
+        if rank == previous + 1:
+            previous = rank
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = rank
+    return ",".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """A sequence of the step: its position in the lengths that were planned, and its tokens."""
+    """A sequence of the step: its position in the planned lengths, and its tokens."""
 
     id: int
     length: int
@@ -27,21 +41,21 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences that a group of ranks runs at once, packed.
+    """Sequences that a group of ranks runs together, as one pack.
 
     Attributes:
-        index: place in the one global order of the step.
-        ranks: global ranks, in ring order; a rank's position here is its position in the zigzag.
-        sequences: in the order of the pack.
-        offload_ratio: share of the activations (all layers but two) that goes to host memory, in [0, 1].
-        seconds: predicted, of forward and backward pass.
+        index: place in the global order of the step.
+        ranks: global ranks in ring order; a rank's position in this tuple is its position in the zigzag.
+        sequences: the sequences of the pack, in order.
+        offload_ratio: share of the activations (of all layers but two) that goes to host memory, in [0, 1].
+        predicted_s: predicted seconds of forward and backward pass.
     """
 
     index: int
     ranks: tuple[int, ...]
     sequences: tuple[SequenceInfo, ...]
     offload_ratio: float
-    seconds: float
+    predicted_s: float
 
     @property
     def tokens(self) -> int:
@@ -50,18 +64,29 @@ class MicroBatch:
 
     @property
     def tokens_held(self) -> int:
-        """Most tokens that one of the ranks holds."""
+        """The most tokens that one of the ranks holds."""
         return sum(-(-sequence.length // len(self.ranks)) for sequence in self.sequences)
+
+    def describe(self, start_s: float) -> str:
+        """One line for people; ``start_s``: when the micro-batch starts."""
+        several = len(self.sequences) > 1
+        what = f"{len(self.sequences)} sequences" if several else f"sequence {self.sequences[0].id}"
+        offload = f", offload {self.offload_ratio:.2f}" if self.offload_ratio else ""
+        return (
+            f"#{self.index}: {what}, {self.tokens:,} tokens on {len(self.ranks)} ranks ({format_ranks(self.ranks)}), "
+            f"{start_s:.6g} to {start_s + self.predicted_s:.6g} s{offload}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Who runs what in one step. Each rank runs its micro-batches by rising ``index``, so that no wait can be circular.
+    """Which ranks run which sequences in one step. Each rank runs its micro-batches by rising ``index``, so ranks
+    cannot wait for each other in a circle.
 
     Attributes:
-        policy: that made it.
-        num_ranks: of the cluster.
-        micro_batches: by rising index.
+        policy: the policy that made the plan.
+        num_ranks: ranks of the cluster.
+        micro_batches: all micro-batches, by rising index.
         makespan_s: predicted seconds until the last rank is done, without the reduction of the gradients.
         lower_bound_s: seconds that no plan can beat under the same cost model (docs/planner.md).
         planning_s: seconds that planning took; not part of the hash.
@@ -79,7 +104,7 @@ class StepPlan:
 
     @property
     def gap(self) -> float:
-        """How far the makespan is above the lower bound: 0.02 is 2%."""
+        """How far the makespan is above the lower bound: 0.02 means 2%."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
 
     @property
@@ -91,7 +116,7 @@ class StepPlan:
         """The micro-batches of a rank, in the order in which it runs them.
 
         Raises:
-            InvalidUsage: the rank is not one of the plan.
+            InvalidUsage: the plan has no such rank.
         """
         by_rank = self._cache.get("by_rank")
         if by_rank is None:
@@ -109,7 +134,7 @@ class StepPlan:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over what is executed: equal on all ranks, or the step must not start."""
+        """SHA-256 over all that is executed; ranks compare it before a step starts."""
         found: str | None = self._cache.get("hash")
         if found is None:
             digest = hashlib.sha256(f"{self.policy},{self.num_ranks}".encode())
@@ -137,14 +162,28 @@ class StepPlan:
             start = max(ready[rank] for rank in batch.ranks)
             starts.append(start)
             for rank in batch.ranks:
-                ready[rank] = start + batch.seconds
+                ready[rank] = start + batch.predicted_s
         return starts
 
     def explain(self, *, max_rows: int = 20) -> str:
-        """Who runs what, in text: totals, then the micro-batches (the longest ones if there are too many)."""
-        from hdpcomm.plan.explain import explain
-
-        return explain(self, max_rows=max_rows)
+        """The plan as text: totals, then its micro-batches (the largest ``max_rows`` if there are more)."""
+        counts = [len(self.for_rank(rank)) for rank in range(self.num_ranks)]
+        peers = max((len(self.peers(rank)) for rank in range(self.num_ranks)), default=0)
+        widest = max((len(batch.ranks) for batch in self.micro_batches), default=0)
+        ring_tokens = sum((len(batch.ranks) - 1) * batch.tokens for batch in self.micro_batches)
+        lines = [
+            f"policy {self.policy} on {self.num_ranks} ranks: {self.tokens:,} tokens in {len(self.micro_batches)} "
+            f"micro-batches, {min(counts)} to {max(counts)} a rank",
+            f"predicted {self.makespan_s:.6g} s, lower bound {self.lower_bound_s:.6g} s (gap {100 * self.gap:.2f}%), "
+            f"idle {100 * self.idle_share:.2f}%, planned in {1e3 * self.planning_s:.1f} ms",
+            f"widest group {widest} ranks, at most {peers} ring peers a rank, KV of {ring_tokens:,} tokens passed on "
+            "per layer and pass",
+        ]
+        rows = list(zip(self.micro_batches, self.timeline(), strict=True))
+        if len(rows) > max_rows:
+            rows = sorted(rows, key=lambda row: -row[0].tokens)[:max_rows]
+            lines.append(f"the {max_rows} largest micro-batches:")
+        return "\n".join([*lines, *(f"  {batch.describe(start)}" for batch, start in rows)])
 
     def to_json(self) -> str:
         """One JSON object; :meth:`from_json` reads it back."""
@@ -167,7 +206,7 @@ class StepPlan:
                     "ranks": list(batch.ranks),
                     "sequences": [{"id": s.id, "length": s.length} for s in batch.sequences],
                     "offload_ratio": batch.offload_ratio,
-                    "seconds": batch.seconds,
+                    "predicted_s": batch.predicted_s,
                 }
                 for batch in self.micro_batches
             ],
@@ -178,7 +217,7 @@ class StepPlan:
         """Reads :meth:`to_json` back and checks the order of the micro-batches and the hash.
 
         Raises:
-            InvalidUsage: not a plan, an impossible one, or one that was changed since it was written.
+            InvalidUsage: not a plan, one that cannot run, or one that was changed since it was written.
         """
         try:
             data = json.loads(text)
@@ -188,7 +227,8 @@ class StepPlan:
                     ranks=tuple(int(rank) for rank in item["ranks"]),
                     sequences=tuple(SequenceInfo(int(s["id"]), int(s["length"])) for s in item["sequences"]),
                     offload_ratio=float(item["offload_ratio"]),
-                    seconds=float(item["seconds"]),
+                    # Plans written before the field had its present name say "seconds".
+                    predicted_s=float(item["predicted_s"] if "predicted_s" in item else item["seconds"]),
                 )
                 for item in data["micro_batches"]
             )
@@ -216,17 +256,17 @@ class StepPlan:
         """Checks that the plan can be run.
 
         Args:
-            lengths: of the step; each sequence has to appear exactly once, with its length.
+            lengths: the lengths of the step; each sequence has to appear exactly once, with its length.
             memory: what a rank can hold.
 
         Raises:
-            InvalidUsage: with the micro-batch and the reason.
+            InvalidUsage: says which micro-batch is wrong, and why.
         """
         previous = -1
         for batch in self.micro_batches:
             name = f"micro-batch {batch.index}"
             if batch.index <= previous:
-                raise InvalidUsage(f"{name} follows {previous}: indices have to rise, they are the one global order")
+                raise InvalidUsage(f"{name} follows {previous}: indices have to rise, since they are the global order")
             previous = batch.index
             self._check_batch(batch, name)
             if memory is None:

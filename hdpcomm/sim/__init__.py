@@ -1,4 +1,4 @@
-"""Simulator of planned steps. Imports no torch."""
+"""Simulation of planned steps on a cluster. Imports no torch."""
 
 from hdpcomm.sim.step import StepReport, simulate_step
 from hdpcomm.sim.stream import StreamReport, simulate_stream

@@ -1,4 +1,4 @@
-"""Simulation of one step on a cluster that need not be at hand."""
+"""Simulation of one planned step on a cluster, which need not exist."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["StepReport", "simulate_step"]
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one simulated step did. Shares are of ranks x stages x step time.
+    """Result of one simulated step. Shares are of ranks x stages x step time.
 
     Attributes:
-        plan: that was run.
+        plan: the plan that was run.
         step_s: seconds from the start to the end of the optimizer.
-        compute_s: seconds until the last backward pass; the longest rank.
-        sync_s, optimizer_s: seconds after that (0 without a model).
-        tokens_per_s: of the whole cluster.
+        compute_s: seconds until the last backward pass of any rank ends.
+        sync_s, optimizer_s: seconds of the gradients' reduction and of the optimizer after that (0 without a model).
+        tokens_per_s: throughput of the whole cluster.
         mfu: model FLOPs over the data sheet's peak of all devices; ``None`` without a model.
-        idle_share: waiting for other ranks, pipeline bubbles, and the tail of the step.
-        exposed_share: rings that wait for KV.
-        stalled_share: compute that waits for copies from or to host memory.
+        idle_share: share spent waiting for other ranks, in pipeline bubbles, and at the end of the step.
+        exposed_share: share in which rings wait for KV.
+        stalled_share: share in which compute waits for copies to or from host memory.
         peak_tokens: most tokens whose activations one rank keeps on the device.
         peak_bytes: activations, weights, gradients and optimizer on that rank; ``None`` without a model.
-        spans: (micro-batch, stage, 1 for backward) by row, int32 [passes, 3].
-        times: start and end of each, float64 [passes, 2].
-        rank_end: seconds at which each rank is done.
-        rank_busy: seconds that each rank computes, summed over its stages.
-        rank_peak_tokens: by rank.
+        spans: int32 [passes, 3]: micro-batch, stage, 1 for backward.
+        times: float64 [passes, 2]: start and end.
+        rank_end: by rank, seconds until it is done.
+        rank_busy: by rank, seconds of compute, summed over its stages.
+        rank_peak_tokens: by rank, most tokens on the device.
     """
 
     plan: StepPlan
@@ -59,7 +59,7 @@ class StepReport:
     rank_peak_tokens: NDArray[np.float64]
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain Python objects, without spans and per-rank lists."""
+        """The figures as plain Python objects, without the passes and the figures by rank."""
         names = ["step_s", "compute_s", "sync_s", "optimizer_s", "tokens_per_s", "mfu", "idle_share", "exposed_share"]
         names += ["stalled_share", "peak_tokens", "peak_bytes"]
         plan = self.plan
@@ -69,19 +69,19 @@ class StepReport:
 
 
 def simulate_step(planner: Planner, plan_or_lengths: StepPlan | Sequence[int]) -> StepReport:
-    """Runs a plan (or plans the lengths first) under the planner's cost model. Local.
+    """Simulates a plan (or plans the lengths first) under the planner's cost model. Local.
 
-    Discrete events: passes of micro-batches through the stages of their ranks. A pass starts when all ranks of its
-    group are free; its ring steps take ``max(compute, slowest transfer)`` in the forward and the backward pass each;
+    The events are passes of micro-batches through the stages of their ranks. A pass starts when all ranks of its group
+    are free; its ring steps take ``max(compute, slowest transfer)`` in the forward and the backward pass each;
     offloaded activations are copied by one stream per direction and rank, and a pass ends no earlier than its copies.
     Pipelines run 1F1B. The gradients are reduced at the end.
 
     Args:
-        planner: whose model, cluster and cost model hold.
-        plan_or_lengths: any plan for as many ranks, of any policy.
+        planner: gives the model, the cluster and the cost model.
+        plan_or_lengths: a plan of any policy for as many ranks, or the lengths of a step.
 
     Raises:
-        InvalidUsage: the plan is for another number of ranks, or impossible.
+        InvalidUsage: the plan is for another number of ranks, or cannot run.
     """
     if isinstance(plan_or_lengths, StepPlan):
         plan = plan_or_lengths
@@ -133,6 +133,6 @@ def _mfu(planner: Planner, plan: StepPlan, step: float) -> float | None:
         return None
     lengths = [sequence.length for batch in plan.micro_batches for sequence in batch.sequences]
     squares = float(sum(length * length for length in lengths))
-    flops = 3 * (model.linear_flops * sum(lengths) + model.attention_flops * squares)
+    flops = 3 * (model.linear_flops_per_token * sum(lengths) + model.attention_flops_per_token_squared * squares)
     devices = cluster.ranks * cluster.tensor * cluster.pipeline
     return float(flops / (step * devices * cluster.hardware.peak_flops))

@@ -1,4 +1,4 @@
-"""Simulation of many steps, with planning in the background."""
+"""Simulation of many steps that are planned in the background."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["StreamReport", "simulate_stream"]
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """Steps one after the other, while the loader plans ahead.
+    """Result of several simulated steps, each planned while the one before runs.
 
     Attributes:
-        steps: their reports.
-        waits_s: by step, seconds that it waits for its plan. The first plan is always waited for.
+        steps: the report of each step.
+        waits_s: by step, seconds that it waits for its plan; the first step always waits.
         total_s: seconds of all steps and waits.
     """
 
@@ -28,7 +28,7 @@ class StreamReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole cluster."""
+        """Throughput of the whole cluster."""
         return sum(step.plan.tokens for step in self.steps) / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,11 +42,11 @@ class StreamReport:
 
 
 def simulate_stream(planner: Planner, batches: Iterable[Sequence[int]]) -> StreamReport:
-    """Plans and simulates each batch of lengths; plan n + 1 is made while step n runs."""
+    """Plans and simulates a step for each list of lengths; plan n + 1 is made while step n runs."""
     steps: list[StepReport] = []
     waits: list[float] = []
-    now = 0.0  # the step that runs is done, or the first plan is asked for
-    begun = 0.0  # the step before began, and with it the planning of this one
+    now = 0.0  # when the previous step ends
+    begun = 0.0  # when the previous step began, and with it the planning of this one
     for lengths in batches:
         report = simulate_step(planner, lengths)
         waits.append(max(0.0, begun + report.plan.planning_s - now))

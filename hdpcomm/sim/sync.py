@@ -1,4 +1,4 @@
-"""What a step does after the last micro-batch: the reduction of the gradients and the optimizer."""
+"""Times of what follows the last micro-batch of a step: the reduction of the gradients and the optimizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _OPTIMIZER_BYTES = 28  # read weight, gradient and two moments, write the weight
 def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
     """Seconds of the reduce-scatter of the gradients and the all-gather of the weights (ZeRO-1 over all ranks).
 
-    Hierarchical: inside a node over the fast link first, then each device sends its part of the node's sum over its
-    own NIC. Nothing is hidden behind compute.
+    Both are hierarchical: first inside a node over the fast link, then each device sends its part of the node's sum
+    over its own NIC. Nothing is hidden behind compute.
     """
     device = cluster.hardware
     volume = model.params / (cluster.tensor * cluster.pipeline) * (_GRADIENT_BYTES + _WEIGHT_BYTES)
@@ -28,6 +28,6 @@ def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
 
 
 def optimizer_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
-    """Seconds of AdamW on a rank's share of the parameters, bound by memory."""
+    """Seconds of AdamW on a rank's share of the parameters, bound by memory bandwidth."""
     share = model.params / (cluster.tensor * cluster.pipeline) / cluster.ranks
     return share * _OPTIMIZER_BYTES / cluster.hardware.hbm_bandwidth

@@ -1,4 +1,4 @@
-"""Pictures and Perfetto traces of plans and simulated steps."""
+"""Plots and Perfetto traces of plans and simulated steps."""
 
 from hdpcomm.trace.chrome import plan_events, step_events, write_plan_trace, write_stream_trace
 from hdpcomm.trace.gantt import plot_plans

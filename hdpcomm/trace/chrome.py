@@ -1,4 +1,4 @@
-"""Traces for Perfetto (https://ui.perfetto.dev) and chrome://tracing."""
+"""Traces of plans and simulated steps for Perfetto (https://ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hdpcomm.plan import ClusterSpec, MicroBatch, StepPlan
-from hdpcomm.plan.explain import format_ranks
+from hdpcomm.plan.step import format_ranks
 from hdpcomm.sim import StepReport
 
 __all__ = ["plan_events", "step_events", "write_plan_trace", "write_stream_trace"]
@@ -52,18 +52,18 @@ def _span(name: str, start: float, end: float, pid: int, tid: int, arguments: di
 
 
 def plan_events(plan: StepPlan, cluster: ClusterSpec, *, offset_s: float = 0.0) -> list[dict[str, Any]]:
-    """One span for each rank of each micro-batch, as the plan predicts them."""
+    """Trace events of a plan's predicted timeline: one span for each rank of each micro-batch."""
     events = []
     for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
         name, arguments = _describe(batch)
         for rank in batch.ranks:
-            begin, end = offset_s + start, offset_s + start + batch.seconds
+            begin, end = offset_s + start, offset_s + start + batch.predicted_s
             events.append(_span(name, begin, end, rank // cluster.node_ranks + 1, rank * cluster.pipeline, arguments))
     return events
 
 
 def step_events(report: StepReport, cluster: ClusterSpec, *, offset_s: float = 0.0) -> list[dict[str, Any]]:
-    """One span for each rank of each simulated pass, and the reduction of the gradients."""
+    """Trace events of a simulated step: one span for each rank of each pass, and the reduction of the gradients."""
     events = []
     described = [_describe(batch) for batch in report.plan.micro_batches]
     for (which, stage, backward), (start, end) in zip(report.spans.tolist(), report.times.tolist(), strict=True):
@@ -88,14 +88,14 @@ def _write(path: str | Path, events: list[dict[str, Any]]) -> None:
 
 
 def write_plan_trace(path: str | Path, plan: StepPlan, cluster: ClusterSpec) -> None:
-    """Writes a plan's timeline: a process for each node, a thread for each rank."""
+    """Writes the trace of a plan's predicted timeline: a process for each node, a thread for each rank."""
     _write(path, _names(cluster) + plan_events(plan, cluster))
 
 
 def write_stream_trace(
     path: str | Path, steps: Sequence[StepReport], waits_s: Sequence[float], cluster: ClusterSpec
 ) -> None:
-    """Writes simulated steps one after the other; the planner's track shows plan n + 1 beside step n."""
+    """Writes the trace of simulated steps; the planner's track shows plan n + 1 above step n."""
     events = _names(cluster)
     begun = now = 0.0
     for number, (report, waited) in enumerate(zip(steps, waits_s, strict=True)):

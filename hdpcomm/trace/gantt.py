@@ -1,4 +1,4 @@
-"""Pictures of plans: who runs what when, coloured by sequence length."""
+"""Gantt charts of plans: what each rank runs when, coloured by sequence length. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["plot_plans"]
 
 _IDLE = "#c9c9c9"
-_OCTAVES = 9  # of the colour scale
+_OCTAVES = 9  # most octaves of length on the colour scale
 _COLUMNS = 1600  # pixels of the time axis
-_FEW_RANKS = 64  # up to here, all micro-batches have borders
+_FEW_RANKS = 64  # up to this many ranks, all micro-batches have borders
 
 
 def _human(tokens: float) -> str:
@@ -41,32 +41,33 @@ def _raster(plan: StepPlan, end: float) -> NDArray[np.float64]:
     scale = _COLUMNS / end
     for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
         first = round(start * scale)
-        last = max(round((start + batch.seconds) * scale), first + 1)
+        last = max(round((start + batch.predicted_s) * scale), first + 1)
         image[np.asarray(batch.ranks), first:last] = np.log2(_longest(batch))
     return image
 
 
 def _mark_groups(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float]) -> None:
-    """Borders around the micro-batches that are large enough, and in those with room their length."""
+    """Draws borders around micro-batches that are large enough, and their length where there is room."""
     from matplotlib.patches import Rectangle
 
     few = plan.num_ranks <= _FEW_RANKS
     for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
-        if not few and (batch.seconds < 0.02 * end or len(batch.ranks) < 0.02 * plan.num_ranks):
+        if not few and (batch.predicted_s < 0.02 * end or len(batch.ranks) < 0.02 * plan.num_ranks):
             continue
         ranks = np.sort(np.asarray(batch.ranks))
         runs = np.split(ranks, np.flatnonzero(np.diff(ranks) != 1) + 1)
         for run in runs:
             corner = (start, float(run[0]) - 0.5)
-            axes.add_patch(Rectangle(corner, batch.seconds, len(run), fill=False, edgecolor="white", linewidth=0.7))
+            axes.add_patch(Rectangle(corner, batch.predicted_s, len(run), fill=False, edgecolor="white", linewidth=0.7))
         widest = max(runs, key=len)
         text = _human(_longest(batch))
         if len(batch.sequences) > 1:
             text += f" +{len(batch.sequences) - 1}"
-        if batch.seconds > 0.013 * len(text) * end and len(widest) >= plan.num_ranks / 40:
+        if batch.predicted_s > 0.013 * len(text) * end and len(widest) >= plan.num_ranks / 40:
             shade = "black" if np.log2(_longest(batch)) < limits[0] + 0.35 * (limits[1] - limits[0]) else "white"
             middle = float(widest[0] + widest[-1]) / 2
-            axes.text(start + batch.seconds / 2, middle, text, ha="center", va="center", fontsize=7, color=shade)
+            centre = start + batch.predicted_s / 2
+            axes.text(centre, middle, text, ha="center", va="center", fontsize=7, color=shade)
 
 
 def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float], colours: Any) -> Any:
@@ -94,7 +95,7 @@ def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, floa
 
 
 def _draw_lengths(axes: Axes, plan: StepPlan, limits: tuple[float, float], colours: Any) -> None:
-    """Shares of the sequences and of the tokens by octave of length."""
+    """Draws the shares of the sequences and of the tokens by octave of length."""
     lengths = np.array([s.length for batch in plan.micro_batches for s in batch.sequences], dtype=np.float64)
     shortest, longest = (lengths.min(), lengths.max()) if len(lengths) else (1.0, 1.0)
     edges = np.arange(np.floor(np.log2(shortest)), np.floor(np.log2(longest)) + 1)
@@ -117,13 +118,13 @@ def _draw_lengths(axes: Axes, plan: StepPlan, limits: tuple[float, float], colou
 
 
 def plot_plans(plans: Sequence[StepPlan], path: str | Path) -> None:
-    """Writes a picture (PNG, SVG or PDF, by the name) of plans of the same step, side by side.
+    """Writes a chart (PNG, SVG or PDF, by the name) of several plans of the same step, side by side.
 
-    Time runs to the right on one scale, ranks downwards; the colour is the longest sequence of a micro-batch, grey is
-    idle, the dashed line is the lower bound. Below, the histogram of the lengths.
+    Time runs to the right on one scale, ranks downwards. The colour is the longest sequence of a micro-batch, grey is
+    idle, the dashed line is the lower bound. Below is a histogram of the lengths.
 
     Raises:
-        InvalidUsage: no plan, or a file name of another kind.
+        InvalidUsage: no plan, or a file name with another ending.
     """
     if not plans:
         raise InvalidUsage("no plan to draw: give at least one")

@@ -24,7 +24,7 @@ def test_plan_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     data = json.loads(files["json"].read_text())
     for key in ("policy", "ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "micro_batches"):
         assert key in data
-    assert set(data["micro_batches"][0]) >= {"ranks", "sequences", "offload_ratio", "seconds"}
+    assert set(data["micro_batches"][0]) >= {"ranks", "sequences", "offload_ratio", "predicted_s"}
     assert StepPlan.from_json(files["json"].read_text()).tokens == 2**19
     assert [entry["policy"] for entry in data["compared"]] == ["naive", "static"]
     assert files["plot"].stat().st_size > 10_000

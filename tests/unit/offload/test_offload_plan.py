@@ -52,8 +52,9 @@ def test_ranks_of_a_long_sequence_follow_equation_3() -> None:
 
     assert fewest(False) == 64
     layers = model.layers
-    linear = model.linear_flops / plenty.linear_flops
-    forward = linear + length * model.attention_flops / plenty.attention_flops  # of one token
+    linear = model.linear_flops_per_token / plenty.linear_flops
+    attention = length * model.attention_flops_per_token_squared / plenty.attention_flops
+    forward = linear + attention  # of one token
     copied = (layers - 2) * model.activation_bytes / plenty.d2h_bandwidth
     ratio = min(1.0, forward / copied)
     assert ratio == 1.0  # at 512K the forward pass hides it all

@@ -66,12 +66,22 @@ def test_every_plan_is_valid_and_runs(policy: str, case: tuple[int, int, int, li
     assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
     assert 0 <= plan.idle_share < 1
     starts = plan.timeline()
-    ends = [start + batch.seconds for start, batch in zip(starts, plan.micro_batches, strict=True)]
+    ends = [start + batch.predicted_s for start, batch in zip(starts, plan.micro_batches, strict=True)]
     assert max(ends, default=0.0) == pytest.approx(plan.makespan_s)
     again = make_planner(policy, ranks, capacity, ranks_per_node=node).plan(lengths)
     assert again.hash == plan.hash
     assert again.micro_batches == plan.micro_batches
     assert StepPlan.from_json(plan.to_json()).hash == plan.hash
+
+
+def test_plans_written_with_the_old_name_of_the_predicted_seconds_are_read() -> None:
+    plan = make_planner("balanced", 4, 100).plan([300, 50, 20])
+    text = plan.to_json()
+    assert '"predicted_s"' in text
+    old = text.replace('"predicted_s"', '"seconds"')
+    assert StepPlan.from_json(old).micro_batches == StepPlan.from_json(text).micro_batches == plan.micro_batches
+    with pytest.raises(InvalidUsage, match="no step plan"):
+        StepPlan.from_json(text.replace('"predicted_s"', '"expected_s"'))
 
 
 def test_a_sequence_may_take_three_of_four_ranks() -> None:

@@ -53,7 +53,7 @@ def test_any_plan_runs_through_a_pipeline(policy: str, lengths: list[int], stage
     report = simulate_step(make_planner(policy, pipeline=stages), lengths)
     batches = report.plan.micro_batches
     assert len(report.spans) == 2 * stages * len(batches)
-    assert report.compute_s >= max(batch.seconds for batch in batches) * stages * (1 - 1e-9)
+    assert report.compute_s >= max(batch.predicted_s for batch in batches) * stages * (1 - 1e-9)
     assert report.peak_tokens <= 200 * stages
     ends = {tuple(span): end for span, (_, end) in zip(report.spans.tolist(), report.times.tolist(), strict=True)}
     for (index, stage, backward), (start, _) in zip(report.spans.tolist(), report.times.tolist(), strict=True):
@@ -79,7 +79,7 @@ def test_a_group_waits_for_its_last_rank() -> None:
     wait = COST.seconds([200])
     assert report.compute_s == pytest.approx(wait + COST.seconds([300], 2))
     assert report.rank_end[2] == pytest.approx(COST.seconds([50]))
-    idle = 3 * report.compute_s - sum(b.seconds * len(b.ranks) for b in report.plan.micro_batches)
+    idle = 3 * report.compute_s - sum(b.predicted_s * len(b.ranks) for b in report.plan.micro_batches)
     assert report.idle_share == pytest.approx(idle / (3 * report.compute_s))
 
 

@@ -1,0 +1,60 @@
+"""The ranks that train: :class:`ClusterSpec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.presets import DEVICES
+from hdpcomm.plan.specs import DeviceSpec, check_positive
+
+__all__ = ["ClusterSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """The ranks of hybrid data parallelism, and what each of them can hold.
+
+    A rank is one device, or ``tensor * pipeline`` devices that work as one: ranks share the sequence dimension, while
+    tensor and pipeline parallelism stay fixed.
+
+    Attributes:
+        ranks: number of HDP ranks.
+        capacity: tokens that a rank holds without offload; ``None``: derived from its memory (needs a model).
+        ranks_per_node: ranks that share the fast link; ``None``: all.
+        tensor, pipeline: sizes of tensor and pipeline parallelism inside a rank.
+        offload: whether activations may go to host memory.
+        device: the name of a preset (``hdpcomm.plan.DEVICES``) or a :class:`DeviceSpec`.
+    """
+
+    ranks: int
+    capacity: int | None = None
+    ranks_per_node: int | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    offload: bool = False
+    device: str | DeviceSpec = "h100"
+
+    def __post_init__(self) -> None:
+        check_positive(
+            "ClusterSpec",
+            ranks=self.ranks,
+            capacity=self.capacity,
+            ranks_per_node=self.ranks_per_node,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+        )
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks that share a node."""
+        return self.ranks if self.ranks_per_node is None else min(self.ranks, self.ranks_per_node)
+
+    @property
+    def hardware(self) -> DeviceSpec:
+        """The device; a name is looked up in the presets."""
+        if isinstance(self.device, DeviceSpec):
+            return self.device
+        if self.device not in DEVICES:
+            raise InvalidUsage(f"unknown device {self.device!r}, expected one of {', '.join(DEVICES)} or a DeviceSpec")
+        return DEVICES[self.device]
