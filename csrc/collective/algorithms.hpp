@@ -1,4 +1,4 @@
-// One function an algorithm; schedule.cpp chooses among them. Each appends the steps of one rank.
+// One function per algorithm, each appending the steps of one rank; schedule.cpp lists them.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace hdpcomm::collective {
 
-// Shorthands of one schedule under construction: p ranks, this one is r.
+// A schedule under construction, with shorthands: p ranks, this one is r.
 class Builder {
  public:
   explicit Builder(const ScheduleRequest& request);
@@ -40,12 +40,12 @@ class Builder {
   std::vector<Move>& pending_moves() { return step().moves; }
 };
 
-// The largest power of two that is not above p.
+// The largest power of two up to p.
 int powerOfTwoBelow(int p);
 
-// Recursive algorithms work on q = powerOfTwoBelow(p) ranks; rank q + i is folded onto rank i. Unit
-// i of the q units is block i and, where rank q + i exists, block q + i: the spans of units [low,
-// high) of a buffer of p blocks.
+// The spans of units [low, high) of a buffer of p blocks. Recursive algorithms work on
+// q = powerOfTwoBelow(p) ranks; rank q + i is folded onto rank i. Unit i of the q units is block i
+// and, where rank q + i exists, block q + i.
 std::vector<Span> unitSpans(const Builder& b, Buffer buffer, int low, int high);
 
 void ringAllGather(Builder& b);

@@ -7,8 +7,8 @@
 namespace hdpcomm::collective {
 namespace {
 
-// A step of PAT holds at most this many messages each way; more go to further steps. Bounds what is
-// in flight.
+// Most messages each way in one step of PAT; further ones go to further steps, so that the number
+// in flight is bounded.
 constexpr size_t kMaxMessages = 64;
 
 // Blocks first, first + 1, ... (mod p) of the output: one span, or two where they wrap.
@@ -36,7 +36,7 @@ void bruckAllGather(Builder& b) {
   }
 }
 
-// Every block travels down a binomial tree from its owner, all trees at once, the far edges first:
+// Every block travels down a binomial tree from its owner. All trees run at once, far edges first:
 // the first messages are single blocks to far peers, the last ones many blocks to the neighbour.
 void patAllGather(Builder& b) {
   b.move(b.whole(Buffer::kIn), b.block(Buffer::kOut, b.r()));
@@ -54,7 +54,7 @@ void patAllGather(Builder& b) {
   }
 }
 
-// The same trees upwards: near edges first. Sums are kept in a temporary, a block for each block of
+// The same trees upwards, near edges first. Sums go to a temporary with one block for each block of
 // the input.
 void patReduceScatter(Builder& b) {
   const Span out = b.whole(Buffer::kOut);
@@ -89,13 +89,13 @@ void patReduceScatter(Builder& b) {
 void bruckAllToAll(Builder& b) {
   const int p = b.p();
   const size_t bytes = b.bytes(b.request.count);
-  if (!b.request.in_counts.empty()) {  // pieces of many sizes cannot be packed by index
+  if (!b.request.in_counts.empty()) {  // blocks of different sizes cannot be packed by index
     directAllToAll(b);
     b.schedule.algorithm = Algorithm::kDirect;
     return;
   }
-  // Temporary: p blocks by distance to their target, then the packed message out and the one in, of
-  // up to p / 2 blocks each.
+  // The temporary holds p blocks ordered by distance to their target, then the packed outgoing and
+  // the packed incoming message, up to p / 2 blocks each.
   const size_t half = static_cast<size_t>(p / 2 + 1) * bytes;
   b.schedule.temp_bytes = p * bytes + 2 * half;
   const auto slot = [&](int i) { return Span{Buffer::kTemp, i * bytes, bytes}; };

@@ -1,5 +1,5 @@
-// For large rooted operations: scatter + all-gather, and pipelined chains; and the trees of gather
-// and scatter.
+// Large rooted operations (scatter + all-gather, pipelined chains), and the binomial trees of
+// gather and scatter.
 #include <algorithm>
 
 #include "collective/algorithms.hpp"
@@ -10,7 +10,7 @@ namespace {
 constexpr size_t kPieceBytes = 128 * 1024;  // of a pipelined chain: fits the second-level cache
 constexpr size_t kMaxPieces = 256;
 
-// The pieces of a buffer for a chain; equal on all ranks, as they depend on the size alone.
+// The pieces of a buffer for a chain; equal on all ranks, since they depend on its size only.
 std::vector<Span> pieces(const Builder& b, Buffer buffer) {
   const size_t count = b.request.count;
   const size_t wanted = (b.bytes(count) + kPieceBytes - 1) / kPieceBytes;
@@ -67,7 +67,7 @@ void scatterAllGatherBroadcast(Builder& b) {
   for (int s = 0; s + 1 < p; ++s) {
     Step& step = b.step();
     const auto part = [&](int i) { return b.part(Buffer::kOut, b.mod(i)); };
-    // The root has all, so it only sends; its predecessor need not send to it.
+    // The root has all parts, so it only sends, and its predecessor does not send to it.
     if (b.mod(v + 1) != 0) step.sends.push_back({b.mod(b.r() + 1), part(v - s)});
     if (v != 0) step.recvs.push_back({b.mod(b.r() - 1), part(v - 1 - s)});
   }
@@ -85,8 +85,8 @@ void chainBroadcast(Builder& b) {
   }
 }
 
-// From the rank before the root backwards round the ring: each adds its own and passes on, a piece
-// at a time.
+// Sums travel from the rank before the root backwards around the ring, a piece at a time; each rank
+// adds its own contribution and passes the piece on.
 void chainReduce(Builder& b) {
   const int v = b.mod(b.r() - b.request.root);
   const auto in = pieces(b, Buffer::kIn);
@@ -112,9 +112,9 @@ void chainReduce(Builder& b) {
 
 namespace {
 
-// Where the blocks of ranks [low, high), counted from the root, lie on rank v: by rank on the root,
-// from v on in the temporary elsewhere. Cut where the ranks wrap, on all ranks alike, so that
-// messages fit.
+// The spans of the blocks of ranks [low, high), counted from the root, on rank v: by rank on the
+// root, in the temporary from v on elsewhere. All ranks cut them where the ranks wrap around, so
+// that the messages of both ends have the same sizes.
 std::vector<Span> subtreeSpans(const Builder& b, int v, int low, int high, Buffer root_buffer) {
   const size_t bytes = b.bytes(b.request.count);
   const int wrap = b.p() - b.request.root;

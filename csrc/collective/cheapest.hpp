@@ -1,4 +1,4 @@
-// The choice among algorithms, whatever their costs are counted by.
+// Chooses the cheapest algorithm under any estimate of costs.
 #pragma once
 
 #include <limits>
@@ -11,7 +11,7 @@
 
 namespace hdpcomm::collective {
 
-// The schedules to choose among. Ragged all_to_all has one: the others need blocks of one size.
+// The algorithms to choose among. Ragged all_to_all has one: the others need blocks of one size.
 inline std::span<const Algorithm> candidatesOf(const ScheduleRequest& request) {
   static constexpr Algorithm kRagged[] = {Algorithm::kDirect};
   if (request.op == OpCode::kAllToAll && !request.in_counts.empty()) return kRagged;
@@ -20,8 +20,8 @@ inline std::span<const Algorithm> candidatesOf(const ScheduleRequest& request) {
   return all;
 }
 
-// The candidate (there is at least one) of the fewest seconds, the first among equals: the same on
-// all ranks with equal costs.
+// The candidate with the lowest estimate, the first of equal ones, so that ranks with equal costs
+// choose alike. At least one candidate is given.
 template <typename SecondsOf>
 Algorithm cheapest(std::span<const Algorithm> candidates, SecondsOf seconds_of) {
   Algorithm best = candidates[0];

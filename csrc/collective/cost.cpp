@@ -11,12 +11,11 @@ namespace {
 
 constexpr double kChainPiece = 128 * 1024;
 
-// Shorthands: p ranks, L = ceil(log2 p), q = largest power of two up to p; a = a step with one
-// message.
+// p ranks, L = ceil(log2 p), q = largest power of two up to p, a = cost of a step with one message.
 struct Terms {
   double p;
   double steps;   // L
-  double folded;  // 1 when p is no power of two
+  double folded;  // 1 if p is no power of two, else 0
   double a;
   double alpha;
   double message;
@@ -106,7 +105,7 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
   const double p = request.group_size;
   if (request.group_size <= 1) return 0;
   if (algorithm == Algorithm::kHierarchical) {
-    // On one node it is the direct algorithm, in more steps.
+    // On one node it is the direct algorithm with one more step.
     return estimateSeconds(request, Algorithm::kDirect, costs) + costs.alpha_s;
   }
   const int q = collective::powerOfTwoBelow(request.group_size);

@@ -1,30 +1,29 @@
-// What an algorithm costs on a transport, by the alpha-beta-gamma model (Thakur, Rabenseifner and
-// Gropp 2005; Chan et al. 2007), and the choice that follows from it.
+// What an algorithm costs on a transport by the alpha-beta-gamma model (Thakur, Rabenseifner and
+// Gropp 2005; Chan et al. 2007), and the choice of the cheapest one.
 #pragma once
 
 #include "collective/schedule.hpp"
 
 namespace hdpcomm {
 
-// Of one transport. `hdpcomm perf --calibrate` measures them; the defaults are those of shared
-// memory.
+// Costs of steps, messages and reductions on one transport. `hdpcomm perf --calibrate` measures
+// them; the defaults are for shared memory.
 struct TransportCosts {
-  double alpha_s = 0.6e-6;            // of a step that waits for another rank
-  double message_s = 0.15e-6;         // of each message of a step, sent and received
-  double beta_s_per_byte = 1.2e-10;   // of moving a byte
-  double gamma_s_per_byte = 0.8e-10;  // of reducing a byte
+  double alpha_s = 0.6e-6;            // a step that waits for another rank
+  double message_s = 0.15e-6;         // each message of a step, sent and received
+  double beta_s_per_byte = 1.2e-10;   // moving a byte
+  double gamma_s_per_byte = 0.8e-10;  // reducing a byte
 };
 
-// Seconds of an operation by an algorithm that it has. Depends on nothing that differs between
-// ranks.
+// Estimated seconds of an operation by one of its algorithms; the same on all ranks.
 double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
                        const TransportCosts& costs);
-// The cheapest algorithm, the first of algorithmsOf() among equals: the same on all ranks with
-// equal costs.
+// The cheapest algorithm, of equal ones the first in algorithmsOf(), so that ranks with equal costs
+// choose alike.
 Algorithm chooseAlgorithm(const ScheduleRequest& request, const TransportCosts& costs);
 
-// The same for a group whose ranks are spread over nodes (request.nodes): `local` are the costs
-// inside a node, `remote` those between nodes, where beta is of a node's link that its ranks share.
+// The same for a group that spans several nodes (request.nodes): `local` are the costs inside a
+// node, `remote` those between nodes; their beta is that of a node's link, which its ranks share.
 double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
                        const TransportCosts& local, const TransportCosts& remote);
 Algorithm chooseAlgorithm(const ScheduleRequest& request, const TransportCosts& local,

@@ -6,7 +6,7 @@
 namespace hdpcomm::collective {
 namespace {
 
-// Peers in the order r+1, r+2, ...: no rank is everybody's first target.
+// Visits the peers in the order r+1, r+2, ..., so that no rank is the first target of all others.
 template <typename Visit>
 void forPeers(const Builder& b, Visit&& visit) {
   for (int s = 1; s < b.p(); ++s) visit(b.mod(b.r() + s));
@@ -23,9 +23,9 @@ void directAllGather(Builder& b) {
   });
 }
 
-// out = own + contribution of r+1 + r+2 + ...: one rank sums a block, in an order that is the same
-// from run to run (hence a step for each contribution). `mine` holds this rank's contribution to
-// every rank's block; all of it is posted in the first step.
+// out = own + contribution of r+1 + r+2 + ...: one rank sums each block, in an order that is the
+// same in every run (hence one step per contribution). `mine` holds this rank's contribution to
+// every rank's block; all of them are posted in the first step.
 static void reduceOwn(Builder& b, const std::vector<Span>& mine, Span out) {
   if (b.p() == 1) b.move(mine[0], out);
   const size_t first_step = b.schedule.steps.size();
@@ -33,7 +33,8 @@ static void reduceOwn(Builder& b, const std::vector<Span>& mine, Span out) {
     b.step().recvs.push_back({b.mod(b.r() + s), out, true, s == 1 ? mine[b.r()] : out});
   }
   if (b.p() == 1) return;
-  // Deferred: a peer takes its part in a later step of its own, after this rank took another part.
+  // Deferred: a peer receives its part in a later step of its own schedule, while this rank already
+  // receives other parts.
   Step& posting = b.schedule.steps[first_step];
   forPeers(b, [&](int peer) { posting.sends.push_back({peer, mine[peer], true}); });
 }

@@ -1,8 +1,8 @@
-// Algorithms for groups whose ranks are spread over nodes: what crosses between nodes crosses once.
+// Algorithms for groups that span several nodes: data crosses between two nodes only once.
 //
-// Every node has a lane for every rank elsewhere: the member that takes in what comes from that
-// rank for its node, or hands out what goes to it. Lanes follow the rank's place in its own node,
-// so all members of a node share its link. Any number of members a node will do.
+// Every node has a lane for each rank of the other nodes: the member that receives that rank's data
+// on behalf of its node, or sends the node's data to it. The lane follows from the rank's place in
+// its own node, so all members of a node share its link. Nodes may have different sizes.
 #include <algorithm>
 
 #include "collective/algorithms.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 struct Nodes {
   explicit Nodes(const Builder& b) : node(b.request.nodes), local(static_cast<size_t>(b.p())) {
-    node.resize(static_cast<size_t>(b.p()), 0);  // not given: all on one node
+    node.resize(static_cast<size_t>(b.p()), 0);  // if nodes were not given: all ranks on one
     for (int rank = 0; rank < b.p(); ++rank) {
       const auto index = static_cast<size_t>(node[rank]);
       if (index >= members.size()) members.resize(index + 1);
@@ -47,8 +47,8 @@ using Block = Span (*)(const Builder&, Buffer, int);
 Span blockOf(const Builder& b, Buffer buffer, int i) { return b.block(buffer, i); }
 Span partOf(const Builder& b, Buffer buffer, int i) { return b.part(buffer, i); }
 
-// Every rank has its own block of the output; all get all. A block goes to the own node and to one
-// lane of each other node at once, and the lanes then share it.
+// All-gather of the blocks of the output, one per rank. A rank sends its block to its own node and
+// to one lane of each other node at once; the lanes then pass it on inside their nodes.
 void gatherBlocks(Builder& b, const Nodes& nodes, Block block) {
   const int r = b.r();
   const auto out = [&](int i) { return block(b, Buffer::kOut, i); };
@@ -71,15 +71,16 @@ void gatherBlocks(Builder& b, const Nodes& nodes, Block block) {
   }
 }
 
-// `out` becomes the sum of block r of all inputs. The members of a node add up what they have for a
-// rank elsewhere on its lane, one after the other from the lane on, and one sum crosses.
+// Sets `out` to the sum of block r of all inputs. The members of a node add their contributions to
+// a rank of another node on that rank's lane, in ring order from the lane on; one sum per node
+// crosses.
 void reduceBlocks(Builder& b, const Nodes& nodes, Block block, Span out) {
   const int r = b.r();
   const auto in = [&](int i) { return block(b, Buffer::kIn, i); };
   const std::vector<int>& peers = nodes.peersOf(r);
   const size_t m = peers.size();
   const std::vector<int> served = nodes.served(r);
-  std::vector<Span> sums;  // of `served`
+  std::vector<Span> sums;  // for each rank of `served`
   for (const int to : served) {
     if (m == 1) {
       sums.push_back(in(to));
@@ -99,7 +100,7 @@ void reduceBlocks(Builder& b, const Nodes& nodes, Block block, Span out) {
   }
   if (m > 1) {
     Step& posting = b.schedule.steps[first_step];
-    for (size_t s = 1; s < m; ++s) {  // deferred: a peer takes its parts in steps of its own
+    for (size_t s = 1; s < m; ++s) {  // deferred: peers receive their parts in later steps
       const int peer = peers[(static_cast<size_t>(nodes.local[r]) + s) % m];
       posting.sends.push_back({peer, in(peer), true});
       for (const int to : nodes.served(peer)) posting.sends.push_back({peer, in(to), true});
@@ -116,7 +117,7 @@ void reduceBlocks(Builder& b, const Nodes& nodes, Block block, Span out) {
   }
 }
 
-// Binomial tree over the nodes, counted from the root's: parent and children of node v.
+// Binomial tree over the nodes, counted from the root's node: parent and children of node v.
 struct Tree {
   Tree(int v, int count) {
     int bit = 1;

@@ -1,4 +1,4 @@
-// What collectives cost on groups that are spread over nodes.
+// What collectives cost on groups that span several nodes.
 #include <algorithm>
 #include <cmath>
 
@@ -8,8 +8,8 @@
 namespace hdpcomm {
 namespace {
 
-struct Spread {
-  explicit Spread(const std::vector<int>& nodes) {
+struct NodeSizes {
+  explicit NodeSizes(const std::vector<int>& nodes) {
     for (const int node : nodes) {
       if (static_cast<size_t>(node) >= sizes.size()) sizes.resize(static_cast<size_t>(node) + 1);
       ++sizes[static_cast<size_t>(node)];
@@ -22,19 +22,19 @@ struct Spread {
   int smallest = 0;
 };
 
-// Bytes over the busiest node's link, in units of the bytes that one rank sends. Both directions
-// count, by half each: they share the node's work, and the network between the nodes.
-double wireShare(Algorithm algorithm, const std::vector<int>& nodes, const Spread& spread) {
+// Bytes over the busiest node's link, in units of the bytes that one rank sends. Each direction
+// counts half: both share the node's processors and the network between the nodes.
+double wireShare(Algorithm algorithm, const std::vector<int>& nodes, const NodeSizes& by_node) {
   const size_t p = nodes.size();
   if (algorithm == Algorithm::kRing || algorithm == Algorithm::kChain) {
-    std::vector<int> leaving(spread.sizes.size());
+    std::vector<int> leaving(by_node.sizes.size());
     for (size_t i = 0; i < p; ++i) {
       if (nodes[i] != nodes[(i + 1) % p]) ++leaving[static_cast<size_t>(nodes[i])];
     }
     return *std::max_element(leaving.begin(), leaving.end());
   }
-  double most = 0;  // partners all over the group
-  for (const int m : spread.sizes) {
+  double most = 0;  // in the other algorithms the partners are all over the group
+  for (const int m : by_node.sizes) {
     most = std::max(most, m * (static_cast<double>(p) - m) / (static_cast<double>(p) - 1));
   }
   return most;
@@ -47,22 +47,23 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
   if (request.nodes.empty() || request.group_size <= 1) {
     return estimateSeconds(request, algorithm, local);
   }
-  const Spread spread(request.nodes);
+  const NodeSizes by_node(request.nodes);
   if (algorithm != Algorithm::kHierarchical) {
     TransportCosts shared = remote;
-    shared.beta_s_per_byte *= wireShare(algorithm, request.nodes, spread);
+    shared.beta_s_per_byte *= wireShare(algorithm, request.nodes, by_node);
     return estimateSeconds(request, algorithm, shared);
   }
   const double p = request.group_size;
   const double n = static_cast<double>(request.count) * static_cast<double>(request.element_bytes);
-  const double num_nodes = static_cast<double>(spread.sizes.size());
-  const double m = spread.largest;
+  const double num_nodes = static_cast<double>(by_node.sizes.size());
+  const double m = by_node.largest;
   const double crossing = remote.alpha_s + (num_nodes - 1) * remote.message_s;
-  const double lanes = std::ceil((p - spread.smallest) / spread.smallest);  // ranks that one serves
+  // Ranks that one member serves as a lane.
+  const double lanes = std::ceil((p - by_node.smallest) / by_node.smallest);
   const double inside = 2 * local.alpha_s + (m - 1) * (1 + lanes) * local.message_s;
-  // A node gives its blocks to all others and takes in theirs; a member then gets from the others
-  // of its node all but the lane that it took in itself.
-  const double share = (1 + (num_nodes - 2) * spread.largest / p) / 2;
+  // A node sends its blocks to all other nodes and receives theirs; each member then gets from the
+  // others of its node everything except what it received itself.
+  const double share = (1 + (num_nodes - 2) * by_node.largest / p) / 2;
   const auto gather = [&](double whole) {
     return crossing + inside + whole * share * remote.beta_s_per_byte +
            whole * (m - 1) / m * local.beta_s_per_byte;

@@ -37,10 +37,10 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
   const double block =
       static_cast<double>(request.count) * static_cast<double>(request.element_bytes);
   const double others = (p - 1) * block;
-  double copied = block;  // by the own stream: into the window, and out of it
+  double copied = block;  // bytes that the rank copies into its window and out of it
   double copies = 1;
-  double published = block;  // of which the window holds a piece at a time
-  double moved = others;     // by the kernel, from and to peers
+  double published = block;  // bytes that pass through the window, a piece at a time
+  double moved = others;     // bytes that the kernel reads from peers and writes to them
   if (request.op == OpCode::kReduceScatter) {
     copied = others;
     copies = 2;
@@ -50,7 +50,7 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
     copies = 4;
   }
   const double pieces = std::max(1.0, std::ceil(published / costs.window_bytes));
-  // A meeting enqueues three operations a peer; a copy is one more.
+  // A meeting enqueues three operations per peer, a copy one more.
   return pieces * (reads.round_s + (2 * (p - 1) + copies / 3) * reads.signal_s) +
          copied * costs.messages.gamma_s_per_byte + moved * reads.read_s_per_byte;
 }

@@ -1,6 +1,6 @@
-// Collectives in which kernels read and write the memory of all peers: which operations have them,
-// what they cost, and the choice between them and schedules of messages. They have no Schedule: a
-// transport that maps the peers' memory runs them (transport/device/peer_reads.hpp).
+// Collectives whose kernels read and write the memory of all peers: which operations have them,
+// what they cost, and the choice between them and schedules of messages. They have no Schedule; a
+// transport that maps the peers' memory runs them (transport/stream/links/peer_reads.hpp).
 #pragma once
 
 #include <vector>
@@ -9,23 +9,23 @@
 
 namespace hdpcomm {
 
-// kOneShot and kTwoShot.
+// True for kOneShot and kTwoShot.
 bool readsPeers(Algorithm algorithm);
-// Those that an operation has; none: empty.
+// The algorithms of this kind that an operation has, possibly none.
 const std::vector<Algorithm>& peerReadersOf(OpCode op);
-// The largest group: what the kernels' argument lists hold.
+// The largest group: the kernels' argument lists hold no more.
 inline constexpr int kMaxPeerReaders = 64;
 
-// Of such an operation, beside the costs of messages: the ranks meet twice for each window's worth
-// of the operand, once before its kernel and once after.
+// Costs of such an operation. For each window's worth of the operand the ranks meet twice, before
+// and after a kernel: each writes a flag of every peer and waits for theirs.
 struct PeerReadCosts {
-  double round_s = 5e-6;             // of a kernel between two meetings
-  double signal_s = 3e-6;            // of a peer in a meeting: its flag written, awaited, set back
-  double read_s_per_byte = 2.8e-12;  // of a byte that a kernel moves from or to a peer
+  double round_s = 5e-6;             // a kernel between two meetings
+  double signal_s = 3e-6;            // each peer of a meeting: flag written, awaited and reset
+  double read_s_per_byte = 2.8e-12;  // a byte that a kernel moves from or to a peer
 };
 
-// Of a device transport. `hdpcomm perf --calibrate --transport cuda` measures them; the defaults
-// are derived for H100 SXM, and were not measured:
+// Costs of collectives on a transport of device memory. `hdpcomm perf --calibrate --transport cuda`
+// measures them; the defaults are derived for H100 SXM, not measured:
 //   1 us    an operation enqueued on a stream: short kernels follow each other 0.9 us slower than
 //           they run (NVIDIA, "Getting Started with CUDA Graphs": 2.9 and 3.8 us)
 //   message 12 of them: wait and reset of a flag, put, event recorded and awaited twice, each side
@@ -39,14 +39,14 @@ struct DeviceCosts {
                           .beta_s_per_byte = 2.8e-12,
                           .gamma_s_per_byte = 1.05e-12};
   PeerReadCosts reads;
-  double window_bytes = 32 << 20;  // of a rank's memory that peers read; not measured but set
+  double window_bytes = 32 << 20;  // a rank's memory that peers read; a setting, not measured
 };
 
-// Seconds of an operation by one of peerReadersOf().
+// Estimated seconds of an operation by one of algorithmsOf() or peerReadersOf().
 double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
                        const DeviceCosts& costs);
-// The cheapest of algorithmsOf() and, for groups that are not too large, of peerReadersOf(): the
-// same on all ranks with equal costs.
+// The cheapest of algorithmsOf() and, for groups up to kMaxPeerReaders, of peerReadersOf(). Ranks
+// with equal costs choose alike.
 Algorithm chooseAlgorithm(const ScheduleRequest& request, const DeviceCosts& costs);
 
 }  // namespace hdpcomm

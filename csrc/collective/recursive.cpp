@@ -1,5 +1,5 @@
-// Recursive doubling and halving: ceil(log2 p) steps. Sizes that are no power of two are folded:
-// rank q + i hands its part to rank i before and gets the result after.
+// Recursive doubling and halving: ceil(log2 p) steps. Groups whose size is no power of two are
+// folded: rank q + i gives its part to rank i beforehand and gets the result afterwards.
 #include <algorithm>
 #include <optional>
 
@@ -116,8 +116,9 @@ void recursiveReduceScatter(Builder& b) {
 
 namespace {
 
-// The ranks from q (a power of two) on give their operands to those below, and get the result from
-// them at the end. Returns what this rank sums from then on, or nothing when it has done its part.
+// Ranks from q (a power of two) on send their operands to ranks below q, and get the result from
+// them at the end. Returns the buffer with this rank's sum so far, or nothing for a folded rank,
+// whose schedule is then complete.
 std::optional<Buffer> foldAllReduce(Builder& b, int q) {
   const int r = b.r();
   const Span in = b.whole(Buffer::kIn);
@@ -142,8 +143,8 @@ void recursiveAllReduce(Builder& b) {
   const Span in = b.whole(Buffer::kIn);
   const Span out = b.whole(Buffer::kOut);
   Span current = b.whole(*folded);
-  // A sum goes to the other buffer than the one that is being sent. The first target is chosen so
-  // that the last is the output, but never a buffer in use (in place, the input is the output).
+  // Each sum goes to another buffer than the one being sent: the temporary and the output in turn,
+  // the temporary first, since in place the input is the output.
   const Span temp{Buffer::kTemp, 0, in.bytes};
   for (int distance = 1; distance < q; distance *= 2) {
     const Span target = current.buffer == Buffer::kTemp ? out : temp;

@@ -1,8 +1,9 @@
-// Ring algorithms: p - 1 neighbour steps; each block is summed in the order of the ring, so all
-// ranks get the same bits.
+// Ring algorithms: p - 1 steps between neighbours. Each block is summed in the order of the ring,
+// so all ranks get the same bits.
 #include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
+
 void ringAllGather(Builder& b) {
   b.move(b.whole(Buffer::kIn), b.block(Buffer::kOut, b.r()));
   for (int s = 0; s + 1 < b.p(); ++s) {
@@ -18,8 +19,8 @@ void ringReduceScatter(Builder& b) {
     b.move(b.block(Buffer::kIn, 0), out);
     return;
   }
-  // Two temporaries in turn: the block on its way out and the one coming in. The last one is the
-  // result.
+  // Two temporaries in turn, for the block being sent and the one being received; the last sum goes
+  // to the output.
   const size_t bytes = out.bytes;
   b.schedule.temp_bytes = b.p() > 2 ? 2 * bytes : 0;
   for (int s = 0; s + 1 < b.p(); ++s) {

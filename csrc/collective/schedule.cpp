@@ -64,30 +64,31 @@ const std::vector<Entry>& entriesOf(OpCode op) {
   return found == table.end() ? none : found->second;
 }
 
-// In a rooted operation a rank may end without having heard from a peer to which it sent. Its last
-// message to such a peer is confirmed, so that a peer that called something else is noticed on both
-// sides. (In the other operations every rank's end depends on all members.)
+// In a rooted operation a rank may end without a message from a peer to which it sent. Its last
+// message to such a peer asks for confirmation, so that both sides notice if the peer called
+// something else. (In the other operations every rank receives something from all members,
+// directly or through others.)
 void confirmUnheard(Schedule& schedule, bool ragged) {
   if (schedule.op != OpCode::kBroadcast && schedule.op != OpCode::kReduce &&
       schedule.op != OpCode::kGather && schedule.op != OpCode::kScatter && !ragged) {
     return;
   }
-  std::vector<bool> settled(static_cast<size_t>(schedule.group_size));
+  std::vector<bool> heard(static_cast<size_t>(schedule.group_size));
   for (const Step& step : schedule.steps) {
-    for (const Recv& recv : step.recvs) settled[static_cast<size_t>(recv.peer)] = !ragged;
+    for (const Recv& recv : step.recvs) heard[static_cast<size_t>(recv.peer)] = !ragged;
   }
   for (auto step = schedule.steps.rbegin(); step != schedule.steps.rend(); ++step) {
     for (auto send = step->sends.rbegin(); send != step->sends.rend(); ++send) {
-      if (settled[static_cast<size_t>(send->peer)]) continue;
-      settled[static_cast<size_t>(send->peer)] = true;
+      if (heard[static_cast<size_t>(send->peer)]) continue;
+      heard[static_cast<size_t>(send->peer)] = true;
       send->confirm = true;
     }
   }
 }
 
-// An all-gather copies the own block to the output and sends it. From the input: the receiver then
-// does not fetch lines that this rank has just written (and the input may lie in memory that others
-// map).
+// An all-gather copies its own block to the output and sends it. Lets the sends read the input
+// instead: receivers then do not fetch cache lines that this rank has just written, and the input
+// may lie in memory that others map.
 void sendOwnFromInput(Schedule& schedule, const Span& input, const Span& own) {
   for (Step& step : schedule.steps) {
     for (Send& send : step.sends) {
@@ -96,7 +97,7 @@ void sendOwnFromInput(Schedule& schedule, const Span& input, const Span& own) {
   }
 }
 
-// Joins steps that only move with the following step, and drops empty ones.
+// Merges steps that contain only moves into the following step, and drops empty steps.
 void compact(Schedule& schedule) {
   std::vector<Step> steps;
   for (Step& step : schedule.steps) {

@@ -1,9 +1,9 @@
 // A collective as data: what one rank sends, receives, reduces and moves, step by step.
 //
 // Schedules are pure functions of (operation, algorithm, group size, rank, sizes). They know no
-// transport, no memory and no global ranks, so they can be checked (checker.hpp) and simulated. All
-// transfers of a step are posted together; a step ends when they have ended. Offsets and lengths
-// are bytes; a span never splits an element.
+// transport, no memory and no global ranks, so tests can check and simulate them. All transfers of
+// a step are posted together; a step ends when they have ended. Offsets and lengths are bytes; a
+// span never splits an element.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace hdpcomm {
 
-// Throws InvalidUsage, naming the known ones.
+// The algorithm of this name. Throws InvalidUsage for an unknown name, listing the known ones.
 Algorithm parseAlgorithm(const std::string& name);
 
 enum class Buffer : uint8_t { kIn, kOut, kTemp };
@@ -31,10 +31,10 @@ struct Span {
 struct Send {
   int peer = 0;  // group rank
   Span from;
-  // May be in flight until the schedule's end: its span is not written before the peer has taken it
-  // (the algorithm sees to that). Otherwise the step ends only when the peer has taken it.
+  // May be in flight until the end of the schedule; the algorithm never writes its span before the
+  // peer has received it. Otherwise the step ends only when the peer has received it.
   bool deferred = false;
-  bool confirm = false;  // set by finish(): nothing else tells this rank that the peer takes part
+  bool confirm = false;  // set by makeSchedule(): no message from the peer follows (confirmUnheard)
 };
 
 struct Recv {
@@ -53,8 +53,8 @@ struct Move {
 };
 
 struct Step {
-  std::vector<Move> moves;  // done first, in order
-  std::vector<Send> sends;  // then these and the receives together, per peer in this order
+  std::vector<Move> moves;  // run first, in order
+  std::vector<Send> sends;  // then run together with the receives; in this order per peer
   std::vector<Recv> recvs;
 };
 
@@ -67,9 +67,9 @@ struct Schedule {
   std::vector<Step> steps;
 };
 
-// What a schedule is made for. `count` elements: of one block (all_gather, reduce_scatter, gather,
-// scatter, all_to_all), or of the whole buffer (all_reduce, broadcast, reduce). Ragged all_to_all
-// gives the counts of each peer instead.
+// What a schedule is made for. `count` is the number of elements of one block (all_gather,
+// reduce_scatter, gather, scatter, all_to_all) or of the whole buffer (all_reduce, broadcast,
+// reduce). Ragged all_to_all gives counts for each peer instead.
 struct ScheduleRequest {
   OpCode op = OpCode::kBarrier;
   Algorithm algorithm = Algorithm::kAuto;
@@ -81,14 +81,14 @@ struct ScheduleRequest {
   bool average = false;
   std::vector<size_t> in_counts;   // ragged all_to_all: elements for each peer
   std::vector<size_t> out_counts;  // ... and from each
-  // The node of each group rank, numbered by first appearance; empty: all share one. Only
-  // kHierarchical and the costs look at it.
+  // The node of each group rank, numbered by first appearance; empty: all share one. Used only by
+  // kHierarchical and the costs.
   std::vector<int> nodes;
 
   bool operator==(const ScheduleRequest&) const = default;
 };
 
-// Throws InvalidUsage for an algorithm that the operation does not have, naming those that it has.
+// Throws InvalidUsage for an algorithm that the operation does not have, listing those it has.
 Schedule makeSchedule(const ScheduleRequest& request);
 // The algorithms of an operation; the first is the default.
 const std::vector<Algorithm>& algorithmsOf(OpCode op);

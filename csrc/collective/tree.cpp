@@ -14,7 +14,7 @@ void binomialBroadcast(Builder& b) {
     while ((relative & bit) == 0) bit *= 2;
     b.step().recvs.push_back({b.mod(b.r() - bit), data});
   }
-  // To the subtree, largest half first.
+  // Sends to the children, largest subtree first.
   for (bit /= 2; bit > 0; bit /= 2) {
     if (relative + bit < b.p()) b.step().sends.push_back({b.mod(b.r() + bit), data});
   }
