@@ -1,4 +1,4 @@
-// Checks of arguments that every device makes.
+// Checks of arguments, common to all devices.
 #pragma once
 
 #include <cstddef>

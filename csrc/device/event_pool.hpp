@@ -1,5 +1,4 @@
-// Events that are used again: making one costs a driver call, and an operation or an offload
-// records several.
+// Reuses events: creating one costs a driver call, and each operation or offload records several.
 #pragma once
 
 #include <memory>
@@ -10,19 +9,19 @@
 
 namespace hdpcomm {
 
-// An event that was recorded. The last holder gives it back to its pool; a wait that was enqueued
-// on it keeps its point (device_api.hpp), so that holding it longer is never needed.
+// A recorded event. Dropping the last reference returns it to its pool; waits that are already
+// enqueued on it keep their point (device_api.hpp), so it need not be held for them.
 using Fence = std::shared_ptr<const Event>;
 
-// Thread-safe. Made by make_shared: its fences hold it.
+// Thread-safe. Create with make_shared: its fences keep a reference.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(DevicePtr device) : device_(std::move(device)) {}
 
-  // Lent until give(); it may still bear an earlier record.
+  // Lends an event until give(); it may still hold an earlier record.
   OwnedEvent take();
   void give(OwnedEvent event);
-  // The end of what the stream has been given.
+  // Records a fence behind all work submitted to the stream so far.
   Fence record(Stream stream, Site site = std::source_location::current());
 
  private:

@@ -1,5 +1,5 @@
-// RAII for what a DeviceApi hands out. Move-only; the destructor frees, never waits for streams and
-// never throws, so the owner makes sure that the work is done (device_api.hpp).
+// RAII for the handles of a DeviceApi. Move-only; the destructor frees, never waits for streams and
+// never throws, so the owner has to make sure that the work is done (device_api.hpp).
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ namespace hdpcomm {
 
 using DevicePtr = std::shared_ptr<DeviceApi>;
 
-// `Release(device, value)` frees a value; a default-made value owns nothing.
+// `Release(device, value)` frees a value; a default-constructed handle owns nothing.
 template <typename Value, void (*Release)(DeviceApi&, Value)>
 class DeviceHandle {
  public:

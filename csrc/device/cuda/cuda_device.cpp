@@ -101,7 +101,7 @@ bool CudaDevice::query(Event event) {
   return true;
 }
 
-// Polls, because the driver's own wait knows no deadline.
+// Polls, because the driver's own wait has no deadline.
 void CudaDevice::synchronize(Event event, double timeout_s, const InterruptCheck& check,
                              Site site) {
   device::checkTimeout(timeout_s);
@@ -117,7 +117,7 @@ void CudaDevice::synchronize(Event event, double timeout_s, const InterruptCheck
                                            std::to_string(timeout_s) + " s (synchronize at " +
                                            (slash == nullptr ? site.file : slash + 1) + ":" +
                                            std::to_string(site.line) + ", " + name_ +
-                                           "): a stream may stand at a flag that nobody writes");
+                                           "): a stream may wait for a flag that nobody writes");
     }
     if (check && now >= next_check) {
       check();
@@ -173,7 +173,7 @@ void CudaDevice::fill(void* dst, unsigned char value, size_t bytes, Stream strea
 void CudaDevice::writeValue(Stream stream, uint32_t* flag, uint32_t value, Site) {
   device::checkFlag("writeValue", flag);
   const Guard guard(*this);
-  // Relaxed: whoever still sees true asks the driver again.
+  // Relaxed: a thread that still sees true just asks the driver again.
   if (memory_operations_.load(std::memory_order_relaxed)) {
     const Result result =
         driver_->cuStreamWriteValue32_v2(raw(stream), pointer(flag), value, kWriteDefault);
@@ -235,7 +235,8 @@ std::shared_ptr<DeviceApi> openCudaDevice(int ordinal) {
 
 namespace {
 
-int ofDriver(cuda::Result (*cuda::Driver::*function)(int*)) noexcept {
+// The number that a function of the driver returns; 0 where there is no driver.
+int askDriver(cuda::Result (*cuda::Driver::*function)(int*)) noexcept {
   try {
     const auto driver = cuda::Driver::open(cuda::kDriverLibrary);
     int value = 0;
@@ -247,8 +248,8 @@ int ofDriver(cuda::Result (*cuda::Driver::*function)(int*)) noexcept {
 
 }  // namespace
 
-int cudaDeviceCount() noexcept { return ofDriver(&cuda::Driver::cuDeviceGetCount); }
+int cudaDeviceCount() noexcept { return askDriver(&cuda::Driver::cuDeviceGetCount); }
 
-int cudaDriverVersion() noexcept { return ofDriver(&cuda::Driver::cuDriverGetVersion); }
+int cudaDriverVersion() noexcept { return askDriver(&cuda::Driver::cuDriverGetVersion); }
 
 }  // namespace hdpcomm

@@ -1,4 +1,4 @@
-// The real device, by the driver's API.
+// A CUDA device, through the driver API.
 #pragma once
 
 #include <atomic>
@@ -12,9 +12,9 @@
 namespace hdpcomm::cuda {
 
 // Memory is shared between processes by legacy IPC handles: 64 plain bytes that any process of the
-// host can open, nothing to be passed beside them (a VMM handle is a descriptor, which needs a
-// socket or pidfd_getfd), several processes on one GPU included. The driver cannot open a handle in
-// the process that made it; then the address itself is taken.
+// host can open, also on the same GPU, and that need nothing passed beside them (a VMM handle is a
+// descriptor, which needs a socket or pidfd_getfd). The driver cannot open a handle in the process
+// that made it; there the address itself is used.
 class CudaDevice final : public DeviceApi {
  public:
   CudaDevice(std::shared_ptr<const Driver> driver, int ordinal);
@@ -62,7 +62,7 @@ class CudaDevice final : public DeviceApi {
   void annotateAcquire(uint64_t) override {}
 
  private:
-  class Guard;  // makes the context current, and puts back the one before
+  class Guard;  // makes the context current, and restores the previous one
   struct Import {
     std::string key;  // the handle's bytes
     bool opened = false;
@@ -70,15 +70,15 @@ class CudaDevice final : public DeviceApi {
   };
 
   void enablePeer(int other_ordinal);
-  void releaseMemory() noexcept;  // what the owner left behind
+  void releaseMemory() noexcept;  // frees what the owner did not free
 
   std::shared_ptr<const Driver> driver_;
   int ordinal_;
   std::string name_;
   Ordinal device_ = 0;
   Context context_ = nullptr;
-  std::atomic<bool> memory_operations_{true};  // until the driver says that it has none
-  std::mutex mutex_;                           // the two below
+  std::atomic<bool> memory_operations_{true};  // false once the driver has refused one
+  std::mutex mutex_;                           // guards imports_ and pinned_
   std::map<void*, Import> imports_;
   std::map<void*, size_t> pinned_;
 };

@@ -1,4 +1,4 @@
-// Memory of the real device.
+// Memory of CUDA devices: allocation, pinning, and sharing between processes.
 #include <cstring>
 #include <random>
 
@@ -10,15 +10,15 @@ namespace hdpcomm::cuda {
 namespace {
 
 constexpr uint64_t kMagic = 0x3130616475637068;  // "hpcuda01"
-// An IPC handle opens the driver's whole block: with 2 MiB each, no other allocation lies in it.
+// An IPC handle opens the driver's whole block; allocations of 2 MiB each share it with no other.
 constexpr size_t kBlock = size_t{2} << 20;
 
 struct HandleContent {
   uint64_t magic = 0;
-  uint64_t process = 0;  // drawn at random: process numbers come again, and differ by namespace
+  uint64_t process = 0;  // random: pids are reused, and differ between namespaces
   int64_t ordinal = 0;
   uint64_t address = 0;  // in the exporting process
-  uint64_t serial = 0;   // of the allocation: an address comes again
+  uint64_t serial = 0;   // of the allocation: addresses are reused
   IpcHandle ipc{};
 };
 static_assert(sizeof(HandleContent) <= MemoryHandle::kBytes);
@@ -31,7 +31,7 @@ uint64_t thisProcess() {
   return token;
 }
 
-// Device memory of this process, so that a rank that is a thread can import what another exported.
+// Device memory of this process, so that ranks that are threads can import each other's memory.
 struct Allocation {
   const void* owner = nullptr;
   uint64_t serial = 0;
@@ -147,7 +147,8 @@ void CudaDevice::enablePeer(int other_ordinal) {
   Ordinal other = 0;
   HDP_CUDA(*driver_, cuDeviceGet(&other, other_ordinal));
   Context context = nullptr;
-  // To learn its handle; the owner of the memory, a device of this process, keeps it alive.
+  // Retained only to learn its handle; the owner of the memory, a device of this process, keeps the
+  // context alive.
   HDP_CUDA(*driver_, cuDevicePrimaryCtxRetain(&context, other));
   const Result result = driver_->cuCtxEnablePeerAccess(context, 0);
   driver_->cuDevicePrimaryCtxRelease_v2(other);

@@ -1,5 +1,5 @@
-// The CUDA driver, opened when it is first needed. The declarations are our own (CPU builds have no
-// cuda.h), written after the CUDA 13.0 driver API reference; driver_check.cu compares them with
+// The CUDA driver, opened on first use. The declarations are our own, since CPU builds have no
+// cuda.h; they follow the CUDA 13.0 driver API reference, and driver_check.cu compares them with
 // cuda.h where there is one.
 #pragma once
 
@@ -38,7 +38,7 @@ inline constexpr unsigned kIpcLazyPeerAccess = 1;
 inline constexpr unsigned kWaitGeq = 0;
 inline constexpr unsigned kWriteDefault = 0;  // with a fence before the write
 
-// name in the library, then result and arguments
+// Name in the library, then the types of the arguments; all return a Result.
 #define HDP_DRIVER_FUNCTIONS(X)                                         \
   X(cuInit, unsigned)                                                   \
   X(cuDriverGetVersion, int*)                                           \
@@ -81,21 +81,21 @@ struct Driver {
   HDP_DRIVER_FUNCTIONS(HDP_DRIVER_MEMBER)
 #undef HDP_DRIVER_MEMBER
 
-  // Opens and initialises it; throws DeviceError with what is missing.
+  // Opens and initialises the driver; throws DeviceError that says what is missing.
   static std::shared_ptr<const Driver> open(const char* library);
   // "CUDA_ERROR_OUT_OF_MEMORY: out of memory"
   std::string describe(Result result) const;
-  // Throws DeviceError with the call's text and place where the result is an error.
+  // Throws DeviceError with the call's text and place if the result is an error.
   void check(Result result, const char* call, const char* file, int line) const;
 };
 
 inline constexpr const char* kDriverLibrary = "libcuda.so.1";
 
-// For tests of the calls that are made: a device of another library.
+// Opens a device through another library; tests pass one that records the calls.
 std::shared_ptr<DeviceApi> openDevice(const char* library, int ordinal);
 
-// For drivers without stream memory operations: kernels of one thread. The wait keeps an SM's slot
-// for as long as it waits.
+// For drivers without stream memory operations: kernels of one thread. The waiting one occupies a
+// slot of an SM as long as it waits.
 void launchWriteValue(uint32_t* flag, uint32_t value, void* stream);
 void launchWaitValue(const uint32_t* flag, uint32_t value, void* stream);
 

@@ -26,7 +26,7 @@ static_assert(sizeof(IpcHandle) == sizeof(CUipcMemHandle));
 static_assert(sizeof(Pointer) == sizeof(CUdeviceptr) && std::is_unsigned_v<CUdeviceptr>);
 static_assert(sizeof(Ordinal) == sizeof(CUdevice) && sizeof(Result) == sizeof(CUresult));
 
-// As many arguments, of the same sizes.
+// Whether two functions have as many arguments, of the same sizes.
 template <typename Ours, typename Theirs>
 struct Alike : std::false_type {};
 template <typename... Ours, typename... Theirs>

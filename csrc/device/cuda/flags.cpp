@@ -8,8 +8,8 @@ namespace {
 
 [[noreturn]] void throwNoKernels() {
   throw Error(ErrorKind::kDevice,
-              "this driver has no stream memory operations, and this build of hdpcomm no kernels "
-              "that could stand for them: build it with a CUDA compiler");
+              "this driver has no stream memory operations, and this build of hdpcomm has no "
+              "kernels to replace them: build it with a CUDA compiler");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Flags without stream memory operations.
+// Kernels that write and await flags, for drivers without stream memory operations.
 #include <cuda_runtime.h>
 
 #include <cuda/atomic>

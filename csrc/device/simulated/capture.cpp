@@ -36,12 +36,12 @@ Capture::Moment Capture::moment(const FastStream* stream) {
   return {shared_from_this(), lane, counts_[lane]};
 }
 
-// Backwards from the end of the first lane: how far each lane is waited for.
+// Walks backwards from the end of the first lane to find how far it waits for each other lane.
 void Capture::end() {
   ended_ = true;
   std::vector<size_t> reached(counts_.size());
   reached[0] = counts_[0];
-  std::vector<size_t> place = counts_;  // of the operation before, by lane
+  std::vector<size_t> place = counts_;  // by lane: position of the operation last visited
   bool joined = true;
   for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
     const size_t own = --place[node->lane];
@@ -70,7 +70,7 @@ void Capture::launch(Stream stream) {
     waiting.submit({std::move(op), std::move(point)});
   };
   const Point begin{caller, caller->submitted()};
-  std::vector<uint64_t> before;  // operations of each lane when this launch begins
+  std::vector<uint64_t> before;  // by lane: operations submitted before this launch
   for (const auto& lane : streams_) {
     waitFor(*lane, begin, {});
     before.push_back(lane->submitted());

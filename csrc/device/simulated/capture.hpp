@@ -1,4 +1,4 @@
-// What a capture keeps, and the graph that it becomes.
+// A stream capture of a simulated device, and the graph that it becomes.
 #pragma once
 
 #include <functional>
@@ -11,12 +11,12 @@
 
 namespace hdpcomm::sim {
 
-// Under its device's lock while it is made.
+// Guarded by its device's lock until end().
 class Capture final : public SimGraph, public std::enable_shared_from_this<Capture> {
  public:
-  // A moment of a stream: when so many of its operations are done.
+  // A point of a captured stream: after the first `count` operations of its lane.
   struct Moment {
-    std::shared_ptr<Capture> capture;  // null: of no capture
+    std::shared_ptr<Capture> capture;  // null: the stream was not captured
     size_t lane = 0;
     size_t count = 0;
   };
@@ -30,15 +30,15 @@ class Capture final : public SimGraph, public std::enable_shared_from_this<Captu
   uint64_t number() const { return number_; }
   bool isOrigin(const FastStream* stream) const { return lane_of_.at(stream) == 0; }
   void add(const FastStream* stream, Op op);
-  // The stream takes part from here on, if it did not.
+  // Adds the stream to the capture if it does not take part yet.
   void wait(const FastStream* stream, const Moment& moment, Site site);
   Moment moment(const FastStream* stream);
-  // Throws InvalidUsage unless all lanes have come back to the first.
+  // Throws InvalidUsage unless the first lane waits for all work of the others.
   void end();
   bool ended() const { return ended_; }
   void launch(Stream stream) override;
 
-  // Gives what launch() needs of its device.
+  // Tells launch() how to find a stream of the device.
   using Find = std::function<std::shared_ptr<FastStream>(Stream)>;
   void setFind(Find find) { find_ = std::move(find); }
 
@@ -46,7 +46,7 @@ class Capture final : public SimGraph, public std::enable_shared_from_this<Captu
   struct Node {
     size_t lane;
     Op op;
-    size_t after_lane = 0;  // kWaitEvent: so many operations of this lane
+    size_t after_lane = 0;  // kWaitEvent: waits for the first after_count operations of this lane
     size_t after_count = 0;
   };
 
@@ -54,7 +54,7 @@ class Capture final : public SimGraph, public std::enable_shared_from_this<Captu
   uint64_t number_;
   std::shared_ptr<DeviceState> device_;
   std::map<const FastStream*, size_t> lane_of_;
-  std::vector<size_t> counts_;  // of operations, by lane
+  std::vector<size_t> counts_;  // by lane: number of operations
   std::vector<Node> nodes_;
   Find find_;
   std::vector<std::shared_ptr<FastStream>> streams_;  // by lane, from the first launch on

@@ -11,7 +11,7 @@ namespace hdpcomm {
 namespace sim {
 namespace {
 
-// Who imports memory has heard of it from who exported it.
+// Key by which an import is ordered after the export of the same memory.
 uint64_t keyOf(const MemoryHandle& handle) {
   uint64_t key = 0xcbf29ce484222325;  // FNV-1a
   for (const unsigned char byte : handle.bytes) key = (key ^ byte) * 0x100000001b3;

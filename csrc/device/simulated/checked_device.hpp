@@ -1,4 +1,4 @@
-// SimDevice's check mode: writes every call down in the session.
+// SimDevice's check mode: records every call in the session.
 #pragma once
 
 #include <memory>
@@ -12,11 +12,11 @@ struct RecordMark {
   NodeId node = kNoNode;
 };
 
-// A stream stands for its entity in the session, an event for the node of its last record.
+// A stream handle maps to its entity in the session, an event to the node of its last record.
 class CheckedDevice final : public SimStreamDevice<int, RecordMark> {
  public:
   CheckedDevice(int ordinal, std::shared_ptr<Session> session);
-  ~CheckedDevice() override { session_->bury(MemoryTable::get().releaseAll(this)); }
+  ~CheckedDevice() override { session_->keepMapped(MemoryTable::get().releaseAll(this)); }
 
   std::string name() const override { return "sim, checked"; }
 

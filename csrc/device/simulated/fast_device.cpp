@@ -45,7 +45,8 @@ void FastDevice::destroyStream(Stream stream) {
 }
 
 std::shared_ptr<Capture> FastDevice::capturing(const FastStream* stream) {
-  if (!has_captured_.load(std::memory_order_relaxed)) return nullptr;  // the caller's own order
+  // Relaxed: the caller has to order the begin of a capture before other calls on its streams.
+  if (!has_captured_.load(std::memory_order_relaxed)) return nullptr;
   const std::lock_guard lock(mutex_);
   const auto found = captures_.find(stream);
   return found != captures_.end() ? found->second : nullptr;
@@ -137,7 +138,7 @@ void FastDevice::await(const Point& point, double timeout_s, const InterruptChec
     if (!done) {
       throw Error(ErrorKind::kTimeout, "device work did not end within " +
                                            std::to_string(timeout_s) + " s (synchronize at " +
-                                           placeOf(site) + "): " + point.stream->standing());
+                                           placeOf(site) + "): " + point.stream->progressText());
     }
   }
   checkFault();

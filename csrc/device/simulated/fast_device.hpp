@@ -1,4 +1,4 @@
-// SimDevice's fast mode: each stream is a thread, events are counts of finished operations.
+// SimDevice's fast mode: each stream has a thread, events are counts of finished operations.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Poi
   ~FastDevice() override;
 
   std::string name() const override { return "sim"; }
-  // For tests: from now on so many more streams get a thread; then the system has none left.
+  // For tests: only `count` more streams get a thread; starting another one fails.
   void limitThreads(int count) { state_->threads_left.store(count); }
 
   void* allocate(size_t bytes, Site) override {
@@ -63,12 +63,12 @@ class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Poi
   void await(const Point& point, double timeout_s, const InterruptCheck& check, Site site);
 
   std::shared_ptr<DeviceState> state_ = std::make_shared<DeviceState>();
-  // Under mutex_: destroyed, their threads may still run.
+  // Destroyed streams whose threads may still run; under mutex_.
   std::vector<std::shared_ptr<FastStream>> retired_;
   std::map<const FastStream*, std::shared_ptr<Capture>> captures_;  // under mutex_, as below
   std::map<uintptr_t, Capture::Moment> captured_events_;            // last recorded in a capture
   uint64_t next_capture_ = 1;
-  std::atomic<bool> has_captured_{false};  // ever
+  std::atomic<bool> has_captured_{false};  // whether any capture has ever begun
 };
 
 }  // namespace hdpcomm::sim

@@ -8,17 +8,18 @@ namespace {
 
 constexpr size_t kShortBytes = 32768;
 
-void pulse(uint32_t* word) { storeWord(word, loadWord(word) + 1); }
+// Changes a futex word, which wakes its waiters.
+void bump(uint32_t* word) { storeWord(word, loadWord(word) + 1); }
 
 }  // namespace
 
 bool Point::done() const { return stream == nullptr || stream->completed() >= ticket; }
 
 FastStream::~FastStream() {
-  if (thread_.joinable()) thread_.detach();  // it has ended, or is this one
+  if (thread_.joinable()) thread_.detach();  // it has ended, or is the calling thread
 }
 
-bool FastStream::shortNow(const FastOp& item) const {
+bool FastStream::runsAtOnce(const FastOp& item) const {
   switch (item.op.kind) {
     case OpKind::kWaitEvent:
       return item.point.done();
@@ -33,7 +34,7 @@ bool FastStream::shortNow(const FastOp& item) const {
 
 void FastStream::ensureThread() {
   if (thread_.joinable()) return;
-  // Relaxed: a number, which orders nothing.
+  // Relaxed: a plain count that orders nothing.
   if (device_->threads_left.fetch_sub(1, std::memory_order_relaxed) <= 0) {
     throw std::system_error(EAGAIN, std::generic_category(), "no thread for a stream");
   }
@@ -42,8 +43,8 @@ void FastStream::ensureThread() {
 
 void FastStream::submit(FastOp item) {
   std::unique_lock lock(mutex_);
-  const bool at_once = !busy_ && queue_.empty() && shortNow(item);
-  if (!at_once) ensureThread();  // may throw, and then nothing has happened
+  const bool at_once = !busy_ && queue_.empty() && runsAtOnce(item);
+  if (!at_once) ensureThread();  // may throw; nothing has changed by then
   submitted_.fetch_add(1, std::memory_order_relaxed);
   if (at_once) {
     busy_ = true;
@@ -56,7 +57,7 @@ void FastStream::submit(FastOp item) {
   } else {
     queue_.push(std::move(item));
   }
-  pulse(&work_pulse_);
+  bump(&work_word_);
 }
 
 void FastStream::run() {
@@ -66,10 +67,10 @@ void FastStream::run() {
       std::unique_lock lock(mutex_);
       if (busy_ || queue_.empty()) {
         if (queue_.empty() && !busy_ && closing_) break;
-        const uint32_t seen = loadWord(&work_pulse_);
+        const uint32_t seen = loadWord(&work_word_);
         lock.unlock();
         waitFor(
-            &work_pulse_, [&] { return loadWord(&work_pulse_) != seen; }, [] { return true; },
+            &work_word_, [&] { return loadWord(&work_word_) != seen; }, [] { return true; },
             std::chrono::seconds(60));
         continue;
       }
@@ -86,7 +87,7 @@ void FastStream::run() {
     busy_ = false;
     current_.reset();
   }
-  // Release: the reaper joins at once.
+  // Release: a thread that sees it can join this one without waiting.
   ended_.store(true, std::memory_order_release);
 }
 
@@ -98,7 +99,7 @@ bool FastStream::awaitFlag(const FlagValue& flag) const {
 
 void FastStream::perform(FastOp& item) {
   Op& op = item.op;
-  // A device that failed does nothing any more, as a CUDA context after a fault.
+  // A failed device does nothing any more, like a CUDA context after a fault.
   if (device_->faulty.load(std::memory_order_acquire) || device_->stop.load()) return;
   switch (op.kind) {
     case OpKind::kCopy:
@@ -136,19 +137,19 @@ void FastStream::performKernel(KernelLaunch& kernel) {
     }
     device_->faulty.store(true, std::memory_order_release);
   }
-  kernel.cpu = nullptr;  // what it held is dropped before anybody hears of its end
+  kernel.cpu = nullptr;  // releases what it captured before its end becomes visible
   if (device_->faulty.load(std::memory_order_relaxed)) return;
   for (const FlagValue& flag : kernel.signals) storeWord(flag.flag, flag.value);
 }
 
 void FastStream::complete() {
-  // Release: what the operation wrote is before its count. seq_cst with waiters_: either this
+  // Release: the operation's writes happen before its count. seq_cst with waiters_: either this
   // thread sees the waiter, or the waiter sees the count before it sleeps.
   completed_.fetch_add(1, std::memory_order_seq_cst);
-  if (waiters_.load(std::memory_order_seq_cst) > 0) pulse(&done_pulse_);
+  if (waiters_.load(std::memory_order_seq_cst) > 0) bump(&done_word_);
 }
 
-bool FastStream::waitCompleted(uint64_t ticket, const std::function<bool()>& go_on) {
+bool FastStream::waitCompleted(uint64_t ticket, const std::function<bool()>& keep_waiting) {
   if (completed() >= ticket) return true;
   waiters_.fetch_add(1, std::memory_order_seq_cst);
   struct Leave {
@@ -156,14 +157,15 @@ bool FastStream::waitCompleted(uint64_t ticket, const std::function<bool()>& go_
     ~Leave() { waiters.fetch_sub(1, std::memory_order_seq_cst); }
   } leave{waiters_};
   return waitFor(
-      &done_pulse_, [&] { return completed_.load(std::memory_order_seq_cst) >= ticket; }, go_on);
+      &done_word_, [&] { return completed_.load(std::memory_order_seq_cst) >= ticket; },
+      keep_waiting);
 }
 
 void FastStream::close() {
   const std::lock_guard lock(mutex_);
   closing_ = true;
   if (thread_.joinable()) {
-    pulse(&work_pulse_);
+    bump(&work_word_);
   } else {
     ended_.store(true, std::memory_order_release);
   }
@@ -180,7 +182,7 @@ void FastStream::join() {
   thread.join();
 }
 
-std::string FastStream::standing() {
+std::string FastStream::progressText() {
   const std::lock_guard lock(mutex_);
   std::string text;
   if (!current_) {

@@ -16,28 +16,28 @@ namespace hdpcomm::sim {
 
 class FastStream;
 
-// The end of everything that a stream had been given at some moment.
+// A position in a stream: the end of the first `ticket` operations submitted to it.
 struct Point {
-  std::shared_ptr<FastStream> stream;  // null: done
+  std::shared_ptr<FastStream> stream;  // null: reached
   uint64_t ticket = 0;
   bool done() const;
 };
 
 // What the streams of a device share.
 struct DeviceState {
-  std::atomic<bool> stop{false};  // the device is being destroyed: nothing waits any more
+  std::atomic<bool> stop{false};  // the device is being destroyed: all waits end
   std::mutex mutex;
-  std::optional<Error> fault;  // the first one of a kernel
+  std::optional<Error> fault;  // the first fault of a kernel
   std::atomic<bool> faulty{false};
   std::atomic<int64_t> threads_left{INT64_MAX};  // for tests: how many more streams get one
 };
 
 struct FastOp {
   Op op;
-  Point point;  // kWaitEvent
+  Point point;  // kWaitEvent: what it waits for
 };
 
-// Made by make_shared: its thread holds it.
+// Create with make_shared: its thread keeps a reference.
 class FastStream : public std::enable_shared_from_this<FastStream> {
  public:
   explicit FastStream(std::shared_ptr<DeviceState> device) : device_(std::move(device)) {}
@@ -45,23 +45,23 @@ class FastStream : public std::enable_shared_from_this<FastStream> {
   FastStream(const FastStream&) = delete;
   FastStream& operator=(const FastStream&) = delete;
 
-  // Runs the operation at once when nothing is before it and it is short, else queues it: a wake of
-  // the thread costs more than a short copy.
+  // Runs a short operation on the calling thread if the stream is empty, else queues it: waking the
+  // stream's thread costs more than a short copy.
   void submit(FastOp item);
   uint64_t submitted() const { return submitted_.load(std::memory_order_relaxed); }
-  // Acquire: who sees the count sees what these operations wrote.
+  // Acquire: a reader of the count sees what these operations wrote.
   uint64_t completed() const { return completed_.load(std::memory_order_acquire); }
-  // False when go_on() said so before the ticket was reached.
-  bool waitCompleted(uint64_t ticket, const std::function<bool()>& go_on);
+  // False if keep_waiting() returned false before the ticket was reached.
+  bool waitCompleted(uint64_t ticket, const std::function<bool()>& keep_waiting);
   // The thread ends when the queue is empty; join waits for that.
   void close();
   void join();
   bool threadEnded() const { return ended_.load(std::memory_order_acquire); }
-  // Where it stands: "waitValue(0x7f.., >= 3), called at a.cpp:7, ...".
-  std::string standing();
+  // For messages: "it stands at waitValue(0x7f.., >= 3), called at a.cpp:7, ...".
+  std::string progressText();
 
  private:
-  bool shortNow(const FastOp& item) const;
+  bool runsAtOnce(const FastOp& item) const;
   void ensureThread();
   void run();
   void perform(FastOp& item);
@@ -70,18 +70,18 @@ class FastStream : public std::enable_shared_from_this<FastStream> {
   void complete();
 
   std::shared_ptr<DeviceState> device_;
-  std::mutex mutex_;  // queue_, busy_, closing_, current_, thread_
+  std::mutex mutex_;  // guards queue_, busy_, closing_, current_, thread_
   RingQueue<FastOp> queue_;
-  bool busy_ = false;  // somebody performs an operation
+  bool busy_ = false;  // an operation is running
   bool closing_ = false;
-  std::optional<Op> current_;  // the wait that the thread stands at
+  std::optional<Op> current_;  // the wait in which the thread is, if it is in one
   std::thread thread_;
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> completed_{0};
   std::atomic<int> waiters_{0};
   std::atomic<bool> ended_{false};
-  uint32_t work_pulse_ = 0;  // changes when the thread has something to do
-  uint32_t done_pulse_ = 0;  // changes after completed_
+  uint32_t work_word_ = 0;  // futex word; changes when the thread has something to do
+  uint32_t done_word_ = 0;  // futex word; changes after completed_
 };
 
 }  // namespace hdpcomm::sim

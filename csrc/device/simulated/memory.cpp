@@ -21,7 +21,7 @@ struct HandleContent {
   uint64_t magic = 0;
   int64_t pid = 0;
   int64_t fd = 0;
-  uint64_t inode = 0;  // tells whether the descriptor is still the exported memory
+  uint64_t inode = 0;  // shows whether the descriptor is still that of the exported memory
   uint64_t bytes = 0;
   uint64_t address = 0;  // in the exporting process
 };
@@ -171,7 +171,8 @@ void* MemoryTable::importMemory(const MemoryHandle& handle, const void* owner) {
   }
   Mapping mapping = map(content.bytes, MAP_SHARED | MAP_NORESERVE, fd.get());
   void* memory = mapping.data();
-  // There may be an import of freed memory of this process at the address, still to be closed.
+  // The table may still have an import of this process's own freed memory at the same address,
+  // which is to be closed later.
   Import& import = imports_[{owner, memory}];
   import.mapping = std::move(mapping);
   import.inode = static_cast<ino_t>(content.inode);

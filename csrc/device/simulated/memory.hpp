@@ -15,16 +15,16 @@
 
 namespace hdpcomm::sim {
 
-// One for the process: a rank that is a thread imports the memory of another one at its own
-// address. Thread-safe.
+// One per process, so that ranks that are threads import each other's memory at its own address.
+// Thread-safe.
 class MemoryTable {
  public:
   static MemoryTable& get();
 
   // `owner` is the device that allocates; only it may free.
   void* allocate(size_t bytes, const void* owner);
-  // Takes the block off the table and returns its mapping: whoever holds that decides when the
-  // memory is unmapped. Throws InvalidUsage for memory that the owner did not allocate.
+  // Removes the block from the table and returns its mapping, whose holder decides when the memory
+  // is unmapped. Throws InvalidUsage for memory that the owner did not allocate.
   Mapping release(void* memory, const void* owner);
   void* allocatePinned(size_t bytes, const void* owner);
   Mapping releasePinned(void* memory, const void* owner);
@@ -32,13 +32,13 @@ class MemoryTable {
   void unregisterPinned(void* memory);
 
   MemoryHandle exportMemory(void* memory, const void* owner);
-  // Imports belong to the device that makes them, too.
+  // An import belongs to the device that makes it.
   void* importMemory(const MemoryHandle& handle, const void* owner);
   void closeMemory(void* memory, const void* owner);
 
-  // Takes off the table what a device left behind; its imports are closed.
+  // Removes all blocks of a device from the table and closes its imports.
   std::vector<Mapping> releaseAll(const void* owner);
-  // Bytes that the block at this address has (its first byte), or 0.
+  // Bytes of the block that begins at this address, or 0.
   size_t blockBytes(const void* memory) const;
 
  private:

@@ -9,8 +9,8 @@ namespace hdpcomm::sim {
 
 uintptr_t newHandle() {
   static std::atomic<uintptr_t> next{0x1000};
-  // Relaxed: only different numbers are needed. One space for all devices, so that a handle of
-  // another device is found out.
+  // Relaxed: the numbers only have to differ. All devices share them, so that a handle of another
+  // device is recognised.
   return next.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -1,4 +1,4 @@
-// What both modes of SimDevice do alike.
+// Memory of a SimDevice, the same in both modes.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ class SimMemoryDevice : public DeviceApi {
   bool canAccessPeer(int other) const override {
     return std::find(out_of_reach_.begin(), out_of_reach_.end(), other) == out_of_reach_.end();
   }
-  // Before anybody else has the device.
+  // Call before the device is shared.
   void keepOutOfReach(std::vector<int> others) { out_of_reach_ = std::move(others); }
   bool isCapturing(Stream) override { return false; }
 

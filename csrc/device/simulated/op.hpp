@@ -1,4 +1,4 @@
-// What a simulated stream does, and the checks of arguments that both modes share.
+// Operations of a simulated stream, and the checks of their arguments.
 #pragma once
 
 #include <cstring>
@@ -35,7 +35,7 @@ struct Op {
   static Op wait(uint32_t* flag, uint32_t value, Site site);
   static Op launch(KernelLaunch kernel, Site site);
 
-  // Bytes that it touches: a measure of its time.
+  // Bytes that it reads and writes, as a measure of its time.
   size_t cost() const;
 };
 

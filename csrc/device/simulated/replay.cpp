@@ -147,9 +147,9 @@ void Replay::acquire(int entity, NodeId from) {
   acquire(entity, clock);
 }
 
-// The last writes that all satisfy the wait are those that it may have seen; a write that the wait
-// is ordered after already is the oldest of them.
-NodeId Replay::passedBy(NodeId wait) const {
+// The wait may have seen any of the latest writes that satisfy it, back to one that does not or to
+// one that it is already ordered after. Returns the oldest of these.
+NodeId Replay::writeSeenBy(NodeId wait) const {
   const Node& node = at(wait);
   const Clock& known = *snapshots_[static_cast<size_t>(node.entity)];
   NodeId found = kNoNode;
@@ -168,7 +168,7 @@ NodeId Replay::passedBy(NodeId wait) const {
 }
 
 const Replay::Clock* Replay::releasesBefore(NodeId last) {
-  std::vector<NodeId> chain;  // those that are not in releases_ yet
+  std::vector<NodeId> chain;  // releases that are not in releases_ yet
   for (NodeId each = last; each != kNoNode && !releases_.contains(each); each = at(each).record) {
     if (!replayed(each)) return nullptr;
     chain.push_back(each);
@@ -191,7 +191,8 @@ void Replay::step(NodeId id) {
   if (node.host != node.entity) acquire(node.entity, node.submitted);
   clocks_[static_cast<size_t>(id)] = snapshots_[static_cast<size_t>(node.entity)];
   if (!ignored(node)) {
-    lookForUnwritten(id);  // a flag's first value must be there before the wait, not by the wait
+    // Before the wait takes effect: it must not order itself after a first value.
+    findUnwritten(id);
     switch (node.kind) {
       case NodeKind::kWaitEvent:
       case NodeKind::kSynchronize:
@@ -199,9 +200,9 @@ void Replay::step(NodeId id) {
         acquire(node.entity, awaited(node));
         break;
       case NodeKind::kWaitValue:
-        acquire(node.entity, passedBy(id));
+        acquire(node.entity, writeSeenBy(id));
         break;
-      case NodeKind::kLoadFlag:  // the host may act on the value that it saw: on no other
+      case NodeKind::kLoadFlag:  // the host acts on the value that it read, so on that write only
         if (node.target != kNoNode && !ignored(at(node.target))) acquire(node.entity, node.target);
         break;
       case NodeKind::kAcquire:
@@ -220,7 +221,7 @@ void Replay::step(NodeId id) {
   for (const auto& [flag, value] : node.overwritten) flags_[flag].push_back({value, id});
 }
 
-void Replay::lookForUnwritten(NodeId id) {
+void Replay::findUnwritten(NodeId id) {
   const Node& node = at(id);
   std::vector<MemoryRange> reads = node.reads;
   if (node.kind == NodeKind::kWaitValue || node.kind == NodeKind::kLoadFlag) {
@@ -228,7 +229,7 @@ void Replay::lookForUnwritten(NodeId id) {
   }
   for (const MemoryRange& range : reads) {
     for (const Shadow::Bytes& bytes : shadow_.unwritten(range, id)) {
-      fresh_reads_.push_back({id, bytes});
+      unwritten_reads_.push_back({id, bytes});
     }
   }
 }

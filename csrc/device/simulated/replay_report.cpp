@@ -1,4 +1,4 @@
-// The sentences of a replay.
+// The texts of a replay's reports.
 #include <cstdlib>
 
 #include "device/simulated/replay.hpp"
@@ -13,7 +13,7 @@ const char* verb(AccessKind kind) {
     case AccessKind::kWrite:
       return "writes";
     case AccessKind::kFlagRead:
-      return "looks at the flag";
+      return "reads the flag";
     case AccessKind::kFlagWrite:
       return "sets the flag";
     case AccessKind::kFree:
@@ -52,7 +52,7 @@ std::string Replay::place(const std::byte* begin, const std::byte* end) const {
 
 void Replay::add(std::string kind, const CheckedOp& first, const CheckedOp& second,
                  std::string text) {
-  // Both orders of two lines are one finding.
+  // The same two lines in either order are one finding.
   const auto a = std::make_pair(std::string(first.site.file), first.site.line);
   const auto b = std::make_pair(std::string(second.site.file), second.site.line);
   const auto& [low, high] = std::minmax(a, b);
@@ -69,7 +69,7 @@ void Replay::touch(NodeId id, const MemoryRange& range, AccessKind kind) {
     NodeId second = id;
     AccessKind first_kind = conflict.earlier.kind;
     AccessKind second_kind = kind;
-    // Of one host thread, the program's order says which was meant to be first.
+    // For two operations of one host thread, program order shows which was meant to be first.
     if (at(first).host == at(second).host && first > second) {
       std::swap(first, second);
       std::swap(first_kind, second_kind);
@@ -94,8 +94,8 @@ void Replay::touch(NodeId id, const MemoryRange& range, AccessKind kind) {
 }
 
 void Replay::reportNeverWritten() {
-  for (const ReadOfFresh& read : fresh_reads_) {
-    if (raced_.contains(read.node)) continue;  // the missing wait says more
+  for (const UnwrittenRead& read : unwritten_reads_) {
+    if (raced_.contains(read.node)) continue;  // the report of the race says more
     const CheckedOp reader = describe(read.node, "reads");
     const auto block = std::prev(blocks_.upper_bound(read.bytes.begin));
     const CheckedOp maker = describe(block->second, "");
@@ -112,12 +112,12 @@ void Replay::reportDeadlocks() {
     if (next >= nodes.size()) continue;
     const Node& node = at(nodes[next]);
     if (node.kind != NodeKind::kWaitValue || !replayed(node.submitted)) continue;
-    // A flag that holds nothing explains more than the wait for it.
+    // An unwritten flag is reported as such: that explains more than the wait for it.
     acquire(entity, node.submitted);
     clocks_[static_cast<size_t>(nodes[next])] = snapshots_[static_cast<size_t>(entity)];
-    const size_t before = fresh_reads_.size();
-    lookForUnwritten(nodes[next]);
-    if (fresh_reads_.size() > before) continue;
+    const size_t before = unwritten_reads_.size();
+    findUnwritten(nodes[next]);
+    if (unwritten_reads_.size() > before) continue;
     const CheckedOp waiter = describe(nodes[next], "");
     const FlagWrite last = flags_.at(node.flag.flag).back();
     CheckedOp other{"nobody", "", node.site};

@@ -1,4 +1,4 @@
-// What a check writes down.
+// Recording the operations of a check.
 #include "device/simulated/session.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr unsigned char kNewPoison = 0xDB;
 constexpr unsigned char kFreedPoison = 0xDD;
-constexpr size_t kPoisonBytes = size_t{4} << 20;  // of a block: pages that nobody uses stay unused
+constexpr size_t kPoisonBytes = size_t{4} << 20;  // per block, so that unused pages stay unmapped
 
 std::mutex current_mutex;
 std::weak_ptr<Session> current_session;
@@ -115,12 +115,12 @@ NodeId Session::append(int entity, Node node) {
 
 NodeId Session::appendHost(Node node) { return append(host(), std::move(node)); }
 
-void Session::knowFlag(const uint32_t* flag) {
+void Session::addFlag(const uint32_t* flag) {
   if (!trace_.flags.contains(flag)) trace_.flags.emplace(flag, loadWord(flag));
 }
 
-// A plain write that has just been made went over these flags.
-void Session::lookAtFlags(NodeId id) {
+// Records which flags a plain write, which has just been made, has overwritten.
+void Session::noteOverwrittenFlags(NodeId id) {
   Node& node = at(id);
   for (const MemoryRange& range : node.writes) {
     const auto* begin = static_cast<const std::byte*>(range.data);
@@ -134,7 +134,7 @@ void Session::lookAtFlags(NodeId id) {
 }
 
 void Session::submitFlag(int stream, NodeKind kind, const FlagValue& flag, bool of_kernel, Op op) {
-  knowFlag(flag.flag);
+  addFlag(flag.flag);
   Node node;
   node.kind = kind;
   node.of_kernel = of_kernel;
@@ -263,12 +263,12 @@ void Session::freed(Mapping mapping, size_t bytes, Site site) {
     node.writes = {{mapping.data(), bytes}};
     appendHost(std::move(node));
   }
-  graveyard_.push_back(std::move(mapping));
+  freed_.push_back(std::move(mapping));
 }
 
-void Session::bury(std::vector<Mapping> mappings) {
+void Session::keepMapped(std::vector<Mapping> mappings) {
   const std::lock_guard lock(mutex_);
-  for (Mapping& mapping : mappings) graveyard_.push_back(std::move(mapping));
+  for (Mapping& mapping : mappings) freed_.push_back(std::move(mapping));
 }
 
 void Session::touched(NodeKind kind, const void* data, size_t bytes, Site site) {
@@ -279,13 +279,13 @@ void Session::touched(NodeKind kind, const void* data, size_t bytes, Site site) 
   node.site = site;
   (kind == NodeKind::kHostRead ? node.reads : node.writes) = {{data, bytes}};
   const NodeId id = appendHost(std::move(node));
-  if (kind == NodeKind::kHostWrite) lookAtFlags(id);
+  if (kind == NodeKind::kHostWrite) noteOverwrittenFlags(id);
 }
 
 void Session::storeFlag(uint32_t* flag, uint32_t value, Site site) {
   const std::lock_guard lock(mutex_);
   checkRunning();
-  knowFlag(flag);
+  addFlag(flag);
   Node node;
   node.kind = NodeKind::kStoreFlag;
   node.site = site;
@@ -298,7 +298,7 @@ void Session::storeFlag(uint32_t* flag, uint32_t value, Site site) {
 uint32_t Session::loadFlag(const uint32_t* flag, Site site) {
   const std::lock_guard lock(mutex_);
   checkRunning();
-  knowFlag(flag);
+  addFlag(flag);
   for (int i = static_cast<int>(random_() % 4); i > 0 && stepFor(kNoNode); --i) {
   }
   Node node;

@@ -1,4 +1,4 @@
-// One check: the record, and the machine that runs operations in an order of the seed's.
+// One check: records all operations, and runs them in an order that the seed chooses.
 #pragma once
 
 #include <condition_variable>
@@ -19,13 +19,13 @@
 namespace hdpcomm::sim {
 
 // Operations run on the host threads that wait for devices, one at a time under one lock. The seed
-// draws how (three ways, see kLazy) and which of the operations that could run is next. A
-// copy runs in pieces, with its destination spoilt from its beginning to its end. Thread-safe.
+// chooses one of three modes (see Mode) and which of the operations that can run is next. A copy
+// runs in pieces; until its end the rest of its destination holds poison. Thread-safe.
 class Session {
  public:
   explicit Session(uint64_t seed);
 
-  static std::shared_ptr<Session> current();  // null: no check runs
+  static std::shared_ptr<Session> current();  // null if no check runs
   static void begin(const std::shared_ptr<Session>& session);
   void end();
 
@@ -37,7 +37,7 @@ class Session {
   void submit(int stream, Op op);
   NodeId record(int stream, NodeId previous, Site site);
   void waitEvent(int stream, NodeId record, Site site);
-  // Looks at an event (record) or at the end of a stream.
+  // Query of an event, given by its record, and waits for it or for the end of a stream.
   bool query(NodeId record);
   void synchronizeEvent(NodeId record, double timeout_s, const DeviceApi::InterruptCheck& check,
                         Site site);
@@ -46,21 +46,21 @@ class Session {
 
   void allocated(void* memory, size_t bytes, Site site);
   void freed(Mapping mapping, size_t bytes, Site site);
-  // Keeps what a destroyed device left behind: operations that use it may still run.
-  void bury(std::vector<Mapping> mappings);
+  // Keeps the memory of a destroyed device mapped: operations that use it may still run.
+  void keepMapped(std::vector<Mapping> mappings);
   void touched(NodeKind kind, const void* data, size_t bytes, Site site);
   void storeFlag(uint32_t* flag, uint32_t value, Site site);
   uint32_t loadFlag(const uint32_t* flag, Site site);
   void ordered(NodeKind kind, uint64_t key);
 
   void checkEnded();
-  // After the end.
+  // Valid after the end.
   const Trace& trace() const { return trace_; }
   uint64_t seed() const { return seed_; }
 
  private:
-  // kLazy: only what the waiting host needs, as late as it can be. kRandom: anything, now and then.
-  // kEager: everything as soon as it can be.
+  // When operations run. kLazy: only what a waiting host needs, as late as possible. kRandom: any,
+  // at random moments. kEager: all, as soon as possible.
   enum class Mode : uint8_t { kLazy, kRandom, kEager };
   struct Waiter {
     double timeout_s = 0;
@@ -69,12 +69,12 @@ class Session {
     bool expired = false;
   };
   struct StreamState {
-    size_t next = 0;           // of the entity's nodes
+    size_t next = 0;           // index of the entity's next node
     size_t pieces = 0;         // of the copy that has begun
-    std::vector<size_t> left;  // those to come, in the order of their making from the back
+    std::vector<size_t> left;  // pieces not copied yet; the next one is at the back
   };
 
-  // All with the lock held.
+  // These need the lock.
   Node& at(NodeId id) { return trace_.nodes[static_cast<size_t>(id)]; }
   const Node& at(NodeId id) const { return trace_.nodes[static_cast<size_t>(id)]; }
   bool executed(NodeId id) const;
@@ -84,8 +84,8 @@ class Session {
   NodeId append(int entity, Node node);
   NodeId appendHost(Node node);
   void submitFlag(int stream, NodeKind kind, const FlagValue& flag, bool of_kernel, Op op);
-  void knowFlag(const uint32_t* flag);
-  void lookAtFlags(NodeId id);
+  void addFlag(const uint32_t* flag);
+  void noteOverwrittenFlags(NodeId id);
   bool enabled(int stream) const;
   void step(int stream);
   bool copyPiece(StreamState& state, const Op& op);  // true: that was the last one
@@ -95,9 +95,9 @@ class Session {
   void stepSome();
   void await(NodeId target, NodeId waiting, double timeout_s,
              const DeviceApi::InterruptCheck& check, std::unique_lock<std::mutex>& lock);
-  bool everybodyWaits() const;
+  bool allRanksWait() const;
   void expireOne();
-  std::string standing(NodeId target) const;
+  std::string progressText(NodeId target) const;
 
   const uint64_t seed_;
   const Mode mode_;
@@ -112,12 +112,12 @@ class Session {
   std::map<int, int> streams_of_device_;
   std::map<std::thread::id, int> hosts_;
   std::map<int, int> hosts_of_ranks_;
-  std::set<int> ranks_;  // hosts of the ranks that have entered and not left
+  std::set<int> ranks_;  // host entities of the ranks that have entered and not left
   std::vector<Waiter*> waiters_;
-  std::map<const uint32_t*, NodeId> writers_;  // the last one of each flag
-  std::map<uint64_t, NodeId> releases_;        // the last one of each key
+  std::map<const uint32_t*, NodeId> writers_;  // by flag: its last write
+  std::map<uint64_t, NodeId> releases_;        // by key: its last release
   uint64_t steps_ = 0;
-  std::vector<Mapping> graveyard_;  // freed blocks: mapped till the end, so that addresses differ
+  std::vector<Mapping> freed_;  // blocks stay mapped until the end, so that no address is reused
 };
 
 }  // namespace hdpcomm::sim

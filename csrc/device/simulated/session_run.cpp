@@ -1,4 +1,4 @@
-// How a check runs operations.
+// Running the operations of a check.
 #include <algorithm>
 #include <chrono>
 #include <ctime>
@@ -18,11 +18,12 @@ double processorSeconds() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-// The process stands still: nothing was submitted or run for a second, and nobody computed. Then a
-// host thread waits outside of the device's calls for one that waits in them.
-class Stillness {
+// Detects a stalled process: for a second nothing was submitted or run and no thread used the
+// processor. Then some host thread waits, outside of the device's calls, for one that waits in
+// them.
+class StallDetector {
  public:
-  bool seen(uint64_t progress) {
+  bool stalled(uint64_t progress) {
     const auto now = std::chrono::steady_clock::now();
     if (progress != progress_) {
       progress_ = progress;
@@ -94,7 +95,7 @@ void Session::execute(NodeId id, Op& op) {
                      std::string("kernel ") + op.kernel.name + " failed: " + error.what());
     }
   }
-  lookAtFlags(id);
+  noteOverwrittenFlags(id);
 }
 
 void Session::step(int stream) {
@@ -115,7 +116,7 @@ void Session::step(int stream) {
   ++state.next;
 }
 
-// For a host that waits in lazy mode, the stream that holds it up; else any one.
+// In lazy mode, for a host that waits: the stream that holds it up. Else any stream that can run.
 std::optional<int> Session::choose(NodeId wanted) {
   if (mode_ == Mode::kLazy && wanted != kNoNode && random_() % 8 != 0) {
     int stream = at(wanted).entity;
@@ -142,7 +143,7 @@ bool Session::stepFor(NodeId wanted) {
   return true;
 }
 
-// After a submission.
+// Called after every submission.
 void Session::stepSome() {
   changed_.notify_all();
   if (mode_ == Mode::kLazy) return;
@@ -151,18 +152,18 @@ void Session::stepSome() {
   }
 }
 
-bool Session::everybodyWaits() const {
+bool Session::allRanksWait() const {
   return !ranks_.empty() && waiters_.size() >= ranks_.size() &&
          std::all_of(ranks_.begin(), ranks_.end(), [&](int rank) {
            const auto& key = trace_.entities[static_cast<size_t>(rank)].key;
            return std::any_of(waiters_.begin(), waiters_.end(), [&](const Waiter* waiter) {
-             // One whose work is done has only not woken up yet.
+             // A waiter whose work is done just has not woken up yet.
              return waiter->key == key && !executed(waiter->target);
            });
          });
 }
 
-// Nothing can happen before a timeout, so the first one comes now.
+// Nothing can happen before a timeout, so the earliest one expires now.
 void Session::expireOne() {
   const auto first =
       std::min_element(waiters_.begin(), waiters_.end(), [&](const Waiter* a, const Waiter* b) {
@@ -174,7 +175,7 @@ void Session::expireOne() {
   changed_.notify_all();
 }
 
-std::string Session::standing(NodeId target) const {
+std::string Session::progressText(NodeId target) const {
   const int stream = at(target).entity;
   const Entity& entity = trace_.entities[static_cast<size_t>(stream)];
   const Node& node = at(entity.nodes[streams_.at(stream).next]);
@@ -201,24 +202,24 @@ void Session::await(NodeId target, NodeId waiting, double timeout_s,
     Waiter* self;
     ~Leave() { std::erase(waiters, self); }
   } leave{waiters_, &self};
-  Stillness stillness;
+  StallDetector stall;
   while (!executed(target)) {
     checkRunning();
     if (self.expired || std::chrono::steady_clock::now() > deadline) {
       at(waiting).abandoned = true;
       throw Error(ErrorKind::kTimeout,
                   "device work did not end within " + std::to_string(timeout_s) +
-                      " s (synchronize at " + placeOf(site) + "): " + standing(target) +
+                      " s (synchronize at " + placeOf(site) + "): " + progressText(target) +
                       (self.expired ? "; all ranks wait and nothing can run" : ""));
     }
     if (stepFor(target)) {
       changed_.notify_all();
       if (steps_ % 256 != 0) continue;
     } else {
-      if (everybodyWaits()) expireOne();
+      if (allRanksWait()) expireOne();
       if (self.expired) continue;
       changed_.wait_for(lock, std::chrono::milliseconds(50));
-      if (stillness.seen(steps_ + trace_.nodes.size())) expireOne();
+      if (stall.stalled(steps_ + trace_.nodes.size())) expireOne();
     }
     if (!check) continue;
     lock.unlock();

@@ -9,15 +9,15 @@ constexpr size_t kManyAccesses = 32;
 
 bool writes(AccessKind kind) { return kind != AccessKind::kRead && kind != AccessKind::kFlagRead; }
 
-bool ofFlag(AccessKind kind) {
+bool accessesFlag(AccessKind kind) {
   return kind == AccessKind::kFlagRead || kind == AccessKind::kFlagWrite;
 }
 
 bool conflict(AccessKind a, AccessKind b) {
-  return (writes(a) || writes(b)) && !(ofFlag(a) && ofFlag(b));
+  return (writes(a) || writes(b)) && !(accessesFlag(a) && accessesFlag(b));
 }
 
-// Does everything that conflicts with `earlier` conflict with `later`, too?
+// Whether every access that conflicts with `earlier` conflicts with `later`, too.
 bool covers(AccessKind later, AccessKind earlier) {
   for (const AccessKind other : {AccessKind::kRead, AccessKind::kWrite, AccessKind::kFlagRead,
                                  AccessKind::kFlagWrite, AccessKind::kFree}) {
@@ -117,7 +117,7 @@ std::vector<Shadow::Conflict> Shadow::access(const MemoryRange& range, const Acc
         found.push_back({earlier, each->first, segment.end});
       }
     }
-    if (segment.freed) continue;  // what came after the end of the memory changes nothing
+    if (segment.freed) continue;  // an access after the free is reported, but not remembered
     add(segment, access);
   }
   return found;

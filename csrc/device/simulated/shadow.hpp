@@ -1,4 +1,4 @@
-// Who touched which bytes, for the replay of a check.
+// Which operations accessed which bytes, for the replay of a check.
 #pragma once
 
 #include <functional>
@@ -16,13 +16,13 @@ struct Access {
   AccessKind kind = AccessKind::kRead;
 };
 
-// Keeps for every byte the accesses that a later one may conflict with. Where there are many, one
-// is dropped when a later one that is ordered after it conflicts with everything that it conflicts
-// with: whatever is not ordered with the dropped one is not ordered with the later one either, so a
-// program that has a race is never taken for one that has none, whatever the order of the replay.
+// Keeps, for every byte, the accesses that a later one may conflict with. If there are many, an
+// access is dropped when a later one, ordered after it, conflicts with everything that it conflicts
+// with: whatever is not ordered with the dropped access is not ordered with the later one either.
+// So a race is always reported, whatever the order of the replay.
 class Shadow {
  public:
-  // Is `earlier`, which was replayed before, ordered before `later`?
+  // Whether `earlier`, which was replayed before, is ordered before `later`.
   using Ordered = std::function<bool(NodeId earlier, NodeId later)>;
   struct Conflict {
     Access earlier;
@@ -35,13 +35,13 @@ class Shadow {
   };
 
   explicit Shadow(Ordered ordered) : ordered_(std::move(ordered)) {}
-  // New memory: nothing has touched it.
+  // Marks memory as new: nothing has accessed it.
   void allocate(const MemoryRange& range);
-  // Memory that is gone: every later access is a use after free.
+  // Marks memory as freed: every later access is a use after free.
   void free(const MemoryRange& range, NodeId node);
   // Adds an access, and returns what it conflicts with.
   std::vector<Conflict> access(const MemoryRange& range, const Access& access);
-  // Which of these bytes, of memory that was allocated here, has no write that is before the node?
+  // The bytes of these, in allocated memory, that no write ordered before the node has written.
   std::vector<Bytes> unwritten(const MemoryRange& range, NodeId node);
 
  private:
@@ -49,13 +49,13 @@ class Shadow {
     const std::byte* end = nullptr;
     bool allocated = false;
     bool freed = false;
-    std::vector<NodeId> first_writes;  // no write is before one of these
+    std::vector<NodeId> first_writes;  // writes that no other write is ordered before
     std::vector<Access> accesses;
   };
   using Segments = std::map<const std::byte*, Segment>;
 
   void split(const std::byte* at);
-  // The segments of exactly these bytes, made where there are none.
+  // The segments of exactly these bytes, created where there are none.
   std::pair<Segments::iterator, Segments::iterator> cover(const std::byte* begin,
                                                           const std::byte* end);
   void add(Segment& segment, const Access& access) const;

@@ -1,4 +1,4 @@
-// What both modes of SimDevice do alike with streams and events.
+// Streams and events of a SimDevice, the same in both modes.
 #pragma once
 
 #include <map>
@@ -9,8 +9,8 @@
 
 namespace hdpcomm::sim {
 
-// `StreamState` is what the handle of a stream stands for, `Mark` the last record of an event; a
-// default-made one was never recorded.
+// `StreamState` is what a stream's handle maps to, `Mark` the last record of an event; a
+// default-constructed one means never recorded.
 template <typename StreamState, typename Mark>
 class SimStreamDevice : public SimMemoryDevice {
  public:
@@ -47,7 +47,7 @@ class SimStreamDevice : public SimMemoryDevice {
  protected:
   explicit SimStreamDevice(int ordinal) : SimMemoryDevice(ordinal) {}
 
-  // Throws what the device has reported, if it has.
+  // Throws the fault that the device has reported, if any.
   virtual void checkFault() const {}
   virtual void submit(Op op, Stream stream) = 0;
 
@@ -72,7 +72,7 @@ class SimStreamDevice : public SimMemoryDevice {
     return stream;
   }
 
-  // What the stream stood for.
+  // Removes the stream and returns its state.
   StreamState remove(Stream stream) {
     if (stream == Stream{}) throwDefaultStream();
     StreamState state = find(stream);
@@ -86,7 +86,7 @@ class SimStreamDevice : public SimMemoryDevice {
     events_[event.handle] = std::move(point);
   }
 
-  mutable std::mutex mutex_;  // the two below
+  mutable std::mutex mutex_;  // guards streams_ and events_
   std::map<uintptr_t, StreamState> streams_;
   std::map<uintptr_t, Mark> events_;
 };

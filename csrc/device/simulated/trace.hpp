@@ -1,5 +1,5 @@
-// What a check writes down: the operations of every stream and host thread, in the order of each,
-// and what orders them across.
+// The record of a check: the operations of every stream and host thread in their order, and what
+// orders operations of different ones.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ enum class NodeKind : uint8_t {
 
 struct Node {
   NodeKind kind = NodeKind::kCopy;
-  bool of_kernel = false;  // kWriteValue and kWaitValue that a kernel does itself
+  bool of_kernel = false;  // kWriteValue and kWaitValue that are part of a kernel
   bool abandoned = false;  // a synchronize that timed out: it orders nothing
   const char* name = "";   // of a kernel
   Site site;
@@ -50,23 +50,23 @@ struct Node {
   size_t position = 0;         // in its entity
   NodeId submitted = kNoNode;  // last node of the submitting host thread before this one
   int host = 0;                // the submitting host thread, or the entity itself
-  // kRecord: the record of the same event before it. kWaitEvent and the synchronize and query of an
-  // event: the record that it looks at. kRelease, kAcquire: the release of the same key before it.
+  // kRecord: the previous record of the same event. kWaitEvent, and synchronize and query of an
+  // event: the record that it refers to. kRelease, kAcquire: the previous release of the same key.
   NodeId record = kNoNode;
-  // Synchronize of a stream: the stream's last node. kLoadFlag: the write that it saw.
+  // Synchronize of a stream: the stream's last node. kLoadFlag: the write whose value it read.
   NodeId target = kNoNode;
   FlagValue flag;  // flag operations; kLoadFlag: the value that was read
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;  // kAllocate, kFree, kHostFree: the memory
-  // Flags that a plain write went over, with what they held after it.
+  // Flags that a plain write has overwritten, with their values after it.
   std::vector<std::pair<const uint32_t*, uint32_t>> overwritten;
 };
 
 // A stream or a host thread.
 struct Entity {
   std::string name;
-  // Gives entities an order that does not depend on which host thread came first: {0, rank, n} of a
-  // host thread, {1, device, n-th stream} of a stream.
+  // Sorts entities independently of which host thread came first: {0, rank, n} for a host thread,
+  // {1, device, n-th stream} for a stream.
   std::vector<int64_t> key;
   std::vector<NodeId> nodes;
 };
@@ -74,7 +74,7 @@ struct Entity {
 struct Trace {
   std::deque<Node> nodes;
   std::deque<Entity> entities;
-  std::map<const uint32_t*, uint32_t> flags;  // with what they held when they were first named
+  std::map<const uint32_t*, uint32_t> flags;  // with their values when they were first used
 };
 
 const char* nodeName(NodeKind kind);
