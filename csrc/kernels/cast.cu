@@ -6,7 +6,7 @@ namespace hdpcomm::kernels {
 namespace {
 
 // kCount elements at a time: 16 bytes of the wider type, as many elements of the narrower one; or 1
-// where the two do not reach their boundaries together.
+// if the two buffers are not aligned to each other.
 template <typename To, typename From, int kCount>
 __global__ void __launch_bounds__(kThreads) castKernel(To* out, const From* in, Slices slices) {
   To* to = out + slices.head;

@@ -6,7 +6,7 @@
 
 namespace hdpcomm::kernels {
 
-// Calls `function` with a value of the type; false if conversions do not know it.
+// Calls `function` with a value of the type; false if there are no conversions of it.
 template <typename Function>
 bool withCastType(DType dtype, Function&& function) {
   switch (dtype) {

@@ -17,7 +17,7 @@ constexpr int64_t kLanes = 16;    // independent partial results, so that loops 
 
 template <typename T>
 struct Row {
-  // The running maximum of each lane over a chunk, which is widened on the way.
+  // Widens a chunk to fp32 and updates the running maximum of each lane.
   HDP_VECTOR_CLONES static void widenChunk(const T* logits, int64_t count, float* wide,
                                            float* maxima) {
     for (int64_t i = 0; i < count; ++i) wide[i] = widen(logits[i]);
@@ -109,7 +109,8 @@ void gradOfRows(const CrossEntropyGradArgs& args, int64_t begin, int64_t end) {
     const float scale = args.upstream[i * args.upstream_stride] *
                         (args.weights == nullptr ? 1.0f : args.weights[i]);
     const int64_t label = args.labels[i] - shape.first_column;
-    const float at_label = kind == LabelKind::kHere ? widen(row[label]) : 0.0f;  // before it goes
+    // Read now: the gradient may overwrite it.
+    const float at_label = kind == LabelKind::kHere ? widen(row[label]) : 0.0f;
     const TokenScale token = scaleOf({args.sums[i], args.sums[shape.tokens + i]}, scale);
     Row<T>::gradient(row, shape.columns, token, grad);
     if (kind == LabelKind::kHere) {

@@ -7,15 +7,15 @@ namespace hdpcomm::kernels {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kRowThreads = 512;        // of a block that takes one row
-constexpr int64_t kWarpColumns = 2048;  // shorter rows take a warp each
+constexpr int kRowThreads = 512;        // threads of a block that handles one row
+constexpr int64_t kWarpColumns = 2048;  // longest row that a single warp handles
 
 template <typename T>
 __device__ __forceinline__ void addValue(OnlineSum& row, T value) {
   row = joinSums(row, {widen(value), 1.0f});
 }
 
-// Adds kGroup vectors that lie `step` vectors apart: one new maximum and one rescaling for all.
+// Adds kGroup vectors, `step` vectors apart, with one new maximum and one rescaling for all.
 template <typename T, int kGroup>
 __device__ __forceinline__ void addVectors(OnlineSum& row, const T* vectors, int64_t first,
                                            int step) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void addVectors(OnlineSum& row, const T* vectors, int
   row = {max, sum};
 }
 
-// What `lane` of `threads` sees of a row.
+// The partial sum of thread `lane` of the `threads` that share a row.
 template <typename T>
 __device__ OnlineSum sumOfLane(const T* row, int64_t columns, int lane, int threads) {
   const Slices slices = sliceBuffer(row, columns, sizeof(T), false);
@@ -88,7 +88,7 @@ __device__ __forceinline__ LabelKind kindOf(const CrossEntropyShape& shape, int6
                    shape.total_columns);
 }
 
-// kThreadsPerRow is kWarp (several rows a block) or kRowThreads (one).
+// kThreadsPerRow is kWarp (several rows per block) or kRowThreads (one row per block).
 template <typename T, int kThreadsPerRow>
 __global__ void __launch_bounds__(kRowThreads, 2)
     statsKernel(const __grid_constant__ CrossEntropyStatsArgs args) {

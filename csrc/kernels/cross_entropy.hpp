@@ -33,16 +33,16 @@ struct CrossEntropyStatsArgs {
   float* stats = nullptr;
 };
 
-// A label that is neither a column nor ignore_index: InvalidUsage. Rows are independent, so the
-// result does not depend on num_threads.
+// Throws InvalidUsage for a label that is neither a column nor ignore_index. Rows are independent,
+// so the result does not depend on num_threads.
 void crossEntropyStatsCpu(const CrossEntropyStatsArgs& args, int num_threads);
 // Enqueues on `stream` (a cudaStream_t); a bad label makes the token's label logit NaN. Throws
 // InvalidUsage or, when the launch fails, DeviceError.
 void crossEntropyStatsCuda(const CrossEntropyStatsArgs& args, void* stream);
 
-// From the statistics of all shards, in their order (every rank gets the same bits): sums [2,
-// tokens], the largest logit and the sum over the whole vocabulary, and loss [tokens] = weight *
-// (log(sum(exp(logits))) - label's logit), 0 where ignored.
+// Combines the statistics of all shards, in their order (so every rank gets the same bits), into
+// sums [2, tokens]: the largest logit and the sum over the whole vocabulary; and into
+// loss [tokens] = weight * (log(sum(exp(logits))) - label's logit), 0 where ignored.
 struct CrossEntropyLossArgs {
   const float* stats = nullptr;  // [shards, 3, tokens]
   const int64_t* labels = nullptr;

@@ -1,4 +1,4 @@
-// What the CUDA launchers of this room share.
+// Shared by the CUDA launchers of this room.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ namespace hdpcomm::kernels {
 
 inline constexpr int kThreads = 256;
 
-// Kernels stride over what is left when this many blocks are not enough.
+// Most blocks of a grid; kernels loop over the rest of the work.
 inline constexpr int64_t kMaxBlocks = 1 << 16;
 
 // Blocks of `threads` for `items` threads' worth of work.

@@ -38,7 +38,7 @@ void mergeRange(const MergeArgs& args, int64_t begin, int64_t end) {
           running,
           block_lse[token * args.block_lse_token_stride + head * args.block_lse_head_stride]);
       running = merged.lse;
-      if (merged.take == Acc(0)) continue;  // the block is not seen, or too small to count
+      if (merged.take == Acc(0)) continue;  // the row does not see the block, or it has no weight
       blend(out + (row * args.heads + head) * args.dim,
             block_out + (token * args.heads + head) * args.dim, merged.take, args.dim);
     }

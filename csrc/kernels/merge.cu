@@ -35,9 +35,9 @@ __device__ __forceinline__ Place placeOf(const MergeArgs& args, int64_t item, bo
   return {row, token * args.block_lse_token_stride + head * args.block_lse_head_stride};
 }
 
-// One warp a row (token, head): lane 0 writes the LSE after all lanes have read it; lanes take
-// kWidth elements at a time, and the last dim % kWidth elements are handled one by one. A lane's
-// first vectors are loaded beside the LSEs, not after them.
+// One warp per row (token, head): lane 0 writes the LSE after all lanes have read it. Lanes handle
+// kWidth elements at a time, and the last dim % kWidth elements one by one. The first vectors are
+// loaded at the same time as the LSEs.
 template <typename Acc, typename Block, int kWidth>
 __global__ void __launch_bounds__(kThreads) mergeKernel(const __grid_constant__ MergeArgs args) {
   constexpr int kWarp = 32;

@@ -1,8 +1,7 @@
 // Merging two partial softmax attentions: the maths of one row and of one element.
 //
 // A block of keys gives (out_b, lse_b), lse_b = log(sum(exp(scores))). Two blocks combine to
-//   lse' = log(exp(lse) + exp(lse_b)),   out' = out + take * (out_b - out),   take = exp(lse_b -
-//   lse').
+//   lse' = log(exp(lse) + exp(lse_b)), out' = out + take * (out_b - out), take = exp(lse_b - lse').
 // A block that a row cannot see has lse_b = -inf and leaves the row as it is.
 #pragma once
 
@@ -34,8 +33,8 @@ HDP_HOST_DEVICE MergedRow<Acc> mergeRow(Acc lse, Acc block_lse) {
   return {(difference > Acc(0) ? block_lse : lse) + log1pOf(ratio), take};
 }
 
-// A weight of 1 takes the block as it is, so that a running result that has seen nothing (lse is
-// -inf) may hold anything.
+// A weight of 1 copies the block, so a running result without any keys yet (lse is -inf) may be
+// uninitialised.
 template <typename Acc>
 HDP_HOST_DEVICE Acc mergeElement(Acc out, Acc block_out, Acc take) {
   return take == Acc(1) ? block_out : out + take * (block_out - out);

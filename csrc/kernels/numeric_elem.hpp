@@ -1,8 +1,8 @@
-// 16-bit floating-point values as bits, their way to float and back: one for the CPU and for CUDA.
+// 16-bit floating-point values as bits, and their conversion to float and back on the CPU and CUDA.
 //
-// Both ways round to nearest, ties to even, and give the same bits on both, NaN payloads apart: the
-// CPU keeps them as far as they fit, a GPU has one NaN. The CPU's forms are branch-free, so that
-// compilers vectorise them without F16C; a GPU converts in one instruction.
+// Conversions round to nearest, ties to even, and give the same bits on both except for NaN
+// payloads: the CPU keeps what fits, a GPU has one NaN. The CPU's code is branch-free, so that
+// compilers vectorise it without F16C; a GPU converts in one instruction.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Float16 {
 template <typename T>
 inline constexpr bool kIs16BitFloat = std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
 
-// The type that the maths on a T is done in.
+// The type in which a T is computed.
 template <typename T>
 using Wide = std::conditional_t<kIs16BitFloat<T>, float, T>;
 
@@ -57,7 +57,7 @@ HDP_HOST_DEVICE float widen(BFloat16 value) {
   return detail::floatFromBits(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// Normal values by moving the exponent, subnormal ones by an exact subtraction.
+// Normal values by shifting the exponent, subnormal ones by an exact subtraction.
 HDP_HOST_DEVICE float widen(Float16 value) {
 #if defined(__CUDA_ARCH__)
   float result;

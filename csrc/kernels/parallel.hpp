@@ -11,8 +11,8 @@ namespace hdpcomm::kernels {
 // Below this many elements a thread costs more than it saves (about 30 us to start one).
 inline constexpr int64_t kElementsPerThread = 1 << 18;
 
-// Calls `range(begin, end)` for ranges that make up 0 ... rows, on up to num_threads threads; one
-// for each kElementsPerThread of `elements`. `range` must not throw.
+// Calls `range(begin, end)` for ranges that cover [0, rows), on up to num_threads threads, one for
+// each kElementsPerThread of `elements`. `range` must not throw.
 template <typename Range>
 void forRows(int64_t rows, int64_t elements, int num_threads, Range&& range) {
   const int64_t threads =

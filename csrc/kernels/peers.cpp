@@ -111,8 +111,8 @@ void checkPut(const PutArgs& args) {
 void putCpu(const PutArgs& args) {
   checkPut(args);
   if (args.bytes > 0) std::memcpy(args.dst, args.src, static_cast<size_t>(args.bytes));
-  // Pairs with the acquire load of whoever waits for the flag: the copy happens before what follows
-  // there.
+  // Pairs with the acquire load of the thread that waits for the flag: the copy happens before what
+  // follows there.
   std::atomic_ref<uint32_t>(*args.flag).store(args.value, std::memory_order_release);
 }
 

@@ -7,7 +7,7 @@
 namespace hdpcomm::kernels {
 namespace {
 
-// Inputs of which one vector each is in flight at a time.
+// Number of inputs that have a vector in flight at a time.
 constexpr int kPeerUnroll = 8;
 
 template <typename T, RedOp op>
@@ -24,8 +24,8 @@ __device__ __forceinline__ T foldOne(const FoldArgs& args, int64_t i) {
   return out;
 }
 
-// One thread a vector. Outputs that are not aligned as the first one have no vectors: all their
-// elements are edges of `scalar`.
+// One thread per vector. If an output is not aligned like the first one, there are no vectors and
+// all elements are edges.
 template <typename T, RedOp op>
 __global__ void __launch_bounds__(kThreads)
     foldKernel(const __grid_constant__ FoldArgs args, Slices slices) {

@@ -3,10 +3,10 @@
 // every input is written and every output may be, and signals afterwards.
 //
 // There is no variant with a barrier inside the kernel. Ranks may share a GPU and even a process,
-// and nothing promises that a kernel that waits and the one that it waits for run at the same time:
-// streams of one process share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), in
-// which the second can lie behind the first for ever, and processes share a GPU by time slices of
-// milliseconds (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). Waiting belongs
+// and nothing guarantees that a kernel that waits and the one that it waits for run at the same
+// time: streams of one process share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default),
+// in which the second can be stuck behind the first, and processes share a GPU by time slices of
+// milliseconds (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). Waiting is left
 // to the stream memory operations of the transport.
 #pragma once
 
@@ -18,11 +18,11 @@ namespace hdpcomm::kernels {
 
 inline constexpr int kMaxPeers = 64;
 
-// outputs[j][i] = (inputs[0][i] op inputs[1][i] op ... op inputs[n-1][i]) / divisor, for every
-// output.
+// outputs[j][i] = inputs[0][i] op inputs[1][i] op ... op inputs[n-1][i] for every output; kAvg sums
+// and divides by n.
 //
-// Folded from left to right in the order of `inputs`, in fp32 for 16-bit floats, rounded once:
-// ranks that list the inputs in the same order hold the same bits. An output may be one of the
+// Folded from left to right in the order of `inputs`, in fp32 for 16-bit floats, rounded once, so
+// ranks that list the inputs in the same order get the same bits. An output may be one of the
 // inputs; no other overlap.
 //   all-reduce, one shot:   every rank: all inputs, one output
 //   all-reduce, two shots:  rank r: part r of all inputs, part r of all outputs
@@ -34,7 +34,7 @@ struct FoldArgs {
   int num_outputs = 0;
   int64_t count = 0;
   DType dtype = DType::kFloat32;
-  RedOp op = RedOp::kSum;  // kAvg sums and divides
+  RedOp op = RedOp::kSum;
 };
 
 void foldCpu(const FoldArgs& args);
@@ -43,10 +43,10 @@ void foldCpu(const FoldArgs& args);
 void foldCuda(const FoldArgs& args, void* stream);
 void checkFold(const FoldArgs& args);  // shared by both
 
-// out[p * stride .. ] = inputs[p][0 .. bytes) for every p: the all-gather, or with a stride above
-// `bytes` a part of one. An input that already is
-// its place in `out` is left out. `first` is the input that is read first (a rank gives its own
-// number, so that the ranks do not all read the same peer at the same time).
+// out[p * stride ..] = inputs[p][0 .. bytes) for every p: an all-gather, or a part of one if stride
+// is above `bytes`. An input that already is its place in `out` is skipped. `first` is the input
+// that is read first; each rank gives its own number, so that they do not all read the same peer at
+// the same time.
 struct CollectArgs {
   const void* inputs[kMaxPeers] = {};
   int num_inputs = 0;
@@ -60,9 +60,9 @@ void collectCpu(const CollectArgs& args);
 void collectCuda(const CollectArgs& args, void* stream);
 void checkCollect(const CollectArgs& args);
 
-// A small put in one launch: copies `bytes` to `dst` and then stores `value` to `flag`, a release
-// that everybody who sees it acquires, on this GPU, on a peer and on the host. Runs as one block:
-// for messages up to some ten KiB.
+// A small put in one launch: copies `bytes` to `dst`, then stores `value` to `flag` with release
+// order at system scope, so that readers of the flag on this GPU, on a peer or on the host see the
+// bytes. Runs as one block, for messages up to some ten KiB.
 struct PutArgs {
   void* dst = nullptr;
   const void* src = nullptr;

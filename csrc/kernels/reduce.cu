@@ -5,7 +5,7 @@
 namespace hdpcomm::kernels {
 namespace {
 
-// out may be a or b (then it has their shift, so a vector is read and written by one thread only).
+// out may be a or b; it then has their alignment, so one thread alone reads and writes a vector.
 template <typename T, RedOp op>
 __global__ void __launch_bounds__(kThreads)
     reduceKernel(T* out, const T* a, const T* b, Slices slices) {

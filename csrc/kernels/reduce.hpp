@@ -1,8 +1,8 @@
 // Element-wise reductions of two buffers, and division by a number.
 //
 // The CPU and the CUDA launchers share reduce_elem.hpp and give the same bits (NaN payloads apart).
-// 16-bit floats are computed in fp32 and rounded once. Sizes are int64; buffers may lie at any
-// multiple of their element's size, aligned with each other or not.
+// 16-bit floats are computed in fp32 and rounded once. Buffers may begin at any multiple of the
+// size of an element, aligned with each other or not.
 #pragma once
 
 #include <cstddef>
@@ -49,8 +49,8 @@ struct ScaleArgs {
 void scaleCpu(const ScaleArgs& args);
 void scaleCuda(const ScaleArgs& args, void* stream);
 
-// Shared by the launchers: InvalidUsage for what does not exist or a pointer that no element can
-// begin at.
+// Shared by the launchers. Throw InvalidUsage for a combination that does not exist or a misaligned
+// address.
 void checkReduce(const ReduceArgs& args);
 void checkScale(const ScaleArgs& args);
 void checkCount(const char* kernel, int64_t count);

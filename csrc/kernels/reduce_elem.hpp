@@ -1,5 +1,4 @@
-// Reductions of two elements, division and conversion: what the CPU loops and the CUDA kernels
-// share.
+// Reduction of two elements, division and conversion, shared by the CPU loops and the CUDA kernels.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,8 @@
 
 namespace hdpcomm::kernels {
 
-// a op b on the type of the maths (Wide<T>). Integers wrap; a NaN on either side stays. kAvg sums.
+// a op b in the type of computation (Wide<T>). Integers wrap; NaN on either side gives NaN. kAvg
+// sums.
 template <RedOp op, typename T>
 HDP_HOST_DEVICE T combine(T a, T b) {
   if constexpr (op == RedOp::kMin) {
@@ -44,7 +44,7 @@ HDP_HOST_DEVICE void divideElement(T a, Wide<T> divisor, T& out) {
 
 namespace detail {
 
-// Read by device code as constants; calls of numeric_limits are for the host only.
+// Constants for device code, which cannot call numeric_limits.
 template <typename T>
 inline constexpr T kLowest = std::numeric_limits<T>::min();
 template <typename T>

@@ -1,4 +1,4 @@
-// From an element type and an operation at run time to their types at compile time.
+// Turns an element type and an operation known at run time into types at compile time.
 #pragma once
 
 #include "base/dtype.hpp"
@@ -26,8 +26,8 @@ void withOp(RedOp op, Function&& function) {
   }
 }
 
-// Calls `function(T{}, OpTag<op>{})` for a combination that reduceFunction() knows. Sums and
-// products of signed integers are those of unsigned ones, so they share their code.
+// Calls `function(T{}, OpTag<op>{})` for a combination that reduceFunction() has. Sums and products
+// of signed integers have the bits of unsigned ones, so they share code.
 template <typename Function>
 void withReduction(DType dtype, RedOp op, Function&& function) {
   const bool ordered = op == RedOp::kMin || op == RedOp::kMax;

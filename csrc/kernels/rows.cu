@@ -7,7 +7,7 @@ namespace {
 constexpr int64_t kTileBytes = 1 << 16;
 constexpr int kTileRows = kThreads;
 
-// What a block does at a time: `rows` whole rows, or one of `chunks` pieces of a row.
+// A tile is what a block copies at a time: `rows` whole rows, or one of `chunks` pieces of a row.
 struct Tiles {
   int64_t words;  // of a row
   int64_t rows;

@@ -1,5 +1,4 @@
-// Launchers of segmented row copies: the zigzag gather and scatter, and the packing of what
-// travels.
+// Launchers of segmented row copies: the zigzag gather and scatter, and the packing of messages.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +15,11 @@ struct RowsArgs {
   const void* src = nullptr;
   int64_t dst_stride = 0;
   int64_t src_stride = 0;
-  int64_t row_bytes = 0;                 // 0 with positions: nothing is copied
+  int64_t row_bytes = 0;                 // 0: nothing is copied, only positions are written
   const RowSegment* segments = nullptr;  // on the device for the CUDA launchers
   int64_t num_segments = 0;
   int64_t total_rows = 0;         // sum of the segments' rows
-  int64_t* positions = nullptr;   // copyRows: also positions[destination row], or null
+  int64_t* positions = nullptr;   // copyRows: if not null, gets the position of each dst row
   DType dtype = DType::kFloat32;  // addRows: float32 or float64
 };
 

@@ -7,9 +7,9 @@
 
 namespace hdpcomm::kernels {
 
-// `rows` consecutive rows from `src` go to `dst`; `first` is the number of rows in the segments
-// before this one, so that a thread finds its segment by binary search. `position` is what the
-// first row is in its sequence (for RoPE); the next rows follow.
+// `rows` consecutive rows go from row `src` to row `dst`; `first` is the number of rows in the
+// segments before this one, so that a thread finds its segment by binary search. `position` is the
+// position of the first row in its sequence (for RoPE).
 struct RowSegment {
   int64_t dst;
   int64_t src;

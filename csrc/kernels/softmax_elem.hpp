@@ -12,9 +12,9 @@
 
 namespace hdpcomm::kernels {
 
-// e^x for x <= 0 (-inf gives 0, NaN stays), to 2 units in the last place; results under 2^-126
-// become 0. One instruction on a GPU after the scaling; on the CPU a polynomial without branches,
-// so that loops vectorise.
+// e^x for x <= 0 (-inf gives 0, NaN stays NaN), to 2 units in the last place; results below 2^-126
+// become 0. On a GPU one multiplication and one instruction; on the CPU a polynomial without
+// branches, so that loops vectorise.
 HDP_HOST_DEVICE float expNegative(float x) {
   constexpr float kLog2E = 1.44269504f;
 #if defined(__CUDA_ARCH__)
@@ -24,7 +24,7 @@ HDP_HOST_DEVICE float expNegative(float x) {
 #else
   constexpr float kLowest = -87.33654f;  // ln(2^-126)
   const float clamped = x < kLowest ? kLowest : x;
-  // Adding 1.5 * 2^23 rounds to an integer, which is then found in the low bits.
+  // Adding 1.5 * 2^23 rounds to an integer, whose value is then in the low bits.
   constexpr float kShift = 12582912.0f;
   const float shifted = clamped * kLog2E + kShift;
   const float n = shifted - kShift;
@@ -44,14 +44,14 @@ HDP_HOST_DEVICE float expNegative(float x) {
 #endif
 }
 
-// Part of a row's sum of exponentials.
+// A partial sum of a row's exponentials, relative to their maximum.
 struct OnlineSum {
   float max = -INFINITY;
   float sum = 0.0f;  // of exp(x - max)
 };
 
-// The value to subtract before the exponential: the maximum, or 0 where nothing finite was seen
-// (-inf - -inf would be NaN; so exp(-inf - 0) = 0 counts nothing).
+// The value to subtract before the exponential: the maximum, or 0 if it is -inf, since -inf - -inf
+// would be NaN, while exp(-inf - 0) = 0.
 HDP_HOST_DEVICE float offsetOf(float max) { return max == -INFINITY ? 0.0f : max; }
 
 HDP_HOST_DEVICE float larger(float a, float b) { return b > a ? b : a; }
@@ -62,12 +62,11 @@ HDP_HOST_DEVICE OnlineSum joinSums(OnlineSum a, OnlineSum b) {
   return {max, a.sum * expNegative(a.max - offset) + b.sum * expNegative(b.max - offset)};
 }
 
-// What the gradients of a token's logits have in common. `scale` is what its loss is multiplied
-// with.
+// Shared by the gradients of all logits of a token.
 struct TokenScale {
   float max;
-  float share;  // scale / sum: times exp(x - max) it is scale times the softmax
-  float scale;
+  float share;  // scale / sum, so that share * exp(x - max) = scale * softmax(x)
+  float scale;  // factor of the token's loss
 };
 
 HDP_HOST_DEVICE TokenScale scaleOf(OnlineSum row, float scale) {
@@ -83,9 +82,9 @@ struct TokenLoss {
   float loss;     // log(sum of exp(x)) - the label's logit
 };
 
-// From stats [shards, 3, tokens] (cross_entropy.hpp), in the order of the shards. The maximum and
-// the logarithm of the sum stay apart: added up, they would round a small loss of large logits
-// away.
+// The loss of a token from stats [shards, 3, tokens] (cross_entropy.hpp), in the order of the
+// shards. Subtracts the label's logit from the maximum before adding the logarithm of the sum,
+// since rounding would otherwise hide a small loss of large logits.
 HDP_HOST_DEVICE TokenLoss lossOfToken(const float* stats, int64_t shards, int64_t tokens,
                                       int64_t token) {
   OnlineSum row;
@@ -98,10 +97,11 @@ HDP_HOST_DEVICE TokenLoss lossOfToken(const float* stats, int64_t shards, int64_
   return {row, (row.max - logit) + logf(row.sum)};
 }
 
-// What a label asks for.
+// Whether a label is ignored, a column of this shard, of another shard, or outside the vocabulary.
 enum class LabelKind : uint8_t { kIgnored, kHere, kElsewhere, kInvalid };
 
-// Column `label` of `total`, of which the columns first ... first + count - 1 are here.
+// The kind of column `label` of `total`, where [first, first + count) are the columns of this
+// shard.
 HDP_HOST_DEVICE LabelKind labelKind(int64_t label, int64_t ignored, int64_t first, int64_t count,
                                     int64_t total) {
   if (label == ignored) return LabelKind::kIgnored;

@@ -1,4 +1,4 @@
-// 16-byte accesses at any address.
+// 16-byte memory accesses at any alignment.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace hdpcomm::kernels {
 
-// The type that is loaded and stored for kBytes at once.
+// The type by which kBytes are loaded and stored at once.
 template <int kBytes>
 struct WordOf;
 template <>
@@ -52,9 +52,8 @@ union Pack {
 };
 
 // 16 bytes from an address that need not be a multiple of 16. Reads the one or two aligned words
-// that hold them, so up to 15 bytes on either side that were not asked for: callers keep away from
-// the ends of an allocation (Slices). The shift is the same for all threads of a loop: no
-// divergence.
+// that hold them, so up to 15 bytes more on either side; callers stay away from the ends of an
+// allocation (Slices). The shift is the same for all threads of a loop, so they do not diverge.
 __device__ __forceinline__ uint4 loadAnywhere(const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
   const unsigned shift = static_cast<unsigned>(at) & 15u;
@@ -77,8 +76,8 @@ __device__ __forceinline__ uint4 loadAnywhere(const void* address) {
 }
 
 // How a buffer of `count` elements is cut: `head` elements up to the first multiple of 16 bytes of
-// the destination, then whole vectors, then the rest. head + tail < 3 * 16 bytes, so the threads of
-// one block take them one each.
+// the destination, then whole vectors, then the rest. head + tail < 3 * 16 bytes, so one block
+// handles them with one element per thread.
 struct Slices {
   int64_t head = 0;
   int64_t vectors = 0;
@@ -92,8 +91,8 @@ struct Slices {
   }
 };
 
-// `shifted`: some source does not lie on a multiple of 16 where the destination does; its last
-// vector is then left to the tail, so that no word beyond its end is read.
+// `shifted`: some source is not aligned like the destination. The last vector then goes to the
+// tail, so that no word beyond the source's end is read.
 __host__ __device__ inline Slices sliceBuffer(const void* destination, int64_t count,
                                               int element_bytes, bool shifted) {
   const int64_t in_vector = 16 / element_bytes;
@@ -112,10 +111,10 @@ __host__ __device__ inline bool shiftedBy(const void* a, const void* b) {
   return ((reinterpret_cast<uintptr_t>(a) ^ reinterpret_cast<uintptr_t>(b)) & 15u) != 0;
 }
 
-// Vectors that a thread has in flight at a time: 64 bytes of each source.
+// Vectors that a thread has in flight: 64 bytes of each source.
 inline constexpr int kUnroll = 4;
 
-// Blocks for `vectors`, kUnroll of them a thread, at least one for the edges.
+// Blocks for `vectors`, kUnroll of them per thread; at least one, for the edges.
 inline unsigned blocksForVectors(int64_t vectors) {
   return blocksFor((vectors + kUnroll - 1) / kUnroll);
 }

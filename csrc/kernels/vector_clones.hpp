@@ -1,5 +1,5 @@
 // Compiles a CPU loop once for each vector width; the loader picks the widest that the processor
-// has. GCC vectorises these loops at -O3.
+// has. GCC vectorises these loops at -O3. Empty for other compilers and under sanitizers.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && \

@@ -2,9 +2,9 @@
 //
 // A sequence of `length` tokens over N ranks is cut in 2N pieces; rank r holds pieces r and 2N-1-r.
 // length % 2N pieces are one token longer. They are dealt like cards over slots 0..2N-1, where
-// slots r and N+r are the head and the tail piece of rank r; the dealing goes on from sequence to
-// sequence
-// (`cursor`), so that the ranks' totals over a whole pack differ by at most one token.
+// slots r and N+r are the head and the tail piece of rank r. The next sequence continues where the
+// dealing stopped (`cursor`), so that the ranks' totals over a whole pack differ by at most one
+// token.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace hdpcomm::kernels {
 
-// Size of [low, high) cut with the cyclic interval of `count` slots that begins at `cursor`, of
-// `slots` in all (0 <= cursor < slots, 0 <= count <= slots).
+// Size of the intersection of [low, high) with the cyclic interval of `count` slots that begins at
+// `cursor`, of `slots` in all (0 <= cursor < slots, 0 <= count <= slots).
 HDP_HOST_DEVICE int64_t cyclicOverlap(int64_t low, int64_t high, int64_t cursor, int64_t count,
                                       int64_t slots) {
   const auto overlap = [low, high](int64_t begin, int64_t end) {
