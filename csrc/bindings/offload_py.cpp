@@ -73,9 +73,9 @@ void bindOffload(py::module_& module) {
           },
           py::arg("source"), py::arg("bytes"), py::kw_only(), py::arg("compute"), Release())
       .def(
-          "settle",
+          "finish_store",
           [](CopyEngine& engine, uint64_t ticket, std::optional<uintptr_t> compute) {
-            engine.settle(ticket, computeOf(compute));
+            engine.finishStore(ticket, computeOf(compute));
           },
           py::arg("ticket"), py::kw_only(), py::arg("compute"), Release())
       .def(
@@ -86,9 +86,9 @@ void bindOffload(py::module_& module) {
           },
           py::arg("ticket"), py::arg("target"), py::kw_only(), py::arg("compute"), Release())
       .def(
-          "arrive",
+          "finish_load",
           [](CopyEngine& engine, uint64_t ticket, std::optional<uintptr_t> compute) {
-            engine.arrive(ticket, computeOf(compute));
+            engine.finishLoad(ticket, computeOf(compute));
           },
           py::arg("ticket"), py::kw_only(), py::arg("compute"), Release())
       .def("drop", &CopyEngine::drop, py::arg("ticket"), Release())

@@ -23,7 +23,7 @@ CopyEngine::~CopyEngine() {
   try {
     drain(timeout_s_);
   } catch (...) {
-    // A copy may still read or write the arena: it has to stay.
+    // A copy may still read or write the arena, so the pool is leaked on purpose.
     static_cast<void>(new std::shared_ptr<PinnedPool>(pool_));
   }
 }
@@ -37,13 +37,15 @@ CopyEngine::Entry& CopyEngine::find(Ticket ticket, const char* call) {
   return found->second;
 }
 
+// The copy stream waits for earlier work of compute.
 void CopyEngine::waitForCompute(Stream copies, Compute compute, Site site) {
   if (!compute) return;  // submission orders the host before the copy
   const Fence done = events_->record(*compute, site);
   device_->wait(copies, *done, site);
 }
 
-void CopyEngine::letWait(Compute compute, const Fence& fence, Site site) {
+// Compute waits for the fence: its stream, or the calling thread.
+void CopyEngine::makeComputeWait(Compute compute, const Fence& fence, Site site) {
   if (compute) {
     device_->wait(*compute, *fence, site);
     return;
@@ -75,17 +77,17 @@ CopyEngine::Ticket CopyEngine::store(const void* source, size_t bytes, Compute c
   return next_++;
 }
 
-void CopyEngine::settle(Ticket ticket, Compute compute) {
+void CopyEngine::finishStore(Ticket ticket, Compute compute) {
   Fence copied;
   {
     const std::lock_guard lock(mutex_);
-    Entry& entry = find(ticket, "settle");
-    if (entry.settled) return;
+    Entry& entry = find(ticket, "finish_store");
+    if (entry.stored) return;
     copied = entry.last_copy;
   }
-  letWait(compute, copied, std::source_location::current());
+  makeComputeWait(compute, copied, std::source_location::current());
   const std::lock_guard lock(mutex_);
-  find(ticket, "settle").settled = true;
+  find(ticket, "finish_store").stored = true;
 }
 
 void CopyEngine::load(Ticket ticket, void* target, Compute compute) {
@@ -94,9 +96,10 @@ void CopyEngine::load(Ticket ticket, void* target, Compute compute) {
     const std::lock_guard lock(mutex_);
     entry = find(ticket, "load");
   }
-  if (!entry.settled) {
-    throwInvalidUsage("load: ticket " + std::to_string(ticket) +
-                      " is not settled, its data is still on the device; settle it first");
+  if (!entry.stored) {
+    throwInvalidUsage("load: the store of ticket " + std::to_string(ticket) +
+                      " is not finished, so its data is still on the device; call finish_store "
+                      "first");
   }
   const Stream stream = to_device_.get();
   waitForCompute(stream, compute, std::source_location::current());
@@ -108,13 +111,13 @@ void CopyEngine::load(Ticket ticket, void* target, Compute compute) {
   stats_.bytes_loaded += entry.bytes;
 }
 
-void CopyEngine::arrive(Ticket ticket, Compute compute) {
+void CopyEngine::finishLoad(Ticket ticket, Compute compute) {
   Fence copied;
   {
     const std::lock_guard lock(mutex_);
-    copied = find(ticket, "arrive").last_copy;
+    copied = find(ticket, "finish_load").last_copy;
   }
-  letWait(compute, copied, std::source_location::current());
+  makeComputeWait(compute, copied, std::source_location::current());
 }
 
 void CopyEngine::drop(Ticket ticket) {

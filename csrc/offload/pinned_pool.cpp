@@ -29,7 +29,7 @@ Mapping mapArena(size_t bytes) {
                                           " bytes of host memory for the pinned pool (" +
                                           std::strerror(errno) + "); ask for a smaller pool");
   }
-  // Fewer pages to lock, and fewer entries for the device's translation; a hint only.
+  // A hint: huge pages are fewer to lock, and need fewer entries in the device's page tables.
   if (rounded >= kHugePage) ::madvise(address, rounded, MADV_HUGEPAGE);
   return Mapping(address, rounded);
 }
@@ -59,11 +59,12 @@ PinnedPool::~PinnedPool() {
   unregisterChunks();
   try {
     device_->annotateFree(arena_.data(), arena_.bytes());
-  } catch (...) {  // only a check listens
+  } catch (...) {  // the call matters to SimDevice's check mode only
   }
 }
 
-// False where the kernel does not let us (a container without the right, no NUMA support).
+// Returns false if the kernel does not allow it (no NUMA support, or a container without the
+// right).
 bool PinnedPool::bindToNode(int node) {
   constexpr int kMostNodes = 1024;
   constexpr int kWord = 8 * sizeof(unsigned long);
@@ -83,7 +84,8 @@ bool PinnedPool::bindToNode(int node) {
   return false;
 }
 
-// Locking pages that exist is several times faster than letting the lock make them, one by one.
+// Touches all pages, on several threads: locking pages that exist is several times faster than
+// having the lock create them one by one.
 void PinnedPool::touch(int threads) {
   const size_t cores = std::max(1u, std::thread::hardware_concurrency());
   const size_t pages = arena_.bytes() / kPage;
@@ -147,7 +149,7 @@ void PinnedPool::reclaimDone() {
   }
 }
 
-// The smallest range that is free by now, else the smallest that is free after its fences.
+// The smallest range without pending fences, else the smallest one with some.
 std::optional<PinnedPool::Free::iterator> PinnedPool::bestFit(size_t bytes) {
   std::optional<Free::iterator> fenced;
   for (auto item = by_size_.lower_bound({bytes, 0}); item != by_size_.end(); ++item) {

@@ -1,6 +1,5 @@
-// Page-locked host memory, reserved once. Pinning costs 0.2 to 1 s per GB and stalls the device, so
-// none of it may happen in a training step; and a block has the size that was asked for, not the
-// next power of two.
+// Page-locked host memory, reserved once. Pinning takes 0.2 to 1 s per GB and stalls the device, so
+// it must not happen in a training step. Blocks have the requested size, not the next power of two.
 #pragma once
 
 #include <cstddef>
@@ -18,41 +17,41 @@ namespace hdpcomm::offload {
 
 struct PoolOptions {
   size_t bytes = 0;
-  int numa_node = -1;  // where the pages shall lie; -1: where the touching threads run
-  size_t chunk_bytes = size_t{64} << 30;  // of one registration (drivers fail on much larger ones)
-  int threads = 0;  // that touch the pages; 0: as many as there are cores, 16 at most
+  int numa_node = -1;  // node of the pages; -1: that of the threads that touch them
+  size_t chunk_bytes = size_t{64} << 30;  // per registration (drivers fail on much larger ones)
+  int threads = 0;                        // to touch the pages; 0: one per core, at most 16
 };
 
 struct PoolStats {
   size_t capacity = 0;
-  size_t in_use = 0;        // of blocks that are held
-  size_t retiring = 0;      // of released blocks whose last copy may still run
-  size_t largest_free = 0;  // of the ranges that are neither
-  size_t peak_in_use = 0;   // since the pool was made, or resetPeak
+  size_t in_use = 0;        // bytes of allocated blocks
+  size_t retiring = 0;      // bytes of released blocks whose last copy may still run
+  size_t largest_free = 0;  // largest range that is neither
+  size_t peak_in_use = 0;   // since construction or resetPeak
   uint64_t allocations = 0;
-  uint64_t stream_waits = 0;  // a copy had to wait on the device until a block was free
-  uint64_t refusals = 0;      // nothing fitted, even after all copies
+  uint64_t stream_waits = 0;  // times that a stream had to wait until a block was free
+  uint64_t refusals = 0;      // times that nothing fitted, even after all copies
   size_t chunks = 0;
-  bool on_node = false;  // the pages were asked for on numa_node, and the kernel agreed
+  bool on_node = false;  // numa_node was given, and the kernel accepted it
 };
 
-// Thread-safe; no call blocks the host, and after the constructor none allocates pinned memory.
+// Thread-safe. No call blocks the host, and only the constructor allocates pinned memory.
 class PinnedPool {
  public:
   static constexpr size_t kGranule = 256;  // blocks begin and end on multiples of it
 
-  // Maps, touches and registers the arena. Throws InvalidUsage for a size of 0 or a node that there
-  // is not, Error when the memory cannot be had.
+  // Maps, touches and registers the arena. Throws InvalidUsage for a size of 0 or a node that does
+  // not exist, Error if there is not enough memory.
   PinnedPool(DevicePtr device, const PoolOptions& options);
-  // Gives the memory back. The copies have to be done (CopyEngine sees to that).
+  // Frees the memory. The copies have to be done (CopyEngine makes sure of that).
   ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
-  // A block that later work of `stream` may write: where its last copy may still run, the stream
-  // waits for that one. Null when nothing fits even after all released blocks are done.
+  // A block that later work of `stream` may write: if the block's last copy may still run, the
+  // stream waits for it. Null if nothing fits even after all copies of released blocks.
   std::byte* allocate(size_t bytes, Stream stream);
-  // The block is not used any more by work after `last_use`.
+  // Gives the block back; it is not used by work after `last_use`.
   void release(std::byte* block, Fence last_use);
 
   PoolStats stats() const;
@@ -62,14 +61,14 @@ class PinnedPool {
  private:
   struct Range {
     size_t bytes = 0;
-    std::vector<Fence> fences;  // who takes (part of) it has to wait for them
+    std::vector<Fence> fences;  // the next user of (part of) it has to wait for them
   };
   struct Retiring {
     size_t offset = 0;
     size_t bytes = 0;
     Fence last_use;
   };
-  using Free = std::map<size_t, Range>;  // by offset; no two touch each other
+  using Free = std::map<size_t, Range>;  // by offset; adjacent ranges are merged
 
   bool bindToNode(int node);
   void touch(int threads);
@@ -85,7 +84,7 @@ class PinnedPool {
   DevicePtr device_;
   Mapping arena_;
   std::vector<std::byte*> chunks_;
-  mutable std::mutex mutex_;  // all below
+  mutable std::mutex mutex_;  // guards all below
   Free free_;
   std::set<std::pair<size_t, size_t>> by_size_;  // (bytes, offset) of free_
   std::map<size_t, size_t> used_;                // offset to bytes

@@ -1,5 +1,5 @@
-"""Selective offload: activations of long sequences go to page-locked host memory while the forward pass computes, and
-come back while the backward pass does (ByteScale, arXiv 2502.21231, section 5.2). See docs/offload.md."""
+"""Selective offload: activations of long sequences are copied to page-locked host memory during the forward pass, and
+loaded back during the backward pass (ByteScale, arXiv 2502.21231, section 5.2). See docs/offload.md."""
 
 from hdpcomm.offload.activations import ActivationOffload, OffloadStats
 from hdpcomm.offload.bandwidth import CopyRates, measure_copies

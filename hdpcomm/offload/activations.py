@@ -1,4 +1,4 @@
-"""``ActivationOffload``: a part of what a forward pass saves goes to host memory, and comes back for backward."""
+"""``ActivationOffload``: copies part of what a forward pass saves to host memory, and loads it for backward."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hdpcomm.offload.records import Lane, ResidentTensor, StorageRecord, StoredT
 
 __all__ = ["ActivationOffload", "OffloadStats"]
 
-_MOST_OF_STORAGE = 16
-"""A saved tensor that is a smaller part of its storage than one in this many is no activation of its own."""
+_MAX_STORAGE_RATIO = 16
+"""A saved tensor whose storage is more than this many times its size is not offloaded: it is a small view."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """What an offload has done so far, in bytes and tensors.
+    """What an :class:`ActivationOffload` has done so far, in bytes and tensors.
 
     Attributes:
-        stored_bytes, loaded_bytes: copied to and from host memory.
-        stores, loads: copies.
-        shared: saved tensors that were part of a copy that was there.
-        refused_bytes: that stayed on the device because the pool was full (``when_full="keep"``).
+        stored_bytes, loaded_bytes: bytes copied to and from host memory.
+        stores, loads: number of copies each way.
+        shared: saved tensors that needed no copy because their storage was copied already.
+        refused_bytes: bytes that stayed on the device because the pool was full (``when_full="keep"``).
         held: storages that are in host memory now.
         host_wait_s: seconds that a simulated device's computing thread waited for copies; 0 on CUDA.
-        pool: the pool's own.
+        pool: statistics of the pool.
     """
 
     stored_bytes: int
@@ -52,7 +52,7 @@ class OffloadStats:
 
 
 class _MicroBatch:
-    """One forward pass and the backward pass that belongs to it."""
+    """The records of one forward pass, and of the backward pass that belongs to it."""
 
     def __init__(self, owner: ActivationOffload, ratio: float, tokens: int | None) -> None:
         self._owner = owner
@@ -62,8 +62,8 @@ class _MicroBatch:
         self._records: list[list[StorageRecord]] = [[] for _ in owner.layers]
         self._by_storage: dict[int, StorageRecord] = {}
         self._inside = False
-        self._next = 0  # the layer that runs, or comes next
-        self._backward = -1
+        self._next = 0  # the layer that runs now, or the next one
+        self._backward = -1  # the layer that backward has reached
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -72,12 +72,12 @@ class _MicroBatch:
             self._inside = True
 
     def end_layer(self, *_: Any) -> None:
-        """One layer later, the copies had a layer's time to end: now what they read is let go."""
+        """Releases what the layer before this one saved: its copies had the time of one layer to finish."""
         if self._inside and not _in_backward():
             self._inside = False
             self._next += 1
             if 2 <= self._next <= len(self._records) + 1:
-                self._settle(self._next - 2)
+                self._finish_stores(self._next - 2)
 
     def pack(self, tensor: torch.Tensor) -> StoredTensor | ResidentTensor:
         owner, layer = self._owner, self._next
@@ -87,12 +87,12 @@ class _MicroBatch:
             return ResidentTensor(plain, self, layer)
         storage = plain.untyped_storage()
         record = self._by_storage.get(storage._cdata)
-        if record is not None and not record.stands_for(plain):
+        if record is not None and not record.holds(plain):
             del self._by_storage[storage._cdata]
             record = None
         if layer >= len(self._records) - owner.resident_layers:
             if record is not None:
-                record.also_stays(plain)
+                record.add_resident(plain)
             return ResidentTensor(plain, self, layer)
         if record is None:
             record = StorageRecord.start(owner.lane, plain, self._cut(storage.nbytes()))
@@ -113,12 +113,12 @@ class _MicroBatch:
             return False
         size = tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()
-        if size < max(1, self._owner.min_bytes) or storage.nbytes() > _MOST_OF_STORAGE * size:
+        if size < max(1, self._owner.min_bytes) or storage.nbytes() > _MAX_STORAGE_RATIO * size:
             return False
         return storage._cdata not in self._excluded
 
     def _cut(self, nbytes: int) -> int:
-        """Bytes that the first ratio x tokens of a storage take; rounded up, so that no more stays than was planned."""
+        """Bytes of the first ratio x tokens of a storage, rounded up: no more than planned stays on the device."""
         units = self._tokens if self._tokens and nbytes % self._tokens == 0 else max(1, nbytes // 512)
         return min(nbytes, max(1, math.ceil(self._ratio * units - 1e-9)) * -(-nbytes // units))
 
@@ -135,19 +135,19 @@ class _MicroBatch:
             'make the pool larger, lower the ratio, or give when_full="keep"'
         )
 
-    def _settle(self, layer: int) -> None:
+    def _finish_stores(self, layer: int) -> None:
         for record in self._records[layer]:
-            record.settle()
+            record.finish_store()
 
     def end(self, *, failed: bool) -> None:
-        """The forward pass is over: nothing on the device waits for a copy any more."""
+        """Ends the forward pass: finishes all stores, so no device memory is held for a copy any more."""
         for records in self._records:
             for record in records:
                 if failed:
                     with contextlib.suppress(Error):
-                        record.settle(check=False)
+                        record.finish_store(check=False)
                 else:
-                    record.settle()
+                    record.finish_store()
         self._by_storage.clear()
 
     # --- backward -----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class _MicroBatch:
         return handle.unpack()
 
     def enter(self, layer: int) -> None:
-        """Backward needs something of ``layer``: the one before it is loaded while this one computes."""
+        """Called when backward needs a tensor of ``layer``: loads the layer before it while this one computes."""
         if layer == self._backward:
             return
         self._backward = layer
@@ -171,28 +171,29 @@ class _MicroBatch:
 class ActivationOffload:
     """Offloads a share of the activations of a model's layers. Local; each rank makes its own.
 
-    Round the forward pass; the backward pass needs nothing::
+    Wrap the forward pass; the backward pass needs no call::
 
         offload = ActivationOffload(PinnedPool(64 << 30), model)
         with offload.micro_batch(ratio=0.5, tokens=len(tokens)):
             loss = model(tokens)
         loss.backward()
 
-    Of every storage that a layer saves for its backward pass, the first ``ratio`` x tokens go to the pool as soon as
-    they are saved, on a stream of their own; the rest is kept. One layer later compute waits for the copies and the
-    memory is free. The last ``resident_layers`` stay. In the backward pass a layer comes back while the one after it
-    computes. Several micro-batches may be under way, as in gradient accumulation and pipelines.
+    The first ``ratio`` x tokens of every storage that a layer saves for its backward pass are copied to the pool as
+    soon as they are saved, on a separate stream; the rest is kept. One layer later the compute stream waits for the
+    copies, and the device memory is free. The last ``resident_layers`` stay on the device. In the backward pass a layer
+    is loaded while the one after it computes. Several micro-batches may be in flight, as in gradient accumulation and
+    pipelines.
 
     Never offloaded: parameters and buffers, tensors under ``min_bytes``, what is saved outside of the layers, and what
     an activation checkpoint computes again (its input is offloaded). Views of one storage are copied once.
 
     Args:
-        pool: where to.
+        pool: the host memory that takes the activations.
         model: the model (its largest ``nn.ModuleList`` holds the layers), or the layers in their order. Layers may be
             compiled one by one (``torch.compile(layer)``), not the model as a whole and not by ``layer.compile()``.
-        ratio: of :meth:`micro_batch` where it names none.
-        resident_layers: last layers that stay.
-        min_bytes: smallest tensor that is worth a copy.
+        ratio: the ratio of a :meth:`micro_batch` that gives none.
+        resident_layers: number of layers at the end that are not offloaded.
+        min_bytes: smallest tensor that is offloaded.
         when_full: ``raise`` InvalidUsage when the pool is full, or ``keep`` the tensor on the device.
         timeout: seconds for a copy on a simulated device.
 
@@ -244,11 +245,12 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def micro_batch(self, ratio: float | None = None, *, tokens: int | None = None) -> Iterator[None]:
-        """Round the forward pass of one micro-batch.
+        """Context manager for the forward pass of one micro-batch.
 
         Args:
             ratio: share of the tokens that goes to host memory, 0 to 1 (``MicroBatch.offload_ratio``).
-            tokens: tokens of this rank's shard; storages are cut at whole tokens. Without it, at whole 512 bytes.
+            tokens: tokens of this rank's shard; storages are cut at whole tokens, or without it at multiples of 512
+                bytes.
 
         Raises:
             InvalidUsage: the ratio or tokens are out of range, another forward pass of this object is open, the pool is
@@ -296,13 +298,13 @@ class ActivationOffload:
         return context.__exit__(kind, error, trace)
 
     def sweep_after_backward(self) -> None:
-        """Called in a backward pass: gives back what it has freed, now and when it ends."""
+        """Frees pool blocks that the backward pass has released, now and at its end. Call it in a backward pass."""
         self.lane.sweep()
         if _in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.lane.sweep)
 
     def stats(self) -> OffloadStats:
-        """What was done so far; blocks that nothing needs any more are given back before."""
+        """What was done so far, counted after blocks that nothing needs any more were freed."""
         self.lane.sweep()
         found = self.lane.engine.stats()
         return OffloadStats(

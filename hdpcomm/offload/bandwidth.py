@@ -1,4 +1,4 @@
-"""How fast the way to host memory is: each direction alone, and both at once, which is what offload meets."""
+"""Measures the bandwidth to host memory: each direction alone, and both at once, as in an offloaded step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CopyRates:
     """Rates of copies of ``size`` bytes, in bytes/s.
 
     Attributes:
-        d2h, h2d: through the pool, one direction alone.
-        both_d2h, both_h2d: while the other direction runs.
-        plain_d2h, plain_h2d: of the bare copy to one pinned buffer that is there: the most there is.
-        fresh_d2h: when each copy allocates, and frees, a pinned buffer of its own.
+        d2h, h2d: copies through the pool, one direction alone.
+        both_d2h, both_h2d: copies through the pool while the other direction runs.
+        plain_d2h, plain_h2d: plain copies to and from one pinned buffer: the upper limit.
+        fresh_d2h: copies that each allocate and free a pinned buffer.
     """
 
     size: int
@@ -38,7 +38,7 @@ class CopyRates:
 
 
 def measure_copies(pool: PinnedPool, size: int, *, iterations: int = 10, warmup: int = 2) -> CopyRates:
-    """Measures copies of ``size`` bytes between the pool and its device. Local; the best of three rounds counts.
+    """Measures copies of ``size`` bytes between the pool and its device; takes the best of three rounds. Local.
 
     Raises:
         InvalidUsage: the size is below 1, or the pool has no room for three blocks of it.
@@ -69,7 +69,7 @@ class _Measurement:
     def rates(self) -> CopyRates:
         out, back, size, stream = self._out.data_ptr(), self._in.data_ptr(), self._size, self._stream
         ticket = self._engine.store(out, size, compute=self._compute)
-        self._engine.settle(ticket, compute=self._compute)
+        self._engine.finish_store(ticket, compute=self._compute)
 
         def store() -> None:
             self._engine.drop(self._engine.store(out, size, compute=self._compute))

@@ -1,4 +1,4 @@
-"""Which device of the core stands for a torch device, and where it hangs."""
+"""The core's device for a torch device, and the NUMA node that the device is attached to."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["compute_stream", "numa_node_of", "open_device"]
 
 
 def open_device(device: torch.device | str) -> Device:
-    """The core's device for ``cuda:i`` (by torch's own context), or a simulated one for ``cpu``.
+    """The core's device for ``cuda:i`` (in torch's context), or a simulated one for ``cpu``.
 
     Raises:
-        InvalidUsage: another kind of device.
-        DeviceError: CUDA is not there, in this build or on this machine.
+        InvalidUsage: the device is of another type.
+        DeviceError: this build or this machine has no CUDA.
     """
     place = torch.device(device)
     if place.type == "cpu":
@@ -33,15 +33,15 @@ def open_device(device: torch.device | str) -> Device:
 
 
 def compute_stream(device: Device) -> int | None:
-    """torch's current stream on the device, for the core; ``None`` for a simulated one: this thread computes."""
+    """torch's current stream on the device; ``None`` for a simulated device, where this thread computes."""
     return None if device.is_sim else int(torch.cuda.current_stream(device.ordinal).cuda_stream)
 
 
 def numa_node_of(device: Device, *, sysfs: str = "/sys") -> int:
-    """NUMA node of the socket that the device hangs on; -1 where the kernel does not say (or for a simulated one)."""
+    """NUMA node that the device is attached to; -1 for a simulated device, or where the kernel does not say."""
     if device.is_sim:
         return -1
-    found: Any = torch.cuda.get_device_properties(device.ordinal)  # its stub lacks the place on the bus
+    found: Any = torch.cuda.get_device_properties(device.ordinal)  # torch's stub lacks the PCI fields
     place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
         return int((Path(sysfs) / "bus/pci/devices" / place / "numa_node").read_text())

@@ -1,4 +1,4 @@
-"""How much host memory there is to lock, and a clear answer when it is too little."""
+"""How much host memory can be locked, and the error when that is too little."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hdpcomm.errors import InvalidUsage
 
 __all__ = ["HostMemory", "bytes_text", "check_fits", "host_memory"]
 
-_KEEP = 0.05
-"""Share of what is free that stays for everything else: locked pages cannot be swapped out."""
+_KEEP_FREE = 0.05
+"""Share of the free memory that is never locked, since locked pages cannot be swapped out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class HostMemory:
     """Host memory of this process, in bytes.
 
     Attributes:
-        available: that can be had without swapping (``MemAvailable``), over the whole host.
-        limit_left: what the cgroup of this process (a container, a job) may still take; ``None``: no limit.
+        available: free on the whole host without swapping (``MemAvailable``).
+        limit_left: what the cgroup of this process (a container, a job) may still allocate; ``None``: no limit.
     """
 
     available: int
@@ -29,11 +29,11 @@ class HostMemory:
     def lockable(self) -> int:
         """Bytes that may be locked: the smaller of both, less a twentieth."""
         room = self.available if self.limit_left is None else min(self.available, self.limit_left)
-        return max(0, int(room * (1 - _KEEP)))
+        return max(0, int(room * (1 - _KEEP_FREE)))
 
 
 def host_memory(root: str = "/") -> HostMemory:
-    """Reads what the kernel says now. ``root``: where proc and sys are (tests give another place)."""
+    """Host memory as the kernel reports it now. ``root``: folder of proc and sys (tests give another one)."""
     base = Path(root)
     available = 0
     for line in _read(base / "proc/meminfo").splitlines():
@@ -44,7 +44,7 @@ def host_memory(root: str = "/") -> HostMemory:
 
 
 def check_fits(bytes: int, *, sharers: int = 1, memory: HostMemory | None = None) -> None:
-    """Raises InvalidUsage when ``sharers`` pools of ``bytes`` bytes do not fit into host memory; says what would."""
+    """Raises InvalidUsage, which says what fits, when host memory is too small for ``sharers`` pools of ``bytes``."""
     memory = memory or host_memory()
     if bytes * sharers <= memory.lockable:
         return
@@ -60,7 +60,7 @@ def check_fits(bytes: int, *, sharers: int = 1, memory: HostMemory | None = None
 
 
 def bytes_text(count: float) -> str:
-    """Bytes for people, in binary units: ``1.5 GiB``."""
+    """Bytes as text, in binary units: ``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -69,7 +69,7 @@ def bytes_text(count: float) -> str:
 
 
 def _limit_left(base: Path) -> int | None:
-    """The least that any cgroup above this process leaves (v2, then v1); page cache that can go counts as free."""
+    """The smallest rest that a cgroup of this process leaves (v2, then v1); inactive page cache counts as free."""
     left: list[int] = []
     for line in _read(base / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -90,7 +90,7 @@ def _limit_left(base: Path) -> int | None:
 
 def _left_of(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
     limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
-    if not limit.isdigit() or not usage.isdigit() or int(limit) >= 1 << 60:  # "max", or v1's way to say it
+    if not limit.isdigit() or not usage.isdigit() or int(limit) >= 1 << 60:  # no limit: "max", or v1's large number
         return None
     cache = 0
     for line in _read(folder / "memory.stat").splitlines():

@@ -1,4 +1,4 @@
-"""The layers of a model, in whose order activations go out and come back."""
+"""Finds the layers of a model, in whose order activations are stored and loaded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["find_layers", "is_compiled_whole", "parameter_storages"]
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The layers in the order in which the forward pass runs them: those given, or the largest ``nn.ModuleList`` (by
-    parameters) of the model, which is where decoders keep theirs.
+    """The layers in the order in which the forward pass runs them: those given, or the ``nn.ModuleList`` of the model
+    with the most parameters, which holds a decoder's layers.
 
     Raises:
-        InvalidUsage: no such list, a model that is compiled as a whole, or a layer that lies in another one.
+        InvalidUsage: there is no such list, the model is compiled as a whole, or a layer lies inside another one.
     """
     if isinstance(model, nn.Module):
         if is_compiled_whole(model):
@@ -45,12 +45,12 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]
 
 
 def is_compiled_whole(module: nn.Module) -> bool:
-    """Is it what ``torch.compile(module)`` returned?"""
+    """Whether the module is a result of ``torch.compile(module)``."""
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def parameter_storages(layers: Sequence[nn.Module]) -> frozenset[int]:
-    """What the parameters and buffers of the layers lie in: they are on the device anyway."""
+    """The storages of the layers' parameters and buffers, which stay on the device anyway."""
     return frozenset(
         tensor.untyped_storage()._cdata
         for layer in layers

@@ -1,4 +1,4 @@
-"""How much device memory is alive, and was at most."""
+"""Measures the peak of the device memory that is in use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["MemoryMeter"]
 
 
 class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations on the CPU make, until they are gone. What a kernel uses inside of itself and
-    frees again is not seen."""
+    """Counts the live storages that operations on the CPU have allocated. Memory that a kernel allocates and frees
+    internally is not seen."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,10 +49,10 @@ def _counts(value: Any) -> bool:
 
 
 class MemoryMeter:
-    """The most device memory that was alive inside of the ``with``, above what was alive before, in bytes.
+    """The peak of device memory inside the ``with``, in bytes above what was in use before.
 
-    On CUDA the caching allocator's own count; on the CPU, whose memory stands for a simulated device's, every storage
-    that this thread's operations make is counted until it is gone (each operation costs some 10 us more).
+    On CUDA this is the caching allocator's count. On the CPU, whose memory stands for a simulated device's, every
+    storage that this thread's operations allocate is counted while it lives (each operation takes some 10 us more).
 
     Example:
         >>> with MemoryMeter("cpu") as meter:

@@ -1,4 +1,4 @@
-"""``PinnedPool``: host memory for offload, locked once at the start."""
+"""``PinnedPool``: host memory for offload, page-locked once at the start."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class PoolStats:
     """The pool at one moment; sizes in bytes.
 
     Attributes:
-        capacity: of the arena.
-        in_use: in blocks that hold activations.
-        retiring: in blocks whose last copy may still run.
-        largest_free: the largest piece that is neither.
-        peak_in_use: the most that was in use since the start, or :meth:`PinnedPool.reset_peak`.
-        allocations: blocks given out so far.
-        stream_waits: how often a copy waited, on the device, for a block to become free.
-        refusals: how often nothing fitted.
+        capacity: size of the pool.
+        in_use: bytes in blocks that hold activations.
+        retiring: bytes in freed blocks whose last copy may still run.
+        largest_free: size of the largest free block.
+        peak_in_use: the most that was in use since the start, or since :meth:`PinnedPool.reset_peak`.
+        allocations: number of blocks allocated so far.
+        stream_waits: how often a copy waited, on the device, for a block's last copy.
+        refusals: how often no free block was large enough.
         chunks: registrations that lock the arena.
-        on_node: the pages were put on the asked NUMA node.
+        on_node: whether the pages are on the NUMA node that was asked for.
     """
 
     capacity: int
@@ -45,23 +45,24 @@ class PoolStats:
 
 
 class PinnedPool:
-    """One arena of page-locked host memory, reserved here and never again: blocks of exact size come from it.
+    """One arena of page-locked host memory, allocated once, from which offload takes blocks of exact size.
 
-    Local; each rank makes its own. Making it takes 0.2 to 1 s per GB; nothing later allocates or locks host memory. A
-    block whose last copy still runs is given out again at once: the next copy waits for it on the device, not the host.
+    Local; each rank makes its own. Creating a pool takes 0.2 to 1 s per GB; nothing later allocates or locks host
+    memory. A freed block can be used again at once, even if its last copy still runs: the next copy waits for that one
+    on the device, and the host does not wait.
 
     Args:
-        size: bytes.
-        device: ``cuda:i`` or ``cpu``, where the activations are (a ``cpu`` device is simulated, see docs/device.md), or
-            an open device of the core.
-        numa_node: where the pages lie; ``None``: the node that the device hangs on, where the kernel says so.
-        chunk_bytes: most that is locked by one call.
-        sharers: ranks of this host that make a pool of this size each; all have to fit.
+        size: bytes of the pool.
+        device: the device of the activations: ``cuda:i``, or ``cpu`` (simulated, see docs/device.md), or an open device
+            of the core.
+        numa_node: NUMA node of the pages; ``None``: the node that the device is attached to, where the kernel says so.
+        chunk_bytes: the most bytes that one call locks.
+        sharers: number of ranks of this host that each create a pool of this size; all have to fit.
 
     Raises:
-        InvalidUsage: the size is below 1 or more than host memory has room for (says what fits), or there is no such
-            NUMA node.
-        DeviceError: there is no such device, or it refuses to lock the memory.
+        InvalidUsage: the size is below 1 or does not fit into host memory (says what fits), or there is no such NUMA
+            node.
+        DeviceError: there is no such device, or it cannot lock the memory.
 
     Example:
         >>> pool = PinnedPool(1 << 20, device="cpu")
@@ -86,10 +87,10 @@ class PinnedPool:
         self.core = core.PinnedPool(self.device, size, numa_node=node, chunk_bytes=chunk_bytes)
 
     def stats(self) -> PoolStats:
-        """The pool now."""
+        """The state of the pool now."""
         found = self.core.stats()
         return PoolStats(**found)
 
     def reset_peak(self) -> None:
-        """Lets ``peak_in_use`` begin again from what is in use."""
+        """Sets ``peak_in_use`` to what is in use now."""
         self.core.reset_peak()

@@ -1,4 +1,4 @@
-"""What stands for a saved tensor in the autograd graph, and the copies behind it."""
+"""The objects that autograd keeps in place of saved tensors, and the records of the copies that they share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Lane", "ResidentTensor", "StorageRecord", "StoredTensor", "changed_i
 
 
 class Steps(Protocol):
-    """Hears of the backward pass: something that a layer saved is needed now."""
+    """Follows the backward pass: :meth:`enter` is called when it needs a tensor that ``layer`` saved."""
 
     def enter(self, layer: int) -> None: ...
 
 
 class Lane:
-    """The way to host memory and back that all records of an offload share."""
+    """The copy engine and the device that all records of an offload share, and the records to close."""
 
     __slots__ = ("device", "engine", "place", "released")
 
@@ -32,15 +32,15 @@ class Lane:
         self.device = device
         self.place = place
         self.released: deque[StorageRecord] = deque()
-        """One entry for each handle that autograd has dropped: it may do so anywhere, :meth:`sweep` is called in safe
-        places."""
+        """One entry for each handle that autograd has dropped. It may drop one at any point, even in other threads,
+        so the record is closed later, by :meth:`sweep`."""
 
     def compute(self) -> int | None:
-        """The stream that computes now; ``None``: this thread does."""
+        """The current compute stream; ``None`` if this thread computes."""
         return compute_stream(self.device)
 
     def sweep(self) -> None:
-        """Gives back the blocks of records that nothing in a graph stands for any more."""
+        """Frees the pool blocks of records that no autograd graph refers to any more."""
         while True:
             try:
                 record = self.released.popleft()
@@ -53,19 +53,19 @@ class Lane:
 
 
 class StorageRecord:
-    """One storage whose first ``cut`` bytes are in the pool (or on the way) and whose rest is kept on the device.
+    """One storage whose first ``cut`` bytes are in the pool, or being copied there, while the rest stays on the device.
 
-    All saved tensors that are views of the storage share it. ``handles``: how many of them live; ``waiting``: how many
-    of these have not asked for their tensor since it was loaded.
+    All saved tensors that are views of the storage share its record. ``handles`` counts those that are alive, and
+    ``waiting`` those that have not asked for their tensor since the storage was loaded.
     """
 
     __slots__ = (
         "_arrived",
         "_kept",
         "_loaded",
+        "_resident",
         "_source",
         "_ticket",
-        "_twin",
         "cut",
         "handles",
         "lane",
@@ -79,7 +79,7 @@ class StorageRecord:
         storage = tensor.untyped_storage()
         self.lane = lane
         self.storage = weakref.ref(storage)
-        self._twin: weakref.ref[torch.Tensor] | None = None
+        self._resident: weakref.ref[torch.Tensor] | None = None
         self.version = tensor._version
         self.nbytes = storage.nbytes()
         self.cut = cut
@@ -93,37 +93,37 @@ class StorageRecord:
 
     @classmethod
     def start(cls, lane: Lane, tensor: torch.Tensor, cut: int) -> StorageRecord | None:
-        """Starts to copy the first ``cut`` bytes of the tensor's storage; ``None``: the pool is full.
+        """Starts to copy the first ``cut`` bytes of the tensor's storage; returns ``None`` if the pool is full.
 
-        ``tensor`` is detached, and held until :meth:`settle`.
+        ``tensor`` must be detached; the record holds it until :meth:`finish_store`.
         """
         storage = tensor.untyped_storage()
         lane.device.annotate_write(storage.data_ptr(), storage.nbytes())
         ticket = lane.engine.store(storage.data_ptr(), cut, compute=lane.compute())
         return cls(lane, tensor, cut, ticket) if ticket else None
 
-    def stands_for(self, tensor: torch.Tensor) -> bool:
-        """Is it the same storage, unchanged since?"""
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in the storage of this record and was not changed since it was saved."""
         storage = self.storage()
         return storage is not None and tensor._version == self.version and tensor.untyped_storage() is storage
 
-    def settle(self, *, check: bool = True) -> None:
-        """Compute waits for the copy, then the device tensor is let go.
+    def finish_store(self, *, check: bool = True) -> None:
+        """Makes the compute stream wait for the copy, then releases the tensor on the device.
 
-        Raises InvalidUsage (``check``) when it was changed in place while the copy may still have read it.
+        With ``check``, raises InvalidUsage if the tensor was changed in place while the copy may still have read it.
         """
         source = self._source
         if source is None:
             return
-        self.lane.engine.settle(self._ticket, compute=self.lane.compute())
+        self.lane.engine.finish_store(self._ticket, compute=self.lane.compute())
         self._source = None
         self.lane.device.annotate_free(source.untyped_storage().data_ptr(), self.nbytes)
         if check and source._version != self.version:
             raise changed_in_place(source, self.version)
 
     def prefetch(self) -> None:
-        """Starts to load the storage, unless it is there."""
-        if self._loaded is not None or self._source is not None or self._staying() is not None:
+        """Starts to load the storage, unless it is on the device."""
+        if self._loaded is not None or self._source is not None or self._resident_tensor() is not None:
             return
         self.waiting = self.handles
         target = torch.empty(self.nbytes, dtype=torch.uint8, device=self.lane.place)  # on the compute stream
@@ -134,14 +134,14 @@ class StorageRecord:
             self.lane.device.annotate_write(target.data_ptr() + self.cut, self.nbytes - self.cut)
 
     def use(self) -> torch.UntypedStorage:
-        """The storage on the device, for compute from now on; this was one of the handles that wait for it."""
-        present = self._source if self._source is not None else self._staying()
+        """The storage on the device, ready for compute. Each handle calls this once per backward pass."""
+        present = self._source if self._source is not None else self._resident_tensor()
         if present is not None:
             return present.untyped_storage()
         self.prefetch()
         assert self._loaded is not None
         if not self._arrived:
-            self.lane.engine.arrive(self._ticket, compute=self.lane.compute())
+            self.lane.engine.finish_load(self._ticket, compute=self.lane.compute())
             self._arrived = True
         storage = self._loaded.untyped_storage()
         self.lane.device.annotate_read(storage.data_ptr(), self.nbytes)
@@ -151,24 +151,25 @@ class StorageRecord:
         return storage
 
     def close(self) -> None:
-        """Gives the block back; nothing asks for it any more."""
-        self.settle(check=False)
+        """Frees the pool block; nothing refers to the record any more."""
+        self.finish_store(check=False)
         if self._loaded is not None and not self._arrived:
-            self.lane.engine.arrive(self._ticket, compute=self.lane.compute())  # before its memory is let go
+            # The load may still write to the memory that is released below.
+            self.lane.engine.finish_load(self._ticket, compute=self.lane.compute())
         self._loaded = self._kept = None
         self.lane.engine.drop(self._ticket)
 
-    def also_stays(self, tensor: torch.Tensor) -> None:
-        """A resident layer holds this tensor of the storage: while it does, nothing needs to be loaded."""
-        self._twin = weakref.ref(tensor)
+    def add_resident(self, tensor: torch.Tensor) -> None:
+        """Notes that a resident layer keeps this view of the storage; while it does, no load is needed."""
+        self._resident = weakref.ref(tensor)
 
-    def _staying(self) -> torch.Tensor | None:
-        tensor = None if self._twin is None else self._twin()
+    def _resident_tensor(self) -> torch.Tensor | None:
+        tensor = None if self._resident is None else self._resident()
         return tensor if tensor is not None and tensor._version == self.version else None
 
 
 class StoredTensor:
-    """Stands for a saved tensor of an offloaded storage."""
+    """The handle that autograd keeps in place of a saved tensor whose storage is offloaded."""
 
     __slots__ = ("_dtype", "_layer", "_offset", "_record", "_size", "_steps", "_stride")
 
@@ -182,7 +183,7 @@ class StoredTensor:
         self._offset = tensor.storage_offset()
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, at the time at which compute may use it."""
+        """The tensor, ready for compute."""
         self._steps.enter(self._layer)
         tensor = torch.empty(0, dtype=self._dtype, device=self._record.lane.place)
         return tensor.set_(self._record.use(), self._offset, self._size, self._stride)
@@ -192,7 +193,7 @@ class StoredTensor:
 
 
 class ResidentTensor:
-    """Stands for a saved tensor that stays where it is."""
+    """The handle that autograd keeps for a saved tensor that is not offloaded."""
 
     __slots__ = ("_layer", "_steps", "_version", "tensor")
 
@@ -203,7 +204,7 @@ class ResidentTensor:
         self._layer = layer
 
     def unpack(self) -> torch.Tensor:
-        """The tensor. Raises InvalidUsage when it was changed in place since."""
+        """The tensor. Raises InvalidUsage if it was changed in place since it was saved."""
         if self.tensor._version != self._version:
             raise changed_in_place(self.tensor, self._version)
         self._steps.enter(self._layer)
@@ -211,7 +212,7 @@ class ResidentTensor:
 
 
 def changed_in_place(tensor: torch.Tensor, version: int) -> InvalidUsage:
-    """The complaint about a saved tensor that an operation has changed."""
+    """The error for a saved tensor that an operation has changed."""
     return InvalidUsage(
         f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} that the backward pass needs was changed in place "
         f"after it was saved (it is at version {tensor._version}, expected {version}); use the operation that makes a "

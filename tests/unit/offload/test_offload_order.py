@@ -33,18 +33,18 @@ def training() -> None:
         for layer in range(LAYERS - 1):
             place = memory[layer % 2]
             if layer >= 2:
-                engine.settle(tickets[layer - 2], compute=compute)  # its memory is this layer's now
+                engine.finish_store(tickets[layer - 2], compute=compute)  # its memory is this layer's now
             device.fill(place, step + layer, bytes=size, stream=compute)
             device.accumulate(place, weights, count=COUNT, stream=compute)
             tickets.append(engine.store(place, size, compute=compute))
             assert tickets[-1]
         for ticket in tickets:
-            engine.settle(ticket, compute=compute)
+            engine.finish_store(ticket, compute=compute)
         engine.load(tickets[-1], memory[(LAYERS - 2) % 2], compute=compute)
         for layer in reversed(range(LAYERS - 1)):
             if layer:
                 engine.load(tickets[layer - 1], memory[(layer - 1) % 2], compute=compute)
-            engine.arrive(tickets[layer], compute=compute)
+            engine.finish_load(tickets[layer], compute=compute)
             device.accumulate(total, memory[layer % 2], count=COUNT, stream=compute)
             engine.drop(tickets[layer])
     device.synchronize_stream(compute)
@@ -61,7 +61,7 @@ def given_up(again: bool) -> None:
     source, target = device.allocate(size), device.allocate(size)
     device.fill(source, 1, bytes=size, stream=compute)
     ticket = engine.store(source, size, compute=compute)
-    engine.settle(ticket, compute=compute)
+    engine.finish_store(ticket, compute=compute)
     engine.load(ticket, target, compute=compute)
     engine.drop(ticket)
     if again:
@@ -101,14 +101,14 @@ def test_each_wait_that_is_left_out_is_found() -> None:
             needed[key] = needed.get(key, False) or bool(site.found)
     waits = [(call, file) for call, file, _ in needed if call != "record"]
     assert sorted(waits) == [
-        ("synchronize", "copy_engine.cpp"),  # settle and arrive, where the host computes
+        ("synchronize", "copy_engine.cpp"),  # finish_store and finish_load, where the host computes
         ("synchronize", "copy_engine.cpp"),
         ("synchronize", "copy_engine.cpp"),  # the last wait, for each direction
         ("synchronize", "copy_engine.cpp"),
         ("wait", "copy_engine.cpp"),  # store for compute
-        ("wait", "copy_engine.cpp"),  # settle
+        ("wait", "copy_engine.cpp"),  # finish_store
         ("wait", "copy_engine.cpp"),  # load for compute
-        ("wait", "copy_engine.cpp"),  # arrive
+        ("wait", "copy_engine.cpp"),  # finish_load
         ("wait", "pinned_pool.cpp"),  # a block's last reader
     ]
     assert not [site for site, found in needed.items() if not found]

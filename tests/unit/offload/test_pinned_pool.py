@@ -35,12 +35,12 @@ class Bench:
         return address, np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
 
     def stored(self, count: int, value: int) -> int:
-        """A settled ticket of ``count`` bytes of ``value``."""
+        """The ticket of a finished store of ``count`` bytes of ``value``."""
         address, _ = self.memory(count)
         self.device.fill(address, value, bytes=count, stream=self.compute)
         ticket = self.engine.store(address, count, compute=self.compute)
         if ticket:
-            self.engine.settle(ticket, compute=self.compute)
+            self.engine.finish_store(ticket, compute=self.compute)
             self.device.fill(address, 0xEE, bytes=count, stream=self.compute)  # its next owner
         return ticket
 
@@ -48,7 +48,7 @@ class Bench:
         address, found = self.memory(count)
         self.device.fill(address, 0xDD, bytes=count, stream=self.compute)  # its last owner
         self.engine.load(ticket, address, compute=self.compute)
-        self.engine.arrive(ticket, compute=self.compute)
+        self.engine.finish_load(ticket, compute=self.compute)
         self.device.synchronize_stream(self.compute)
         return found
 
@@ -75,10 +75,10 @@ def test_a_computing_thread_waits_itself() -> None:
     for value in range(1, 20):
         memory[:] = value
         ticket = bench.engine.store(address, len(memory), compute=None)
-        bench.engine.settle(ticket, compute=None)
+        bench.engine.finish_store(ticket, compute=None)
         memory[:] = 0
         bench.engine.load(ticket, address, compute=None)
-        bench.engine.arrive(ticket, compute=None)
+        bench.engine.finish_load(ticket, compute=None)
         assert (memory == value).all()
         bench.engine.drop(ticket)
     assert bench.engine.stats()["host_wait_s"] > 0
@@ -125,12 +125,12 @@ def test_the_order_of_calls_is_checked() -> None:
     bench = Bench(64 * KIB)
     address, _ = bench.memory(KIB)
     ticket = bench.engine.store(address, KIB, compute=bench.compute)
-    with pytest.raises(InvalidUsage, match="not settled"):
+    with pytest.raises(InvalidUsage, match="call finish_store first"):
         bench.engine.load(ticket, address, compute=bench.compute)
-    bench.engine.settle(ticket, compute=bench.compute)
-    bench.engine.settle(ticket, compute=bench.compute)
+    bench.engine.finish_store(ticket, compute=bench.compute)
+    bench.engine.finish_store(ticket, compute=bench.compute)
     bench.engine.drop(ticket)
-    for call in (bench.engine.settle, bench.engine.arrive):
+    for call in (bench.engine.finish_store, bench.engine.finish_load):
         with pytest.raises(InvalidUsage, match="was dropped"):
             call(ticket, compute=bench.compute)
     with pytest.raises(InvalidUsage, match="was dropped"):
