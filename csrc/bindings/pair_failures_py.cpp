@@ -56,7 +56,7 @@ class FailureEnd {
     queueNotice(queue_, std::move(out), sends);
     return wire;
   }
-  void hear(const Wire& wire) { failures_.hear(noticeIn(wire), recvs_, inflight_, queue_); }
+  void hear(const Wire& wire) { failures_.receive(noticeIn(wire), recvs_, inflight_, queue_); }
   void failAll(const std::string& text) {
     failures_.failAll(Error(ErrorKind::kPeerLost, text), recvs_, inflight_, queue_);
   }

@@ -1,4 +1,4 @@
-// What is said when operations fail: of a mismatch, and of what a peer gave up.
+// Errors and notices of failed operations: mismatches, and operations that a peer gave up.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace hdpcomm {
 
-// What a failure ends: sends up to a number, receives up to a number, or both. Differences of
-// numbers are signed, so that they are right across the wrap.
+// The operations that a failure ends: sends up to a number, receives up to a number, or both. The
+// difference of two numbers is signed, so that it is right when they wrap.
 struct GiveUp {
   std::optional<uint32_t> sends;
   std::optional<uint32_t> recvs;
@@ -21,14 +21,14 @@ inline bool upTo(uint32_t number, std::optional<uint32_t> limit) {
   return limit && static_cast<int32_t>(*limit - number) >= 0;
 }
 
-// What one rank called on a pair, and the bytes that it sent or expected.
+// What one rank of a pair called, and the bytes that it sent or expected.
 struct Called {
   int rank;
   const Call& call;
   size_t bytes;
 };
 
-// Seen by the rank of `own`, which sent (or received).
+// The Mismatch that the rank of `own` raises; `sent`: whether it was the sender of the message.
 inline Error mismatchError(const Called& own, const Called& other, bool sent) {
   const auto clause = [](const Called& called, const char* verb) {
     return "rank " + std::to_string(called.rank) + " called " + describe(called.call) + " and " +
@@ -42,11 +42,11 @@ inline Error mismatchError(const Called& own, const Called& other, bool sent) {
       {.rank = own.rank, .peer = other.rank, .op = opName(own.call.op), .ranks = {}, .seq = -1});
 }
 
-// How a notice travels: what it ends is in two numbers, of which these say which hold.
+// A notice on the wire has two numbers; these flags say which of them are valid.
 inline constexpr uint32_t kEndsSends = 2;
 inline constexpr uint32_t kEndsRecvs = 4;
 
-// What this rank tells a peer of an operation that it gave up.
+// The notice that this rank sends to a peer when it gives up an operation.
 struct OwnNotice {
   GiveUp ends;
   ErrorKind kind = ErrorKind::kInternal;
@@ -56,8 +56,8 @@ struct OwnNotice {
   uint32_t flags() const { return (ends.sends ? kEndsSends : 0) | (ends.recvs ? kEndsRecvs : 0); }
 };
 
-// A peer's notice ended its sends up to one number and its receives up to another: what that ends
-// here, where its sends are received.
+// What a peer's notice ends on this rank: the peer's sends are this rank's receives, and the
+// reverse.
 inline GiveUp endsHere(uint32_t flags, uint32_t sends, uint32_t recvs) {
   GiveUp ours;
   if ((flags & kEndsSends) != 0) ours.recvs = sends;
@@ -65,7 +65,7 @@ inline GiveUp endsHere(uint32_t flags, uint32_t sends, uint32_t recvs) {
   return ours;
 }
 
-// A failure notice, as its receiver understands it.
+// A failure notice in the view of its receiver.
 struct Notice {
   GiveUp ours;
   Error error;
@@ -75,11 +75,12 @@ struct Notice {
   }
 };
 
-// What `peer` told this rank: `ours` in this rank's view, `cause` the rank that the error concerns.
+// The notice that `peer` sent to `rank`. `ours`: what it ends here, `cause`: the rank that the
+// error concerns.
 inline Notice noticeFrom(int peer, int rank, ErrorKind kind, const std::string& text, int cause,
                          const GiveUp& ours) {
   const bool told = text.find("(told by") != std::string::npos;
-  // An error about this rank is, seen from here, one about the peer.
+  // An error that concerns this rank concerns the peer when this rank raises it.
   const int concerned = cause == rank || cause < 0 ? peer : cause;
   return {ours, Error(kind, told ? text : text + " (told by rank " + std::to_string(peer) + ")",
                       {.rank = rank, .peer = concerned, .op = {}, .ranks = {}, .seq = -1})};

@@ -13,19 +13,19 @@ bool PairFailures::refuse(Completion* completion) const {
   return true;
 }
 
-// `met`: requests of this rank were posted of what the peer gave up.
-void PairFailures::record(const Notice& notice, bool met) {
+// `failed_requests`: this rank had posted requests of the operations that the peer gave up.
+void PairFailures::record(const Notice& notice, bool failed_requests) {
   const GiveUp& ours = notice.ours;
   const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
     return a && b && *a == *b;
   };
-  if (met || equal(ours.sends, own_.sends) || equal(ours.recvs, own_.recvs)) {
-    // Both ranks failed here, perhaps in different calls: from now on they count alike.
+  if (failed_requests || equal(ours.sends, own_.sends) || equal(ours.recvs, own_.recvs)) {
+    // Both ranks failed here, perhaps in different calls: their numbers are made equal again.
     if (upTo(send_number_, ours.sends)) send_number_ = *ours.sends;
     if (upTo(recv_number_, ours.recvs)) recv_number_ = *ours.recvs;
   }
-  // Whatever this rank has yet to post of those operations (later steps, or all where the peer was
-  // ahead) fails then.
+  // Requests of those operations that this rank posts later (further steps, or all of them if the
+  // peer was ahead) will fail when they are posted.
   const auto raise = [](std::optional<uint32_t>& limit, std::optional<uint32_t> to) {
     if (to && (!limit || upTo(*limit, to))) limit = to;
   };

@@ -1,10 +1,11 @@
-// The failure protocol of one pair of ranks (transport.hpp), as one of the two keeps it: numbers of
-// operations, what either of them gave up, and what that means for the requests of this rank.
+// One rank's side of the failure protocol of a pair of ranks (transport.hpp): the numbers of their
+// operations, what either rank gave up, and what that means for the requests of this rank.
 //
-// Both ranks count the operations of each direction. Who gives one up tells the peer up to which of
-// its sends and receives; there, what is posted of them fails, and what is posted later fails at
-// once. Messages that are on their way all the same are known by their numbers, and dropped. If
-// both gave up, perhaps in different calls, they go on counting from the later one.
+// Both ranks count the operations of each direction. A rank that gives up sends the peer a notice:
+// up to which number its sends, and its receives, have ended. On the peer, posted requests up to
+// these numbers fail, and later ones fail when they are posted. Messages that are still on their
+// way are recognised by their numbers and dropped. If both ranks gave up, perhaps in different
+// calls, both continue counting from the later number.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,8 @@ class PairFailures {
   uint32_t nextSend() noexcept { return ++send_number_; }
   uint32_t nextRecv() noexcept { return ++recv_number_; }
 
-  // Whether the peer has given up the operation of this request; then it has failed, and is not
-  // posted.
+  // Whether the peer has given up the operation of this request. If so, fails the request, which
+  // must not be posted.
   bool refuses(const SendRequest& request) const {
     return upTo(request.number, given_up_.sends) && refuse(request.completion);
   }
@@ -32,24 +33,25 @@ class PairFailures {
     return upTo(request.number, given_up_.recvs) && refuse(request.completion);
   }
 
-  // This rank gives up. What is returned is to be told to the peer.
+  // This rank gives up an operation. Returns the notice to send to the peer.
   OwnNotice giveUp(const Error& error, const GiveUp& ends);
   // Whether this rank gave up the operation whose message carries the number.
   bool gaveUp(uint32_t recv_number) const { return upTo(recv_number, own_.recvs); }
 
-  // The peer gave up: fails what is posted of that. `sends` are queues of what holds a request.
+  // The peer gave up: fails the posted requests that its notice ends. The elements of `sends` hold
+  // a request each.
   template <typename... Sends>
-  void hear(const Notice& notice, RingQueue<RecvRequest>& recvs, RingQueue<Sends>&... sends) {
+  void receive(const Notice& notice, RingQueue<RecvRequest>& recvs, RingQueue<Sends>&... sends) {
     record(notice, fail(notice.error, notice.ours, recvs, sends...));
   }
-  // Fails all that is posted: the peer is gone.
+  // The peer is gone: fails all posted requests.
   template <typename... Sends>
   void failAll(const Error& error, RingQueue<RecvRequest>& recvs, RingQueue<Sends>&... sends) {
     fail(error, {send_number_, recv_number_}, recvs, sends...);
   }
 
-  // Transport::lost(), once what the peer sent has been heard. ahead(): a notice of this very
-  // operation behind messages that this rank does not take yet (it counts for this one only).
+  // Transport::lost(), after the peer's notices have been received. ahead() returns a notice of
+  // this very operation that is behind messages for which this rank has no receive yet.
   template <typename Ahead>
   std::optional<Error> lost(std::optional<uint32_t> send, std::optional<uint32_t> recv, bool needed,
                             const std::optional<Error>& gone, Ahead ahead) const {
@@ -65,18 +67,18 @@ class PairFailures {
   static constexpr size_t kNotices = 64;  // older ones are forgotten
 
   bool refuse(Completion* completion) const;
-  void record(const Notice& notice, bool met);
+  void record(const Notice& notice, bool failed_requests);
   // The failure of the very operation that has these numbers, or null.
   const Error* operation(std::optional<uint32_t> send, std::optional<uint32_t> recv) const;
 
-  // Returns whether there were any.
+  // Fails the requests up to these numbers. Returns whether there were any.
   template <typename... Sends>
   static bool fail(const Error& error, const GiveUp& up_to, RingQueue<RecvRequest>& recvs,
                    RingQueue<Sends>&... sends) {
-    bool met = false;
+    bool any = false;
     const auto fail_one = [&](uint32_t number, std::optional<uint32_t> limit, Completion* owner) {
       if (owner == nullptr || !upTo(number, limit)) return;  // a notice has no owner
-      met = true;
+      any = true;
       if (!owner->failure) owner->failure = error;
     };
     const auto fail_sends = [&](auto& queue) {
@@ -88,19 +90,19 @@ class PairFailures {
       fail_one(recvs[i].number, up_to.recvs, recvs[i].completion);
     }
     (fail_sends(sends), ...);
-    return met;
+    return any;
   }
 
   uint32_t send_number_ = 0;  // of the last operation towards the peer
   uint32_t recv_number_ = 0;
-  GiveUp given_up_;  // by the peer: the sends that it does not take, the receives it does not serve
+  GiveUp given_up_;  // by the peer: sends it will not receive, receives for which it won't send
   GiveUp own_;       // numbers of this rank's last failed operation with the peer
-  std::optional<Error> last_;    // that the peer told
-  std::vector<Notice> notices_;  // of the peer
+  std::optional<Error> last_;    // error of the peer's last notice
+  std::vector<Notice> notices_;  // the peer's last kNotices notices
 };
 
-// Puts a notice before the messages of later operations, which the peer must not take for this
-// one's. What has begun() stays where it is, as earlier notices do.
+// Queues a notice before the messages of later operations, which the peer would otherwise take for
+// messages of this one. Messages that have begun() and earlier notices keep their places.
 template <typename Out>
 void queueNotice(RingQueue<Out>& queue, Out&& notice, std::optional<uint32_t> sends) {
   queue.push(std::move(notice));
@@ -111,7 +113,7 @@ void queueNotice(RingQueue<Out>& queue, Out&& notice, std::optional<uint32_t> se
   }
 }
 
-// Whether a request of the operation is under way with the peer, out or in.
+// Whether the operation has a request in flight with the peer, in either direction.
 template <typename Peer>
 bool holdsRequestOf(Peer& peer, const Completion* completion) {
   const auto sent = [&](const auto& out) { return out.request.completion == completion; };

@@ -1,5 +1,5 @@
-// The head of a frame. Both ends run the same build of the core (the magic says which layout), so
-// plain structs travel.
+// The header of a frame. Both ends run the same build of the core (the magic number says which
+// layout), so plain structs are sent.
 #pragma once
 
 #include <cstring>
@@ -12,17 +12,17 @@ inline constexpr uint32_t kMagic = 0x6864'6601;  // the last byte is the layout'
 
 enum class Kind : uint8_t {
   kData,      // a piece of a message
-  kAccepted,  // the receiver took message `index`, whose sender had asked to be told
+  kAccepted,  // the receiver accepted message `index`, whose sender had asked for confirmation
   kRejected,  // the receiver called something else: `call`, `bytes` are its own
   kFailure,   // the sender gave up an operation: its sends up to `number`, its receives up to
               // `other`, as the flags say (failures.hpp)
-  kCredit,    // carries `consumed` and nothing else
+  kCredit,    // carries only `consumed`
   kPing,
   kPong,
   kGoodbye,  // the last frame; the text says why
 };
 
-inline constexpr uint32_t kConfirm = 1;  // kData: kAccepted is wanted
+inline constexpr uint32_t kConfirm = 1;  // kData: the sender wants a kAccepted
 
 struct Header {
   uint32_t magic = kMagic;
@@ -43,14 +43,14 @@ static_assert(sizeof(Header) == 80);
 
 inline constexpr size_t kInlineBytes = kFrameHeadBytes - sizeof(Header);
 inline constexpr size_t kTextBytes = 768;
-// A send up to this size ends when its pieces are with the link, a larger one (or one that asks for
-// it) when the receiver has accepted it: a rank does not run far ahead of one that gave up.
+// A send up to this size ends when the link has its pieces; a larger one, or one with `confirm`,
+// when the receiver has accepted it, so that a rank does not run far ahead of one that gave up.
 inline constexpr size_t kEagerBytes = 128 * 1024;
-// A pair may have this many units under way that the receiver has not consumed: bounds what waits
-// in its memory. A piece counts its bytes and kPieceUnits.
+// Most units of a pair in flight that the receiver has not consumed; bounds the receiver's memory.
+// A piece counts its bytes plus kPieceUnits.
 inline constexpr uint64_t kWindow = 8 * kFrameBulkBytes;
 inline constexpr uint64_t kPieceUnits = 64;
-inline constexpr size_t kOutboxFrames = 4;  // pieces that wait for the carrier
+inline constexpr size_t kOutboxFrames = 4;  // most frames that wait for the carrier
 
 inline Header readHeader(const Frame& frame) {
   Header header;

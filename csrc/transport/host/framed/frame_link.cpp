@@ -11,7 +11,7 @@ using framed::Kind;
 
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(1);  // without a frame before a ping is sent
+constexpr auto kPingAfter = std::chrono::seconds(1);  // without a frame from the peer
 
 }  // namespace
 
@@ -19,8 +19,8 @@ size_t Frame::expectBulk() {
   const Header header = framed::readHeader(*this);
   if (header.magic != framed::kMagic || header.piece > kFrameBulkBytes) {
     throw Error(ErrorKind::kInternal,
-                "what arrived is no frame of this version of hdpcomm: install the same version on "
-                "all hosts");
+                "received bytes that are no frame of this version of hdpcomm: install the same "
+                "version on all hosts");
   }
   if (header.piece > framed::kInlineBytes) allocate(header.piece);
   return bulk_bytes_;
@@ -66,8 +66,8 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   const Kind kind = framed::readHeader(*frame).kind;
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
-  peer.heard = Clock::now();
-  peer.asking = false;
+  peer.last_heard = Clock::now();
+  peer.awaits_pong = false;
   if (kind == Kind::kPing) {
     peer.pong_due = true;
     lock.unlock();
@@ -132,10 +132,10 @@ double FrameLink::silence(int peer_rank) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
   const auto now = Clock::now();
-  if (peer.asking) return std::chrono::duration<double>(now - peer.asked).count();
-  if (now - peer.heard < kPatience || closed_) return 0;
-  peer.asking = true;
-  peer.asked = now;
+  if (peer.awaits_pong) return std::chrono::duration<double>(now - peer.ping_time).count();
+  if (now - peer.last_heard < kPingAfter || closed_) return 0;
+  peer.awaits_pong = true;
+  peer.ping_time = now;
   peer.ping_due = true;
   lock.unlock();
   peer.for_carrier.notify_all();

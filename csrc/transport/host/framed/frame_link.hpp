@@ -1,10 +1,10 @@
-// The mailbox between the framed transport and whatever carries its frames to other hosts: a torch
-// process group driven from Python, say.
+// The queues between the framed transport and the carrier that moves its frames to other hosts,
+// such as a torch process group driven from Python.
 //
-// A carrier needs, for every peer, a thread that takes frames by next() and sends them in order,
-// and one that receives frames and hands them in by deliver(). It knows nothing of messages,
-// operations or failures: a frame is a fixed head and, if bulkBytes() is not 0, bytes that follow
-// it. Thread-safe.
+// For every peer a carrier needs a thread that takes frames by next() and sends them in order, and
+// one that receives frames and passes them to deliver(). It knows nothing of messages, operations
+// or failures: a frame is a head of fixed size and, if bulkBytes() is not 0, bytes that follow it.
+// Thread-safe.
 #pragma once
 
 #include <chrono>
@@ -25,10 +25,10 @@ namespace hdpcomm {
 inline constexpr size_t kFrameHeadBytes = 1024;
 inline constexpr size_t kFrameBulkBytes = 512 * 1024;  // at most
 
-// What crosses between hosts at once. The head holds a header and small payloads.
+// The unit of transfer between hosts. The head holds a header and small payloads.
 class Frame {
  public:
-  // An empty one to receive into.
+  // An empty frame, to receive into.
   Frame() = default;
   explicit Frame(size_t bulk_bytes) { allocate(bulk_bytes); }
 
@@ -37,8 +37,8 @@ class Frame {
   std::byte* bulk() noexcept { return bulk_.get(); }
   const std::byte* bulk() const noexcept { return bulk_.get(); }
   size_t bulkBytes() const noexcept { return bulk_bytes_; }
-  // After the head has been received: makes room for the bytes that follow it. Throws Error when
-  // the head is none of this version.
+  // Call after the head has been received: allocates the bytes that follow it, and returns how
+  // many. Throws Error if the head is not of this version.
   size_t expectBulk();
   void allocate(size_t bulk_bytes) {
     bulk_ = std::make_unique_for_overwrite<std::byte[]>(bulk_bytes);
@@ -60,14 +60,14 @@ class FrameLink {
   int size() const noexcept { return static_cast<int>(peers_.size()); }
 
   // --- the carrier's side; any thread
-  // The next frame for `peer`, in order; waits for one. Null after the last one (the goodbye), or
-  // when the peer was lost.
+  // Waits for the next frame to send to `peer`. Null after the last one (the goodbye), or if the
+  // peer was lost.
   FramePtr next(int peer);
-  // Hands in what came from `peer`, in order. False: it was the peer's last frame.
+  // Passes on a frame from `peer`, in order. False: it was the peer's last frame.
   bool deliver(int peer, FramePtr frame);
   // Returns when no more frames will be posted.
   void waitClosed();
-  // The connection to `peer` broke.
+  // Reports that the connection to `peer` broke.
   void lost(int peer, const std::string& why);
 
   // --- the transport's side
@@ -77,11 +77,11 @@ class FrameLink {
   };
   void post(int peer, FramePtr frame);
   bool hasRoom(int peer) const;
-  // Appends what has come since the last call.
+  // Appends the frames that have arrived since the last call.
   void collect(std::vector<Arrival>& arrivals);
-  // Empty while the connection holds.
+  // Why the connection broke; empty while it holds.
   std::string lossOf(int peer) const;
-  // Seconds without a sign of life after one was asked for; asks for one. 0: the peer answers.
+  // Seconds since an unanswered ping; sends one if the peer has been silent. 0: the peer answers.
   double silence(int peer);
   // No more frames will be posted.
   void close();
@@ -89,7 +89,8 @@ class FrameLink {
   uint32_t ticket() const;
   void wait(uint32_t ticket, Clock::time_point until);
   void wake();  // ends a wait()
-  // Called after every event, on the thread that caused it; for whoever sleeps elsewhere.
+  // Sets a function that is called after every event, on the thread that caused it: wakes a rank
+  // that sleeps elsewhere.
   void setWake(std::function<void()> wake);
 
  private:
@@ -97,12 +98,12 @@ class FrameLink {
     std::condition_variable for_carrier;
     std::deque<FramePtr> outbox;
     std::string loss;
-    bool ended = false;  // its last frame came
+    bool ended = false;  // its last frame has arrived
     bool pong_due = false;
     bool ping_due = false;
-    Clock::time_point heard = Clock::now();
-    Clock::time_point asked;  // when the unanswered ping was asked for
-    bool asking = false;
+    Clock::time_point last_heard = Clock::now();
+    Clock::time_point ping_time;  // when the unanswered ping was requested
+    bool awaits_pong = false;
   };
   void signal(std::unique_lock<std::mutex>& lock);
 
@@ -116,7 +117,7 @@ class FrameLink {
   bool closed_ = false;
 };
 
-// A transport whose messages travel as the link's frames. `name` is what the user sees.
+// A transport that sends its messages as frames of the link. `name`: shown to the user.
 std::unique_ptr<Transport> makeFramedTransport(std::shared_ptr<FrameLink> link,
                                                const std::string& name);
 

@@ -1,4 +1,4 @@
-// The receiving half: matching, copies and reductions out of frames, and failure notices.
+// The receiving half: matching, copies and reductions from frames, and failure notices.
 #include <algorithm>
 #include <cstring>
 
@@ -64,23 +64,23 @@ void FramedTransport::endRejected(Peer& peer, const Header& header) {
   peer.queue.filter(end);
 }
 
-// Counts a piece as taken, and tells the sender now and then.
+// Counts a piece as consumed, and returns credit to the sender from time to time.
 void FramedTransport::consume(Peer& peer, const Header& header) {
   peer.consumed_units += header.piece + kPieceUnits;
-  if (peer.consumed_units - peer.told_units < kWindow / 4) return;
+  if (peer.consumed_units - peer.announced_units < kWindow / 4) return;
   Header credit;
   credit.kind = Kind::kCredit;
-  control(peer, credit);
+  sendControl(peer, credit);
 }
 
-// Takes pieces while there are receives for them, and the notices among them.
+// Consumes pieces while there are receives for them, and the notices among them.
 void FramedTransport::drain(Peer& peer) {
   while (!peer.incoming.empty()) {
     const FramePtr frame = peer.incoming.front();
     const Header header = readHeader(*frame);
     if (header.kind == Kind::kFailure) {
       peer.incoming.pop();
-      peer.failures.hear(noticeIn(peer, *frame), peer.recvs, peer.inflight, peer.queue);
+      peer.failures.receive(noticeIn(peer, *frame), peer.recvs, peer.inflight, peer.queue);
     } else if (deliver(peer, *frame, header)) {
       peer.incoming.pop();
     } else {
@@ -89,7 +89,7 @@ void FramedTransport::drain(Peer& peer) {
   }
 }
 
-// False: the piece cannot be taken now.
+// Returns false if the piece cannot be consumed now.
 bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
   if (peer.refused && header.index <= *peer.refused) {
     consume(peer, header);
@@ -116,14 +116,14 @@ bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
     Header accepted;
     accepted.kind = Kind::kAccepted;
     accepted.index = header.index;
-    control(peer, accepted);
+    sendControl(peer, accepted);
   }
   --request.completion->pending;
   peer.recvs.pop();
   return true;
 }
 
-// The receiver's call goes back, so that the sender can name both sides.
+// Sends the receiver's call back, so that the sender's error can name both.
 void FramedTransport::reject(Peer& peer, const Header& header, const RecvRequest& request) {
   request.completion->failure =
       mismatchError({rank(), request.call, request.bytes},
@@ -133,7 +133,7 @@ void FramedTransport::reject(Peer& peer, const Header& header, const RecvRequest
   rejected.index = header.index;
   rejected.bytes = request.bytes;
   rejected.call = request.call;
-  control(peer, rejected);
+  sendControl(peer, rejected);
   peer.refused = header.index;
   consume(peer, header);
 }
@@ -166,7 +166,7 @@ Notice FramedTransport::noticeIn(const Peer& peer, Frame& frame) const {
                     header.cause, ours);
 }
 
-// The notice of this very operation among what was not taken yet.
+// The notice of this very operation among the frames that were not consumed yet.
 std::optional<Notice> FramedTransport::noticeAhead(Peer& peer, std::optional<uint32_t> send_number,
                                                    std::optional<uint32_t> recv_number) const {
   for (size_t i = 0; i < peer.incoming.size(); ++i) {

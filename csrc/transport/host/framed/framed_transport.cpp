@@ -9,7 +9,7 @@ namespace hdpcomm {
 namespace framed {
 namespace {
 
-bool wantsAnswer(const SendRequest& request) {
+bool needsConfirmation(const SendRequest& request) {
   return request.confirm || request.bytes > kEagerBytes;
 }
 
@@ -29,8 +29,8 @@ void FramedTransport::activate(Peer& peer) {
   active_.push_back(peer.rank);
 }
 
-void FramedTransport::control(Peer& peer, Header header, const std::string& text) {
-  header.consumed = peer.told_units = peer.consumed_units;
+void FramedTransport::sendControl(Peer& peer, Header header, const std::string& text) {
+  header.consumed = peer.announced_units = peer.consumed_units;
   header.piece = static_cast<uint32_t>(std::min(text.size(), kTextBytes));
   link_->post(peer.rank, makeFrame(header, text.data()));
 }
@@ -62,7 +62,7 @@ void FramedTransport::push(Peer& peer) {
       ++stats_.messages_sent;
       stats_.bytes_sent += out.request.bytes;
       peer.used = true;
-      if (wantsAnswer(out.request)) {
+      if (needsConfirmation(out.request)) {
         peer.inflight.push(std::move(out));
       } else {
         --out.request.completion->pending;
@@ -72,7 +72,7 @@ void FramedTransport::push(Peer& peer) {
   }
 }
 
-// One frame of the message to the link; false: there is no room now.
+// Passes one frame of the message to the link. Returns false if there is no room now.
 bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   if (!link_->hasRoom(peer.rank)) return false;
   if (out.notice) {
@@ -84,7 +84,7 @@ bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
     header.flags = notice.flags();
     header.number = notice.ends.sends.value_or(0);
     header.other = notice.ends.recvs.value_or(0);
-    control(peer, header, notice.text);
+    sendControl(peer, header, notice.text);
     return true;
   }
   const SendRequest& request = out.request;
@@ -93,12 +93,12 @@ bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   if (peer.sent_units + units - peer.credited_units > kWindow) return false;
   if (!std::exchange(out.started, true)) out.index = peer.next_index++;
   Header header;
-  header.consumed = peer.told_units = peer.consumed_units;
+  header.consumed = peer.announced_units = peer.consumed_units;
   header.index = out.index;
   header.bytes = request.bytes;
   header.offset = out.offset;
   header.piece = static_cast<uint32_t>(piece);
-  header.flags = wantsAnswer(request) ? kConfirm : 0;
+  header.flags = needsConfirmation(request) ? kConfirm : 0;
   header.number = request.number;
   header.call = request.call;
   link_->post(peer.rank,
@@ -108,7 +108,7 @@ bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   return true;
 }
 
-// Its looks are dear anyway, so it does not keep count.
+// Always returns true: a call is expensive anyway, so it does not track whether anything moved.
 bool FramedTransport::progress() {
   do {
     arrivals_.clear();
@@ -126,7 +126,7 @@ bool FramedTransport::progress() {
         active_.pop_back();
       }
     }
-  } while (!arrivals_.empty());  // frames to this rank itself arrive while it pushes
+  } while (!arrivals_.empty());  // push() makes frames to this rank itself arrive
   return true;
 }
 
@@ -188,7 +188,7 @@ void FramedTransport::checkPeers() {
     Peer& peer = at(rank);
     const auto gone = goneError(peer);
     if (!gone) continue;
-    drain(peer);  // what the peer sent before it went is still valid
+    drain(peer);  // messages that the peer sent before it left are still valid
     peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
   }
 }
@@ -222,7 +222,7 @@ void FramedTransport::close(const std::string& reason) noexcept {
     for (Peer& peer : peers_) {
       if (peer.rank == rank()) continue;
       push(peer);
-      control(peer, header, reason);
+      sendControl(peer, header, reason);
     }
     link_->close();
   } catch (const std::exception&) {

@@ -1,8 +1,8 @@
-// Messages over a FrameLink: the rules of transport.hpp where no memory is shared.
+// Messages over a FrameLink: the rules of transport.hpp without shared memory.
 //
-// Only this class, under the World's lock, touches requests and their buffers; the link's threads
-// touch frames. So a cancelled request is forgotten here and its buffers are free at once, whatever
-// the carrier still holds: pieces of it that arrive later are dropped by their number.
+// Only this class, under the World's lock, accesses requests and their buffers; the link's threads
+// access frames. So a cancelled request is forgotten here and its buffers are free at once, even if
+// the carrier still holds frames of it; pieces that arrive later are dropped by their number.
 #pragma once
 
 #include <memory>
@@ -15,11 +15,11 @@
 
 namespace hdpcomm::framed {
 
-// A message, or a notice of a failure, on its way out.
+// A message or a failure notice to be sent.
 struct Outgoing {
   SendRequest request;
   uint64_t index = 0;
-  size_t offset = 0;  // bytes handed to the link
+  size_t offset = 0;  // bytes passed to the link
   bool started = false;
   std::optional<OwnNotice> notice;
 
@@ -31,20 +31,20 @@ struct Peer {
   bool used = false;
   bool in_active_list = false;
   PairFailures failures;
-  std::string farewell;  // of the peer's goodbye
-  bool gone = false;     // the goodbye came
+  std::string farewell;  // text of the peer's goodbye
+  bool gone = false;     // the goodbye has arrived
 
-  uint64_t next_index = 0;  // of the next message out
+  uint64_t next_index = 0;  // of the next message to the peer
   uint64_t sent_units = 0;
-  uint64_t credited_units = 0;  // as the peer told
-  uint64_t consumed_units = 0;
-  uint64_t told_units = 0;
-  std::optional<uint64_t> refused;  // the rest of this message is dropped
+  uint64_t credited_units = 0;      // that the peer has consumed, as it announced
+  uint64_t consumed_units = 0;      // of the peer's messages
+  uint64_t announced_units = 0;     // consumed_units, as the peer last got them
+  std::optional<uint64_t> refused;  // the rejected message, whose further pieces are dropped
 
   RingQueue<Outgoing> queue;
   RingQueue<Outgoing> inflight;  // sent, and not yet accepted by the peer
   RingQueue<RecvRequest> recvs;
-  RingQueue<FramePtr> incoming;  // data and notices that were not taken yet
+  RingQueue<FramePtr> incoming;  // data and notices that were not consumed yet
 
   bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
 };
@@ -83,7 +83,7 @@ class FramedTransport final : public Transport {
  private:
   Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   void activate(Peer& peer);
-  void control(Peer& peer, Header header, const std::string& text = {});
+  void sendControl(Peer& peer, Header header, const std::string& text = {});
 
   // framed_transport.cpp
   void push(Peer& peer);

@@ -41,7 +41,7 @@ std::shared_ptr<std::byte> Heap::allocate(size_t bytes) {
   const size_t rounded =
       (std::max<size_t>(bytes, 1) + kHeapAlignment - 1) / kHeapAlignment * kHeapAlignment;
   std::lock_guard lock(mutex_);
-  // First fit: low places are used again, so that few pages are ever touched.
+  // First fit: low addresses are reused, so that few pages are ever touched.
   for (auto hole = free_.begin(); hole != free_.end(); ++hole) {
     if (hole->second < rounded) continue;
     const size_t offset = hole->first;
@@ -65,7 +65,7 @@ void Heap::free(size_t offset, size_t bytes) noexcept {
   used_ -= bytes;
   kept_ += bytes;
   if (kept_ > kKeptBytes) {
-    // Pages that peers still read stay theirs until they have: the kernel sees to it.
+    // The kernel keeps pages that a peer is reading until it is done.
     if (::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                     static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0) {
       kept_ -= bytes;

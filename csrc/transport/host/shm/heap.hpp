@@ -1,8 +1,8 @@
 // A rank's heap: memory that the other processes of this host can map, so that a message from it
 // takes one plain copy and no system call (process_vm_readv pins every page of every message).
 //
-// Like the segment it is an anonymous file. Its size is address space; pages come with the first
-// touch, and freed ones go back to the system beyond kKeptBytes.
+// Like the segment it is an anonymous file. Its size is only address space: pages are allocated at
+// the first touch, and of freed ones at most kKeptBytes are kept.
 #pragma once
 
 #include <map>
@@ -23,7 +23,7 @@ class Heap : public std::enable_shared_from_this<Heap> {
   static std::shared_ptr<Heap> create();
 
   int descriptor() const noexcept { return fd_.get(); }
-  // A block of at least `bytes`; its last owner gives it back. The heap outlives its blocks.
+  // A block of at least `bytes`, freed with its last reference. The blocks keep the heap alive.
   std::shared_ptr<std::byte> allocate(size_t bytes);
   const std::byte* base() const noexcept { return mapping_.data(); }
   bool contains(const void* data, size_t bytes) const noexcept;
@@ -38,7 +38,7 @@ class Heap : public std::enable_shared_from_this<Heap> {
   mutable std::mutex mutex_;
   std::map<size_t, size_t> free_;  // offset -> bytes; neighbours are merged
   size_t used_ = 0;
-  size_t touched_end_ = 0;  // no block has ever lain behind it
+  size_t touched_end_ = 0;  // end of the highest block ever allocated
   size_t kept_ = 0;         // freed bytes whose pages were kept
 };
 

@@ -1,10 +1,10 @@
-// The shared segment: a header, a control block a rank, and a channel for every ordered pair of
+// The shared segment: a header, a control block per rank, and a channel for every ordered pair of
 // ranks.
 //
 // The segment is an anonymous file (memfd): it has no name in any file system, so nothing is left
-// behind however the ranks end. Pages are touched only where a pair talks (small worlds touch the
-// first ones of each channel at the start), so the unused part of the n^2 channels costs address
-// space, not memory.
+// behind however the ranks end. Pages are touched only when a pair exchanges messages (small worlds
+// touch the first ones of each channel at the start), so the unused part of the n^2 channels costs
+// address space, not memory.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace hdpcomm::shm {
 inline constexpr uint64_t kMagic = 0x6864'7063'6f6d'6d32;
 inline constexpr size_t kSlots = 64;  // descriptors in flight on a channel; a power of two
 inline constexpr size_t kInlineBytes = 16;
-inline constexpr size_t kFragmentBytes = 32 * 1024;  // of a chunked message
+inline constexpr size_t kFragmentBytes = 32 * 1024;  // of a fragmented message
 inline constexpr size_t kFailureText = 768;
 
 enum class Kind : uint8_t {
@@ -27,7 +27,7 @@ enum class Kind : uint8_t {
   kEager,     // payload in the channel's payload ring
   kDirect,    // payload in the sender's memory; the receiver copies it from there
   kShared,    // the same, in the sender's heap, which the receiver may map
-  kFragment,  // one of several in the payload ring
+  kFragment,  // payload in the payload ring, in several fragments
   // The sender gave up an operation: its sends up to `number`, its receives up to `bytes`, as the
   // flags in call.count say (failures.hpp). `detail` is the ErrorKind, call.root the rank that it
   // concerns, and the payload ring holds the text.
@@ -37,14 +37,13 @@ enum class Kind : uint8_t {
 enum class SlotState : uint16_t {
   kPosted,
   kClaimed,     // the receiver copies from the sender's memory
-  kRejected,    // the receiver did not take it; `call` and `bytes` are now the receiver's, `number`
-                // too
+  kRejected,    // the receiver refused it; `call` and `bytes` are now the receiver's
   kUnreadable,  // the receiver could not read the sender's memory
   kRevoked,     // the sender withdrew it before it was claimed
 };
 
-// One cache line. Written by the sender, published by `stamp`; `state` is set by the receiver
-// (kRevoked: the sender).
+// The descriptor of a message, one cache line. The sender writes it and publishes it by `stamp`;
+// the receiver sets `state` (the sender, for kRevoked).
 struct Slot {
   // index + 1 of the message in this slot. Release by the sender after the other fields; the
   // receiver's acquire load that sees it also sees them and the payload. Indices never repeat, so a
@@ -55,8 +54,7 @@ struct Slot {
   union {
     std::byte inline_data[kInlineBytes];
     struct {
-      uint64_t address;   // kDirect, kShared: in the sender's process. Else: offset in the payload
-                          // ring
+      uint64_t address;   // kDirect, kShared: in the sender's process; else in the payload ring
       uint64_t fragment;  // bytes of this fragment; kFailure: of the text
     } at;
   };
@@ -67,7 +65,7 @@ struct Slot {
 };
 static_assert(sizeof(Slot) == 64);
 
-// Up to kInlineBytes, without a call: two words that may overlap.
+// Copies up to kInlineBytes without a function call, as two words that may overlap.
 inline void copyInline(void* to, const void* from, size_t bytes) {
   const auto both = [&](auto word) {
     auto last = word;
@@ -89,8 +87,8 @@ inline void copyInline(void* to, const void* from, size_t bytes) {
 static_assert(kInlineBytes <= 16);
 
 struct alignas(64) Channel {
-  // Written by the receiver. `consumed`: messages taken (release: after it has read slot and
-  // payload, and set `state`).
+  // Written by the receiver. `consumed`: number of messages consumed (release: after reading slot
+  // and payload and setting `state`).
   std::atomic<uint64_t> consumed;
   std::atomic<uint64_t> payload_consumed;
   std::atomic<uint32_t> direct_allowed;  // 1: the receiver can read the sender's memory
@@ -103,27 +101,26 @@ enum class RankState : uint32_t {
   kAbsent,
   kReady,
   kClosed,
-  kLate,  // closed, because it had waited too long for others to join
+  kLate,  // closed because others did not join in time
 };
 
 struct alignas(64) Control {
-  std::atomic<uint32_t>
-      doorbell;  // futex word; changes when something may interest a sleeping rank
+  // Futex word on which the rank sleeps; changes when there may be something for it to do.
+  std::atomic<uint32_t> doorbell;
   std::atomic<uint32_t> sleepers;
-  // 1: before this rank sleeps, it makes the other processes' cores pass a memory barrier, so that
-  // they need none when they publish. Written before `state`.
+  // 1: before this rank sleeps, it makes the other processes' cores execute a memory barrier, so
+  // that they need none when they publish. Written before `state`.
   std::atomic<uint32_t> barrier_by_sleeper;
   alignas(64) std::atomic<RankState> state;
   int32_t pid;
-  uint64_t start_time;  // of the process, so that a reused pid is not taken for it
+  uint64_t start_time;  // of the process, to recognise a reused pid
   // The rank's heap: its descriptor in that process (-1: it has none yet) and where it is mapped
   // there. Release by the owner, before the first message from it.
   std::atomic<int32_t> heap_descriptor;
   uint64_t heap_base;
   uint64_t probe;  // address of a word in the rank's memory that the others try to read
   std::atomic<uint32_t> reason_ready;
-  char reason[kFailureText];  // why this rank closed or what it failed with, for the others'
-                              // messages
+  char reason[kFailureText];  // why this rank closed or failed, for the errors of the others
 };
 
 struct alignas(64) Header {

@@ -29,7 +29,7 @@ std::string Segment::address() const {
 
 namespace {
 
-constexpr size_t kPopulatedRanks = 64;  // the pages grow with its square: 32 MiB here
+constexpr size_t kPopulatedRanks = 64;  // largest world to populate; takes 32 MiB, by its square
 
 }  // namespace
 
@@ -38,7 +38,7 @@ void Segment::populate(int rank, const std::vector<int>& peers) const {
   if (peers.size() > kPopulatedRanks) return;
   for (const int peer : peers) {
     if (peer == rank) continue;
-    // Best effort: kernels before 5.14 do not know the advice, and the first message then pays the
+    // Best effort: kernels before 5.14 do not support it, and the first message then pays for the
     // page fault.
     ::madvise(&channel(rank, peer), (sizeof(Channel) + 4095) / 4096 * 4096, MADV_POPULATE_WRITE);
     ::madvise(&channel(peer, rank), (sizeof(Channel) + 4095) / 4096 * 4096, MADV_POPULATE_WRITE);
@@ -89,7 +89,7 @@ std::shared_ptr<ShmSegment> openShmSegment(const std::string& address, int num_r
             ", errno " + std::to_string(error) +
             "): all ranks of the shm transport must run as the same user in one pid namespace");
   }
-  // The creator decides on the payload size (its environment may differ from ours).
+  // The creator chooses the payload size: the environments may differ.
   shm::Header header{};
   if (::pread(fd.get(), &header, sizeof header, 0) != static_cast<ssize_t>(sizeof header) ||
       header.magic != shm::kMagic) {

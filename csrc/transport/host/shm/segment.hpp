@@ -26,8 +26,8 @@ class Segment final : public ShmSegment {
   std::byte* payload(int src, int dst) const {
     return reinterpret_cast<std::byte*>(&channel(src, dst) + 1);
   }
-  // Maps the descriptor pages of a rank's channels now, so that the first message to a peer costs
-  // no page fault.
+  // Touches the descriptor pages of a rank's channels now, so that the first message to a peer
+  // causes no page fault.
   void populate(int rank, const std::vector<int>& peers) const;
 
  private:

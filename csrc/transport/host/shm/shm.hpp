@@ -13,7 +13,7 @@ namespace hdpcomm {
 class ShmSegment {
  public:
   virtual ~ShmSegment() = default;
-  // How another process of this host opens the segment; valid until release().
+  // The address by which another process of this host opens the segment; valid until release().
   virtual std::string address() const = 0;
   // Closes the descriptor once every rank has mapped the segment; the mapping stays.
   virtual void release() = 0;
@@ -21,11 +21,11 @@ class ShmSegment {
 
 // Throws InvalidUsage unless 1 <= num_ranks <= 4096.
 std::shared_ptr<ShmSegment> createShmSegment(int num_ranks);
-// `address` is what address() gave on the creating rank, which must still live.
+// `address` comes from address() on the creating rank, whose process must still exist.
 std::shared_ptr<ShmSegment> openShmSegment(const std::string& address, int num_ranks);
 
-// Equal on two processes exactly when shared memory can connect them (same boot of the same kernel,
-// same pid namespace).
+// Equal in two processes exactly when shared memory can connect them: same boot of the same kernel,
+// same pid namespace, same user.
 std::string hostIdentity();
 // Whether this kernel lets a process read the memory of its siblings (probed on itself), and offers
 // memfd.
@@ -33,14 +33,14 @@ bool processVmReadvWorks();
 bool memfdWorks();
 
 // Marks `rank` as present. Other ranks may be absent until shmWaitAllReady() has returned.
-// `members`: the ranks of the segment that will come and with which there are messages; empty: all.
+// `members`: the ranks of the segment that join and exchange messages; empty: all.
 std::unique_ptr<Transport> makeShmTransport(std::shared_ptr<ShmSegment> segment, int rank,
                                             std::vector<int> members = {});
-// How to wait for the others.
+// How to wait for the other ranks.
 struct ShmJoining {
   double timeout_s = 0;
-  // The process of each rank of the segment, as far as it is known before the rank is there (0: it
-  // is not); may be empty.
+  // By rank of the segment: its pid, if it is known before the rank has joined, else 0. May be
+  // empty.
   std::vector<int> pids = {};
   std::function<void()> check = {};  // called a few times a second; may throw to give up (Ctrl-C)
 };

@@ -1,4 +1,4 @@
-// How the ranks of a segment find each other there.
+// Joining: the ranks of a segment wait for each other.
 #include <sched.h>
 #include <sys/uio.h>
 
@@ -12,7 +12,7 @@ namespace hdpcomm {
 namespace shm {
 namespace {
 
-// Cores on which at least one of the processes may run.
+// The number of cores on which at least one of the processes may run.
 int coresOf(const std::vector<int>& pids) {
   cpu_set_t all;
   CPU_ZERO(&all);
@@ -38,14 +38,14 @@ void ShmTransport::waitAllReady(const ShmJoining& joining) {
   }
   std::vector<int> pids;
   for (const int member : members_) {
-    meet(peers_[member]);
+    probePeer(peers_[member]);
     pids.push_back(peers_[member].control->pid);
   }
   oversubscribed_ = static_cast<int>(members_.size()) > coresOf(pids);
 }
 
 bool ShmTransport::present(int member) const {
-  // Acquire: what the member wrote of itself comes before its state.
+  // Acquire: the member's description of itself was written before its state.
   return peers_[member].control->state.load(std::memory_order_acquire) != RankState::kAbsent;
 }
 
@@ -55,12 +55,12 @@ void ShmTransport::waitForMembers(const ShmJoining& joining) {
   };
   const auto deadline = Clock::now() + seconds(std::min(joining.timeout_s, 1e9));
   const auto liveness = seconds(Env::get().liveness_s);
-  auto next_look = Clock::now() + liveness;
+  auto next_check = Clock::now() + liveness;
   for (const int member : members_) {
     while (!present(member)) {
       const auto now = Clock::now();
-      if (now >= next_look) {
-        next_look = now + liveness;
+      if (now >= next_check) {
+        next_check = now + liveness;
         if (joining.check) joining.check();
         if (const auto lost = lostInJoining(joining)) throw Error(*lost);
       }
@@ -69,7 +69,7 @@ void ShmTransport::waitForMembers(const ShmJoining& joining) {
         for (const int other : members_) {
           if (!present(other)) absent += " " + std::to_string(other);
         }
-        // The others find the absent ones out by themselves.
+        // kLate, not kClosed: the others report the absent ranks themselves.
         segment_->control(rank_).state.store(RankState::kLate, std::memory_order_release);
         throw Error(ErrorKind::kTimeout,
                     "ranks" + absent + " did not join the shared-memory world within " +
@@ -82,21 +82,21 @@ void ShmTransport::waitForMembers(const ShmJoining& joining) {
   }
 }
 
-// Who can no longer be met. Asked while somebody is absent: a rank that has left by then has not
-// waited for all.
+// The error of a member that can no longer join. Only called while some member is absent, so a
+// member that has closed by then has given up.
 std::optional<Error> ShmTransport::lostInJoining(const ShmJoining& joining) const {
   for (const int member : members_) {
     if (member == rank_) continue;
     const Control& control = *peers_[member].control;
     const RankState state = control.state.load(std::memory_order_acquire);
-    const int told = static_cast<size_t>(member) < joining.pids.size() ? joining.pids[member] : 0;
+    const int pid = static_cast<size_t>(member) < joining.pids.size() ? joining.pids[member] : 0;
     std::string what;
     if (state == RankState::kClosed) {
-      what = "gave up" + lastWords(control);
+      what = "gave up" + closingReason(control);
     } else if (state == RankState::kReady && !processAlive(control)) {
       what = "died (process " + std::to_string(control.pid) + ")";
-    } else if (state == RankState::kAbsent && told != 0 && !processRuns(told)) {
-      what = "died (process " + std::to_string(told) + ")";
+    } else if (state == RankState::kAbsent && pid != 0 && !processRuns(pid)) {
+      what = "died (process " + std::to_string(pid) + ")";
     } else {
       continue;
     }
@@ -108,7 +108,8 @@ std::optional<Error> ShmTransport::lostInJoining(const ShmJoining& joining) cons
   return std::nullopt;
 }
 
-void ShmTransport::meet(Peer& peer) {
+// Finds out how to read the memory of a peer that has joined.
+void ShmTransport::probePeer(Peer& peer) {
   peer.same_process = peer.control->pid == segment_->control(rank_).pid;
   uint64_t value = 0;
   bool readable = peer.same_process;

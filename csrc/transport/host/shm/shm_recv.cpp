@@ -1,4 +1,4 @@
-// The receiving half: matching, the copy or reduction straight from where the bytes lie, and
+// The receiving half: matching, the copy or reduction directly from where the bytes are, and
 // failure notices.
 #include <sys/uio.h>
 
@@ -45,23 +45,23 @@ void ShmTransport::consume(Peer& peer, const Slot& slot) {
   }
   ++peer.received;
   peer.used = true;
-  // Release: our reads of slot and payload, and `state`, come before.
+  // Release: the reads of slot and payload and the store to `state` happen before it.
   peer.in->consumed.store(peer.received, std::memory_order_release);
-  ring(*peer.control);
+  ringDoorbell(*peer.control);
 }
 
-// The message with this index, if it is there.
+// The message with this index, or null if it was not published yet.
 Slot* ShmTransport::published(const Peer& peer, uint64_t index) const {
   Slot& slot = peer.in->slots[index % kSlots];
   return slot.stamp.load(std::memory_order_acquire) == index + 1 ? &slot : nullptr;
 }
 
-// Takes messages while there are receives for them, and the failure notices among them.
+// Consumes messages while there are receives for them, and the failure notices among them.
 bool ShmTransport::drain(Peer& peer) {
   const uint64_t before = peer.received;
   while (Slot* slot = published(peer, peer.received)) {
     if (slot->kind == Kind::kFailure) {
-      hearFailure(peer, *slot);
+      receiveNotice(peer, *slot);
       consume(peer, *slot);
     } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
       break;
@@ -72,7 +72,7 @@ bool ShmTransport::drain(Peer& peer) {
 
 bool ShmTransport::deliver(Peer& peer, Slot& slot) {
   RecvRequest& request = peer.recvs.front();
-  // The signed difference is right across the wrap of the numbers.
+  // The signed difference is right when the numbers wrap.
   const auto ahead = static_cast<int32_t>(slot.number - request.number);
   if (ahead < 0) {
     drop(peer, slot);
@@ -131,21 +131,21 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
   return true;
 }
 
-// Where a message in the sender's heap lies in this process; null when the heap cannot be mapped.
+// The address in this process of a message in the sender's heap; null if the heap cannot be mapped.
 const std::byte* ShmTransport::sharedBytes(Peer& peer, const Slot& slot) {
   if (!peer.heap.mapped()) {
     const int descriptor = peer.control->heap_descriptor.load(std::memory_order_acquire);
     try {
       peer.heap = PeerHeap(peer.control->pid, descriptor);
     } catch (const Error&) {
-      return nullptr;  // its memory can still be read by process_vm_readv, or that names the reason
+      return nullptr;  // the caller tries process_vm_readv, which reports the reason if it fails
     }
   }
   return peer.heap.base() + (slot.at.address - peer.control->heap_base);
 }
 
-// One copy from the sender's memory; with a reduction in another process, in pieces that stay in
-// the cache.
+// One copy from the sender's memory; a reduction from another process runs in pieces that fit the
+// cache.
 bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request) {
   if (peer.same_process) {
     request.store(0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
@@ -183,7 +183,7 @@ bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& r
   return false;
 }
 
-// The receiver's call goes back in the slot, so that the sender can name both sides.
+// Writes the receiver's call into the slot, so that the sender's error can name both.
 void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
   request.completion->failure =
       mismatchError({rank_, request.call, request.bytes},
@@ -197,7 +197,7 @@ void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
   consume(peer, slot);
 }
 
-// A message of an operation that this rank gave up.
+// Discards a message of an operation that this rank gave up.
 void ShmTransport::drop(Peer& peer, Slot& slot) {
   SlotState posted = SlotState::kPosted;
   slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
@@ -231,11 +231,11 @@ Notice ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
                     ours);
 }
 
-void ShmTransport::hearFailure(Peer& peer, const Slot& slot) {
-  peer.failures.hear(noticeIn(peer, slot), peer.recvs, peer.inflight, peer.queue);
+void ShmTransport::receiveNotice(Peer& peer, const Slot& slot) {
+  peer.failures.receive(noticeIn(peer, slot), peer.recvs, peer.inflight, peer.queue);
 }
 
-// The notice of this very operation, wherever it is on the channel.
+// The notice of this very operation, anywhere on the channel.
 std::optional<Notice> ShmTransport::noticeAhead(const Peer& peer,
                                                 std::optional<uint32_t> send_number,
                                                 std::optional<uint32_t> recv_number) const {
@@ -249,12 +249,12 @@ std::optional<Notice> ShmTransport::noticeAhead(const Peer& peer,
   return std::nullopt;
 }
 
-// The sender withdrew the message that this request waits for. Its notice says why, perhaps behind
-// messages of later operations, which must not be taken for this one's.
+// The sender withdrew the message that this request waits for. The sender's notice says why; it may
+// be behind messages of later operations, which must not be received by this request.
 bool ShmTransport::takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request) {
   const auto notice = noticeAhead(peer, std::nullopt, request.number);
   const bool full = published(peer, peer.received + kSlots - 1) != nullptr;
-  if (!notice && !full) return false;  // it is about to come
+  if (!notice && !full) return false;  // the notice has not arrived yet
   request.completion->failure =
       notice ? notice->error
              : Error(ErrorKind::kAborted,

@@ -1,4 +1,4 @@
-// The sending half: inline, eager, direct and chunked messages, and their completion.
+// The sending half: inline, eager, direct and fragmented messages, and their completion.
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -22,15 +22,15 @@ void ShmTransport::postSend(const SendRequest& request) {
 
 Slot* ShmTransport::claimSlot(Peer& peer) {
   if (peer.sent - peer.consumed_seen >= kSlots) {
-    completeInflight(
-        peer);  // refreshes consumed_seen, and reads the states of slots before they are reused
+    // Refreshes consumed_seen, and reads the states of slots before they are reused.
+    completeInflight(peer);
     if (peer.sent - peer.consumed_seen >= kSlots) return nullptr;
   }
   return &peer.out->slots[peer.sent % kSlots];
 }
 
-// Contiguous room in the payload ring, or null. A piece that would wrap starts again at the ring's
-// beginning.
+// Contiguous space in the payload ring, or null. A piece that would wrap starts at the beginning of
+// the ring instead.
 std::byte* ShmTransport::claimPayload(Peer& peer, size_t bytes, uint64_t* offset) {
   const uint64_t capacity = segment_->layout().payload_bytes;
   const uint64_t rounded = (bytes + 63) / 64 * 64;
@@ -50,7 +50,7 @@ void ShmTransport::publish(Peer& peer, Slot& slot) {
   slot.stamp.store(peer.sent + 1, std::memory_order_release);
   ++peer.sent;
   peer.used = true;
-  ring(*peer.control);
+  ringDoorbell(*peer.control);
 }
 
 bool ShmTransport::inSharedHeap(const Peer& peer, const SendRequest& request) const {
@@ -62,7 +62,7 @@ bool ShmTransport::needsFragments(const Peer& peer, const SendRequest& request) 
          peer.out->direct_allowed.load(std::memory_order_relaxed) == 0;
 }
 
-// True when the whole message is on the channel (or its request has ended).
+// True when the whole message is on the channel.
 bool ShmTransport::tryPush(Peer& peer, PendingSend& send) {
   if (send.kind == Kind::kFailure) return pushFailure(peer, send);
   if (send.kind != Kind::kFragment && !needsFragments(peer, send.request)) {
@@ -154,13 +154,14 @@ bool ShmTransport::pushFailure(Peer& peer, PendingSend& send) {
   return true;
 }
 
-// Ends the requests whose messages the receiver has taken, or fails them where it rejected one.
+// Ends the requests whose messages the receiver has consumed, and fails those that it rejected.
 void ShmTransport::completeInflight(Peer& peer) {
   // Acquire: sees the state that the receiver stored before it counted the message as consumed.
   peer.consumed_seen = peer.out->consumed.load(std::memory_order_acquire);
   while (!peer.inflight.empty() && peer.inflight.front().index < peer.consumed_seen) {
     const Slot& slot = peer.out->slots[peer.inflight.front().index % kSlots];
-    // A receiver that gave the operation up told so before it dropped the message: hear it first.
+    // A receiver that gave up the operation sent a notice before it dropped the message: receives
+    // the notice first, which fails the request with the true reason.
     if (slot.state.load(std::memory_order_relaxed) == SlotState::kRejected) drain(peer);
     const Inflight inflight = peer.inflight.front();
     peer.inflight.pop();
@@ -183,7 +184,7 @@ void ShmTransport::completeInflight(Peer& peer) {
   }
 }
 
-// Makes sure that the receiver does not (any more) read the sender's memory.
+// Returns when the receiver does not read the sender's memory, now or later.
 void ShmTransport::withdraw(Peer& peer, const Inflight& inflight) {
   Slot& slot = peer.out->slots[inflight.index % kSlots];
   if (slot.kind != Kind::kDirect && slot.kind != Kind::kShared) return;
@@ -192,7 +193,7 @@ void ShmTransport::withdraw(Peer& peer, const Inflight& inflight) {
                                          std::memory_order_acq_rel)) {
     return;
   }
-  // Claimed: the copy is under way and ends soon, or its rank dies.
+  // Claimed: the receiver is copying, which ends soon, unless its process dies.
   const auto deadline = Clock::now() + std::chrono::seconds(10);
   while (peer.out->consumed.load(std::memory_order_acquire) <= inflight.index) {
     if (!processAlive(*peer.control) || Clock::now() > deadline) return;

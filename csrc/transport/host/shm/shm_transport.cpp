@@ -16,7 +16,7 @@ namespace hdpcomm {
 namespace shm {
 namespace {
 
-// The others read it to learn whether the kernel lets them read this process's memory.
+// Other ranks read it to find out whether the kernel lets them read this process's memory.
 const uint64_t kProbeWord = kMagic;
 
 void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
@@ -79,7 +79,7 @@ bool ShmTransport::progress() {
   bool moved = false;
   for (size_t i = 0; i < active_.size();) {
     Peer& peer = peers_[active_[i]];
-    if (!peer.active()) {  // since the last look, and still: most soon are again
+    if (!peer.active()) {  // idle for a whole call; dropped late, as most are soon active again
       peer.in_active_list = false;
       active_[i] = active_.back();
       active_.pop_back();
@@ -142,7 +142,7 @@ bool ShmTransport::processAlive(const Control& control) const {
   return hdpcomm::processAlive(control.pid, control.start_time);
 }
 
-std::string ShmTransport::lastWords(const Control& control) const {
+std::string ShmTransport::closingReason(const Control& control) const {
   if (control.reason_ready.load(std::memory_order_acquire) == 0) return "";
   return std::string("; its last words: ") +
          std::string(control.reason, ::strnlen(control.reason, kFailureText));
@@ -157,7 +157,7 @@ std::optional<Error> ShmTransport::goneError(const Peer& peer, bool awaited) con
                                   : " died (process " + std::to_string(peer.control->pid) + ")");
   const std::string when =
       awaited ? " while rank " + std::to_string(rank_) + " waited for it" : std::string();
-  return Error(ErrorKind::kPeerLost, who + when + lastWords(*peer.control),
+  return Error(ErrorKind::kPeerLost, who + when + closingReason(*peer.control),
                {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
 }
 
@@ -170,7 +170,7 @@ void ShmTransport::checkPeers() {
     Peer& peer = peers_[rank];
     const auto gone = goneError(peer);
     if (!gone) continue;
-    // What the peer sent before it went is still valid.
+    // Messages that the peer sent before it left are still valid.
     completeInflight(peer);
     drain(peer);
     peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
@@ -186,11 +186,12 @@ std::optional<Error> ShmTransport::lost(int peer_rank, std::optional<uint32_t> s
                             [&] { return noticeAhead(peer, send_number, recv_number); });
 }
 
-void ShmTransport::ring(Control& control) {
-  // Our publication comes before the look at `sleepers`, and a sleeper's registration before its
-  // last look at the channels (idleTicket), so that one of the two sees the other. A fence here
-  // would stall every message until its cache line has come; where the kernel allows it, the
-  // sleeper makes this core pass one instead (membarrier), and only the compiler is held back.
+// Wakes the rank if it sleeps.
+void ShmTransport::ringDoorbell(Control& control) {
+  // The publication comes before the check of `sleepers`, and a sleeper registers before its last
+  // check of the channels (idleTicket), so that one of the two sees the other. A fence here would
+  // stall every message until its cache line has arrived; where the kernel allows it, the sleeper
+  // makes this core execute one instead (membarrier), and only the compiler is constrained here.
   if (barriers_ && control.barrier_by_sleeper.load(std::memory_order_relaxed) != 0) {
     std::atomic_signal_fence(std::memory_order_seq_cst);
   } else {
@@ -219,7 +220,7 @@ void ShmTransport::idle(uint32_t ticket, Clock::time_point until) {
 
 std::function<void()> ShmTransport::waker() {
   return [segment = segment_, rank = rank_] {
-    // As in ring(): the caller's event comes before the look at `sleepers`.
+    // As in ringDoorbell(): the caller's event comes before the check of `sleepers`.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     Control& own = segment->control(rank);
     if (own.sleepers.load(std::memory_order_relaxed) == 0) return;
@@ -247,7 +248,7 @@ void ShmTransport::close(const std::string& reason) noexcept {
   if (closed_) return;
   closed_ = true;
   Control& own = segment_->control(rank_);
-  if (own.pid != ::getpid()) return;  // a forked child: the rank is its parent
+  if (own.pid != ::getpid()) return;  // in a forked child: the rank is the parent
   if (!reason.empty()) {
     const size_t bytes = std::min(reason.size(), kFailureText - 1);
     std::memcpy(own.reason, reason.data(), bytes);
@@ -256,7 +257,7 @@ void ShmTransport::close(const std::string& reason) noexcept {
   }
   const bool late = own.state.load(std::memory_order_relaxed) == RankState::kLate;
   if (!late) own.state.store(RankState::kClosed, std::memory_order_release);
-  for (const int member : members_) ring(*peers_[member].control);
+  for (const int member : members_) ringDoorbell(*peers_[member].control);
 }
 
 }  // namespace shm

@@ -10,7 +10,7 @@
 
 namespace hdpcomm::shm {
 
-// A message that waits for room on its channel, or a failure notice.
+// A message or a failure notice that waits for room on its channel.
 struct PendingSend {
   SendRequest request;
   size_t offset = 0;  // bytes already sent in fragments
@@ -20,7 +20,7 @@ struct PendingSend {
   bool begun() const { return kind == Kind::kFailure || offset > 0; }
 };
 
-// A message on its channel whose request ends when the receiver has taken it.
+// A message on its channel whose request ends when the receiver has consumed it.
 struct Inflight {
   uint64_t index = 0;  // on the channel
   SendRequest request;
@@ -39,7 +39,7 @@ struct Peer {
 
   uint64_t sent = 0;           // messages published on `out`
   uint64_t consumed_seen = 0;  // last value read from out->consumed
-  uint64_t payload_sent = 0;   // bytes of the payload ring used, ever
+  uint64_t payload_sent = 0;   // bytes of the payload ring used so far, in total
   uint64_t payload_taken_seen = 0;
   uint64_t received = 0;  // messages consumed from `in`
   uint64_t payload_received = 0;
@@ -50,7 +50,7 @@ struct Peer {
   RingQueue<Inflight> inflight;
   RingQueue<RecvRequest> recvs;
 
-  PeerHeap heap;  // mapped with the first message from it
+  PeerHeap heap;  // mapped at the first message from it
 
   bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
 };
@@ -104,15 +104,15 @@ class ShmTransport final : public Transport {
 
   // shm_recv.cpp
   Slot* published(const Peer& peer, uint64_t index) const;
-  bool drain(Peer& peer);                // true: something was taken
-  bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be taken now
+  bool drain(Peer& peer);                // true: something was consumed
+  bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be consumed now
   const std::byte* sharedBytes(Peer& peer, const Slot& slot);
   bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
   void drop(Peer& peer, Slot& slot);
   Notice noticeIn(const Peer& peer, const Slot& slot) const;
   std::optional<Notice> noticeAhead(const Peer& peer, std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) const;
-  void hearFailure(Peer& peer, const Slot& slot);
+  void receiveNotice(Peer& peer, const Slot& slot);
   bool takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request);
   void reject(Peer& peer, Slot& slot, const RecvRequest& request);
   void consume(Peer& peer, const Slot& slot);
@@ -121,7 +121,7 @@ class ShmTransport final : public Transport {
   bool present(int member) const;
   void waitForMembers(const ShmJoining& joining);
   std::optional<Error> lostInJoining(const ShmJoining& joining) const;
-  void meet(Peer& peer);
+  void probePeer(Peer& peer);
 
   // shm_transport.cpp
   void activate(Peer& peer) {
@@ -129,14 +129,14 @@ class ShmTransport final : public Transport {
     peer.in_active_list = true;
     active_.push_back(peer.rank);
   }
-  void ring(Control& control);
+  void ringDoorbell(Control& control);
   std::optional<Error> goneError(const Peer& peer, bool awaited = true) const;
   bool processAlive(const Control& control) const;
-  std::string lastWords(const Control& control) const;
+  std::string closingReason(const Control& control) const;
 
   std::shared_ptr<Segment> segment_;
   int rank_;
-  std::vector<int> members_;  // ranks that take part, this one included
+  std::vector<int> members_;  // ranks that exchange messages, this one included
   std::vector<Peer> peers_;
   std::vector<int> active_;  // peers with requests
   std::vector<std::byte> scratch_;
@@ -144,7 +144,7 @@ class ShmTransport final : public Transport {
   MessageCounts stats_;
   size_t eager_bytes_;
   bool oversubscribed_ = false;
-  bool barriers_ = false;  // membarrier() works here, and other ranks' reach this process
+  bool barriers_ = false;  // membarrier() works here, and other ranks' barriers reach this process
   bool closed_ = false;
 };
 
