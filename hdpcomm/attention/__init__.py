@@ -5,10 +5,10 @@ from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
 from hdpcomm.attention.pack_context import packed_attention, packing, scaled_dot_product_attention
-from hdpcomm.attention.variants import Costs
+from hdpcomm.attention.variants import AttentionCosts
 
 __all__ = [
-    "Costs",
+    "AttentionCosts",
     "Problem",
     "available_backends",
     "local_cu_seqlens",

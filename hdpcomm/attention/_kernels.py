@@ -1,6 +1,6 @@
-"""The C++/CUDA kernels of this room on torch tensors: the LSE merge and segmented row copies.
+"""The C++/CUDA kernels of distributed attention on torch tensors: the LSE merge and segmented row copies.
 
-All functions are local. On CUDA tensors they enqueue on the current stream; on CPU tensors they have run on return.
+All functions are local. On CUDA tensors they enqueue on the current stream; on CPU tensors they are done on return.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Rows:
-    """Row segments of a copy: ``rows`` consecutive rows go from row ``src`` to row ``dst``, for each segment.
+    """The row segments of a copy; each moves ``rows`` consecutive rows from row ``src`` on to row ``dst`` on.
 
-    Holds the table that the kernels read, and its copy on each CUDA device that asked for it.
+    Holds the table that the kernels read, and a copy of it on each CUDA device that needed one.
     """
 
     __slots__ = ("_on_device", "_table", "total")
@@ -34,8 +34,8 @@ class Rows:
         *,
         positions: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        """``segments``: (dst, src, rows) triples; empty ones are dropped. ``positions``: what the first row of each
-        segment is in its sequence, for :func:`copy_rows` with positions (default: 0)."""
+        """``segments``: (dst, src, rows) triples; empty ones are dropped. ``positions``: the position of each segment's
+        first row in its sequence, for :func:`copy_rows` with positions (default: 0)."""
         triples = np.asarray(segments, dtype=np.int64).reshape(-1, 3)
         starts = np.zeros(len(triples), dtype=np.int64) if positions is None else positions
         kept = triples[:, 2] > 0
@@ -54,7 +54,7 @@ class Rows:
         return self._table[:, :3]
 
     def inverse(self) -> Rows:
-        """The copy that goes back."""
+        """The copy in the other direction."""
         return Rows(self._table[:, [1, 0, 2]])
 
     def contiguous_source(self) -> tuple[int, int] | None:
@@ -90,8 +90,8 @@ def _row_layout(tensor: torch.Tensor) -> tuple[int, int]:
 def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows, *, positions: torch.Tensor | None = None) -> None:
     """``dst[d : d + n] = src[s : s + n]`` for every segment; rows contiguous, any stride between them.
 
-    ``positions``: int64, contiguous, one for each row of ``dst``: takes what the row is in its sequence, in the same
-    launch (for RoPE).
+    ``positions``: int64, contiguous, one for each row of ``dst``: receives the row's position in its sequence (for
+    RoPE), in the same launch.
     """
     if rows.total == 0:
         return
@@ -165,14 +165,14 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
-    """A new tensor with the rows of ``x`` along ``dim`` that ``rows`` names; differentiable; no source row twice."""
+    """A new tensor with the rows of ``x`` along ``dim`` that ``rows`` selects, no source row twice. Differentiable."""
     moved = x.movedim(dim, 0).contiguous()
     out: torch.Tensor = _TakeRows.apply(moved, rows, None)  # type: ignore[no-untyped-call]
     return out.movedim(0, dim)
 
 
 def take_rows_and_positions(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`take_rows`, and what each row is in its sequence: int64 [rows], from the same launch."""
+    """:func:`take_rows`, and the position of each row in its sequence: int64 [rows], from the same launch."""
     moved = x.movedim(dim, 0).contiguous()
     positions = torch.empty(rows.total, dtype=torch.int64, device=x.device)
     out: torch.Tensor = _TakeRows.apply(moved, rows, positions)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from hdpcomm.attention.call_check import agree
 from hdpcomm.attention.engine import Call, backward, forward
 from hdpcomm.attention.layout import CuSeqlens, Layout, layout_of
 from hdpcomm.attention.tiles import Band, band_of
-from hdpcomm.attention.variants import Costs, choose_variant
+from hdpcomm.attention.variants import AttentionCosts, choose_variant
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["Options", "attend", "plan_call", "ring_attention"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of :func:`ring_attention` beside the tensors; the same on all ranks."""
+    """The arguments of :func:`ring_attention` other than tensors; the same on all ranks."""
 
     causal: bool = True
     window: int | tuple[int, int] | None = None
@@ -34,7 +34,7 @@ class Options:
     dropout_p: float = 0.0
     variant: str = "auto"
     backend: str = "auto"
-    costs: Costs | None = None
+    costs: AttentionCosts | None = None
 
 
 class _RingAttention(torch.autograd.Function):
@@ -63,8 +63,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         raise InvalidUsage(
-            f"expected q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim], or all with a batch "
-            f"dimension "
+            "expected q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim], or all with a batch dimension "
             f"in front; got {shapes}"
         )
     if k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
@@ -128,14 +127,14 @@ def _check_lengths(layout: Layout) -> None:
         first = lengths.index(0)
         raise InvalidUsage(
             f"sequence {first} of cu_seqlens is empty ({lengths.count(0)} of {len(lengths)} are): leave it out; a "
-            "length of 0 in a batch is mostly a mistake in what makes cu_seqlens"
+            "length of 0 is mostly a mistake in the code that computes cu_seqlens"
         )
 
 
 def _make_call(
     q: torch.Tensor, k: torch.Tensor, comm: Communicator | None, layouts: tuple[Layout, Layout], options: Options
 ) -> Call:
-    """``q``, ``k``: with the batch folded into the heads."""
+    """Checks the token counts and chooses variant and backend. ``q``, ``k``: the batch is folded into the heads."""
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1])):
         rows = layout.rows(rank)
@@ -174,7 +173,10 @@ def plan_call(
     cu_seqlens_k: CuSeqlens | None,
     options: Options,
 ) -> Call:
-    """The call that these arguments make; ``q``, ``k``: [T_local, heads, head_dim]. Local. Raises InvalidUsage."""
+    """Checks the arguments and returns the :class:`Call` for them; ``q``, ``k``: [T_local, heads, head_dim]. Local.
+
+    Raises: InvalidUsage.
+    """
     _check_numbers(options)
     layouts = _layouts(cu_seqlens, cu_seqlens_k, 1 if comm is None else comm.size)
     _check_lengths(layouts[0])
@@ -182,12 +184,12 @@ def plan_call(
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim] -> [tokens, batch * heads, head_dim]; rows of one layout share all tiles."""
+    """[batch, tokens, heads, head_dim] -> [tokens, batch * heads, head_dim]: all rows of the batch have one layout."""
     return x.transpose(0, 1).flatten(1, 2).contiguous() if x.ndim == 4 else x
 
 
 def _facts(call: Call, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> tuple[str, str]:
-    """What has to be the same on all ranks, and the same for people."""
+    """Text of all that must be the same on all ranks, and a summary of it for messages."""
     lengths = call.q_layout.lengths.tolist(), call.kv_layout.lengths.tolist()
     shapes = f"q {(*q.shape[:-3], *q.shape[-2:])} k {(*k.shape[:-3], *k.shape[-2:])} {q.dtype} {q.device.type}"
     settings = f"{call.band} {call.score} gather={call.gather} head_group={call.head_group} sinks={sinks is not None}"
@@ -198,27 +200,27 @@ def _facts(call: Call, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | N
 
 
 def _check_finite(name: str, x: torch.Tensor) -> None:
-    """Kernels may hide a NaN (torch's CPU operator takes such a row for one without keys): look for it before."""
+    """Raises InvalidUsage for NaN or infinity. A kernel may hide them: torch's CPU operator treats a row of NaN as one
+    without keys."""
     total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
     if bool(torch.isfinite(total)) or bool(torch.isfinite(x).all()):
         return
     place = (~torch.isfinite(x)).nonzero()[0].tolist()
     raise InvalidUsage(
-        f"{name} holds NaN or infinity (first at local token {place[-3]}, head {place[-2]}); look at what makes "
-        f"it, or pass "
-        "check=False to let it through"
+        f"{name} holds NaN or infinity (first at local token {place[-3]}, head {place[-2]}); check what computes it, "
+        "or pass check=False to allow it"
     )
 
 
 def _check_lse(lse: torch.Tensor) -> InvalidUsage | None:
-    """The complaint about scores that are not numbers (-inf is a query without keys, and fine)."""
+    """The error for a log-sum-exp of NaN or +inf; -inf is valid: it means a query without keys."""
     bad = torch.isnan(lse) | (lse == torch.inf)
     if not bool(bad.any()):
         return None
     token, head = (int(i) for i in bad.nonzero()[0])
     return InvalidUsage(
         f"the log-sum-exp of {int(bad.sum())} of {lse.numel()} rows is not a number (first: local token {token}, head "
-        f"{head}): the products of q and k overflow; look at the layer's input, or lower the scale"
+        f"{head}): the products of q and k overflow; check the layer's input, or lower the scale"
     )
 
 
@@ -234,7 +236,7 @@ def attend(
     options: Options,
     check: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`ring_attention` with its options in one object; always (out, lse)."""
+    """:func:`ring_attention` with its options in one object; always returns (out, lse)."""
     careful = q.device.type == "cpu" if check is None else check
     several = comm if comm is not None and comm.size > 1 else None
     error: InvalidUsage | None = None
@@ -283,24 +285,23 @@ def ring_attention(
     dropout_p: float = 0.0,
     variant: str = "auto",
     backend: str = "auto",
-    costs: Costs | None = None,
+    costs: AttentionCosts | None = None,
     check: bool | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact softmax attention over packed sequences, each rank holding a zigzag shard of every sequence.
 
-    ``q``: [T_local, heads, head_dim], ``k``, ``v``: [T_local, kv_heads, head_dim], contiguous: what
-    :func:`hdpcomm.attention.shard` gives this rank; or dense, [batch, T_local, ...], where every row of the batch is
-    a pack of the same lengths. ``comm``: the ranks that share the pack; None or a communicator of one rank means no
-    communication.
+    ``q``: [T_local, heads, head_dim], ``k``, ``v``: [T_local, kv_heads, head_dim], contiguous: the shard of this rank
+    (:func:`hdpcomm.attention.shard`). Or dense, [batch, T_local, ...], where every row of the batch is a pack of the
+    same lengths. ``comm``: the ranks that share the pack; None or a communicator of one rank means no communication.
 
-    ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks (best on the CPU: a CUDA tensor
-    has to be waited for); no sequence is empty. ``cu_seqlens_k``: of the keys, where their lengths differ (0: nothing
-    to see); the ends of queries and keys are then aligned. ``window``: how many keys a query sees to its left, itself
-    included (without ``causal`` also to its right), or (left, right) as in flash-attn, -1 for no limit. ``scale``:
-    default head_dim ** -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the backend can.
-    ``sinks``: [heads], one more score per head that takes weight and gives nothing; its gradient here is this rank's
-    share, to be summed over the ranks like that of any parameter.
+    ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks, with no empty sequence (best on
+    the CPU: a CUDA tensor has to be waited for). ``cu_seqlens_k``: the same for the keys, where their lengths differ
+    (a sequence may have 0 keys); queries and keys are then aligned at their ends. ``window``: how many keys a query
+    sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in flash-attn, -1 for
+    no limit. ``scale``: default head_dim ** -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the
+    backend can. ``sinks``: [heads], one more score per head that takes part in the softmax without a value; each rank
+    gets its share of the gradient, to be summed over the ranks like that of any parameter.
 
     ``variant``: ring, gather, ulysses, hybrid, or auto (the cheapest by ``costs``); all give the same result.
     ``backend``: see :func:`hdpcomm.attention.available_backends`. ``check``: ranks compare their arguments first, and

@@ -1,4 +1,4 @@
-"""Ranks compare notes before they exchange anything, so that bad input is an error on every rank and never a hang."""
+"""Compares the arguments of all ranks before data is exchanged: bad input is an error on every rank, never a hang."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def agree(comm: Communicator, op: str, *, error: Error | None, facts: str, summa
     """Returns if no rank failed and ``facts`` are the same text on all ranks. Collective over ``comm`` (one
     all-gather).
 
-    ``error``: what this rank has to complain about; it raises it itself, and all others raise InvalidUsage that
-    quotes it. ``summary``: the facts for people, quoted when they differ. Raises: ``error``, InvalidUsage, Mismatch.
+    ``error``: the error that this rank found; it raises it, and all others raise an InvalidUsage that quotes it.
+    ``summary``: readable facts, quoted when they differ. Raises: ``error``, InvalidUsage, Mismatch.
     """
     mine = torch.frombuffer(
         bytearray(_record(error is not None, facts, summary if error is None else str(error))), dtype=torch.uint8
@@ -56,8 +56,7 @@ def agree(comm: Communicator, op: str, *, error: Error | None, facts: str, summa
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[comm.rank])
     raise Mismatch(
         f"{op}: the ranks of the communicator were called with different arguments, so no rank began; rank "
-        f"{comm.rank}: "
-        f"{notes[comm.rank]}; rank {other}: {notes[other]}",
+        f"{comm.rank}: {notes[comm.rank]}; rank {other}: {notes[other]}",
         peer=comm.ranks[other],
         **where,
     )

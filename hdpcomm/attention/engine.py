@@ -1,4 +1,4 @@
-"""One distributed attention, forward and backward, whatever the variant: what autograd sees."""
+"""Forward and backward of one distributed attention, in any variant; autograd calls these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What forward and backward share beside the tensors. ``comm`` is None for a group of one."""
+    """The settings that forward and backward share. ``comm`` is None for a group of one."""
 
     q_layout: Layout
     kv_layout: Layout
@@ -34,9 +34,9 @@ class Call:
     backend: Backend
     score: Score
     gather: bool = False
-    """Fetch all KV at once instead of passing it round the ring."""
+    """Whether all KV is fetched at once instead of being passed round the ring."""
     head_group: int = 1
-    """Neighbours that trade heads (Ulysses); the ring or the gather runs between their groups."""
+    """Number of neighbours that exchange heads (Ulysses); the ring or the gather runs between such groups."""
 
     @property
     def rank(self) -> int:
@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """This rank in the token-parallel part of a call: after heads were traded, if they were."""
+    """This rank's part in the ring or the gather of a call, which runs after heads were exchanged, if they are."""
 
     plan: RingPlan | GatherPlan
     comm: Communicator | None
@@ -65,8 +65,8 @@ def _place(call: Call) -> _Place:
     return _Place(plan, comm, group)
 
 
-class _HeadTrade:
-    """The exchanges of heads round the token-parallel part."""
+class _HeadExchange:
+    """The exchanges of heads before and after the ring or the gather."""
 
     def __init__(self, call: Call, group: HeadGroup, heads: int, kv_heads: int) -> None:
         self._group = group
@@ -82,19 +82,19 @@ class _HeadTrade:
         return self._shares[0][self._group.member]
 
     def collect(self, *tensors: torch.Tensor, kv: int = 0) -> list[torch.Tensor]:
-        """To (group's tokens, my heads); the last ``kv`` tensors are laid out like k and v."""
+        """From (my tokens, all heads) to (group's tokens, my heads); the last ``kv`` tensors have the layout of k."""
         kinds = [0] * (len(tensors) - kv) + [1] * kv
         return self._group.collect(tensors, [self._tokens[i] for i in kinds], [self._shares[i] for i in kinds])
 
     def give_back(self, *tensors: torch.Tensor, kv: int = 0) -> list[torch.Tensor]:
-        """To (my tokens, all heads)."""
+        """From (group's tokens, my heads) to (my tokens, all heads)."""
         kinds = [0] * (len(tensors) - kv) + [1] * kv
         tokens, heads = [self._tokens[i] for i in kinds], [self._shares[i] for i in kinds]
         return self._group.give_back(tensors, tokens, heads, [self._counts[i] for i in kinds])
 
 
 def _add_sinks(result: Accumulator, sinks: torch.Tensor) -> None:
-    """A sink is one more key per head, with the given score and the value 0."""
+    """Adds one more key per head, with the given score and the value 0."""
     with_sink = torch.logaddexp(result.lse, sinks.to(result.lse.dtype))
     result.out *= torch.exp(result.lse - with_sink)[..., None]
     result.lse.copy_(with_sink)
@@ -105,11 +105,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """(out, lse, what :func:`backward` needs), out and lse in float32 (float64). Collective over the call's ranks."""
     place = _place(call)
-    trade = None
+    exchange = None
     if place.group is not None:
-        trade = _HeadTrade(call, place.group, q.shape[1], k.shape[1])
-        q, k, v = trade.collect(q, k, v, kv=2)
-        sinks = None if sinks is None else sinks[trade.queries]
+        exchange = _HeadExchange(call, place.group, q.shape[1], k.shape[1])
+        q, k, v = exchange.collect(q, k, v, kv=2)
+        sinks = None if sinks is None else sinks[exchange.queries]
     common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
     if isinstance(place.plan, RingPlan):
         result = ring_forward(q, k, v, plan=place.plan, **common)
@@ -118,21 +118,21 @@ def forward(
     if sinks is not None:
         _add_sinks(result, sinks)
     saved = [q, k, v, result.out, result.lse]
-    if trade is None:
+    if exchange is None:
         return result.out, result.lse, saved
-    out, lse = trade.give_back(result.out, result.lse)
+    out, lse = exchange.give_back(result.out, result.lse)
     return out, lse, saved
 
 
 def retrace(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
 ) -> list[torch.Tensor]:
-    """What :func:`backward` needs, from a call's inputs and outputs; for callers that could keep only these."""
+    """The tensors that :func:`backward` needs, from a call's inputs and outputs; for callers that kept only these."""
     place = _place(call)
     if place.group is None:
         return [q, k, v, out, lse]
-    trade = _HeadTrade(call, place.group, q.shape[1], k.shape[1])
-    q, out, lse, k, v = trade.collect(q, out, lse, k, v, kv=2)
+    exchange = _HeadExchange(call, place.group, q.shape[1], k.shape[1])
+    q, out, lse, k, v = exchange.collect(q, out, lse, k, v, kv=2)
     return [q, k, v, out, lse]
 
 
@@ -141,14 +141,14 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dq, dk, dv, dsinks) in float32 (float64); ``shapes``: heads of q and of k. Collective over the call's ranks.
 
-    dsinks holds this rank's share: of its tokens (and heads); the sum over the ranks is the gradient.
+    dsinks is the share of this rank's tokens (and heads); the sum over the ranks is the gradient.
     """
     place = _place(call)
     q, k, v, out, lse = saved
-    trade = None
+    exchange = None
     if place.group is not None:
-        trade = _HeadTrade(call, place.group, *shapes)
-        (dout,) = trade.collect(dout)
+        exchange = _HeadExchange(call, place.group, *shapes)
+        (dout,) = exchange.collect(dout)
     common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
     if isinstance(place.plan, RingPlan):
         grads = ring_backward(dout, q, k, v, out, lse, plan=place.plan, **common)
@@ -156,11 +156,11 @@ def backward(
         grads = gather_backward(dout, q, k, v, out, lse, plan=place.plan, **common)
     dsinks = None
     if sinks is not None:
-        mine = slice(None) if trade is None else trade.queries
+        mine = slice(None) if exchange is None else exchange.queries
         dsinks = torch.zeros_like(sinks, dtype=lse.dtype)
         weight = torch.exp(sinks[mine].to(lse.dtype) - lse)
         dsinks[mine] = -(weight * (dout.to(lse.dtype) * out).sum(-1)).sum(0, dtype=torch.float64).to(lse.dtype)
-    if trade is None:
+    if exchange is None:
         return (*grads, dsinks)
-    dq, dk, dv = trade.give_back(*grads, kv=2)
+    dq, dk, dv = exchange.give_back(*grads, kv=2)
     return dq, dk, dv, dsinks

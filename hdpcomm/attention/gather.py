@@ -1,10 +1,9 @@
-"""The gather variant: every rank fetches all the KV that it needs at once, some heads at a time, and computes in one
-go.
+"""The gather variant: every rank fetches all the KV that it needs, one group of heads at a time, then computes.
 
-KV goes straight from its owner to each rank that needs it, no more than in the ring; in memory it lies in the order of
-positions, so that each query piece takes one kernel call and nothing is merged between ranks. The KV of the next
-heads is in flight while these are computed. In backward the gradients go straight back, and the owner adds them in
-the order of ranks. Memory: all KV that a rank needs, of one group of heads.
+KV goes directly from its owner to each rank that needs it, with the traffic of the ring. The buffer holds it in the
+order of positions, so each query piece takes one kernel call and no partial results are merged. The KV of the next
+heads is in flight while the present ones are computed. In backward the gradients go directly back, and the owner adds
+them in the order of ranks. Memory: all KV that a rank needs, for one group of heads.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["GatherPlan", "gather_backward", "gather_forward", "gather_plan", "head_passes"]
 
 _MAX_GROUPS = 4
-"""Groups of heads; more overlap better and make more, smaller messages."""
+"""Most groups of heads: more groups overlap better, but need more and smaller messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherPlan:
-    """One rank's side of a gather."""
+    """What one rank sends, receives and computes in a gather."""
 
     rank: int
     size: int
@@ -41,11 +40,11 @@ class GatherPlan:
     kv_rows: int
     buffer_rows: int
     own: Rows
-    """From this rank's KV to the buffer."""
+    """Copies from this rank's KV to the buffer."""
     sends: tuple[tuple[int, Rows], ...]
-    """(peer, from this rank's KV to the message)."""
+    """(peer, copies from this rank's KV to the message)."""
     recvs: tuple[tuple[int, Rows], ...]
-    """(peer, from the message to the buffer)."""
+    """(peer, copies from the message to the buffer)."""
     tiles: tuple[Tile, ...]
 
     @property
@@ -55,7 +54,7 @@ class GatherPlan:
 
 
 def _packed(row: Int64, rows: Int64) -> Int64:
-    """[runs, 3]: (row of the message, row, rows), the message being these rows one after the other."""
+    """[runs, 3]: (row of the message, row, rows), for a message that holds these runs of rows one after the other."""
     return np.stack([np.cumsum(rows) - rows, row, rows], axis=1)
 
 
@@ -92,14 +91,14 @@ def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -
 
 
 def head_passes(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
-    """(heads of q, heads of k) of each group of heads, which take their turns."""
+    """(heads of q, heads of k) of each group of heads; the groups are fetched and computed one after the other."""
     count = next(n for n in range(min(_MAX_GROUPS, kv_heads), 0, -1) if kv_heads % n == 0)
     step, ratio = kv_heads // count, heads // kv_heads
     return [(slice(i * step * ratio, (i + 1) * step * ratio), slice(i * step, (i + 1) * step)) for i in range(count)]
 
 
 class _Fetch:
-    """The KV of one group of heads on its way here."""
+    """The exchange that brings the KV of one group of heads to this rank."""
 
     def __init__(self, plan: GatherPlan, comm: Communicator | None, k: torch.Tensor, v: torch.Tensor) -> None:
         row = (2, *k.shape[1:])
@@ -128,8 +127,8 @@ class _Fetch:
         return buffer[:, 0], buffer[:, 1]
 
 
-class _Return:
-    """The gradients of one group's KV on their way home."""
+class _GradReturn:
+    """The exchange that sends the gradients of one group of heads to the owners of the KV."""
 
     def __init__(self, plan: GatherPlan, comm: Communicator | None, grads: torch.Tensor) -> None:
         self._plan = plan
@@ -148,13 +147,13 @@ class _Return:
 
     def wait(self) -> torch.Tensor:
         """[kv_rows, 2, heads, dim]: the gradients of this rank's own KV."""
-        home = self._grads.new_zeros((self._plan.kv_rows, *self._grads.shape[1:]))
-        copy_rows(home, self._grads, self._plan.own.inverse())
+        own = self._grads.new_zeros((self._plan.kv_rows, *self._grads.shape[1:]))
+        copy_rows(own, self._grads, self._plan.own.inverse())
         if self._work is not None:
             self._work.wait()
         for message, (_, rows) in zip(self._arriving, self._plan.sends, strict=True):
-            add_rows(home, message, rows.inverse())
-        return home
+            add_rows(own, message, rows.inverse())
+        return own
 
 
 def gather_forward(
@@ -167,16 +166,16 @@ def gather_forward(
     backend: Backend,
     score: Score,
 ) -> Accumulator:
-    """As :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
+    """Like :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
     result = Accumulator(q.shape, q)
     groups = head_passes(q.shape[1], k.shape[1])
-    coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
+    next_fetch = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
     for i, (heads, _) in enumerate(groups):
-        fetch = coming
+        fetch = next_fetch
         if i + 1 < len(groups):
-            following = groups[i + 1][1]
-            coming = _Fetch(plan, comm, k[:, following], v[:, following])
+            next_heads = groups[i + 1][1]
+            next_fetch = _Fetch(plan, comm, k[:, next_heads], v[:, next_heads])
         keys, values = fetch.wait(dtype)
         part = result if len(groups) == 1 else Accumulator(q[:, heads].shape, q)
         if plan.tiles:
@@ -199,18 +198,18 @@ def gather_backward(
     backend: Backend,
     score: Score,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`hdpcomm.attention.ring.ring_backward`. Collective over ``comm``."""
+    """Like :func:`hdpcomm.attention.ring.ring_backward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
     groups = head_passes(q.shape[1], k.shape[1])
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dkv = torch.zeros((k.shape[0], 2, *k.shape[1:]), dtype=lse.dtype, device=k.device)
-    coming = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
-    going: tuple[_Return, slice] | None = None
+    next_fetch = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
+    last_return: tuple[_GradReturn, slice] | None = None
     for i, (heads, kv_heads) in enumerate(groups):
-        fetch = coming
+        fetch = next_fetch
         if i + 1 < len(groups):
-            following = groups[i + 1][1]
-            coming = _Fetch(plan, comm, k[:, following], v[:, following])
+            next_heads = groups[i + 1][1]
+            next_fetch = _Fetch(plan, comm, k[:, next_heads], v[:, next_heads])
         keys, values = fetch.wait(dtype)
         grads = torch.zeros((plan.buffer_rows, 2, *keys.shape[1:]), dtype=lse.dtype, device=q.device)
         if plan.tiles:
@@ -219,9 +218,9 @@ def gather_backward(
             parts = (part, grads[:, 0], grads[:, 1])
             backend.backward(douts, queries, keys, values, outs, lse[:, heads].contiguous(), plan.tiles, score, parts)
             dq[:, heads] = part
-        if going is not None:
-            dkv[:, :, going[1]] = going[0].wait()
-        going = (_Return(plan, comm, grads), kv_heads)
-    assert going is not None
-    dkv[:, :, going[1]] = going[0].wait()
+        if last_return is not None:
+            dkv[:, :, last_return[1]] = last_return[0].wait()
+        last_return = (_GradReturn(plan, comm, grads), kv_heads)
+    assert last_return is not None
+    dkv[:, :, last_return[1]] = last_return[0].wait()
     return dq, dkv[:, 0], dkv[:, 1]

@@ -1,10 +1,8 @@
-"""Head parallelism (Ulysses): a few ranks trade their tokens' heads, so that each then holds fewer heads of more
-tokens.
+"""Head parallelism (Ulysses): a group of ranks exchanges data so that each member holds fewer heads of more tokens.
 
 The ranks of a communicator form groups of ``size`` neighbours. Within a group, rank i takes the i-th share of the
 heads of all the group's tokens. Neighbours hold neighbouring pieces of the zigzag, so a group holds one head and one
-tail of each sequence, as one rank of a ring of groups would. Source of the idea: DeepSpeed-Ulysses; of the hybrid:
-USP (arXiv 2405.07719).
+tail of each sequence, like one rank of a ring. Sources: DeepSpeed-Ulysses, and USP (arXiv 2405.07719) for the hybrid.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ def grouped_layout(layout: Layout, size: int) -> Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenShares:
-    """Where each member's tokens lie among those of its group."""
+    """Where the tokens of each member are among those of its group."""
 
     members: tuple[Rows, ...]
-    """By member: from its rows to the group's rows."""
+    """For each member: copies from its rows to the group's rows."""
     rows: int
-    """Of the group."""
+    """Rows of the group."""
 
 
 @lru_cache(maxsize=128)
@@ -118,8 +116,8 @@ class HeadGroup:
         heads: Sequence[list[slice]],
         counts: Sequence[int],
     ) -> list[torch.Tensor]:
-        """[group's rows, my heads, ...] -> [rows, all ``counts`` heads, ...]; heads that several hold are summed in the
-        order of members. Collective over the group.
+        """[group's rows, my heads, ...] -> [rows, all ``counts`` heads, ...]; sums heads that several members hold, in
+        the order of members. Collective over the group.
         """
         sends, recvs, arriving = [], [], []
         for x, shares, parts in zip(tensors, tokens, heads, strict=True):

@@ -1,4 +1,4 @@
-"""KV that arrives where the attention kernel reads it: two buffers in the landing zone of a device world, in turn."""
+"""Two alternating buffers in the landing zone of a device world: KV arrives where the attention kernel reads it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.device.landing_zone import LandingZone
 
-__all__ = ["Landing", "landing_of"]
+__all__ = ["LandingBuffers", "landing_of"]
 
 _ALIGNMENT = 4096
 
 
-class Landing:
-    """The buffers of one pass; that of step ``t`` is free again when the work of step ``t`` is done.
+class LandingBuffers:
+    """The two buffers of one pass; that of step ``t`` is free again when the work of step ``t`` is done.
 
-    Both sides compute a message's place from the plan: no word is exchanged about it.
+    Both sides compute a message's offset from the plan, so they need not exchange it.
     """
 
     __slots__ = ("_bytes", "_lands", "_row", "_rows", "_type", "_zone")
@@ -38,10 +38,10 @@ class Landing:
         zone.enter()
 
     def place(self, peer: int, step: int) -> tuple[int, ...]:
-        """What a message of KV due at a step says of its place: where the step's buffer begins, in bytes.
+        """The offset argument of a KV message that is due at ``step``: where the step's buffer begins, in bytes.
 
-        Nothing, if messages with the peer have no place, because it is on another host: then the receiver's buffer is
-        the same, and the message goes there as to any other memory.
+        Empty if the peer is on another host, where messages take no offset: the receiver's buffer is the same, and the
+        message goes there as to any other memory.
         """
         return (self._offset(step),) if self._lands[peer] else ()
 
@@ -56,11 +56,11 @@ class Landing:
         return self._zone.memory[start : start + size].view(self._type).view(shape)
 
     def own(self) -> torch.Tensor:
-        """The buffer of step 0, for this rank's own KV: the message leaves from the zone, as the later ones do."""
+        """The buffer of step 0, for this rank's own KV, which is sent from the zone like that of later steps."""
         return self.buffer(0, self._rows)
 
     def close(self) -> None:
-        """What reads the buffers has been enqueued."""
+        """Releases the landing zone; call it when all work that reads the buffers is enqueued."""
         self._zone.leave()
 
 
@@ -69,10 +69,10 @@ def _buffer_bytes(plan: RingPlan, k: torch.Tensor) -> int:
     return -(-used // _ALIGNMENT) * _ALIGNMENT
 
 
-def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> Landing | None:
-    """The landing buffers of a pass, if the transport of ``k`` has a zone here and both fit into it.
+def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> LandingBuffers | None:
+    """The landing buffers of a pass, or None if the transport of ``k`` has no zone here or both do not fit into it.
 
-    Ranks that may name a landing place to each other have zones of one size, so both ends of a message decide alike.
+    Ranks that can send to each other's zone have zones of one size, so both ends of a message decide alike.
     """
     if comm is None or not plan.neighbours_only:
         return None
@@ -80,4 +80,4 @@ def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> La
     zone = comm.landing_zone(k, source if source is not None and comm.lands(source) else None)
     if zone is None or 2 * _buffer_bytes(plan, k) > zone.memory.numel():
         return None
-    return Landing(zone, plan, comm, k)
+    return LandingBuffers(zone, plan, comm, k)

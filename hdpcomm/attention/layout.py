@@ -1,10 +1,10 @@
 """Zigzag sharding of packed sequences, sequence by sequence.
 
-Each sequence of a pack is cut in 2N pieces; rank r of N holds pieces r and 2N-1-r, its *head* and its *tail*, so that
+Each sequence of a pack is cut into 2N pieces; rank r of N holds pieces r and 2N-1-r, its *head* and its *tail*, so that
 under a causal mask every rank has the same work for every sequence. Piece sizes differ by at most one token, and the
-longer ones are dealt so that the ranks' totals over the pack differ by at most one: any length and any N, and nobody
-pads. A rank's rows are [head of sequence 0, tail of sequence 0, head of sequence 1, ...]. Source: ByteScale (arXiv
-2502.21231) section 7.
+longer pieces are distributed so that the ranks' totals over the pack differ by at most one: any length and any N,
+without padding. A rank's rows are [head of sequence 0, tail of sequence 0, head of sequence 1, ...]. Source: ByteScale
+(arXiv 2502.21231) section 7.
 
 All functions are local: every rank computes the same from ``cu_seqlens``.
 """
@@ -41,7 +41,7 @@ Int64: TypeAlias = "npt.NDArray[np.int64]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Who holds which tokens of a pack."""
+    """Which rank holds which tokens of a pack."""
 
     bounds: Int64
     """[sequences, 2N + 1]: first token, inside its sequence, of each piece; the last column holds the lengths."""
@@ -123,9 +123,9 @@ def _check_rank(rank: int, size: int) -> None:
 def shard(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int = 0) -> torch.Tensor:
     """The part of ``x`` that ``rank`` of ``size`` holds.
 
-    ``x``: any tensor whose dimension ``dim`` are the tokens of the pack (tokens, labels, loss weights, hidden states,
-    RoPE tables, ...); make shifted labels and position ids *before* sharding. ``cu_seqlens``: [num_sequences + 1] of
-    the whole pack. Differentiable; local. Raises InvalidUsage.
+    ``x``: any tensor whose dimension ``dim`` runs over the tokens of the pack (tokens, labels, loss weights, hidden
+    states, RoPE tables, ...); shift labels and compute position ids *before* sharding. ``cu_seqlens``:
+    [num_sequences + 1] of the whole pack. Differentiable; local. Raises InvalidUsage.
     """
     return take_rows(x, _rows_to_take(x, cu_seqlens, rank=rank, size=size, dim=dim), dim=dim)
 
@@ -133,7 +133,7 @@ def shard(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: 
 def shard_with_positions(
     x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`shard` and :func:`positions` at once: one kernel, and the positions lie where ``x`` does."""
+    """:func:`shard` and :func:`positions` in one kernel; the positions are on the device of ``x``."""
     return take_rows_and_positions(x, _rows_to_take(x, cu_seqlens, rank=rank, size=size, dim=dim), dim=dim)
 
 
@@ -153,7 +153,7 @@ def _rows_with_positions(layout: Layout, rank: int) -> Rows:
 
 
 def unshard(shards: Sequence[torch.Tensor], cu_seqlens: CuSeqlens, *, dim: int = 0) -> torch.Tensor:
-    """The whole tensor from all ranks' parts, in the order of ranks; undoes :func:`shard`. Differentiable; local."""
+    """The whole tensor, from all ranks' parts in the order of ranks: undoes :func:`shard`. Differentiable; local."""
     layout = layout_of(cu_seqlens, size=len(shards))
     parts = [layout.segments(rank) for rank in range(layout.size)]
     offset = 0

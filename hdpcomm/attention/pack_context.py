@@ -1,9 +1,8 @@
-"""Attention inside a model that knows nothing of packs: ``with packing(comm, cu_seqlens):`` round the forward says
-who shares what, and ``packed_attention(q, k, v)`` or ``scaled_dot_product_attention(...)`` inside use it.
+"""Attention inside a model that does not know about packs: ``with packing(comm, cu_seqlens):`` around the forward sets
+the pack, and ``packed_attention(q, k, v)`` or ``scaled_dot_product_attention(...)`` inside use it.
 
 Under torch.compile the call is one opaque operator (``hdpcomm::packed_attention``) with a fake implementation and a
-backward, so that the rest of the model compiles round it without a graph break; the pack is looked up when the
-operator runs.
+backward, so the rest of the model compiles without a graph break; the pack is looked up when the operator runs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hdpcomm.attention.api import Options, attend, plan_call
 from hdpcomm.attention.engine import backward, retrace
 from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
 from hdpcomm.attention.tiles import window_pair
-from hdpcomm.attention.variants import Costs
+from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -31,26 +30,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
 
-_REMEMBERED = 1024
-"""Packs of compiled forwards whose backward may still come."""
+_MAX_SAVED = 1024
+"""Most packs of compiled forwards that are saved for their backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Who shares which sequences, and how their attention is computed."""
+    """Which ranks share which sequences, and how their attention is computed."""
 
     comm: Communicator | None
     cu_seqlens: CuSeqlens
     variant: str
     backend: str
-    costs: Costs | None
+    costs: AttentionCosts | None
     check: bool | None
     ticket: int
     """Number by which a compiled backward finds the pack of its forward."""
 
 
 class _Current(threading.local):
-    """The pack of this thread; ranks may be threads of one process."""
+    """The pack of this thread, since ranks may be threads of one process."""
 
     pack: Pack | None = None
 
@@ -58,7 +57,7 @@ class _Current(threading.local):
 _current = _Current()
 _tickets = count(1)
 _lock = threading.Lock()
-_remembered: OrderedDict[int, tuple[Pack, _core.comm.World | None]] = OrderedDict()
+_saved: OrderedDict[int, tuple[Pack, _core.comm.World | None]] = OrderedDict()
 
 
 @contextmanager
@@ -68,16 +67,16 @@ def packing(
     *,
     variant: str = "auto",
     backend: str = "auto",
-    costs: Costs | None = None,
+    costs: AttentionCosts | None = None,
     check: bool | None = None,
 ) -> Iterator[Pack]:
-    """Attention calls of this thread inside the block belong to this pack; see
+    """Attention calls of this thread inside the block use this pack; arguments as in
     :func:`hdpcomm.attention.ring_attention`.
 
-    Local. May be nested; the inner one counts. Backward may run after the block.
+    Local. May be nested; the innermost applies. Backward may run after the block.
     """
     pack = Pack(comm, as_cu_seqlens(cu_seqlens), variant, backend, costs, check, next(_tickets))
-    _let_go_of_worlds_that_are_over()
+    _drop_packs_of_ended_worlds()
     before, _current.pack = _current.pack, pack
     try:
         yield pack
@@ -89,37 +88,37 @@ def current_pack() -> Pack:
     """The pack of this thread. Raises InvalidUsage outside ``with packing(...)``."""
     if _current.pack is None:
         raise InvalidUsage(
-            "attention was called outside a pack; put the model's forward into `with "
+            "attention was called outside a pack; call the model's forward inside `with "
             "hdpcomm.attention.packing(comm, cu_seqlens):`"
         )
     return _current.pack
 
 
-def _remember(pack: Pack) -> int:
-    """The pack's ticket, by which :func:`_found` finds it until its world is closed or aborted."""
+def _save(pack: Pack) -> int:
+    """Saves the pack for its backward and returns its ticket, with which :func:`_saved_pack` finds it."""
     world = None if pack.comm is None else pack.comm._core.world
     with _lock:
-        _remembered[pack.ticket] = pack, world
-        while len(_remembered) > _REMEMBERED:
-            _remembered.popitem(last=False)
+        _saved[pack.ticket] = pack, world
+        while len(_saved) > _MAX_SAVED:
+            _saved.popitem(last=False)
     return pack.ticket
 
 
-def _let_go_of_worlds_that_are_over() -> None:
-    """No backward can run any more in what was closed or aborted."""
-    if not _remembered:  # always, where nothing is compiled
+def _drop_packs_of_ended_worlds() -> None:
+    """Drops the packs whose world was closed or aborted, since no backward can run in it."""
+    if not _saved:  # always, unless the model is compiled
         return
     with _lock:
-        for ticket in [ticket for ticket, (_, world) in _remembered.items() if world is not None and world.over]:
-            del _remembered[ticket]
+        for ticket in [ticket for ticket, (_, world) in _saved.items() if world is not None and world.over]:
+            del _saved[ticket]
 
 
-def _found(ticket: int) -> Pack:
-    found = _remembered.get(ticket)
+def _saved_pack(ticket: int) -> Pack:
+    found = _saved.get(ticket)
     if found is None:
         raise InvalidUsage(
-            "the pack of this backward was forgotten: its world was closed or aborted, or more than "
-            f"{_REMEMBERED} packs were used since its forward; run backward before that"
+            "the pack of this backward was dropped: its world was closed or aborted, or more than "
+            f"{_MAX_SAVED} packs were used since its forward; run backward before that"
         )
     return found[0]
 
@@ -158,7 +157,7 @@ def _packed_op(
             options=options,
             check=pack.check,
         )
-    return out, lse, torch.tensor(_remember(pack))
+    return out, lse, torch.tensor(_save(pack))
 
 
 @_packed_op.register_fake
@@ -194,7 +193,7 @@ def _packed_backward_op(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty where there are no sinks."""
-    pack = _found(int(ticket))
+    pack = _saved_pack(int(ticket))
     options = _options(pack, causal, window_left, window_right, scale, softcap)
     call = plan_call(q, k, pack.comm, pack.cu_seqlens, None, options)
     saved = retrace(q, k, v, out, lse, call)
@@ -253,8 +252,8 @@ def packed_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`hdpcomm.attention.ring_attention` on the pack of the enclosing ``with packing(...)``; compiles as one
-    operator.
+    """:func:`hdpcomm.attention.ring_attention` on the pack of the enclosing ``with packing(...)``; torch.compile keeps
+    it as one operator.
 
     ``q``: [T_local, heads, head_dim] or [batch, T_local, heads, head_dim], ``k``, ``v`` alike; any strides. Collective.
     """
@@ -262,7 +261,7 @@ def packed_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = window_pair(window)
     if not torch.compiler.is_compiling():
-        return _now(q, k, v, sinks, (causal, left, right, scale, softcap))
+        return _eager(q, k, v, sinks, (causal, left, right, scale, softcap))
     if q.ndim == 3:
         return _compiled(q, k, v, sinks, (causal, left, right, scale, softcap))
     batch = q.shape[0]
@@ -275,7 +274,7 @@ def packed_attention(
 _Settings = tuple[bool, int, int, float, float]
 
 
-def _now(
+def _eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings
 ) -> torch.Tensor:
     pack = current_pack()
@@ -303,14 +302,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """In the shape of ``torch.nn.functional.scaled_dot_product_attention``, on the pack of ``with packing(...)``.
+    """Drop-in for ``torch.nn.functional.scaled_dot_product_attention``, on the pack of ``with packing(...)``.
 
     ``query``: [batch, heads, T_local, head_dim]; every row of the batch is a pack of the same lengths. Refuses
-    ``attn_mask`` (the pack says which tokens belong together) and dropout. Collective. Raises InvalidUsage.
+    ``attn_mask`` (the pack defines which tokens belong together) and dropout. Collective. Raises InvalidUsage.
     """
     if attn_mask is not None:
         raise InvalidUsage(
-            "attn_mask was given; the pack's cu_seqlens, is_causal and windows say what is masked: pass None"
+            "attn_mask was given, but the pack's cu_seqlens, is_causal and windows define what is masked: pass None"
         )
     if dropout_p:
         raise InvalidUsage(f"dropout_p={dropout_p}: attention dropout is not supported; set it to 0")

@@ -1,4 +1,4 @@
-"""The ring: carries KV, and in backward also its gradients, and computes on a block while the next is in flight."""
+"""Ring attention: passes KV, and in backward its gradients, and computes on a block while the next is in flight."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["ring_backward", "ring_forward"]
 
 
 @dataclass(slots=True)
-class _Flight:
-    """One posted exchange: everything it reads or writes stays alive until it has been waited for."""
+class _PendingExchange:
+    """One posted exchange; it keeps all that is read or written alive until :meth:`finish`."""
 
     work: Any = None
     sends: list[tuple[Any, ...]] = field(default_factory=list)
     recvs: list[tuple[Any, ...]] = field(default_factory=list)
     placements: list[tuple[torch.Tensor, torch.Tensor, Rows]] = field(default_factory=list)
-    """(buffer, message, rows): messages whose rows are not one range of the buffer, to be put in place on arrival."""
+    """(buffer, message, rows): messages to copy into a buffer, where their rows are not one range."""
     additions: list[tuple[int, torch.Tensor, Rows]] = field(default_factory=list)
-    """(step, message, rows): gradients to add to the buffer of that step."""
+    """(step, message, rows): gradients to add to those of that step."""
 
     def post(self, comm: Communicator | None) -> None:
         if self.sends or self.recvs:
             assert comm is not None
             self.work = comm.exchange(self.sends, self.recvs, async_op=True)
 
-    def land(self) -> None:
+    def finish(self) -> None:
         if self.work is not None:
             self.work.wait()
         for buffer, message, rows in self.placements:
@@ -50,8 +50,8 @@ def _outgoing(buffer: torch.Tensor, rows: Rows) -> torch.Tensor:
     return message
 
 
-class _Carrier:
-    """Buffers of one pass, by step, and the exchanges that fill and empty them."""
+class _RingBuffers:
+    """The buffers of one pass, by step, and the exchanges that fill and send them."""
 
     def __init__(self, plan: RingPlan, comm: Communicator | None, k: torch.Tensor, v: torch.Tensor) -> None:
         self._plan, self._comm = plan, comm
@@ -60,7 +60,7 @@ class _Carrier:
         self._kv: dict[int, torch.Tensor] = {}
         self._own = (k, v)
         self._grads: dict[int, torch.Tensor] = {}
-        # Where the transport has a landing zone, KV arrives at its final place in it: two buffers in turn.
+        # Where the transport has a landing zone, KV arrives in it, in two alternating buffers.
         self._landing = landing_of(plan, comm, k)
         if plan.steps[0].kv_until > 0:
             own = None if self._landing is None else self._landing.own()
@@ -79,51 +79,51 @@ class _Carrier:
         self._grads[step] = buffer
         return buffer[:, 0], buffer[:, 1]
 
-    def post(self, due: int, *, grads: bool) -> _Flight:
+    def post(self, due: int, *, grads: bool) -> _PendingExchange:
         """Posts KV due at step ``due + 1`` and, with ``grads``, gradients due at ``due``."""
-        flight = _Flight()
+        pending = _PendingExchange()
         if due + 1 < self._plan.size:
-            self._post_kv(flight, due + 1)
+            self._add_kv(pending, due + 1)
         if grads:
-            self._post_grads(flight, due)
-        flight.post(self._comm)
-        return flight
+            self._add_grads(pending, due)
+        pending.post(self._comm)
+        return pending
 
-    def _post_kv(self, flight: _Flight, due: int) -> None:
+    def _add_kv(self, pending: _PendingExchange, due: int) -> None:
         step, landing = self._plan.steps[due], self._landing
         for message in step.kv_sends:
             place = () if landing is None else landing.place(message.peer, due)
-            flight.sends.append((_outgoing(self._kv[message.step], message.rows), message.peer, *place))
+            pending.sends.append((_outgoing(self._kv[message.step], message.rows), message.peer, *place))
         if landing is not None:
             if step.kv_recvs:
                 self._kv[due] = landing.buffer(due, step.kv_rows)
                 source = step.kv_recvs[0].peer
-                flight.recvs.append((self._kv[due], source, *landing.place(source, due)))
+                pending.recvs.append((self._kv[due], source, *landing.place(source, due)))
             return
         if step.kv_rows:
             self._kv[due] = self._new((step.kv_rows, *self._row))
         for message in step.kv_recvs:
             buffer = self._kv[due]
             if (whole := message.rows.contiguous_source()) is not None:
-                flight.recvs.append((buffer[whole[0] : whole[1]], message.peer))
+                pending.recvs.append((buffer[whole[0] : whole[1]], message.peer))
             else:
                 arriving = self._new((message.rows.total, *self._row))
-                flight.recvs.append((arriving, message.peer))
-                flight.placements.append((buffer, arriving, message.rows.inverse()))
+                pending.recvs.append((arriving, message.peer))
+                pending.placements.append((buffer, arriving, message.rows.inverse()))
 
-    def _post_grads(self, flight: _Flight, due: int) -> None:
+    def _add_grads(self, pending: _PendingExchange, due: int) -> None:
         step = self._plan.steps[due]
         for message in step.grad_sends:
-            flight.sends.append((_outgoing(self._grads[message.step], message.rows), message.peer))
+            pending.sends.append((_outgoing(self._grads[message.step], message.rows), message.peer))
         for message in step.grad_recvs:
             arriving = self._grads[0].new_empty((message.rows.total, *self._row))
-            flight.recvs.append((arriving, message.peer))
-            flight.additions.append((message.step, arriving, message.rows.inverse()))
+            pending.recvs.append((arriving, message.peer))
+            pending.additions.append((message.step, arriving, message.rows.inverse()))
 
-    def land(self, flight: _Flight, due: int) -> None:
-        """Waits for what :meth:`post` posted for ``due``, and frees what nobody needs any more."""
-        flight.land()
-        for step, message, rows in flight.additions:
+    def finish(self, pending: _PendingExchange, due: int) -> None:
+        """Waits for what :meth:`post` posted for ``due``, and frees the buffers that no later step sends."""
+        pending.finish()
+        for step, message, rows in pending.additions:
             add_rows(self._grads[step], message, rows)
         steps = self._plan.steps
         for step in [s for s in self._kv if s <= due and steps[s].kv_until <= due + 1]:
@@ -132,12 +132,13 @@ class _Carrier:
             del self._grads[step]
 
     def close(self) -> None:
-        """After the last step: the landing zone is free for others."""
+        """Releases the landing zone, after the last step."""
         self._kv.clear()
         if self._landing is not None:
             self._landing.close()
 
-    def home(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_grads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dk, dv) of this rank's own KV."""
         return self._grads[0][:, 0], self._grads[0][:, 1]
 
 
@@ -153,17 +154,17 @@ def ring_forward(
 ) -> Accumulator:
     """Attention of this rank's queries over all keys of the pack. Collective over ``comm`` (None: a group of one)."""
     dtype = backend.compute_dtype(q.dtype)
-    carrier = _Carrier(plan, comm, k, v)
+    buffers = _RingBuffers(plan, comm, k, v)
     result = Accumulator(q.shape, q)
     queries = q.to(dtype)
     for t in range(plan.size):
-        flight = carrier.post(t, grads=False)
+        pending = buffers.post(t, grads=False)
         tiles = plan.steps[t].tiles
         if tiles:
-            keys, values = carrier.kv(t)
+            keys, values = buffers.kv(t)
             backend.forward(queries, keys.to(dtype), values.to(dtype), tiles, score, result)
-        carrier.land(flight, t)
-    carrier.close()
+        buffers.finish(pending, t)
+    buffers.close()
     return result
 
 
@@ -180,21 +181,22 @@ def ring_backward(
     backend: Backend,
     score: Score,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v in the type of ``lse``; ``out`` and ``lse`` are the final ones. Collective over ``comm``."""
+    """Gradients of q, k, v in the type of ``lse``; ``out`` and ``lse``: of :func:`ring_forward`. Collective over
+    ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    carrier = _Carrier(plan, comm, k, v)
+    buffers = _RingBuffers(plan, comm, k, v)
     queries, douts, outs = q.to(dtype), dout.to(dtype), out.to(dtype)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     for t in range(plan.size + 1):
-        flight = carrier.post(t, grads=True) if t else carrier.post(t, grads=False)
+        pending = buffers.post(t, grads=t > 0)
         if t < plan.size:
-            dk, dv = carrier.new_grads(t, lse.dtype)
+            dk, dv = buffers.new_grads(t, lse.dtype)
             tiles = plan.steps[t].tiles
             if tiles:
-                keys, values = carrier.kv(t)
+                keys, values = buffers.kv(t)
                 grads = (dq, dk, dv)
                 backend.backward(douts, queries, keys.to(dtype), values.to(dtype), outs, lse, tiles, score, grads)
-        carrier.land(flight, t)
-    carrier.close()
-    dk, dv = carrier.home()
+        buffers.finish(pending, t)
+    buffers.close()
+    dk, dv = buffers.own_grads()
     return dq, dk, dv

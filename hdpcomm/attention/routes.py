@@ -1,16 +1,16 @@
-"""Which KV goes where, and when: the plan of one ring attention as one rank sees it.
+"""The plan of one ring attention for one rank: which KV it sends and receives in which step.
 
 KV travels towards lower ranks: at step t, rank r works on the KV of rank (r + t) mod N. Each run of tokens that the
 same ranks need (an *atom*) goes from its owner to the nearest of them, from there to the next, and stops at the last:
-it crosses each link once per rank that needs it, which is the minimum. With a causal mask and zigzag, ranks r-1 .. 0
-need both halves of rank r and the ranks past 0 only its head, so a quarter of a plain ring's traffic never leaves;
-with a window most steps send nothing.
+it is sent once per rank that needs it, which is the minimum. With a causal mask and zigzag, ranks r-1 .. 0 need both
+halves of rank r and the ranks past 0 only its head, so a quarter of a plain ring's traffic is not sent; with a window
+most steps send nothing.
 
-In backward, KV takes the same way; the gradient of an atom follows one step behind, each rank adds its part, and the
-last one sends the sum home: as many messages as ranks that need it, again the minimum. All sums are made in one fixed
-order.
+In backward, KV takes the same route; the gradient of an atom follows one step behind, each rank adds its part, and the
+last one sends the sum to the owner: one message per rank that needs the atom, again the minimum. All sums have one
+fixed order.
 
-Pure and local: every rank computes its side of the same plan. Source of the zigzag: ByteScale (arXiv 2502.21231)
+Pure and local: every rank computes its part of the same plan. Source of the zigzag: ByteScale (arXiv 2502.21231)
 section 7.
 """
 
@@ -26,14 +26,14 @@ from hdpcomm.attention._kernels import Rows
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.tiles import Band, Span, Tile, tiles_of
 
-__all__ = ["Atoms", "Message", "RingPlan", "Step", "atom_spans", "find_atoms", "ring_plan", "spans_of"]
+__all__ = ["Atoms", "RingMessage", "RingPlan", "Step", "atom_spans", "find_atoms", "ring_plan", "spans_of"]
 
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Atoms:
-    """Runs of keys of one sequence and one owner that the same ranks need, by (sequence, position)."""
+    """Runs of keys of one sequence and one owner that the same ranks need, ordered by (sequence, position)."""
 
     sequence: Int64
     start: Int64
@@ -42,7 +42,7 @@ class Atoms:
     row: Int64
     """First row on the owner."""
     needed: npt.NDArray[np.bool_]
-    """[atoms, N]: whether a rank needs it; False for the owner."""
+    """[atoms, N]: whether the rank needs the atom; False for the owner."""
 
     @property
     def rows(self) -> Int64:
@@ -97,14 +97,14 @@ def _owner_rows(layout: Layout, sequence: Int64, start: Int64, piece: Int64, own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Message:
+class RingMessage:
     """Rows of a buffer that go to, or come from, ``peer`` (a rank of the communicator)."""
 
     peer: int
     step: int
-    """Whose buffer: the step in which this rank works on it (0 is its own KV)."""
+    """Identifies the buffer: the step in which this rank works on it (0 is its own KV)."""
     rows: Rows
-    """From buffer rows to rows 0, 1, ... of the message."""
+    """Copies from buffer rows to rows 0, 1, ... of the message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,14 +115,14 @@ class Step:
     kv_rows: int
     """Rows of the KV buffer of this step."""
     tiles: tuple[Tile, ...]
-    kv_sends: tuple[Message, ...]
-    """KV due at this step elsewhere."""
-    kv_recvs: tuple[Message, ...]
-    """KV due at this step here; together all rows of the buffer."""
-    grad_sends: tuple[Message, ...]
-    """Gradients due at this step elsewhere."""
-    grad_recvs: tuple[Message, ...]
-    """Gradients due at this step here: to add to this step's own, or (step 0) to those of this rank's own KV."""
+    kv_sends: tuple[RingMessage, ...]
+    """KV due at this step on other ranks."""
+    kv_recvs: tuple[RingMessage, ...]
+    """KV due at this step on this rank; together all rows of the buffer."""
+    grad_sends: tuple[RingMessage, ...]
+    """Gradients due at this step on other ranks."""
+    grad_recvs: tuple[RingMessage, ...]
+    """Gradients due at this step on this rank, to be added to those of :attr:`RingMessage.step`."""
     kv_until: int
     """Last step at which rows of this step's KV buffer are sent."""
     grad_until: int
@@ -131,7 +131,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RingPlan:
-    """The steps of one rank; step N only brings gradients home and has no tiles."""
+    """The steps of one rank; step N only returns gradients to their owners and has no tiles."""
 
     rank: int
     size: int
@@ -139,9 +139,10 @@ class RingPlan:
     kv_rows: int
     steps: tuple[Step, ...]
     neighbours_only: bool
-    """On all ranks, KV comes from the next rank alone, one whole buffer a step, and goes on at once or never."""
+    """Whether on all ranks KV comes only from the next rank, one whole buffer a step, and is forwarded at once or not
+    at all."""
     most_rows: int
-    """The largest KV buffer of any rank in any step, at most."""
+    """An upper bound of the rows of a KV buffer, over all ranks and steps."""
 
     @property
     def rows_sent(self) -> int:
@@ -156,19 +157,19 @@ class RingPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Hops:
-    """The atoms that pass one rank, in order; distances count ring steps from the owner, ``size`` is never."""
+    """The atoms that one rank handles, in order; distances are ring steps from the owner, and ``size`` means none."""
 
     atom: Int64
     owner: Int64
     rows: Int64
     me: Int64
-    """Distance of this rank: the step in which it works on the atom."""
+    """Distance of this rank, which is the step in which it works on the atom."""
     before: Int64
-    """The last rank before this one that needs it, or 0: the owner."""
+    """Distance of the rank that sends it: the last one before this rank that needs it, or 0 for the owner."""
     after: Int64
-    """The next rank after this one that needs it."""
+    """Distance of the next rank that needs it."""
     last: Int64
-    """The last rank of all that needs it, or 0."""
+    """Distance of the last rank that needs it, or 0."""
     row: Int64
     """First row in this rank's buffer."""
 
@@ -189,11 +190,11 @@ def _hops(atoms: Atoms, rank: int, size: int) -> _Hops:
     return _Hops(atom, owner, rows, me, before, after, last, row)
 
 
-class _Mail:
-    """The messages of one kind, by due step.
+class _MessagesByStep:
+    """The messages of one kind, by the step at which they are due.
 
-    Messages between two ranks have no tags, so both ends must list them alike: within one exchange there is at most
-    one of a kind for a pair of ranks, the kinds come in a fixed order, and rows in the order of atoms.
+    Messages between two ranks have no tags, so both ends must list them in the same order: one exchange has at most one
+    message of a kind for a pair of ranks, the kinds come in a fixed order, and rows in the order of atoms.
     """
 
     def __init__(self, hops: _Hops, chosen: npt.NDArray[np.bool_], due: Int64, peer: Int64) -> None:
@@ -202,15 +203,15 @@ class _Mail:
         keys = np.stack([due, peer, step], axis=1)[order]
         edges = np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1
         self._until: dict[int, int] = {}
-        self._messages: dict[int, list[Message]] = {}
+        self._messages: dict[int, list[RingMessage]] = {}
         if not len(keys):
             return
         for first, part in zip([0, *edges.tolist()], np.split(order, edges), strict=True):
             at, to, of = keys[first].tolist()
-            self._messages.setdefault(at, []).append(Message(to, of, _as_rows(row[part], rows[part])))
+            self._messages.setdefault(at, []).append(RingMessage(to, of, _as_rows(row[part], rows[part])))
             self._until[of] = max(self._until.get(of, 0), at)
 
-    def due(self, step: int) -> tuple[Message, ...]:
+    def due(self, step: int) -> tuple[RingMessage, ...]:
         return tuple(self._messages.get(step, ()))
 
     def until(self, step: int) -> int:
@@ -224,14 +225,14 @@ def _runs(*joints: npt.NDArray[np.bool_]) -> Int64:
 
 
 def _as_rows(row: Int64, rows: Int64) -> Rows:
-    """From buffer rows to rows 0, 1, ... of a message."""
+    """Copies from buffer rows to rows 0, 1, ... of a message."""
     first = _runs(row[1:] == row[:-1] + rows[:-1])
     counts = np.add.reduceat(rows, first)
     return Rows(np.stack([np.cumsum(counts) - counts, row[first], counts], axis=1))
 
 
 def spans_of(layout: Layout, rank: int) -> list[list[Span]]:
-    """Per sequence: head and tail of ``rank`` with their rows."""
+    """For each sequence: the head and the tail of ``rank``, with their rows."""
     spans, first = layout.spans(rank).tolist(), layout.local_cu(rank).tolist()
     return [
         [Span(head[0], head[1], row), Span(tail[0], tail[1], row + head[1] - head[0])]
@@ -240,7 +241,7 @@ def spans_of(layout: Layout, rank: int) -> list[list[Span]]:
 
 
 def atom_spans(atoms: Atoms, chosen: Int64, row: Int64) -> dict[int, list[Span]]:
-    """Per sequence: runs of the atoms ``chosen`` that are neighbours both in the sequence and in the buffer."""
+    """For each sequence: runs of the atoms ``chosen`` that are consecutive both in the sequence and in the buffer."""
     if not len(chosen):
         return {}
     sequence, start, stop = atoms.sequence[chosen], atoms.start[chosen], atoms.stop[chosen]
@@ -260,18 +261,18 @@ def _neighbours_only(atoms: Atoms, size: int) -> bool:
 
 
 def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
-    """The plan of ``rank``; see :func:`ring_plan`, which remembers them."""
+    """The plan of ``rank``; :func:`ring_plan` caches it."""
     size = q_layout.size
     atoms = find_atoms(q_layout, kv_layout, band)
     hops = _hops(atoms, rank, size)
     foreign, goes_on = hops.me > 0, hops.after < size
     previous, following = (hops.owner - hops.before) % size, (hops.owner - hops.after) % size
-    kv_out = _Mail(hops, goes_on, hops.after, following)
-    kv_in = _Mail(hops, foreign, hops.me, previous)
-    grads_out = _Mail(hops, foreign & goes_on, hops.after, following)
-    grads_in = _Mail(hops, foreign & (hops.before > 0), hops.me, previous)
-    home_out = _Mail(hops, foreign & ~goes_on, hops.me + 1, hops.owner)
-    home_in = _Mail(hops, ~foreign & (hops.last > 0), hops.last + 1, (hops.owner - hops.last) % size)
+    kv_out = _MessagesByStep(hops, goes_on, hops.after, following)
+    kv_in = _MessagesByStep(hops, foreign, hops.me, previous)
+    grads_out = _MessagesByStep(hops, foreign & goes_on, hops.after, following)
+    grads_in = _MessagesByStep(hops, foreign & (hops.before > 0), hops.me, previous)
+    sums_out = _MessagesByStep(hops, foreign & ~goes_on, hops.me + 1, hops.owner)
+    sums_in = _MessagesByStep(hops, ~foreign & (hops.last > 0), hops.last + 1, (hops.owner - hops.last) % size)
     q_spans = spans_of(q_layout, rank)
     shift = (kv_layout.lengths - q_layout.lengths).tolist()
     steps = []
@@ -288,10 +289,10 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
                 tiles=tuple(tiles),
                 kv_sends=kv_out.due(t),
                 kv_recvs=kv_in.due(t),
-                grad_sends=grads_out.due(t) + home_out.due(t),
-                grad_recvs=grads_in.due(t) + home_in.due(t),
+                grad_sends=grads_out.due(t) + sums_out.due(t),
+                grad_recvs=grads_in.due(t) + sums_in.due(t),
                 kv_until=kv_out.until(t),
-                grad_until=max(grads_out.until(t), home_out.until(t)),
+                grad_until=max(grads_out.until(t), sums_out.until(t)),
             )
         )
     return RingPlan(
@@ -309,5 +310,5 @@ _cached_plan = lru_cache(maxsize=128)(build_plan)
 
 
 def ring_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
-    """The plan of ``rank`` for queries and keys laid out like this; the layers of a micro-batch share one."""
+    """The plan of ``rank`` for these layouts of queries and keys; cached, so the layers of a micro-batch share one."""
     return _cached_plan(q_layout, kv_layout, band, rank=rank)

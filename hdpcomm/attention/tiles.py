@@ -1,4 +1,4 @@
-"""Masks as tiles: rectangles of local queries x keys at hand, each with at most one diagonal band.
+"""Masks as tiles: rectangles of local queries x keys of a buffer, each with at most one diagonal band.
 
 Query i of a sequence sees key j iff ``low <= j - (i + length_k - length_q) <= high``: causal is high = 0, a sliding
 window bounds low, and different lengths are aligned at their ends (as in flash-attn). Everything here is pure and
@@ -19,7 +19,7 @@ __all__ = ["Band", "Span", "Tile", "band_of", "tiles_of", "window_pair"]
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Which keys a query sees, relative to the key at its own position; None means no limit."""
+    """The keys that a query sees, relative to the key at its own position; None means no limit."""
 
     low: int | None
     high: int | None
@@ -54,9 +54,9 @@ def band_of(causal: bool, window: int | tuple[int, int] | None) -> Band:
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of one sequence, at consecutive local rows: positions [start, stop) from row ``row`` on.
+    """Consecutive tokens of one sequence in consecutive local rows: positions [start, stop) from row ``row`` on.
 
-    A tuple, as tiles are: a plan makes thousands of them.
+    A tuple, like :class:`Tile`, since a plan creates thousands of them.
     """
 
     start: int
@@ -69,7 +69,7 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries [q_start, q_stop) x keys [k_start, k_stop), as rows of the tensors at hand.
+    """Queries [q_start, q_stop) x keys [k_start, k_stop), as rows of the tensors that a backend gets.
 
     The a-th query of the tile sees its b-th key iff ``low <= b - a <= high`` (None: no limit). Every query of the
     tile sees at least one of its keys, every key is seen, and a limit that hides nothing is None.
@@ -96,7 +96,7 @@ class Tile(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs that the mask lets through."""
+        """Number of (query, key) pairs that the mask allows."""
         if self.full:
             return self.num_q * self.num_k
         low = -self.num_q if self.low is None else self.low
@@ -109,7 +109,7 @@ def _tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
     n, m = q.rows, k.rows
     offset = q.start + shift - k.start
     if band.low is None and (band.high is None or offset + band.high >= m - 1):
-        return Tile(q.row, q.row + n, k.row, k.row + m)  # no limit reaches it: most pairs of pieces
+        return Tile(q.row, q.row + n, k.row, k.row + m)  # fully visible, like most pairs of pieces
     low = None if band.low is None else band.low + offset
     high = None if band.high is None else band.high + offset
     first_q = 0 if high is None else max(0, -high)  # query a sees keys a + low .. a + high
@@ -134,7 +134,7 @@ def _tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
 
 
 def _joined(first: Tile, second: Tile) -> Tile | None:
-    """One tile in place of two unmasked ones that touch."""
+    """The union of two adjacent unmasked tiles, or None if they are not."""
     if not (first.full and second.full):
         return None
     if (first.q_start, first.q_stop) == (second.q_start, second.q_stop) and first.k_stop == second.k_start:
@@ -156,7 +156,7 @@ def _join(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def _one_triangle(q_spans: Sequence[Span], k_spans: Sequence[Span], shift: int, band: Band) -> Tile | None:
-    """The causal square of a rank's own tokens: head and tail lie in the order of positions, so one diagonal does."""
+    """The causal square of a rank's own tokens as one tile: head and tail are in the order of positions. Or None."""
     if band != Band(None, 0) or shift != 0 or len(q_spans) != len(k_spans):
         return None
     if any((q.start, q.stop) != (k.start, k.stop) for q, k in zip(q_spans, k_spans, strict=True)):

@@ -1,6 +1,6 @@
-"""Which variant of the distributed attention: by name, or the one that a small cost model expects to be the fastest.
+"""Chooses the variant of distributed attention: by name, or the fastest one according to a small cost model.
 
-The choice follows from what all ranks know alike (lengths, mask, heads, types, costs), so that they choose alike.
+The choice depends only on what is the same on all ranks (lengths, mask, heads, types, costs), so all choose alike.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["VARIANTS", "Costs", "Variant", "choose_variant", "estimate"]
+__all__ = ["VARIANTS", "AttentionCosts", "Variant", "choose_variant", "estimate"]
 
 VARIANTS = ("ring", "gather", "ulysses", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What the choice between variants weighs; one setting for all ranks."""
+class AttentionCosts:
+    """The costs by which the variant is chosen; the same on all ranks."""
 
     flops_per_s: float
     """Attention speed of one rank."""
     bytes_per_s: float
-    """Of one rank's link, each way."""
+    """Bandwidth of one rank's link, each way."""
     message_s: float
     """Latency of an exchange."""
     call_s: float
-    """Cost of a kernel call beside its work."""
+    """Fixed cost of a kernel call."""
     ranks_per_node: int = 8
     """Neighbours with fast links; the size of the head groups of a hybrid."""
 
@@ -44,11 +44,11 @@ class Costs:
             raise InvalidUsage(f"costs must be positive (latencies at least 0, ranks_per_node at least 1); got {self}")
 
     @staticmethod
-    def default(device: str) -> Costs:
-        """Orders of magnitude: a core and shared memory, or an H100 and its network interface."""
+    def default(device: str) -> AttentionCosts:
+        """Orders of magnitude: for cpu one core and shared memory, for cuda an H100 and its network interface."""
         if device == "cuda":
-            return Costs(flops_per_s=4e14, bytes_per_s=4e10, message_s=3e-5, call_s=1e-5)
-        return Costs(flops_per_s=5e10, bytes_per_s=4e9, message_s=3e-5, call_s=3e-5, ranks_per_node=1)
+            return AttentionCosts(flops_per_s=4e14, bytes_per_s=4e10, message_s=3e-5, call_s=1e-5)
+        return AttentionCosts(flops_per_s=5e10, bytes_per_s=4e9, message_s=3e-5, call_s=3e-5, ranks_per_node=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Variant:
 
 
 def _head_groups(problem: Problem, size: int) -> list[int]:
-    """Group sizes that the heads allow."""
+    """Sizes of head groups among which the heads can be shared."""
     heads, kv_heads = problem.heads, problem.kv_heads
     return [
         n for n in range(2, size + 1)
@@ -83,28 +83,29 @@ def _named(name: str, size: int, problem: Problem, ranks_per_node: int) -> Varia
     fitting = [n for n in groups if n <= ranks_per_node and n < size] or [n for n in groups if n < size]
     if not fitting:
         raise InvalidUsage(
-            f"the variant hybrid finds no head group for {problem.heads} heads with {problem.kv_heads} kv_heads "
-            f"on {size} "
-            f"ranks: it needs a divisor of the ranks that the heads can be shared by; choose ring or gather"
+            f"the variant hybrid finds no head group for {problem.heads} heads with {problem.kv_heads} kv_heads on "
+            f"{size} ranks: it needs a divisor of the ranks that the heads can be shared by; choose ring or gather"
         )
     return Variant(name, head_group=max(fitting) if ranks_per_node > 1 else min(fitting))
 
 
-def estimate(variant: Variant, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: Costs) -> float:
-    """Seconds of one forward on the busiest rank, roughly: enough to rank the variants."""
+def estimate(
+    variant: Variant, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: AttentionCosts
+) -> float:
+    """Rough seconds of one forward on the busiest rank, good enough to rank the variants."""
     q_layout, kv_layout = layout
     size, group = q_layout.size, variant.head_group
     atoms = find_atoms(q_layout, kv_layout, band)
     kv_bytes = 2 * problem.kv_heads * problem.head_dim * problem.dtype.itemsize
-    q_bytes = 2 * problem.heads * problem.head_dim * problem.dtype.itemsize  # q there, out back
+    q_bytes = 2 * problem.heads * problem.head_dim * problem.dtype.itemsize  # q one way, out the other
     tokens = (float(q_layout.lengths.sum()), float(kv_layout.lengths.sum()))
     sequences = max(1, int((q_layout.lengths > 0).sum()))
     pairs = sum(_pairs(n, m, band) for n, m in zip(q_layout.lengths.tolist(), kv_layout.lengths.tolist(), strict=True))
     compute = 4 * pairs * problem.heads * problem.head_dim / size / costs.flops_per_s
-    trade = 0.0
+    head_exchange = 0.0
     if group > 1:
         moved = (tokens[0] * q_bytes + tokens[1] * kv_bytes) / size * (group - 1) / group
-        trade = 2 * costs.message_s + moved / costs.bytes_per_s
+        head_exchange = 2 * costs.message_s + moved / costs.bytes_per_s
     rings = size // group
     moved_kv = float((atoms.rows * atoms.needed.sum(axis=1)).sum()) / size * kv_bytes / group
     if rings == 1:
@@ -115,15 +116,15 @@ def estimate(variant: Variant, problem: Problem, layout: tuple[Layout, Layout], 
     if variant.gather:
         passes = len(head_passes(problem.heads, problem.kv_heads))
         first, calls = wire / passes, 2 * sequences * passes * costs.call_s
-        return trade + costs.message_s + first + max(compute + calls, wire - first)
+        return head_exchange + costs.message_s + first + max(compute + calls, wire - first)
     calls = rings * sequences * costs.call_s
     steps = max(1, rings - 1)
     compute_step, wire_step = compute / rings, wire / steps + (costs.message_s if rings > 1 else 0.0)
-    return trade + calls + compute_step + (rings - 1) * max(compute_step, wire_step)
+    return head_exchange + calls + compute_step + (rings - 1) * max(compute_step, wire_step)
 
 
 def _pairs(n: int, m: int, band: Band) -> float:
-    """About how many pairs of n queries and m keys the mask lets through."""
+    """About how many pairs of n queries and m keys the mask allows."""
     if n == 0 or m == 0:
         return 0.0
     first, last = band.keys(m - n, m - n + 1, m), band.keys(m - 1, m, m)
@@ -132,10 +133,10 @@ def _pairs(n: int, m: int, band: Band) -> float:
 
 @lru_cache(maxsize=256)
 def choose_variant(
-    name: str, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: Costs | None
+    name: str, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: AttentionCosts | None
 ) -> Variant:
     """The variant called ``name``, or with "auto" the one with the lowest estimate. Raises InvalidUsage."""
-    costs = Costs.default(problem.device) if costs is None else costs
+    costs = AttentionCosts.default(problem.device) if costs is None else costs
     size = layout[0].size
     if name not in ("auto", *VARIANTS):
         raise InvalidUsage(f"there is no variant {name!r}; expected auto or one of {', '.join(VARIANTS)}")

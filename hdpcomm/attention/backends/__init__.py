@@ -1,4 +1,4 @@
-"""Attention backends: what computes one block of a distributed attention."""
+"""Attention backends, which compute one block of a distributed attention."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ _BACKENDS: tuple[Backend, ...] = (
 
 
 def available(problem: Problem) -> dict[str, str | None]:
-    """Every backend by name, with the reason why it cannot do ``problem`` here, or None if it can."""
+    """Every backend by name, with the reason why it cannot compute ``problem`` here, or None if it can."""
     return {backend.name: backend.refuses(problem) for backend in _BACKENDS}
 
 
 @lru_cache(maxsize=256)
 def choose(name: str, problem: Problem) -> Backend:
-    """The backend called ``name``, or with "auto" the first that can. InvalidUsage names the alternatives."""
+    """The backend called ``name``, or with "auto" the first that can compute ``problem``.
+
+    Raises: InvalidUsage, which names the alternatives.
+    """
     reasons = available(problem)
     if name == "auto":
         for backend in _BACKENDS:

@@ -1,4 +1,4 @@
-"""What a backend is: attention of local queries over keys at hand, with the LSE, and its backward with a given LSE."""
+"""The interface of a backend: attention of local queries over a block of keys, with its LSE, and the backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Accumulator", "Backend", "Problem", "Score", "refuses_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a backend is asked for."""
+    """The kind of attention that a backend is asked to compute."""
 
     device: str
     """"cpu" or "cuda"."""
@@ -25,13 +25,13 @@ class Problem:
     kv_heads: int
     head_dim: int
     windowed: bool = False
-    """Whether some mask has a left edge."""
+    """Whether a mask limits the keys on the left."""
     softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How scores are made: ``scale * q @ k``, then ``softcap * tanh(score / softcap)`` if softcap is not 0."""
+    """How scores are computed: ``scale * q @ k``, then ``softcap * tanh(score / softcap)`` if softcap is not 0."""
 
     scale: float
     softcap: float = 0.0
@@ -45,7 +45,7 @@ class Accumulator:
     __slots__ = ("lse", "out")
 
     def __init__(self, shape: Sequence[int], like: torch.Tensor) -> None:
-        """``shape``: of the queries; ``like``: a tensor of their type and device."""
+        """``shape``: the shape of the queries; ``like``: a tensor of their type and device."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.out = torch.zeros(tuple(shape), dtype=dtype, device=like.device)
         self.lse = torch.full(tuple(shape[:2]), -torch.inf, dtype=dtype, device=like.device)
@@ -69,10 +69,10 @@ class Backend(Protocol):
     name: str
 
     def refuses(self, problem: Problem) -> str | None:
-        """Why this backend cannot do it here, or None if it can."""
+        """Why this backend cannot compute ``problem`` here, or None if it can."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type that q, k, v, dout have to be in for inputs of ``dtype``; the caller casts once per buffer."""
+        """The type that q, k, v, dout must have for inputs of ``dtype``; the caller casts once per buffer."""
 
     def forward(
         self,
@@ -97,7 +97,7 @@ class Backend(Protocol):
         score: Score,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Adds to ``grads`` (dq, dk, dv) what the tiles contribute; ``out`` and ``lse`` are final (of all keys)."""
+        """Adds the tiles' contributions to ``grads`` (dq, dk, dv); ``out`` and ``lse`` are final, over all keys."""
 
 
 def refuses_tensors(problem: Problem, dtypes: Sequence[torch.dtype], max_dim: int) -> str | None:

@@ -1,7 +1,7 @@
 """The fused attention operator of torch's CPU build.
 
-Its traps, each met here (measured with torch 2.13): ``is_causal`` is aligned at the top left; a row that sees no key
-gives lse = 0 instead of -inf (tiles have no such rows); empty inputs kill the process (tiles are never empty); the
+Its pitfalls, all handled here (measured with torch 2.13): ``is_causal`` is aligned at the top left; a row that sees no
+key gives lse = 0 instead of -inf (tiles have no such rows); empty inputs kill the process (tiles are never empty); the
 lse has strides of [tokens, heads]. 16-bit inputs are computed in float32, which is more exact and, without AMX,
 several times faster.
 """
@@ -19,8 +19,8 @@ from hdpcomm.attention.tiles import Tile
 __all__ = ["CpuBackend", "batched", "cut", "lower"]
 
 _BACKWARD_BLOCK = 2048
-"""Queries and keys of one backward call. Larger ones fall out of the cache: 30 ns a pair at 2048 x 2048, 35 to 39 at
-4096 x 4096 and beyond (4 heads of 64, float32, one thread of a Xeon at 2.5 GHz, two at work); forward does not mind."""
+"""Queries and keys of one backward call. Larger blocks do not fit into the cache: 30 ns a pair at 2048 x 2048, 35 to 39
+at 4096 x 4096 and above (4 heads of 64, float32, one thread of a Xeon at 2.5 GHz, two in use). Forward has no limit."""
 _MASK_ROWS = 256
 """Queries of a banded tile that share one mask; a mask takes rows x (rows + band) values."""
 
@@ -30,7 +30,7 @@ def _part(tile: Tile, q: tuple[int, int], k: tuple[int, int], low: int | None = 
 
 
 def lower(tile: Tile) -> Iterator[Tile]:
-    """``tile`` in the shapes that the operator has: unmasked, causal from the top left corner, or small and banded."""
+    """Splits a tile into shapes that the operator has: unmasked, causal from the top left, or small and banded."""
     if tile.full:
         yield tile
     elif tile.low is None and tile.high is not None:  # keys up to a diagonal: a rectangle beside a triangle
@@ -53,14 +53,14 @@ def _band_parts(tile: Tile) -> Iterator[Tile]:
 
 
 def cut(tile: Tile, block: int) -> Iterator[Tile]:
-    """A part that :func:`lower` gave in blocks of at most ``block`` queries and keys; banded ones stay as they are."""
+    """Cuts a result of :func:`lower` into blocks of at most ``block`` queries and keys; banded ones stay whole."""
     if tile.low is not None:
         yield tile
         return
     for first_k in range(0, tile.num_k, block):
         keys = (first_k, min(first_k + block, tile.num_k))
         first_q = 0
-        if not tile.full:  # the diagonal begins here, and the queries past this block see all of it
+        if not tile.full:  # the diagonal begins here; later queries see all keys of this block
             first_q = min(keys[1], tile.num_q)
             yield _part(tile, (keys[0], first_q), keys, None, 0)
         for start in range(first_q, tile.num_q, block):

@@ -1,7 +1,7 @@
 """torch's fused attention operators on CUDA: flash (varlen), memory-efficient and cuDNN (one call a tile).
 
-None of them has a softcap. What they return differs: flash gives lse [heads, tokens]; the memory-efficient one pads
-it to a multiple of 32 queries; cuDNN adds a last dimension of 1.
+None of them has a softcap. The shape of their lse differs: flash returns [heads, tokens], the memory-efficient one pads
+it to a multiple of 32 queries, and cuDNN adds a last dimension of 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Tensors = tuple[torch.Tensor, ...]
 
 
 def _refusal(problem: Problem, dtypes: Sequence[torch.dtype], capability: tuple[int, int], max_dim: int) -> str | None:
-    """What all of them ask for."""
+    """Why none of these operators can compute ``problem`` here, or None."""
     if (reason := refuses_tensors(problem, dtypes, max_dim)) is not None:
         return reason
     if problem.softcap:
@@ -81,7 +81,7 @@ class FlashBackend(VarlenBackend):
 
 
 class _DenseBackend(ABC):
-    """One call a tile, [1, heads, rows, dim], aligned at the top left."""
+    """Backends with one kernel call per tile, on [1, heads, rows, dim]; masks are aligned at the top left."""
 
     name: str
 
@@ -152,7 +152,7 @@ class EfficientBackend(_DenseBackend):
 
     @staticmethod
     def _repeated(qkv: _Tensors) -> _Tensors:
-        """The operator has no grouped heads."""
+        """Repeats the heads of k and v, since the operator has no grouped heads."""
         q, k, v = qkv
         times = q.shape[1] // k.shape[1]
         return q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)

@@ -1,7 +1,7 @@
-"""The flash-attn packages, where they are installed: the fused backends with a softcap.
+"""Backends that use the flash-attn packages, where they are installed: the fused backends with a softcap.
 
-Both are used through the functions that their own autograd classes call, as the public ones take no given log-sum-exp
-in backward. Sources: github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py (2.7.4) and
+They call the functions that flash-attn's own autograd classes call, since its public functions take no log-sum-exp in
+backward. Sources: github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py (2.7.4) and
 hopper/flash_attn_interface.py (commit 01afd16d).
 """
 
@@ -28,7 +28,7 @@ _INTERFACE_3 = "flash_attn_interface"
 
 @lru_cache(maxsize=1)
 def _version() -> tuple[int, ...] | None:
-    """Of flash-attn 2, or None where it is not installed."""
+    """The version of flash-attn 2, or None where it is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     text = str(getattr(importlib.import_module("flash_attn"), "__version__", "0"))
@@ -42,7 +42,7 @@ def _third() -> Any:
 
 
 def _options(batch: Batch, score: Score) -> dict[str, Any]:
-    """What all four functions take by the same names."""
+    """The arguments that have the same names in all four functions."""
     return {
         "cu_seqlens_q": batch.cu_q,
         "cu_seqlens_k": batch.cu_k,
@@ -56,7 +56,7 @@ def _options(batch: Batch, score: Score) -> dict[str, Any]:
 
 
 def _buffers(qkv: Three) -> tuple[Three, Three]:
-    """(contiguous q, k, v; room for their gradients)."""
+    """(contiguous q, k, v; buffers for their gradients)."""
     q, k, v = (x.contiguous() for x in qkv)
     return (q, k, v), (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
 

@@ -1,8 +1,7 @@
-"""Plain softmax attention in float64 with torch's basic operations: the oracle, and what is left where nothing is
-fused.
+"""Plain softmax attention in float64 with torch's basic operations: the reference of the tests, and the last choice.
 
-Slow, exact, on any device, for any mask, and the only backend on the CPU with a softcap. Queries are taken in blocks,
-so that memory stays at block x keys.
+Slow and exact; works on any device and for any mask, and is the only CPU backend with a softcap. Queries are taken in
+blocks, so that memory stays at block x keys.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores [kv_heads, group, rows, keys] and, with a softcap, their derivative by the uncapped ones."""
+    """Scores [kv_heads, group, rows, keys] and, with a softcap, their derivative with respect to the uncapped ones."""
     grouped = _grouped(q, k.shape[1])
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k) * score.scale
     slope = None
@@ -62,7 +61,7 @@ def _scores(
 
 
 class ReferenceBackend:
-    """Attention in float64, written out."""
+    """Attention in float64, without fused kernels."""
 
     name = "reference"
 

@@ -1,7 +1,7 @@
 """Backends whose kernels take many sequences in one call (cu_seqlens): tiles are batched into as few calls as possible.
 
-Tiles go into one call if they have the same window and share neither queries nor keys; so nothing is added twice
-within a call, and the order of additions is fixed. Kernels of this kind align queries and keys at their ends.
+Tiles go into one call if they have the same window and share neither queries nor keys, so that each gradient row is
+added to once per call, in a fixed order. Kernels of this kind align queries and keys at their ends.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hdpcomm.attention.tiles import Tile
 __all__ = ["Batch", "Three", "VarlenBackend", "batches_of"]
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of queries, keys and values."""
+"""Tensors for queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One kernel call."""
+    """The tiles of one kernel call."""
 
     left: int
-    """Keys left of the diagonal that a query sees, -1 for all; the diagonal ends in the last query's last key."""
+    """Keys left of the diagonal that a query sees, -1 for all; the last query is aligned with the last key."""
     right: int
-    """The same to the right; 0 is causal."""
+    """Keys right of the diagonal that a query sees, -1 for all; 0 is causal."""
     q_rows: torch.Tensor | slice
     k_rows: torch.Tensor | slice
     cu_q: torch.Tensor
@@ -53,7 +53,7 @@ def _window(tile: Tile) -> tuple[int, int]:
 
 
 def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor | slice:
-    """A slice where the ranges follow each other, else their row numbers."""
+    """A slice if the ranges are consecutive, else their row numbers."""
     if all(a[1] == b[0] for a, b in itertools.pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return torch.cat([torch.arange(*r) for r in ranges]).to(device)
@@ -96,7 +96,7 @@ def batches_of(tiles: tuple[Tile, ...], device: torch.device) -> tuple[Batch, ..
 
 
 class VarlenBackend(ABC):
-    """What all backends with a varlen kernel share; a subclass gives the two calls."""
+    """Base of the backends with a varlen kernel; a subclass implements the two calls."""
 
     name: str
 

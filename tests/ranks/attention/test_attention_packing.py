@@ -159,7 +159,7 @@ def test_worlds_that_are_over_are_let_go_of(remembered, end):
 def remembered(monkeypatch):
     """The packs that are kept for compiled backwards."""
     kept = OrderedDict()
-    monkeypatch.setattr(importlib.import_module("hdpcomm.attention.pack_context"), "_remembered", kept)
+    monkeypatch.setattr(importlib.import_module("hdpcomm.attention.pack_context"), "_saved", kept)
     return kept
 
 

@@ -22,11 +22,11 @@ LENGTHS = [37, 1, 12, 6]
 def annotated() -> Iterator[None]:
     """The backends' reads of KV count as reads of the host, after the exchange of the next block was posted; its own
     block in the landing zone as written by the host, before the first."""
-    kv, post = ring._Carrier.kv, ring._Carrier.post
+    kv, post = ring._RingBuffers.kv, ring._RingBuffers.post
 
-    def streams_of(carrier: Any) -> Any:
-        on_sim = carrier._comm is not None and carrier._comm.device.type == "cpu"
-        return getattr(carrier._comm, "streams", None) if on_sim else None
+    def streams_of(buffers: Any) -> Any:
+        on_sim = buffers._comm is not None and buffers._comm.device.type == "cpu"
+        return getattr(buffers._comm, "streams", None) if on_sim else None
 
     def writing(self: Any, due: int, *, grads: bool) -> Any:
         if due == 0 and self._landing is not None and streams_of(self) is not None:
@@ -40,7 +40,7 @@ def annotated() -> Iterator[None]:
             streams_of(self).device.annotate_read(buffer.data_ptr(), buffer.numel() * buffer.element_size())
         return kv(self, step)
 
-    with mock.patch.object(ring._Carrier, "kv", reading), mock.patch.object(ring._Carrier, "post", writing):
+    with mock.patch.object(ring._RingBuffers, "kv", reading), mock.patch.object(ring._RingBuffers, "post", writing):
         yield
 
 

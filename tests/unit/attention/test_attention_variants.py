@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hdpcomm.attention import Costs, Problem
+from hdpcomm.attention import AttentionCosts, Problem
 from hdpcomm.attention.heads import grouped_layout, head_shares, token_shares
 from hdpcomm.attention.layout import layout_of
 from hdpcomm.attention.tiles import Band
@@ -12,8 +12,8 @@ from hdpcomm.attention.variants import Variant, choose_variant, estimate
 from hdpcomm.errors import InvalidUsage
 
 CAUSAL = Band(None, 0)
-SLOW_LINK = Costs(flops_per_s=1e12, bytes_per_s=1e7, message_s=0.0, call_s=0.0)
-SLOW_START = Costs(flops_per_s=1e15, bytes_per_s=1e12, message_s=1e-2, call_s=0.0)
+SLOW_LINK = AttentionCosts(flops_per_s=1e12, bytes_per_s=1e7, message_s=0.0, call_s=0.0)
+SLOW_START = AttentionCosts(flops_per_s=1e15, bytes_per_s=1e12, message_s=1e-2, call_s=0.0)
 
 
 def _problem(heads=8, kv_heads=8):
@@ -34,7 +34,9 @@ def test_names():
     assert _choose("gather", 4) == Variant("gather", gather=True)
     assert _choose("ulysses", 4) == Variant("ulysses", head_group=4)
     assert _choose("hybrid", 16) == Variant("hybrid", head_group=8)
-    assert _choose("hybrid", 8, costs=Costs(1e12, 1e9, 0, 0, ranks_per_node=4)) == Variant("hybrid", head_group=4)
+    assert _choose("hybrid", 8, costs=AttentionCosts(1e12, 1e9, 0, 0, ranks_per_node=4)) == Variant(
+        "hybrid", head_group=4
+    )
     assert _choose("auto", 1) == Variant("ring")
 
 
@@ -52,7 +54,7 @@ def test_costs_decide():
     few_kv = _problem(heads=32, kv_heads=1)
     assert _choose("auto", 4, few_kv, costs=SLOW_LINK).head_group == 1  # KV of one head is little, q and out are much
     assert _choose("auto", 4, costs=SLOW_START).name in ("gather", "ulysses")
-    long = _choose("auto", 4, lengths=(1 << 20,), costs=Costs.default("cuda"))
+    long = _choose("auto", 4, lengths=(1 << 20,), costs=AttentionCosts.default("cuda"))
     assert long.name in ("ring", "ulysses", "hybrid")
 
 
@@ -62,7 +64,7 @@ def test_every_rank_chooses_alike():
 
 
 def test_estimates_follow_the_work():
-    variant, problem, costs = Variant("ring"), _problem(), Costs.default("cuda")
+    variant, problem, costs = Variant("ring"), _problem(), AttentionCosts.default("cuda")
     short, long = (estimate(variant, problem, _layouts([n], 4), CAUSAL, costs) for n in (1024, 65536))
     assert 0 < short < long
     windowed = estimate(variant, problem, _layouts([65536], 4), Band(-128, 0), costs)
@@ -72,7 +74,7 @@ def test_estimates_follow_the_work():
 
 def test_costs_are_checked():
     with pytest.raises(InvalidUsage, match="costs must be positive"):
-        Costs(flops_per_s=0, bytes_per_s=1, message_s=0, call_s=0)
+        AttentionCosts(flops_per_s=0, bytes_per_s=1, message_s=0, call_s=0)
 
 
 def test_shares_of_heads():
