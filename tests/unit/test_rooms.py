@@ -1,4 +1,4 @@
-"""`.ci/rooms` on this tree, and on small ones with a line planted that needs a room above its own."""
+"""`.ci/rooms` on this tree, and on small trees with a line that needs a room above its own, or that closes a circle."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def planted(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 def test_this_tree_is_in_order() -> None:
     done = run(TOP)
     assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith(": 0 out of order, 0 circles\n")
     includes, imports = map(int, re.findall(r"(\d+) (?:includes|imports)", done.stdout))
     assert includes > 100
     assert imports > 200
@@ -61,7 +62,7 @@ def test_the_documentation_tells_the_order_that_is_checked() -> None:
 def test_a_sound_tree_passes(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = planted({})
     assert (done.returncode, done.stderr) == (0, "")
-    assert "1 includes and 2 imports between rooms: 0 out of order" in done.stdout
+    assert "1 includes and 2 imports between rooms: 0 out of order, 0 circles" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -100,15 +101,54 @@ def test_what_needs_a_room_above_is_named(
     done = planted({"hdpcomm/attention/__init__.py": "", "hdpcomm/attention/ring.py": "", file: text})
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == says
-    assert done.stdout.endswith(" 1 out of order\n") or "in a circle" in done.stdout
+    assert ": 1 out of order, " in done.stdout.splitlines()[-1]
 
 
-def test_files_in_a_circle_are_named(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = planted({"csrc/transport/transport.hpp": '#include "host/layout.hpp"\n'})
+@pytest.mark.parametrize(
+    ("file", "text", "verb", "circle"),
+    [
+        (
+            "csrc/transport/transport.hpp",
+            '#include "host/layout.hpp"\n',
+            "include",
+            {"csrc/transport/transport.hpp", "csrc/transport/host/layout.hpp"},
+        ),
+        (
+            "hdpcomm/comm/work.py",
+            "def f():\n    from hdpcomm.comm import Work\n",
+            "import",
+            {"hdpcomm/comm/__init__.py", "hdpcomm/comm/work.py"},
+        ),
+        (
+            "hdpcomm/comm/work.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import Work\n",
+            "import",
+            {"hdpcomm/comm/__init__.py", "hdpcomm/comm/work.py"},
+        ),
+    ],
+)
+def test_files_in_a_circle_are_named(
+    planted: Callable[..., subprocess.CompletedProcess[str]], file: str, text: str, verb: str, circle: set[str]
+) -> None:
+    done = planted({file: text})
     assert done.returncode == 1
-    files, says = done.stdout.splitlines()[0].split(": ")
-    assert says == "these files include each other in a circle"
-    assert {Path(name).name for name in files.split(" <- ")} == {"layout.hpp", "transport.hpp"}
+    first, last = done.stdout.splitlines()
+    files, says = first.split(": ")
+    assert says == f"these files {verb} each other in a circle"
+    assert set(files.split(" <- ")) == circle
+    assert last.endswith(": 0 out of order, 1 circles")
+
+
+def test_each_circle_is_named(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = planted(
+        {
+            "csrc/transport/transport.hpp": '#include "host/layout.hpp"\n',
+            "hdpcomm/comm/work.py": "from hdpcomm.errors import Error\nfrom hdpcomm.comm import joining, Work\n",
+            "hdpcomm/comm/joining.py": "import hdpcomm.comm.work\n",
+        }
+    )
+    assert done.returncode == 1
+    assert done.stdout.endswith(": 0 out of order, 3 circles\n")
 
 
 def test_an_unknown_room_asks_for_a_place(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
