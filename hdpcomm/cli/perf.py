@@ -1,4 +1,4 @@
-"""``hdpcomm perf``: measures one operation as nccl-tests does, and gates on older results."""
+"""``hdpcomm perf``: measures one operation as nccl-tests does, and compares with older results."""
 
 from __future__ import annotations
 
@@ -119,7 +119,12 @@ def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
     step.add_argument("-f", "--stepfactor", type=_whole, metavar="N", help="multiply to reach the next size")
     add("-n", "--iters", type=count, default=20, metavar="N", help="iterations of a size (default %(default)s)")
     add(
-        "-w", "--warmup_iters", type=_whole, default=1, metavar="N", help="before them, not timed (default %(default)s)"
+        "-w",
+        "--warmup_iters",
+        type=_whole,
+        default=1,
+        metavar="N",
+        help="untimed iterations first (default %(default)s)",
     )
     add(
         "-m",
@@ -155,7 +160,7 @@ def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
         type=_switch,
         default=False,
         metavar="0/1",
-        help="1: buffers of hdpcomm in memory of comm.empty(), from which messages go fastest",
+        help="1: allocate buffers of hdpcomm by comm.empty(), which is fastest for messages",
     )
     add(
         "-I", "--per_iter_timing", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="percentiles"
@@ -174,15 +179,20 @@ def _add_own_options(group: argparse._ArgumentGroup) -> None:
         help="only these ranks, in this order; repeatable",
     )
     add("--algorithm", default="auto", metavar="NAME", help="(default %(default)s)")
-    add("--device", metavar="NAME", help="of offload: cuda, cuda:1 or sim (default: cuda if there is one)")
+    add("--device", metavar="NAME", help="device of OP offload: cuda, cuda:1 or sim (default: cuda, if present)")
     add("--transport", default="auto", metavar="NAME", help="(default %(default)s)")
-    add("--format", choices=("table", "csv", "jsonl"), default="table", help="of standard output (default %(default)s)")
+    add(
+        "--format",
+        choices=("table", "csv", "jsonl"),
+        default="table",
+        help="format of the output (default %(default)s)",
+    )
     add(
         "--compare",
         type=_names,
         default=(),
         metavar="gloo,mpi",
-        help="the same sweep on these libraries, and the ratio",
+        help="also run the sweep with these libraries, and print ratios",
     )
     add("--baseline", type=Path, metavar="FILE", help="an older -J file to compare with")
     add("--max-slowdown", metavar="PERCENT", help="fail if a row is slower than --baseline by more (default 5%%)")
@@ -191,7 +201,7 @@ def _add_own_options(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure what a message costs, for algorithm=auto, into FILE (default ~/.cache/hdpcomm/costs.json); no OP",
+        help="without OP: measure the costs that algorithm=auto uses into FILE (default ~/.cache/hdpcomm/costs.json)",
     )
 
 
@@ -297,7 +307,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | None) -> Report:
-    """A rank of the run. Rank 0 prints the rows as they come, and keeps the -J file up to date in a run of cycles."""
+    """Runs one rank. Rank 0 prints the rows as they come, and updates the -J file after each cycle."""
     from hdpcomm.comm.launchers import joined, rank_and_size
     from hdpcomm.perf.records import json_document
     from hdpcomm.perf.runner import run_rank
@@ -329,7 +339,7 @@ def _writer(config: PerfConfig, form: str) -> Any:
 
 
 def _finish(options: argparse.Namespace, config: PerfConfig, report: Report, ranks: int) -> None:
-    """What comes after the ranks' own part: MPI, the footer, the file. A failure of MPI costs its rows only."""
+    """Runs what follows the ranks' part: MPI, the footer, the file. A failure of MPI only leaves out its rows."""
     from hdpcomm.perf.mpi import run_mpi
     from hdpcomm.perf.records import RecordWriter, json_document
 
@@ -350,7 +360,7 @@ def _finish(options: argparse.Namespace, config: PerfConfig, report: Report, ran
 
 
 def _gate(compared: list[Any], allowed: float) -> int:
-    """Tells on stderr which rows became slower than allowed; the exit code."""
+    """Prints on stderr which rows became slower than allowed; returns the exit code."""
     slower = [one for one in compared if one.percent > allowed]
     for one in slower:
         print(

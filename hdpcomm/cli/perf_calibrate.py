@@ -1,4 +1,4 @@
-"""``hdpcomm perf --calibrate``: measures a transport and stores what ``algorithm="auto"`` chooses by."""
+"""``hdpcomm perf --calibrate``: measures a transport and saves the costs by which ``algorithm="auto"`` chooses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["USED", "calibrate"]
 
 USED = frozenset(("calibrate", "ranks", "transport", "timeout"))
-"""The options of ``perf`` that mean something here."""
+"""The options of ``perf`` that have an effect here."""
 
 
 def calibrate(file: Path | None, rank: int | None, ranks: int, *, transport: str, timeout: float | None) -> int:
-    """Measures the transport, and replaces its entries in the file; those of other transports stay.
+    """Measures the transport, and replaces its entries in the file, but not those of other transports.
 
     ``file``: ``None`` for the one that ``init()`` reads. ``rank``: of this process in a launcher's job of ``ranks``
     ranks; ``None``: they are started here. Rank 0 writes the file. Returns the exit code.
@@ -25,7 +25,7 @@ def calibrate(file: Path | None, rank: int | None, ranks: int, *, transport: str
 
     path = file or costs_path()
     _check_costs(path)
-    os.environ.pop("HDPCOMM_COSTS", None)  # init() is not to look for the file that is made here
+    os.environ.pop("HDPCOMM_COSTS", None)  # else init() would look for the file that is written here
     if rank is not None:
         measured = calibrate_rank(transport, timeout)
         if rank != 0:
@@ -42,13 +42,13 @@ def calibrate(file: Path | None, rank: int | None, ranks: int, *, transport: str
 
 
 def _shown(key: str, seconds: float) -> str:
-    """As "alpha 1.00 us", "beta 0.1200 ns/byte"."""
+    """A cost as text, like "alpha 1.00 us" or "beta 0.1200 ns/byte"."""
     name = key.split("_")[0]
     return f"{name} {seconds * 1e9:.4f} ns/byte" if key.endswith("_per_byte") else f"{name} {seconds * 1e6:.2f} us"
 
 
 def calibrate_rank(transport: str, timeout: float | None) -> dict[str, dict[str, float]]:
-    """A rank of --calibrate: the costs by the names under which they are stored."""
+    """Runs one rank of --calibrate; returns the costs by the names under which they are saved."""
     from hdpcomm.comm import init
     from hdpcomm.perf.calibrate import measure_world
 
@@ -59,7 +59,7 @@ def calibrate_rank(transport: str, timeout: float | None) -> dict[str, dict[str,
 
 
 def _check_costs(path: Path) -> None:
-    """Raises InvalidUsage for a file that is there and is none of --calibrate, or that may not be written."""
+    """Raises InvalidUsage for a file that cannot be written, or that exists and is not a result of --calibrate."""
     if path.parent.is_dir():
         check_writable(path)
     if not path.is_file():

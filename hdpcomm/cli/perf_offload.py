@@ -1,4 +1,4 @@
-"""``hdpcomm perf offload``: how fast the way to host memory is."""
+"""``hdpcomm perf offload``: measures the bandwidth to host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _USED = frozenset(("op", *_SWEEP, "output_file", "format", "device"))
 
 
 def measure_offload(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
-    """Prints a row for each size, and writes the file. ``defaults``: what the options are when none is given.
+    """Prints a row for each size, and writes the file. ``defaults``: the options without any arguments.
 
     Raises:
         InvalidUsage: an option that has no meaning for copies to host memory.

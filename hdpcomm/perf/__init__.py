@@ -1,4 +1,4 @@
-"""Measuring: the engine behind ``hdpcomm perf``, with the conventions of nccl-tests."""
+"""Performance measurements: the engine of ``hdpcomm perf``, with the conventions of nccl-tests."""
 
 from hdpcomm.perf.config import PerfConfig, parse_size
 from hdpcomm.perf.results import Report, Row, Side

@@ -1,4 +1,4 @@
-"""The regression gate: this run's times against those in an older -J file."""
+"""The regression gate: compares this run's times with those in an older -J file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Slowdown", "compare", "parse_percent", "read"]
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A side that both runs have. ``percent``: how much slower it is now; below 0: faster."""
+    """The times of a side in both runs."""
 
     ranks: tuple[int, ...]
     size: int
@@ -30,7 +30,7 @@ class Slowdown:
 
     @property
     def percent(self) -> float:
-        """Of the time before."""
+        """How much slower it is now, in percent of the time before; below 0: faster."""
         return 100 * (self.now_us / self.before_us - 1)
 
 
@@ -46,7 +46,7 @@ def parse_percent(text: str) -> float:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file of an older run. Raises InvalidUsage for one that -J did not write."""
+    """The content of an older run's file. Raises InvalidUsage for a file that -J did not write."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -59,8 +59,8 @@ def read(path: Path) -> dict[str, Any]:
 def compare(config: PerfConfig, report: Report, document: dict[str, Any]) -> list[Slowdown]:
     """All sides that both runs measured. Raises InvalidUsage where they have none in common.
 
-    A run of several cycles counts with its best one. With -I in both runs medians are compared, else means. Times of
-    starting an operation (-C) are compared with such times only, and rows of a subset with those of the same ranks.
+    From a run of several cycles the best one is taken. With -I in both runs medians are compared, else means. Times of
+    starting an operation (-C) are compared only with such times, and rows of a subset with rows of the same ranks.
     """
     kind = time_key(config)
     before = _best(_old_times(document))
@@ -114,7 +114,7 @@ def _old_times(document: dict[str, Any]) -> dict[tuple[Any, ...], list[tuple[flo
                 if time > 0:
                     found.setdefault((*key, name), []).append((time, median))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidUsage(f"--baseline: a result lacks or spoils {error}; write the file with -J") from error
+        raise InvalidUsage(f"--baseline: a result has no or a bad {error}; write the file with -J") from error
     return found
 
 

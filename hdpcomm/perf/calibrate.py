@@ -1,4 +1,4 @@
-"""Measures what a transport costs, in the terms of the model by which ``algorithm="auto"`` chooses.
+"""Measures the costs of a transport, as the parameters of the model by which ``algorithm="auto"`` chooses.
 
 A step with k messages each way takes alpha_s + k * message_s + bytes * beta_s_per_byte; reducing adds gamma_s_per_byte.
 On p ranks with devices, a kernel that reads the peers takes round_s + 2 (p - 1) signal_s + the bytes that it moves from
@@ -25,18 +25,18 @@ __all__ = ["fit", "fit_reads", "measure", "measure_world"]
 
 _SIZES = (8, 256, 4096, 65_536, 262_144, 1 << 20, 4 << 20)
 _LARGE = 4 << 20
-_MANY = 8  # messages of a step, to tell the cost of a message from that of a step
-_ROUNDS = 7  # the fastest counts: what disturbs a rank only ever adds
-_LEAST = 1e-13  # seconds; a cost of 0 would make the choice blind to it
+_MANY = 8  # messages of a step, to separate the cost of a message from that of a step
+_ROUNDS = 7  # the fastest counts, since disturbances only add time
+_LEAST = 1e-13  # seconds; a cost must not be 0
 
 
 def measure_world(world: Any) -> dict[str, dict[str, float]]:
     """The costs of a world's transport inside a host and between hosts, by the names under which ``init()`` reads them.
 
-    The first pair of ranks of each kind is measured; a kind that has none is left out. Where one name stands for both,
-    the pair between hosts counts. Collective over the whole world, whose ranks all get the same.
+    Measures the first pair of ranks of each kind; a kind without a pair is left out. Where both kinds have one name,
+    the pair between hosts is measured. Collective over the whole world; all ranks get the same result.
 
-    Raises: InvalidUsage on one rank.
+    Raises: InvalidUsage if the world has one rank.
     """
     _check_size(world)
     nodes = nodes_of(world)
@@ -51,10 +51,10 @@ def measure_world(world: Any) -> dict[str, dict[str, float]]:
 
 
 def measure(comm: Any, members: tuple[int, int] = (0, 1)) -> dict[str, float]:
-    """What ``save_costs()`` takes of the transport of ``comm``; collective over its ranks, which all get the same.
+    """The costs of the transport of ``comm``, as ``save_costs()`` takes them. Collective; all ranks get the same.
 
-    The two members exchange messages while the others wait; the first adds float32 numbers in its own memory. With
-    devices, the two, then all ranks, run one-shot collectives. Raises: InvalidUsage on one rank.
+    The two members exchange messages while the others wait; the first one adds float32 numbers in its own memory. On
+    devices, first the two and then all ranks run one-shot collectives. Raises: InvalidUsage if ``comm`` has one rank.
     """
     _check_size(comm)
     pair, reads = comm.subset(members), "one_shot" in comm.algorithms("all_reduce")
@@ -105,8 +105,8 @@ def fit(sizes: Sequence[int], steps: Sequence[float], many: float, gamma: float)
 def fit_reads(of_two: float, of_all: float, num_ranks: int, large: float, gamma: float) -> dict[str, float]:
     """The costs of kernels that read peers, from seconds of one-shot all-reduces.
 
-    ``of_two``, ``of_all``: of one number on 2 and on all ranks; ``large``: of 4 MiB on two. On two ranks alone a
-    meeting's share of the time cannot be told from the rest; then half of it counts.
+    ``of_two``, ``of_all``: seconds for one number on 2 and on all ranks; ``large``: for 4 MiB on two. With two ranks
+    the cost of signals cannot be separated from the rest; half of the time is then taken for it.
     """
     signal = (of_all - of_two) / (2 * (num_ranks - 2)) if num_ranks > 2 else of_two / 4
     signal = min(max(signal, _LEAST), of_two / 4)
@@ -118,7 +118,7 @@ def fit_reads(of_two: float, of_all: float, num_ranks: int, large: float, gamma:
 
 
 def _steps_s(comm: Any, call: Callable[[], object], num_bytes: int) -> float:
-    """Seconds of a call that moves ``num_bytes``; what it enqueued has ended."""
+    """Seconds of a call that moves ``num_bytes``, including the work that it enqueues."""
     steps = max(5, min(400, 20_000_000 // (num_bytes + 50_000)))
     if comm.device.type == "cuda":  # processes that share a GPU wait for each other's time slices, of milliseconds
         steps = min(steps, 60)
@@ -133,14 +133,14 @@ def _steps_s(comm: Any, call: Callable[[], object], num_bytes: int) -> float:
 
 
 def _finish(comm: Any) -> None:
-    """Waits for what streams hold; tensors on the CPU are ready when a call returns."""
+    """Waits for the work on the streams; on the CPU a call's work is done when it returns."""
     if comm.device.type == "cuda":
         comm.synchronize()
         torch.cuda.synchronize(comm.device)
 
 
 def _step_s(pair: Any, size: int, messages: int) -> float:
-    """Seconds of a step: ``messages`` of ``size`` bytes each way at once."""
+    """Seconds of a step with ``messages`` messages of ``size`` bytes each way."""
     peer = 1 - pair.rank
     buffers = torch.zeros(2, messages, size, dtype=torch.uint8, device=pair.device)
     sends, recvs = ([(x, peer) for x in part] for part in buffers)
@@ -154,7 +154,8 @@ def _one_shot_s(comm: Any, size: int) -> float:
 
 
 def _reduction_s_per_byte(device: torch.device) -> float:
-    """Adding two operands: on a CPU 1 MiB that is in the cache, as a pipelined reduction finds it; else 256 MiB."""
+    """Seconds per byte of an addition of two operands: on a CPU of 1 MiB in the cache, as in a pipelined reduction,
+    else of 256 MiB."""
     if device.type == "cuda":
         return _cuda_reduction_s_per_byte(device)
     a, b = np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32)

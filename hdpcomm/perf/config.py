@@ -1,4 +1,4 @@
-"""What a run measures: the flags of ``hdpcomm perf`` after parsing, checked."""
+"""``PerfConfig``: the parsed and checked flags of ``hdpcomm perf``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PerfConfig:
-    """One run. Defaults are those of nccl-tests; sizes in bytes, as they meet column ``size(B)``."""
+    """The settings of one run. Defaults are those of nccl-tests; sizes are bytes, as in column ``size(B)``."""
 
     op: str
     min_bytes: int = 32 << 20
@@ -95,7 +95,7 @@ class PerfConfig:
             raise InvalidUsage("-m starts several operations together, -z waits after each; leave one out")
 
     def sizes(self) -> Iterator[int]:
-        """The sizes asked for, in bytes, in order."""
+        """The sizes of the sweep in bytes, in order."""
         size = self.min_bytes
         while size <= self.max_bytes:
             yield size

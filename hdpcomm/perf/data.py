@@ -33,7 +33,7 @@ def _pattern(kind: ElementType, redop: str, rank: int, ranks: int) -> _Pattern:
         return _hash(rank, 127)
     if redop == "prod":  # at most 2 ** 3
         return np.where((_INDEX + rank) % ranks < _INDEX % 4, 2, 1)
-    if redop == "avg":  # i % m on the average: what one rank has more, another has less
+    if redop == "avg":  # the average is i % m: deviations of the ranks cancel out
         shared: _Pattern = _INDEX % max(1, min(16, kind.exact // ranks))
         shared[_INDEX % ranks == rank] += 1
         shared[(_INDEX + 1) % ranks == rank] -= 1
@@ -55,12 +55,12 @@ def values(kind: ElementType, seed: int, count: int, *, first: int = 0) -> torch
 
 
 def contribution(kind: ElementType, redop: str, rank: int, ranks: int, count: int) -> torch.Tensor:
-    """What ``rank`` gives to a reduction."""
+    """The input of ``rank`` to a reduction."""
     return _tensor(_pattern(kind, redop, rank, ranks), kind, count, 0)
 
 
 def reduced(kind: ElementType, redop: str, ranks: int, count: int, *, first: int = 0) -> torch.Tensor:
-    """Elements from ``first`` of the reduction of all ranks' contributions, summed here in int64."""
+    """``count`` elements from ``first`` on of the reduction of all ranks' contributions, computed in int64."""
     stack = np.stack([_pattern(kind, redop, rank, ranks) for rank in range(ranks)])
     if redop == "avg":
         result = stack.sum(axis=0) // ranks  # exact by construction

@@ -1,4 +1,4 @@
-"""The names that ``-d`` takes (those of nccl-tests), their torch types, and how far each counts exactly."""
+"""The type names of ``-d`` (those of nccl-tests), their torch types, and their largest exact integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ALL", "ElementType", "element_type"]
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """``name`` as nccl-tests prints it; every integer up to ``exact`` has a representation of its own."""
+    """An element type; ``name`` is that of nccl-tests, and all integers up to ``exact`` are represented exactly."""
 
     name: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ ALL = tuple(_BY_NAME)
 
 
 def element_type(name: str) -> ElementType:
-    """The type of a name. Raises NotImplementedError for the 8-bit floats, InvalidUsage for an unknown name."""
+    """The type called ``name``. Raises NotImplementedError for the 8-bit floats, InvalidUsage for an unknown name."""
     kind = _BY_NAME.get(_ALIASES.get(name, name))
     if kind is not None:
         return kind

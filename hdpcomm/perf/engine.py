@@ -1,4 +1,4 @@
-"""Measures one side of one row: warm-up, timed iterations, and a check of the data that came out."""
+"""Measures one side of one row: warm-up, timed iterations, and a check of the results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["check_modes", "measure_side"]
 def measure_side(
     world: Any, operation: Operation, case: Case | None, config: PerfConfig, members: tuple[int, ...]
 ) -> Side:
-    """One side of a row. Collective over ``world``, the communicator that carries the engine's own messages.
+    """Measures one side of a row. Collective over ``world``, which also carries the engine's own messages.
 
-    ``case``: ``None`` on a rank that is not among ``members``; it only waits. All ranks return the same Side.
+    ``case``: ``None`` on a rank that is not among ``members``, which only waits. All ranks return the same Side.
     """
     times: list[float] = [math.nan] * config.iters
     wrong, details = 0, dict[str, float]()
@@ -96,7 +96,7 @@ def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list
         for _ in range(config.warmup):
             run()
     clock = time.perf_counter
-    bound.settle()
+    bound.synchronize()
     barrier()
     own = bound.measure(config.iters)
     if own is not None:
@@ -114,18 +114,18 @@ def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list
         for _ in range(config.iters):
             started = clock()
             run()
-            bound.settle()
+            bound.synchronize()
             times.append(clock() - started)
         return times
     started = clock()
     for _ in range(config.iters):
         run()
-    bound.settle()
+    bound.synchronize()
     return [(clock() - started) / config.iters] * config.iters
 
 
 def _iteration(bound: Bound, config: PerfConfig) -> Callable[[], Any]:
-    """What one iteration does, by -m and -z."""
+    """The function of one iteration, which depends on -m and -z."""
     start, run = bound.start, bound.run
     if config.agg > 1 and start is not None:
 
@@ -150,21 +150,21 @@ def _checked(bound: Bound, rounds: int) -> int:
     wrong = 0
     for _ in range(rounds):
         bound.fill()
-        bound.settle()
+        bound.synchronize()
         bound.case.comm.barrier()
         bound.run()
-        bound.settle()
-        # A rank may be slower: its peers' buffers must not change before it has ended.
+        bound.synchronize()
+        # A slower rank may still read its peers' buffers, which must not change before it is done.
         bound.case.comm.barrier()
         wrong += bound.wrong()
     return wrong
 
 
 def check_modes(operation: Operation, config: PerfConfig) -> str | None:
-    """Why the operation cannot be measured in the way asked for; ``None``: it can."""
+    """Why the operation cannot be measured with the given flags; ``None``: it can."""
     if operation.asynchronous:
         return None
     for flag, given in (("-m", config.agg > 1), ("-C", config.cpu_time), ("-z", config.blocking > 1)):
         if given:
-            return f"{flag} needs an operation that is started and waited for later; {operation.name} has waits inside"
+            return f"{flag} needs an operation that can be started and waited for later; {operation.name} waits inside"
     return None

@@ -1,4 +1,4 @@
-"""torch.distributed's gloo behind the methods of a Communicator, so that an operation runs on either unchanged.
+"""torch.distributed's gloo with the methods of a Communicator, so that operations run on both unchanged.
 
 Only what the operations call. Where gloo has no out-of-place form, the copy that its users must make is made here.
 """
@@ -138,7 +138,7 @@ class Gloo:
 
 
 def unsupported(kind: ElementType, redop: str) -> str:
-    """Why gloo cannot do a row; empty: it can."""
+    """Why gloo cannot run a row; empty: it can."""
     if kind.name not in _TYPES:
         return f"gloo has no {kind.name}"
     return "" if redop in _OPS or redop == "none" else f"gloo has no {redop}"

@@ -45,7 +45,7 @@ def check_mpi(config: PerfConfig) -> None:
 
 
 def launcher(mpirun: str, ranks: int) -> list[str]:
-    """What comes before the program; Open MPI needs to be told that more ranks than cores are meant."""
+    """The start of the command line; Open MPI needs an option to run more ranks than cores."""
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
     options = []
     if "Open MPI" in version or "OpenRTE" in version:
@@ -56,7 +56,8 @@ def launcher(mpirun: str, ranks: int) -> list[str]:
 def lines(
     spec: dict[str, Any], ranks: int, *, timeout: float, mpirun: str = "mpirun", variables: dict[str, str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Runs the peers; yields what they print. Ends early past ``timeout`` seconds (MPICH spins on shared cores).
+    """Runs the peers and yields the records that they print; ends after ``timeout`` seconds (MPICH spins on shared
+    cores).
 
     Raises: InvalidUsage when mpirun fails before the first line, Error when it fails later.
     """
@@ -65,9 +66,9 @@ def lines(
         path = Path(folder) / "spec.json"
         path.write_text(json.dumps(spec))
         arguments = [*launcher(mpirun, ranks), sys.executable, str(_SCRIPT), str(path)]
-        with open(Path(folder) / "stderr", "w+") as told:
+        with open(Path(folder) / "stderr", "w+") as errors:
             process = subprocess.Popen(
-                arguments, stdout=subprocess.PIPE, stderr=told, text=True, env=environment, start_new_session=True
+                arguments, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
             )
             expired = threading.Event()
 
@@ -90,14 +91,14 @@ def lines(
                 timer.cancel()
                 _end(process)
             if not number or (process.returncode and not expired.is_set()):
-                told.seek(0)
-                reason = "\n".join(told.read().strip().splitlines()[-8:]) or f"no answer within {timeout} s"
+                errors.seek(0)
+                reason = "\n".join(errors.read().strip().splitlines()[-8:]) or f"no answer within {timeout} s"
                 kind = Error if number else InvalidUsage
                 raise kind(f"--compare mpi: {mpirun} with mpi4py failed: {reason}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends mpirun and what it started (its own session)."""
+    """Ends mpirun and all that it started, which is one session."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -105,7 +106,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def spec_of(config: PerfConfig, rows: Sequence[Point], ranks: int) -> dict[str, Any]:
-    """What the peers are to measure."""
+    """The specification of what the peers measure."""
     size = len(rows[0].ranks) if rows else ranks
     return {
         "members": [list(members(k, size)) for k in range(config.iters)] if config.op == "subset" else [],
@@ -130,7 +131,7 @@ def spec_of(config: PerfConfig, rows: Sequence[Point], ranks: int) -> dict[str, 
 
 
 def run_mpi(config: PerfConfig, ranks: int, *, timeout: float = 600.0) -> Iterator[Row]:
-    """The rows of one cycle, measured through MPI; those that ``timeout`` cut off carry a note."""
+    """The rows of one cycle, measured through MPI; rows that were not reached within ``timeout`` have a note."""
     rows = list(points(config, ranks))
     library, measured = "mpi", 0
     for record in lines(spec_of(config, rows, ranks), ranks, timeout=timeout):
@@ -163,7 +164,7 @@ def _row(config: PerfConfig, point: Point, record: dict[str, Any], library: str,
 
 
 class _Sized:
-    """As much of a communicator as the arithmetic of columns needs."""
+    """A communicator with only the size, which is all that the columns are computed from."""
 
     def __init__(self, size: int) -> None:
         self.size = size

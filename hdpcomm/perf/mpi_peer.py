@@ -28,7 +28,7 @@ NO_IN_PLACE = ("alltoall", "sendrecv", "ring", "mixed")
 
 
 def array(count: int, kind: Any, value: int) -> Any:
-    """In pages like a torch tensor's: from 4 MiB on numpy asks for huge ones, which are copied a third faster."""
+    """An array in normal pages, like a torch tensor's: numpy uses huge pages from 4 MiB, which copy a third faster."""
     size = count * np.dtype(kind).itemsize
     if size < 1 << 22:
         return np.full(count, value, kind)
@@ -175,7 +175,7 @@ def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any, made: list[Any
 
 
 def unsupported(op: str, row: dict[str, Any]) -> str:
-    """Why MPI cannot do the row."""
+    """Why MPI cannot run the row; empty: it can."""
     if op in REDUCING and row["type"] in ("half", "bfloat16"):
         return f"MPI has no reductions of {row['type']}"
     if op in REDUCING and row["redop"] not in REDOPS:
@@ -212,4 +212,4 @@ if __name__ == "__main__":
         main()
     except BaseException:
         traceback.print_exc()
-        WORLD.Abort(1)  # else the other ranks wait for ever
+        WORLD.Abort(1)  # otherwise the other ranks would wait for ever

@@ -1,4 +1,4 @@
-"""What an operation is to the engine: its sizes, its buffers, how it is called and what it must give."""
+"""The interface between operations and the engine: sizes, buffers, how an operation is called, expected results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from hdpcomm.perf.dtypes import ElementType
 
 __all__ = ["Bound", "Case", "Operation", "Shape", "Storage", "Works"]
 
-_GUARD = 64  # bytes before and after a buffer that nobody may write
+_GUARD = 64  # bytes before and after a buffer that no operation may write
 _POISON = 0xA5
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Elements of one row: ``count`` as the column shows it, of the buffers of a rank, and that size(B) counts."""
+    """Numbers of elements of one row: ``count`` for column count, ``total`` for column size(B), and ``send`` and
+    ``recv`` of a rank's buffers."""
 
     count: int
     send: int
@@ -31,7 +32,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row on one library. ``comm``: a Communicator, or an object with its methods (see libraries.py)."""
+    """One row of one library. ``comm``: a Communicator, or an object with its methods (see libraries.py)."""
 
     comm: Any
     kind: ElementType
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are: the device of the communicator; other libraries are measured on the CPU."""
+        """The device of the buffers: that of the communicator; other libraries are measured on the CPU."""
         return getattr(self.comm, "device", torch.device("cpu"))
 
 
@@ -66,19 +67,19 @@ class Storage:
         self._bytes_per_element = kind.bytes
 
     def poison(self) -> None:
-        """Fills the buffer with bytes that no operation leaves there."""
+        """Fills the buffer and its guards with a byte pattern that is not part of the test data."""
         self._bytes.fill_(_POISON)
 
-    def trespassed(self) -> int:
-        """Elements beside the buffer that were written, rounded up."""
+    def overwritten_guards(self) -> int:
+        """Number of elements outside the buffer that were written, rounded up."""
         touched = int((self._bytes[: self._first] != _POISON).sum()) + int((self._bytes[self._last :] != _POISON).sum())
         return -(-touched // self._bytes_per_element)
 
 
 class Bound:
-    """An operation with its buffers, ready to be called often.
+    """An operation bound to its buffers, which can be called repeatedly.
 
-    ``run`` does it once; ``start`` begins it and returns what to wait for, or is ``None`` where it has inner waits.
+    ``run`` runs it once; ``start`` starts it and returns its Work, or is ``None`` for an operation that waits inside.
     """
 
     def __init__(self, operation: Operation, case: Case) -> None:
@@ -96,13 +97,13 @@ class Bound:
         if operation.asynchronous:
             self.start = operation.call(case, self.x, self.out, async_op=True)
 
-    def settle(self) -> None:
-        """The host waits for the device; what was started has ended then."""
+    def synchronize(self) -> None:
+        """Waits until the device has finished all that was enqueued."""
         if self.case.device.type == "cuda":
             torch.cuda.synchronize(self.case.device)
 
     def fill(self) -> None:
-        """Writes this rank's input, and rubbish everywhere else."""
+        """Writes this rank's input, and fills all other buffers and guards with a byte pattern."""
         for storage in self.storages:
             storage.poison()
         given = self.operation.given(self.case)
@@ -110,8 +111,8 @@ class Bound:
             self.x.copy_(given)
 
     def wrong(self) -> int:
-        """Wrong elements on this rank after one operation on fresh data, those beside the buffers included."""
-        count = sum(storage.trespassed() for storage in self.storages)
+        """Number of wrong elements on this rank after one operation on fresh data, including written guards."""
+        count = sum(storage.overwritten_guards() for storage in self.storages)
         expected = self.operation.expected(self.case)
         if expected is not None:
             count += _differences(self.out.cpu(), expected)
@@ -121,13 +122,13 @@ class Bound:
         return count
 
     def measure(self, iterations: int) -> list[float] | None:
-        """Seconds of each iteration (NaN: without this rank) where the operation times itself, else ``None``."""
+        """Seconds of each iteration (NaN: without this rank) if the operation times itself, else ``None``."""
         del iterations
         return None
 
 
 def _differences(got: torch.Tensor, expected: torch.Tensor) -> int:
-    # NaN counts as different; uint16..uint64 have no comparison in torch, their bits do.
+    # NaN counts as different. torch cannot compare uint16..uint64, so they are compared as signed integers.
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(got.dtype)
     if signed is not None:
         got, expected = got.view(signed), expected.view(signed)
@@ -148,7 +149,7 @@ class Works:
 
 
 class Operation(ABC):
-    """Base of the operations; one small module each in ``hdpcomm.perf.ops``."""
+    """Base class of the operations; each is a small module in ``hdpcomm.perf.ops``."""
 
     name: ClassVar[str]
     reduces: ClassVar[bool] = False
@@ -156,7 +157,7 @@ class Operation(ABC):
     in_place: ClassVar[bool] = True  # whether there is an in-place form
     asynchronous: ClassVar[bool] = True
     core_name: ClassVar[str | None] = None  # in Communicator.algorithms(); None: there is no choice
-    note: ClassVar[str] = ""  # for the header, where a column means something particular
+    note: ClassVar[str] = ""  # printed in the header, if a column has a special meaning
 
     def shape(self, elements: int, ranks: int) -> Shape:
         """The row for about ``elements`` elements in column size(B)."""
@@ -169,12 +170,12 @@ class Operation(ABC):
         return 1.0
 
     def operations_per_call(self, ranks: int) -> int:
-        """By how much the time of a call is divided for column time."""
+        """Number of operations in a call, by which its time is divided for column time."""
         del ranks
         return 1
 
     def aggregate(self, case: Case) -> float:
-        """Bytes that count for algbw, over size(B)."""
+        """Bytes that count for algbw, as a multiple of size(B)."""
         del case
         return 1.0
 
@@ -184,18 +185,18 @@ class Operation(ABC):
 
     @abstractmethod
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        """A function that does the operation once (``async_op``: starts it and returns its Work)."""
+        """A function that runs the operation once (``async_op``: starts it and returns its Work)."""
 
     @abstractmethod
     def given(self, case: Case) -> torch.Tensor | None:
-        """What this rank's ``x`` holds; ``None``: it gives nothing."""
+        """The content of this rank's ``x``; ``None``: it has no input."""
 
     @abstractmethod
     def expected(self, case: Case) -> torch.Tensor | None:
-        """What this rank's ``out`` must hold; ``None``: it gets nothing."""
+        """The content that this rank's ``out`` must have; ``None``: it has no output."""
 
     def bind(self, case: Case) -> Bound:
-        """Buffers and calls for a row."""
+        """Creates the buffers and calls for a row."""
         return Bound(self, case)
 
     def check_algorithm(self, algorithm: str, known: tuple[str, ...]) -> None:
@@ -211,7 +212,7 @@ class Operation(ABC):
 def bind_call(
     function: Callable[..., Any], *args: Any, algorithm: str = "auto", async_op: bool = False
 ) -> Callable[[], Any]:
-    """``function(*args)`` as a call without arguments; options at their defaults are left out, as users do."""
+    """``function(*args)`` as a call without arguments; options that have their default are left out."""
     options: dict[str, Any] = {}
     if algorithm != "auto":
         options["algorithm"] = algorithm
@@ -221,5 +222,5 @@ def bind_call(
 
 
 def blocks(elements: int, ranks: int) -> int:
-    """Elements of a rank's part of ``elements``: rounded down, but at least one where there is anything."""
+    """Elements of one rank's part: ``elements / ranks`` rounded down, but at least 1 unless ``elements`` is 0."""
     return max(elements // ranks, 1 if elements else 0)

@@ -1,4 +1,4 @@
-"""Results for programs: CSV and JSON lines with one record for each set of independent variables, and the -J file."""
+"""Results in machine-readable form: CSV and JSON lines, with one record per configuration, and the -J file."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ COLUMNS = (
     "create_us",
     "ratio",
 )
-"""Of a record. ``ranks``: as 0-1-2; bandwidths in GB/s (1e9); ``ratio``: a peer's time over that of hdpcomm."""
+"""The columns of a record. ``ranks``: as 0-1-2; bandwidths in GB/s (1e9); ``ratio``: a peer's time over hdpcomm's."""
 
 _STATS = ("min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct")
 JSON_VERSION = 3
 
 
 def records(row: Row, config: PerfConfig, report: Report) -> list[dict[str, Any]]:
-    """The records of a row: one for each side. What does not apply is ``None``."""
+    """The records of a row, one for each side; fields that do not apply are ``None``."""
     ours = next((dict(mine.sides()) for mine in reversed(report.rows) if mine.key == row.key), {})
     made = []
     for placement, side in row.sides():
@@ -82,25 +82,25 @@ def records(row: Row, config: PerfConfig, report: Report) -> list[dict[str, Any]
 
 
 class RecordWriter:
-    """``--format csv`` and ``--format jsonl``: nothing but records on ``stream``, as they come."""
+    """Writer of ``--format csv`` and ``--format jsonl``: writes only records to ``stream``, one row at a time."""
 
     def __init__(self, config: PerfConfig, stream: TextIO, form: str) -> None:
         self._config, self._stream, self._report = config, stream, Report("")
         self._csv = csv.DictWriter(stream, COLUMNS, lineterminator="\n") if form == "csv" else None
 
     def start(self, report: Report) -> None:
-        """The line with the names of the columns, for CSV."""
+        """Writes the line with the names of the columns, for CSV."""
         self._report = report
         if self._csv is not None:
             self._csv.writeheader()
             self._stream.flush()
 
     def resume(self, report: Report) -> None:
-        """Goes on after :meth:`start` was called elsewhere."""
+        """Continues after :meth:`start` was called in another process."""
         self._report = report
 
     def row(self, row: Row) -> None:
-        """The records of a row."""
+        """Writes the records of a row."""
         for record in records(row, self._config, self._report):
             if self._csv is not None:
                 self._csv.writerow(record)
@@ -109,7 +109,7 @@ class RecordWriter:
         self._stream.flush()
 
     def finish(self, report: Report) -> None:
-        """Nothing: records have no footer."""
+        """Writes nothing, since records have no footer."""
 
 
 def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _result(row: Row, config: PerfConfig) -> dict[str, Any]:
 
 
 def time_key(config: PerfConfig) -> str:
-    """The key of a side's time in the -J file: with -C it is the time of starting an operation, and named so."""
+    """The key of a side's time in the -J file; with -C another one, since the time is that of starting an operation."""
     return "cpu_time" if config.cpu_time else "time"
 
 

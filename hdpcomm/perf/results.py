@@ -1,4 +1,4 @@
-"""What a run yields: a row for each size, type, operator and root, and the arithmetic of its columns."""
+"""The results of a run: a row for each size, type, operator and root, and the statistics of its columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Device", "IterationStats", "Report", "Row", "Side", "average"]
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """Microseconds over the iterations, the slowest rank of each (``-I``); percentiles by nearest rank."""
+    """Microseconds of the iterations (``-I``), of the slowest rank in each; percentiles by the nearest-rank method."""
 
     min_us: float
     max_us: float
@@ -53,7 +53,7 @@ class IterationStats:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Out of place, or in place. Bandwidths in GB/s (1e9); ``wrong`` is ``None`` where nothing was checked."""
+    """The out-of-place or the in-place half of a row. Bandwidths in GB/s (1e9); ``wrong`` is ``None`` if unchecked."""
 
     time_us: float
     algbw: float
@@ -65,7 +65,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table, of one library."""
+    """One line of the table, for one library."""
 
     library: str
     op: str
@@ -73,8 +73,8 @@ class Row:
     size: int  # bytes
     count: int
     type: str
-    redop: str  # "none" without reduction
-    root: int  # -1 without
+    redop: str  # "none" if the operation has none
+    root: int  # -1 if the operation has none
     out_of_place: Side | None
     in_place: Side | None
     iterations: int
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two runs must have in common to be compared."""
+        """What rows of two runs must have in common to be compared."""
         return (self.op, self.ranks, self.size, self.type, self.redop, self.root)
 
     def sides(self) -> list[tuple[str, Side]]:
@@ -93,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where a rank runs, as in the header."""
+    """Where a rank runs, for the header."""
 
     rank: int
     group: int
@@ -106,7 +106,7 @@ class Device:
 
 @dataclass(slots=True)
 class Report:
-    """A whole run, filled while it goes on."""
+    """The results of a whole run, filled row by row."""
 
     start_time: str
     end_time: str = ""
@@ -130,7 +130,7 @@ class Report:
 
 
 def average(times: Sequence[float], way: int) -> float:
-    """The time that counts, of one time for each rank (``-a``)."""
+    """The time of a row from one time for each rank, by the way that ``-a`` selects."""
     if way not in (0, 1, 2, 3):
         raise InvalidUsage(f"-a {way}; give 0 to 3")
     chosen = (times[0], sum(times) / len(times), min(times), max(times))[way]

@@ -1,4 +1,4 @@
-"""The sweep: every size, type, operator and root, on every subset, on hdpcomm and on gloo beside it."""
+"""The sweep: every size, type, operator and root, on every subset, with hdpcomm and, if asked for, gloo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Point", "check", "join_gloo", "now", "points", "run_rank"]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The independent variables of a row. ``ranks``: positions in the world; ``subsets``: of op ``mixed``."""
+    """The configuration of a row. ``ranks``: positions in the world; ``subsets``: those of operation ``mixed``."""
 
     ranks: tuple[int, ...]
     shape: Shape
@@ -45,7 +45,7 @@ class Point:
         return self.shape.total * self.kind.bytes
 
     def row(self, config: PerfConfig, library: str, sides: Mapping[bool, Side | None], note: str = "") -> Row:
-        """The line of one library; ``sides``: out of place (``False``) and in place, as far as they were measured."""
+        """The row of one library; ``sides``: out of place (``False``) and in place (``True``), if measured."""
         return Row(
             library=library,
             op=config.op,
@@ -63,7 +63,7 @@ class Point:
 
 
 def check(config: PerfConfig, ranks: int) -> None:
-    """Raises InvalidUsage (NotImplementedError for an 8-bit float) for what cannot be measured on ``ranks`` ranks."""
+    """Raises InvalidUsage (NotImplementedError for 8-bit floats) if ``ranks`` ranks cannot measure ``config``."""
     op = operation(config.op)
     reason = check_modes(op, config)
     if reason:
@@ -88,7 +88,7 @@ def check(config: PerfConfig, ranks: int) -> None:
 
 
 def points(config: PerfConfig, ranks: int) -> Iterator[Point]:
-    """All rows of one cycle, in order. Sizes that come to the same number of elements are measured once."""
+    """All rows of one cycle, in order. Sizes with the same number of elements are measured once."""
     op = operation(config.op)
     together = op.name == "mixed"
     for members in (tuple(range(ranks)),) if together or not config.subsets else config.subsets:
@@ -147,7 +147,7 @@ def run_rank(
 def _run_cycles(
     world: Communicator, gloo: Any, config: PerfConfig, report: Report, tell: Callable[[str, Any], None], resident: int
 ) -> None:
-    """The sweep, ``config.cycles`` times. ``resident``: bytes of this process before it joined."""
+    """Runs the sweep ``config.cycles`` times. ``resident``: bytes of this process before it joined."""
     joined = _resident_bytes()
     report.transport = world.transport
     report.devices = _devices(world, config)
@@ -167,12 +167,12 @@ def _run_cycles(
 
 
 def _silent(event: str, value: Any) -> None:
-    """Where nobody listens."""
+    """The listener of a rank that reports nothing."""
     del event, value
 
 
 class _Subsets:
-    """The communicators of the run's subsets, on every library; made in one order on all ranks."""
+    """The communicators of the run's subsets, for every library; created in the same order on all ranks."""
 
     def __init__(self, world: Communicator, gloo: Any) -> None:
         self._world, self._gloo = world, gloo
@@ -197,7 +197,7 @@ def _measure(
     report: Report,
     tell: Callable[[str, Any], None],
 ) -> None:
-    """One row on every library; the libraries take turns, so that noise of the machine meets all of them."""
+    """Measures one row with every library in turn, so that noise of the machine affects all of them alike."""
     op = operation(config.op)
     libraries = subsets.of(point.ranks)
     sides: dict[str, dict[bool, Any]] = {name: {} for name, _ in libraries}
@@ -249,7 +249,7 @@ def join_gloo(timeout: float | None = None) -> Any:
     try:
         store = dist.HashStore() if size == 1 else _store_of_run(rank, size, seconds)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    except RuntimeError as error:  # whatever torch and gloo raise; errors of open_store() are none
+    except RuntimeError as error:  # of torch or gloo; the errors of open_store() are no RuntimeError
         if dist.is_initialized():
             dist.destroy_process_group()
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -265,7 +265,7 @@ def join_gloo(timeout: float | None = None) -> Any:
 
 
 def _store_of_run(rank: int, size: int, seconds: float) -> Any:
-    """A part of the job's store: ranks that stay for several runs find no old addresses in it."""
+    """A part of the job's store for this run: ranks that live for several runs must not find old addresses."""
     store = open_store(rank, size, seconds)
     store.set_timeout(datetime.timedelta(seconds=seconds))
     run = store.add(f"hdpcomm/perf/{rank}", 1)
@@ -278,7 +278,7 @@ def now() -> str:
 
 
 def _devices(world: Communicator, config: PerfConfig) -> list[Device]:
-    """Where the ranks run, told to all (fixed-size records)."""
+    """Where each rank runs, gathered on all ranks (fixed-size records)."""
     if world.device.type == "cuda":
         number, info = world.device.index, torch.cuda.get_device_name(world.device)
     else:

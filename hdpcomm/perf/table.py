@@ -1,4 +1,4 @@
-"""The table of nccl-tests: the same header, columns and footer, so that what reads theirs reads ours."""
+"""The table of nccl-tests: the same header, columns and footer, so that programs that read theirs can read ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TableWriter", "comparison_lines", "fixed"]
 
 
 def fixed(value: float, width: int) -> str:
-    """``value`` right-aligned in ``width`` with 2, 1 or no decimals, whatever fits; else with an exponent."""
+    """``value`` right-aligned in ``width`` with as many of 2 decimals as fit; else with an exponent."""
     digits = max(0, math.floor(math.log10(value)) + 1) if value > 0 else 0
     for decimals, room in ((2, width - 3), (1, width - 2), (0, width)):
         if digits <= room:
@@ -23,7 +23,7 @@ def fixed(value: float, width: int) -> str:
 
 
 class TableWriter:
-    """Writes to ``stream`` as the rows come."""
+    """Writes the table to ``stream``, one row at a time."""
 
     def __init__(self, config: PerfConfig, stream: TextIO) -> None:
         self._config, self._stream = config, stream
@@ -33,7 +33,7 @@ class TableWriter:
         self._stream.flush()
 
     def start(self, report: Report) -> None:
-        """The header. ``report``: with its devices."""
+        """Writes the header. ``report``: must have its devices."""
         c = self._config
         self._line(f"# hdpcomm version {__version__} (options and output of nccl-tests)")
         self._line(f"# Collective test starting: {c.op}")
@@ -80,7 +80,7 @@ class TableWriter:
         self._line(units + unit + unit)
 
     def row(self, row: Row) -> None:
-        """A line of hdpcomm's; those of other libraries come in the comparison at the end."""
+        """Writes a row of hdpcomm; rows of other libraries are in the comparison at the end."""
         if row.library != "hdpcomm":
             return
         text = f"{row.size:12d}  {row.count:12d}  {row.type:>8}  {row.redop:>6}  {row.root:6d}"
@@ -90,7 +90,7 @@ class TableWriter:
         if "create_us" in details:
             self._line(
                 f"# making a communicator alone: median {details['create_us']:.2f} us, "
-                f"least {details['create_min_us']:.2f} us"
+                f"minimum {details['create_min_us']:.2f} us"
             )
 
     def _side(self, side: Side | None) -> str:
@@ -105,7 +105,7 @@ class TableWriter:
         return text
 
     def finish(self, report: Report) -> None:
-        """The footer."""
+        """Writes the footer."""
         wrong = report.wrong
         self._line(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
         self._line(f"# {'Avg bus bandwidth':<20} : {report.bus_bandwidth:g} ")
@@ -120,7 +120,7 @@ class TableWriter:
 
 
 def comparison_lines(report: Report) -> list[str]:
-    """How the peers of ``--compare`` did, as comments; a ratio above 1: hdpcomm is faster."""
+    """The comparison with the libraries of ``--compare``, as comment lines; a ratio above 1: hdpcomm is faster."""
     if not report.peers:
         return []
     ours = {row.key: row for row in report.rows}

@@ -37,7 +37,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def operation(name: str) -> Operation:
-    """The operation of a name. Raises InvalidUsage for an unknown one."""
+    """The operation called ``name``. Raises InvalidUsage for an unknown name."""
     found = OPERATIONS.get(name)
     if found is None:
         raise InvalidUsage(f"operation {name!r} is unknown; give one of: {', '.join(OPERATIONS)}")

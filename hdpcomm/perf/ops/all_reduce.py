@@ -15,7 +15,7 @@ __all__ = ["AllReduce"]
 
 
 class AllReduce(Operation):
-    """Out of place: into a second buffer."""
+    """Out of place: the result goes into a second buffer."""
 
     name = "all_reduce"
     core_name = "all_reduce"

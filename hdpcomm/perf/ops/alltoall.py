@@ -1,4 +1,4 @@
-"""alltoall: size(B) is the buffer of a rank, count what goes to one rank."""
+"""alltoall: size(B) is the buffer of a rank, count the part for one rank."""
 
 from __future__ import annotations
 

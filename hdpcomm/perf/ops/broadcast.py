@@ -14,7 +14,7 @@ __all__ = ["Broadcast"]
 
 
 class Broadcast(Operation):
-    """Out of place: the root copies its input into the buffer that is broadcast, as part of the time."""
+    """Out of place: the root copies its input into the broadcast buffer, within the measured time."""
 
     name = "broadcast"
     core_name = "broadcast"

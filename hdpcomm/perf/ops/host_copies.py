@@ -20,12 +20,12 @@ COLUMNS = (
     ("plain h2d", "plain_h2d"),
     ("fresh d2h", "fresh_d2h"),
 )
-"""Heading and field of each column; rates in GB/s. ``plain``: the bare copy to a pinned buffer that is there, which is
-the most there is; ``fresh``: a pinned buffer allocated and freed for each copy, as without a pool."""
+"""Heading and field of each column; rates in GB/s. ``plain``: copies to an existing pinned buffer, the upper limit;
+``fresh``: a pinned buffer allocated and freed for each copy, as without a pool."""
 
 
 def offload_rates(device: str, sizes: list[int], *, iterations: int, warmup: int) -> Iterator[CopyRates]:
-    """The rates for each size, through one pool with room for four of the largest. ``device``: ``cuda:0``, ``sim``."""
+    """The rates for each size, with one pool that can hold four of the largest. ``device``: ``cuda:0``, ``sim``."""
     place = torch.device("cpu" if device == "sim" else device)
     pool = PinnedPool(4 * max(4096, *sizes), device=place)
     for size in sizes:

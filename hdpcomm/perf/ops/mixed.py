@@ -14,7 +14,7 @@ __all__ = ["Mixed", "windows"]
 
 
 def windows(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The subsets without ``--subset``: all ranks, and every pair of neighbours in both orders in turn."""
+    """The default subsets: all ranks, and every pair of neighbours, in alternating order."""
     pairs = [(rank, rank + 1) if rank % 2 else (rank + 1, rank) for rank in range(ranks - 1)]
     return (tuple(range(ranks)), *pairs)
 
@@ -84,5 +84,5 @@ class _BoundMix(Bound):
         for k, x, out, comm in self._parts:
             parts = [values(self.case.kind, 64 * k + rank, x.data.numel()) for rank in range(comm.size)]
             count += int((out.data.to(torch.float64) != torch.cat(parts).to(torch.float64)).sum())
-            count += x.trespassed() + out.trespassed()
+            count += x.overwritten_guards() + out.overwritten_guards()
         return count

@@ -15,7 +15,7 @@ __all__ = ["Reduce"]
 
 
 class Reduce(Operation):
-    """Out of place: into a second buffer."""
+    """Out of place: the result goes into a second buffer."""
 
     name = "reduce"
     core_name = "reduce"

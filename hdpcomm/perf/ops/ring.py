@@ -14,7 +14,7 @@ __all__ = ["Ring"]
 
 
 class Ring(Operation):
-    """size(B) is what one rank holds, K and V together; two messages a step."""
+    """size(B) is K and V of one rank together; two messages a step."""
 
     name = "ring"
     in_place = False

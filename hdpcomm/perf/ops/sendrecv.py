@@ -1,4 +1,4 @@
-"""sendrecv: every rank sends size(B) to the next one and receives as much from the one before, at once."""
+"""sendrecv: every rank sends size(B) to the next one while it receives as much from the one before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SendRecv"]
 
 
 class SendRecv(Operation):
-    """There is no in-place form: the message that leaves and the one that comes share no buffer."""
+    """There is no in-place form: the sent and the received message need a buffer each."""
 
     name = "sendrecv"
     in_place = False

@@ -1,4 +1,4 @@
-"""subset: making communicators over ever other ordered sets of ranks, and using them for the first time."""
+"""subset: creates communicators over changing ordered sets of ranks, and uses each for the first time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Subset", "members"]
 
 
 def members(iteration: int, ranks: int) -> tuple[int, ...]:
-    """The subset of an iteration: sizes 2 to all in turn, another order each time, rank 0 always in it."""
+    """The subset of an iteration: sizes from 2 to all in turn, in another order each time, always with rank 0."""
     if ranks < 3:
         return tuple((iteration + k) % ranks for k in range(ranks))
     size = 2 + iteration % (ranks - 1)
@@ -28,7 +28,7 @@ def members(iteration: int, ranks: int) -> tuple[int, ...]:
 
 
 class Subset(Operation):
-    """Out of place: making a communicator and its first all_reduce; in place: the all_reduce alone, on a kept one."""
+    """Out of place: creating a communicator and its first all_reduce; in place: only an all_reduce on an old one."""
 
     name = "subset"
     core_name = "all_reduce"
@@ -43,7 +43,7 @@ class Subset(Operation):
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         del case, x, out, async_op
-        return lambda: None  # _BoundSubset.measure takes its times itself
+        return lambda: None  # _BoundSubset.measure does the timing
 
     def given(self, case: Case) -> None:
         del case
@@ -53,7 +53,7 @@ class Subset(Operation):
 
 
 class _BoundSubset(Bound):
-    """Times each subset on its members (NaN elsewhere); a library's clean-up (``forget``) is not timed."""
+    """Times each subset on its members (NaN on other ranks), without the library's clean-up (``forget``)."""
 
     def __init__(self, operation: Operation, case: Case) -> None:
         super().__init__(operation, case)
@@ -64,14 +64,14 @@ class _BoundSubset(Bound):
         return [seconds for seconds, _ in self._rounds(iterations, checking=False)]
 
     def fill(self) -> None:
-        """Nothing: every subset fills its own data."""
+        """Does nothing: every subset fills its own data."""
 
     def wrong(self) -> int:
         rounds = min(2 * self.case.comm.size, 8)
         return sum(wrong for _, wrong in self._rounds(rounds, checking=True))
 
     def forget_kept(self) -> None:
-        """Ends the communicators that were kept, where a library needs that."""
+        """Frees the communicators that were kept, if a library needs that."""
         for comm in self._kept.values():
             self._forget(comm)
         self._kept = {}
@@ -107,7 +107,7 @@ class _BoundSubset(Bound):
         return done
 
     def details(self) -> dict[str, float]:
-        """Microseconds of creation alone, on this rank."""
+        """Microseconds of the creation alone, on this rank."""
         if self.case.in_place or not self.created_s:
             return {}
         return {"create_us": statistics.median(self.created_s) * 1e6, "create_min_us": min(self.created_s) * 1e6}

@@ -318,7 +318,7 @@ def test_calibrate_refuses_options_of_a_sweep(
     option: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["perf", "--calibrate", str(tmp_path / "costs.json"), *option]) == 6
-    assert f"{name} mean nothing here; leave them out" in capsys.readouterr().err
+    assert f"{name} have no effect here; leave them out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

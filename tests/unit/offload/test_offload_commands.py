@@ -33,7 +33,7 @@ def test_perf_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["offload", "--ranks", "2"], "ranks mean nothing here"),
+        (["offload", "--ranks", "2"], "ranks have no effect here"),
         (["offload", "-b", "0", "-e", "0"], "at least one byte"),
         (["sendrecv", "--device", "sim"], "--device belongs to offload"),
     ],
