@@ -1,8 +1,8 @@
 """The errors that hdpcomm raises.
 
-Every class carries where it happened: ``rank`` (the global rank that raises), ``peer`` (the global rank it concerns),
-``op``, ``ranks`` (of the communicator) and ``seq`` (the operation's number on the raising rank). What is not known is
-``None``.
+Every error has attributes that say where it happened: ``rank`` (the global rank that raises), ``peer`` (the global rank
+it concerns), ``op``, ``ranks`` (of the communicator) and ``seq`` (the operation's number on the raising rank). Each is
+``None`` if it is not known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Aborted", "CommTimeout", "DeviceError", "Error", "InvalidUsage", "Mi
 
 
 class Error(Exception):
-    """Base of all errors of hdpcomm; raised itself for a failure inside the library or the operating system."""
+    """Base class of all errors of hdpcomm; raised itself for failures of the library or the operating system."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class CommTimeout(Error, TimeoutError):
 
 
 class PeerLost(Error, ConnectionError):
-    """Another rank died or left while this one depended on it; ``peer`` names it."""
+    """Another rank, ``peer``, died or left while this one depended on it."""
 
 
 class Mismatch(Error):
-    """Ranks called different operations, or the same one with different sizes, types, roots or order."""
+    """Ranks called different operations, in another order, or with different sizes, types or roots."""
 
 
 class Aborted(Error):

@@ -1,8 +1,8 @@
 """A corpus: an index of documents whose lengths are known before any of their tokens is read.
 
-Planning a step needs the lengths of the whole global batch, while a rank needs the tokens of its own sequences only. So
-the index holds lengths and places in files, is small enough to be handed to every rank, and :meth:`Corpus.read` opens
-one document.
+Planning a step needs the lengths of the whole global batch, while a rank needs only the tokens of its own sequences. So
+the index holds lengths and positions in files, is small enough to be sent to every rank, and :meth:`Corpus.read` reads
+one sequence.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _JSONL = {".jsonl", ".ndjson"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Sequences cut from documents; made by :func:`open_corpus`. Can be pickled: it holds places, not tokens.
+    """Sequences cut from documents; made by :func:`open_corpus`. Small when pickled: it holds positions, no tokens.
 
     Attributes:
-        name: what it was made of, for people.
+        name: the source of the documents, for messages.
         context: the longest sequence, in tokens; longer documents were cut into pieces of this size.
         files: the files that hold the documents.
         documents: ``[documents, 4]``: file, byte offset, bytes in the file, length in tokens.
@@ -83,7 +83,7 @@ class Corpus:
                 data = handle.read(size if jsonl else length)
         except OSError as error:
             raise InvalidUsage(
-                f"{path}: cannot be read any more ({error.strerror}); leave the data as it is while a run reads it"
+                f"{path}: cannot be read any more ({error.strerror}); do not change the data while a run reads it"
             ) from error
         if jsonl:
             data = json_text(data, where=f"{path} at byte {offset}", field=self.text_field)[first : first + length]
@@ -95,7 +95,7 @@ class Corpus:
         return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).astype(np.int64))
 
     def describe(self) -> str:
-        """One line for people: how much there is, how long the sequences are, and what was cut."""
+        """One readable line: size of the corpus, lengths of the sequences, and how many documents were cut."""
         quantiles = np.quantile(self.lengths, (0.5, 0.9))
         text = (
             f"{self.name}: {_many(len(self.documents), 'document')}, "
@@ -115,8 +115,8 @@ def open_corpus(
     """Indexes text files, JSONL files (``.jsonl``, ``.ndjson``) and folders of both. Local.
 
     Args:
-        paths: files and folders. A folder gives its text files in a fixed order; empty and binary files inside it are
-            left out, but a file named here that is empty or binary is an error.
+        paths: files and folders. The text files of a folder are taken in a fixed order, without empty and binary ones;
+            a file that is named here must not be empty or binary.
         context: the longest sequence in tokens; longer documents are cut into pieces of this size.
         text_field: the field of a JSONL line that holds the text.
 
@@ -152,7 +152,7 @@ def standard_library(*, context: int) -> Corpus:
     """The source files of the running Python's standard library: real text with a long tail of lengths.
 
     Raises:
-        InvalidUsage: this Python keeps no sources on disk.
+        InvalidUsage: this Python has no source files on disk.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = list(text_files(root, suffix=".py", without=("site-packages", "dist-packages", "__pycache__")))

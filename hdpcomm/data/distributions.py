@@ -1,4 +1,4 @@
-"""Lengths of training sequences, drawn like those of real corpora.
+"""Random lengths of training sequences with the distributions of real corpora.
 
 ``byted`` and ``github`` follow what ByteScale (arXiv 2502.21231, sections 3.1 and 8.2) publishes about its data sets.
 Between the published quantiles each bin holds a truncated power law whose mean gives the bin its share of the tokens.

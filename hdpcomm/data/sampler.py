@@ -1,4 +1,4 @@
-"""Global batches by a budget of tokens: the same on every rank, from nothing but lengths and a seed."""
+"""Global batches by a budget of tokens, computed from lengths and a seed alone, so all ranks get the same."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class GlobalBatch:
     """The sequences of one training step over all ranks.
 
     Attributes:
-        step: its number, from 0.
-        epoch: how many times the corpus had been gone through before.
-        ids: the sequences' numbers in the corpus.
-        lengths: their tokens, in the same order.
+        step: number of the step, from 0.
+        epoch: number of complete passes through the corpus before this step.
+        ids: numbers of the sequences in the corpus.
+        lengths: tokens of the sequences, in the same order.
     """
 
     step: int
@@ -42,15 +42,15 @@ _NONE = GlobalBatch(step=-1, epoch=0, ids=(), lengths=())
 class BatchSampler:
     """Cuts a seeded shuffle of the corpus into batches that hold at most ``tokens`` tokens each.
 
-    A batch takes sequences in the order of the shuffle; one that does not fit any more waits for the next batch while
-    those behind it are tried, at most ``LOOKAHEAD`` of them, so that batches are nearly full. Every epoch shuffles anew
-    and gives each sequence exactly once; its last batch may be smaller. Two samplers with equal arguments give equal
-    batches, so ranks agree without a message. Local.
+    A batch takes sequences in the order of the shuffle. A sequence that does not fit any more is kept for the next
+    batch, and at most ``LOOKAHEAD`` later ones are tried, so that batches are nearly full. Every epoch is shuffled anew
+    and contains each sequence exactly once; its last batch may be smaller. Two samplers with equal arguments give equal
+    batches, so ranks need not communicate. Local.
 
     Args:
         lengths: ``[sequences]`` tokens of each sequence of the corpus.
         tokens: the budget of a batch, at least the longest length.
-        seed: of the shuffle.
+        seed: seed of the shuffle.
 
     Raises:
         InvalidUsage: no sequences, a length below 1, or a sequence that no batch can hold.
@@ -87,7 +87,7 @@ class BatchSampler:
         self._rewind()
 
     def batch(self, step: int) -> GlobalBatch:
-        """The batch of a step; asked in rising order each is made once, an earlier one starts over from step 0."""
+        """The batch of a step. Fast for rising steps; for an earlier step, all batches from step 0 are made again."""
         if step < 0:
             raise InvalidUsage(f"step is {step}; steps count from 0")
         if step < self._latest.step:

@@ -1,4 +1,4 @@
-"""What counts as text, and how documents are found in files: byte-level tokens, so a document's length is its size."""
+"""Finds documents in text files. Tokens are bytes, so the length of a document is its size."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def json_text(line: bytes, *, where: str, field: str) -> bytes:
 
 
 def jsonl_documents(path: Path, *, field: str) -> Iterator[tuple[int, int, int]]:
-    """For every line that holds text: its byte offset, its size in the file, and the bytes of its text.
+    """For every line with text: its byte offset, its size in the file, and the number of bytes of its text.
 
     Raises InvalidUsage with ``file:line`` for a line that is no JSON object or lacks the field.
     """

@@ -1,7 +1,7 @@
-"""Maths on torch tensors by this library's kernels: reductions, casts, cross-entropy, folds of several ranks' buffers.
+"""This library's kernels on torch tensors: reductions, casts, cross-entropy, folds of several ranks' buffers.
 
 All functions are local. On CUDA tensors they enqueue on the current stream of the tensors' device; on CPU tensors they
-have run on return. Both run the same element functions.
+are done on return. Both use the same element functions.
 """
 
 from hdpcomm.kernels.buffers import cast, collect, fold, put, reduce, scale

@@ -1,4 +1,4 @@
-"""What crosses to the kernels of a tensor: type code, place, stream."""
+"""How tensors are passed to the kernels: type code, device and stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CODES = {getattr(torch, name): code for name, code in DTYPES.items() if hasattr
 
 
 def dtype_code(tensor: torch.Tensor, known: Sequence[torch.dtype] | None = None) -> int:
-    """The core's code of the element type; ``known``: the ones that the kernel takes (default: all).
+    """The core's code of the element type; ``known``: the types that the kernel takes (default: all).
 
     Raises: InvalidUsage for another type.
     """
@@ -26,7 +26,7 @@ def dtype_code(tensor: torch.Tensor, known: Sequence[torch.dtype] | None = None)
 
 
 def launch(kernel: Callable[..., None], tensor: torch.Tensor, *args: object) -> None:
-    """``kernel(*args, cuda, stream)`` for the place of ``tensor``: with CUDA, its device and its current stream.
+    """Calls ``kernel(*args, cuda, stream)`` for the device of ``tensor``, on CUDA with its current stream.
 
     Raises: InvalidUsage for a tensor that is neither on the CPU nor on CUDA.
     """
@@ -40,9 +40,9 @@ def launch(kernel: Callable[..., None], tensor: torch.Tensor, *args: object) -> 
 
 
 def check_same(kernel: str, tensors: Sequence[torch.Tensor], *, device: bool = True) -> None:
-    """InvalidUsage unless all tensors are contiguous and of one shape and type, and on one device.
+    """Raises InvalidUsage unless all tensors are contiguous, have one shape and type, and are on one device.
 
-    ``device=False``: they may lie on several devices that the first one's can read.
+    ``device=False``: they may be on several devices that the first tensor's device can read.
     """
     first = tensors[0]
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Reductions and casts of flat buffers, and the kernels that read the buffers of several ranks where they lie."""
+"""Reductions and casts of flat buffers, and kernels that read the buffers of several ranks in place."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def scale(x: Tensor, divisor: float) -> None:
 def cast(out: Tensor, x: Tensor) -> None:
     """``out = x``, converted to the type of ``out``: float16, bfloat16, float32, float64, int32, int64.
 
-    To nearest, ties to even; towards zero for integers, what they cannot hold becomes the nearest value and NaN 0.
-    Float64 and integers go to 16 bits through float32.
+    Rounds to nearest, ties to even. Integers round towards zero; values out of range become the nearest integer, and
+    NaN becomes 0. Float64 and integers are converted to 16 bits through float32.
 
     Raises: InvalidUsage.
     """
@@ -59,11 +59,11 @@ def cast(out: Tensor, x: Tensor) -> None:
 
 
 def fold(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, op: str = "sum") -> None:
-    """Every output = ``inputs[0] op inputs[1] op ...``, from left to right; avg divides by how many there are.
+    """Every output = ``inputs[0] op inputs[1] op ...``, from left to right; avg divides by the number of inputs.
 
-    What ranks that list the same inputs in the same order compute is equal to the last bit. 16-bit floats are
-    accumulated in fp32 and rounded once. Up to 64 inputs and outputs; an output may be an input. On CUDA the tensors
-    may lie on several devices with peer access; the kernel runs on the first output's device, on its current stream.
+    Ranks that list the same inputs in the same order compute bitwise equal results. 16-bit floats are accumulated in
+    fp32 and rounded once. Up to 64 inputs and outputs; an output may be an input. On CUDA the tensors may be on several
+    devices with peer access; the kernel runs on the first output's device, on its current stream.
 
     Raises: InvalidUsage.
     """
@@ -79,10 +79,10 @@ def fold(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, op: str = "sum"
 def collect(out: Tensor, inputs: Sequence[Tensor], *, first: int = 0) -> None:
     """``out[p] = inputs[p]`` for every p: ``out`` is [len(inputs), \\*shape of an input], of one type.
 
-    Inputs and rows of ``out`` are contiguous; rows may have room between them.
+    Inputs and rows of ``out`` are contiguous; there may be gaps between rows.
 
-    The input ``first`` is read first: ranks that give their own number do not all read the same peer at the same time.
-    An input that already is its row of ``out`` stays.
+    The input ``first`` is read first: with each rank's own number, not all ranks read the same peer at the same time.
+    An input that already is its row of ``out`` is not copied.
 
     Raises: InvalidUsage.
     """
@@ -99,7 +99,8 @@ def collect(out: Tensor, inputs: Sequence[Tensor], *, first: int = 0) -> None:
 def put(dst: Tensor, src: Tensor, flag: Tensor, value: int) -> None:
     """Copies ``src`` to ``dst`` and then stores ``value`` in ``flag`` (int32, one element) with release order.
 
-    Who waits for the flag and acquires it sees the bytes. One block on CUDA: for messages up to some ten KiB.
+    A reader that waits for the flag with acquire order sees the bytes. Uses one block on CUDA, so it is meant for
+    messages up to some ten KiB.
 
     Raises: InvalidUsage.
     """

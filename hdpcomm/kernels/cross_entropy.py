@@ -1,4 +1,4 @@
-"""Softmax cross-entropy that reads the logits twice and keeps nothing of their size, over vocabulary shards too."""
+"""Softmax cross-entropy that reads the logits twice and saves nothing of their size, also over vocabulary shards."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def cross_entropy(
 ) -> Tensor:
     """The loss of each token, fp32, differentiable in the logits: ``weight * (logsumexp(logits) - logits[label])``.
 
-    All maths is fp32, whatever the type of the logits, and no fp32 copy of them is made: forward reads them once;
-    backward reads them once more and writes the gradient **in their place** (``in_place=True``). So the logits must not
-    be read after backward; autograd notices if another node saved them. Where that is not possible (logits that are a
-    leaf of the graph or a view of one, or whose rows overlap) or not wanted, the gradient takes memory of its own.
+    Computes in fp32 for any type of logits, without an fp32 copy of them: forward reads them once; backward reads them
+    once more and **overwrites them with the gradient** (``in_place=True``). So the logits must not be read after
+    backward; autograd notices if another node saved them. Where that is not possible (logits that are a leaf of the
+    graph or a view of one, or whose rows overlap) or not wanted, the gradient takes memory of its own.
 
     Args:
         logits: ``[..., columns]`` float32, bfloat16 or float16.
@@ -52,8 +52,8 @@ def cross_entropy(
     Returns: ``[...]`` float32, the same on all ranks of ``comm``. On CUDA, enqueued on the current stream.
 
     Raises:
-        InvalidUsage: shapes, types or places that do not fit; on the CPU, a label outside the vocabulary (on CUDA such
-            a token's loss is NaN, as reading labels back would stop the stream); a second backward after ``in_place``.
+        InvalidUsage: wrong shapes, types or devices; on the CPU, a label outside the vocabulary (on CUDA such a token's
+            loss is NaN, since reading labels back would stop the stream); a second backward after ``in_place``.
     """
     _check(logits, labels, weights)
     columns = logits.shape[-1]
@@ -77,7 +77,7 @@ class _Job:
     ignore_index: int
     comm: Communicator | None
     in_place: bool
-    consumed: bool = False  # the gradient lies where the logits were
+    consumed: bool = False  # the gradient has overwritten the logits
 
     def shape(self, rows: Tensor) -> tuple[int, int, int, int, int, int]:
         return (*rows.shape, rows.stride(0), self.first, self.total, self.ignore_index)
@@ -111,8 +111,8 @@ class _CrossEntropy(torch.autograd.Function):
         job: _Job = ctx.job
         if job.consumed:
             raise InvalidUsage(
-                "backward went through cross_entropy a second time, but its gradient has taken the place of the "
-                "logits; use in_place=False with retain_graph=True"
+                "backward went through cross_entropy a second time, but its gradient has overwritten the logits; use "
+                "in_place=False with retain_graph=True"
             )
         rows, labels, weights, sums = ctx.saved_tensors
         upstream = grads[0].float()
@@ -128,12 +128,12 @@ class _CrossEntropy(torch.autograd.Function):
         )  # fmt: skip
         if job.in_place:
             job.consumed = True
-            torch.autograd.graph.increment_version(rows)  # others who saved the logits are told by autograd
+            torch.autograd.graph.increment_version(rows)  # autograd then refuses other uses of the saved logits
         return grad, None, None, None
 
 
 def _is_temporary(logits: Tensor) -> bool:
-    """Whether the logits are a result inside a graph, so that nobody but the graph owns their memory."""
+    """Whether the logits are a result inside a graph, so that only the graph owns their memory."""
     base = logits._base if logits._is_view() else logits
     return logits.requires_grad and base is not None and not base.is_leaf
 
