@@ -1,4 +1,4 @@
-"""``hdpcomm train``: trains a Llama on text over dynamic communicators, and shows what they are worth."""
+"""``hdpcomm train``: trains a Llama on text over dynamic communicators, and compares with a static mesh."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _add_data_options(add: Callable[..., object]) -> None:
         help="longest sequence; longer documents are cut into pieces",
     )
     add("--tokens-per-step", type=count, default=24576, metavar="TOKENS", help="most tokens of a step over all ranks")
-    add("--seed", type=int, default=0, help="of the shuffle and of the weights")
+    add("--seed", type=int, default=0, help="seed of the shuffle and of the weights")
 
 
 def _add_ranks_options(add: Callable[..., object]) -> None:
@@ -73,9 +73,7 @@ def _add_ranks_options(add: Callable[..., object]) -> None:
         metavar="TOKENS",
         help="tokens that a rank holds at once (half of the context, so that the longest sequences need two ranks)",
     )
-    add(
-        "--policy", choices=("balanced", "naive", "static"), default="balanced", help="how sequences are given to ranks"
-    )
+    add("--policy", choices=("balanced", "naive", "static"), default="balanced", help="how ranks get their sequences")
     add(
         "--compare",
         choices=("static", "naive", "balanced"),
@@ -124,12 +122,12 @@ def _add_saving_options(add: Callable[..., object]) -> None:
 
 def _add_output_options(add: Callable[..., object]) -> None:
     add("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    add("--log", type=Path, metavar="FILE", help="write one JSON line a step, as the steps are done")
+    add("--log", type=Path, metavar="FILE", help="write a JSON line after each step")
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What every rank needs."""
+    """The arguments of :func:`run_rank`."""
 
     corpus: Corpus
     config: RunConfig
@@ -181,7 +179,7 @@ def _check_saving(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace, ranks: int) -> _Job:
-    """Indexes the data and checks all limits, so that a bad path or value is told once, before any rank starts."""
+    """Indexes the data and checks all limits, so that a bad path or value is reported once, before any rank starts."""
     from hdpcomm.data import open_corpus, standard_library
     from hdpcomm.models import LlamaConfig
     from hdpcomm.run import RunConfig, check_limits
@@ -226,7 +224,7 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
 
 
 def run_rank(job: _Job) -> RunResult:
-    """One rank of the run; rank 0 shows the progress on stderr and writes the log."""
+    """Runs one rank of the job; rank 0 shows the progress on stderr and writes the log."""
     import torch
 
     from hdpcomm.cli.train_report import Progress
@@ -261,8 +259,6 @@ def save_config(out: Path, config: RunConfig, corpus: Corpus) -> None:
 
 def _start_ranks(job: _Job, ranks: int) -> RunResult:
     """Runs the job on new processes of this host; raises what a rank raised, or PeerLost when one died."""
-    from rich.console import Console
-
     from hdpcomm.comm.launch import RankPool
 
     try:
@@ -270,6 +266,8 @@ def _start_ranks(job: _Job, ranks: int) -> RunResult:
             result: RunResult = pool.run(run_rank, job)[0]
             return result
     except BaseException:
+        from rich.console import Console
+
         console = Console(stderr=True)
         if console.is_terminal:  # rank 0 may have died inside its progress bar
             console.show_cursor()

@@ -1,4 +1,4 @@
-"""What ``hdpcomm train`` shows: the progress bar, the tables at the end, and the JSON."""
+"""The output of ``hdpcomm train``: the progress bar, the tables at the end, and the JSON."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from hdpcomm.data import Corpus
 from hdpcomm.run import MetricsLog, RunConfig, RunResult
 from hdpcomm.train import StepMetrics, totals
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["Progress", "print_report", "size_text", "to_json"]
 
@@ -27,6 +25,10 @@ class Progress:
     """Shows progress on stderr, a bar on a terminal and else a line a step, and writes each step to ``logs``."""
 
     def __init__(self, config: RunConfig, *, logs: Sequence[Path] = ()) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
         console = Console(stderr=True)
         columns = (
             TextColumn("{task.description:<9}"),
@@ -56,7 +58,7 @@ class Progress:
         self._stack.__exit__(kind, error, trace)
 
     def step(self, policy: str, metrics: StepMetrics) -> None:
-        """Shows a step that is done."""
+        """Shows and logs a finished step."""
         latest = f"loss {metrics.loss:.3f}  {metrics.tokens / metrics.seconds:,.0f} tokens/s"
         self._bar.update(self._task, advance=1, description=policy, latest=latest)
         if not self._terminal:
@@ -66,7 +68,7 @@ class Progress:
 
 
 def size_text(count: float) -> str:
-    """Bytes for people, in units of 1000: ``12.3 MB``."""
+    """Bytes as text, in units of 1000: ``12.3 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -75,7 +77,9 @@ def size_text(count: float) -> str:
 
 
 def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
-    """Prints on stdout what was trained, each step of the first policy, and all policies side by side."""
+    """Prints on stdout what was trained, each step of the first policy, and a comparison of all policies."""
+    from rich.console import Console
+
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console = Console(file=sys.stdout, highlight=False, width=100)
@@ -91,15 +95,22 @@ def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
         console.print(_offload_table(result))
     total = totals(result.steps[policy])
     console.print(
-        f"plans were made while the steps before ran: {1e3 * total.planning_s / total.steps:.2f} ms each, of which a "
-        f"step waited {1e3 * total.plan_wait_s / total.steps:.2f} ms"
+        f"each step was planned while the one before ran: {1e3 * total.planning_s / total.steps:.2f} ms on average, of "
+        f"which the step waited {1e3 * total.plan_wait_s / total.steps:.2f} ms"
     )
     if len(config.policies) > 1:
         console.print(_verdict(policy, config.policies[1], result))
 
 
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+
+
 def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
-    table = Table(title=f"policy {policy}", box=box.SIMPLE_HEAD, title_justify="left")
+    table = _table(f"policy {policy}")
     names = ("step", "loss", "tokens", "tokens/s", "longest", "on ranks", "micro-batches", "sent", "idle")
     for name in names:
         table.add_column(name, justify="right")
@@ -119,11 +130,7 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
 
 
 def _policies_table(result: RunResult) -> Table:
-    table = Table(
-        title="the same batches" if len(result.steps) > 1 else "the whole run",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-    )
+    table = _table("the same batches" if len(result.steps) > 1 else "the whole run")
     for name in ("policy", "loss first", "last", "tokens/s", "seconds/step", "longest on", "sent/step", "idle"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy, steps in result.steps.items():
@@ -143,8 +150,8 @@ def _policies_table(result: RunResult) -> Table:
 
 
 def _offload_table(result: RunResult) -> Table:
-    """Predicted and measured, each the most or the sum of the run."""
-    table = Table(title="offload", box=box.SIMPLE_HEAD, title_justify="left")
+    """Predicted and measured memory (the largest of a step) and seconds (the mean of the steps)."""
+    table = _table("offload")
     for name in ("policy", "largest ratio", "to host/step", "memory", "predicted", "seconds/step", "predicted"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy, steps in result.steps.items():
@@ -175,21 +182,21 @@ def _verdict(policy: str, rival: str, result: RunResult) -> str:
     ]
     gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps[rival], strict=True))
     parts.append(f"losses equal within {gap:.1g}")
-    told = ", ".join(parts) + "."
+    text = ", ".join(parts) + "."
     cores = len(os.sched_getaffinity(0))
     if cores < result.ranks:
-        told += (
+        text += (
             f"\n{result.ranks} ranks share {cores} cores here: a rank that waits leaves its core to another, so idle "
             "time costs less than with a device for each. The busiest rank of a step took "
             f"{own.processor_s / own.steps:.2f} s of processor time, {other.processor_s / other.steps:.2f} s with "
-            f"{name}: with a core for each, and as far as messages cost nothing, "
+            f"{name}: with one core for each rank and no cost of messages, that is "
             f"{other.processor_s / own.processor_s:.2f}x the tokens/s."
         )
-    return told
+    return text
 
 
 def to_json(corpus: Corpus, config: RunConfig, result: RunResult) -> dict[str, object]:
-    """The content of ``--json``: the first policy at the top, the one it was compared with under ``comparison``."""
+    """The content of ``--json``: the first policy at the top level, the others under ``comparison``."""
     first, *others = config.policies
     content: dict[str, object] = {
         "policy": first,
