@@ -1,4 +1,4 @@
-"""``hdpcomm``: registers the commands, runs one, and turns every error into one message and a documented exit code."""
+"""``hdpcomm``: registers the commands, runs one, and turns each error into a message and a documented exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsag
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
 COMMANDS = ("train", "plan", "simulate", "perf", "doctor")
-"""Modules of this package with ``add_parser(subparsers)``; one that is not installed is not in the list of commands."""
+"""Modules of this package with ``add_parser(subparsers)``; the parser leaves out those that are not installed."""
 
 BAD_USAGE = 6
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -37,7 +37,7 @@ HDPCOMM_DEBUG=1 shows the traceback of an error.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Exits with 6 for a bad option: argparse's own 2 means a device here."""
+    """Exits with 6 for a bad option, since argparse's own exit code, 2, means a device here."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -85,14 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hdpcomm: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output left, as in `hdpcomm ... | head`
+    except BrokenPipeError:  # the reader of the output has ended, as in `hdpcomm ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return PIPE_CLOSED
     except Exception as error:
         if os.environ.get("HDPCOMM_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        told = f"{error}" if isinstance(error, Error) else f"internal error: {type(error).__name__}: {error}"
-        print(f"hdpcomm: error: {told}", file=sys.stderr)
+        message = f"{error}" if isinstance(error, Error) else f"internal error: {type(error).__name__}: {error}"
+        print(f"hdpcomm: error: {message}", file=sys.stderr)
         return exit_code(error)
 
 

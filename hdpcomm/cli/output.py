@@ -1,4 +1,4 @@
-"""What commands share: checking what is given as options, and writing ``--json`` files."""
+"""Code shared by the commands: types and checks of options, and writing ``--json`` files."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def num_bytes(text: str) -> int:
 
 
 def ranks_here(asked: int | None, *, default: int) -> tuple[int | None, int]:
-    """Which rank of a launcher's job this process is (``None``: none, it starts them), and how many there are.
+    """(rank of this process in a launcher's job, number of ranks); the rank is ``None`` without a launcher.
 
-    asked: what ``--ranks`` says. Raises: InvalidUsage where a launcher has started another number of ranks.
+    asked: the value of ``--ranks``. Raises: InvalidUsage if a launcher has started another number of ranks.
     """
     from hdpcomm.comm.launchers import joined, rank_and_size
 
@@ -67,7 +67,7 @@ def ranks_here(asked: int | None, *, default: int) -> tuple[int | None, int]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises InvalidUsage now if ``path`` cannot be written later; a run of hours is not to end in a typing error."""
+    """Raises InvalidUsage if ``path`` cannot be written, so that a long run does not fail at its end."""
     if path is None:
         return
     if path.is_dir():
@@ -79,17 +79,17 @@ def check_writable(path: Path | None) -> None:
 
 
 def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace, used: Collection[str], why: str) -> None:
-    """Raises InvalidUsage where an option that is not among the ``used`` ones was given another value than its default.
+    """Raises InvalidUsage if an option that is not in ``used`` has another value than its default.
 
-    ``why``: what is done instead, for the message.
+    ``why``: begins the message, and says why the option has no effect.
     """
     given = {name for name, value in vars(options).items() if value != getattr(defaults, name, None)}
     if wrong := sorted(given - {*used, "func"}):
-        raise InvalidUsage(f"{why}: {', '.join(wrong)} mean nothing here; leave them out")
+        raise InvalidUsage(f"{why}: {', '.join(wrong)} have no effect here; leave them out")
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Writes JSON so that a reader sees the old file or all of the new one."""
+    """Writes JSON so that a reader sees either the old file or the complete new one."""
     text = json.dumps(content, indent=2) + "\n"
     if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
         path.write_text(text)

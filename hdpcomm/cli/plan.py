@@ -1,4 +1,4 @@
-"""``hdpcomm plan``: plan one step and show who runs what."""
+"""``hdpcomm plan``: plans one step and shows which ranks run which sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "r
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is planned, and for which cluster."""
+    """Adds the options that define the step and the cluster."""
     batch = parser.add_argument_group("the step")
     batch.add_argument(
         "--distribution",
@@ -28,12 +28,12 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--lengths", metavar="FILE", help="use exactly the lengths in this text file")
     batch.add_argument("--tokens", type=count, default="32M", help="tokens of a step (default %(default)s)")
     batch.add_argument(
-        "--context", type=count, default="2M", help="longer sequences are cut to it (default %(default)s)"
+        "--context", type=count, default="2M", help="longest sequence; longer ones are cut (default %(default)s)"
     )
-    batch.add_argument("--seed", type=int, default=0, help="of the lengths that are drawn (default %(default)s)")
+    batch.add_argument("--seed", type=int, default=0, help="seed of the random lengths (default %(default)s)")
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--ranks", type=count, default="1024", help="of hybrid data parallelism (default %(default)s)")
-    cluster.add_argument("--capacity", type=count, help="tokens that a rank holds (default: what its memory holds)")
+    cluster.add_argument("--ranks", type=count, default="1024", help="number of HDP ranks (default %(default)s)")
+    cluster.add_argument("--capacity", type=count, help="tokens that a rank can hold (default: from its memory)")
     cluster.add_argument(
         "--model",
         default="llama-7b",
@@ -77,7 +77,7 @@ def read_profile(path: str) -> CostModel:
 
 
 def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
-    """A planner for each policy, by the options of :func:`add_step_options`."""
+    """A planner for each policy, from the options of :func:`add_step_options`."""
     from hdpcomm.plan import MODELS, ClusterSpec, Planner, load_cluster
 
     if options.model not in MODELS:
@@ -97,7 +97,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
 
 
 def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:
-    """The lengths of a step, by the options of :func:`add_step_options`."""
+    """The lengths of a step, from the options of :func:`add_step_options`."""
     from hdpcomm.data.distributions import read_lengths, sample_lengths
 
     if options.lengths:
@@ -147,7 +147,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Registers the command."""
     parser = subparsers.add_parser(
         "plan",
-        help="plan one step and show who runs what",
+        help="plan one step and show which ranks run which sequences",
         description="Plans one training step: how many ranks each sequence takes, which ones, and in which order.",
         allow_abbrev=False,
     )
@@ -155,7 +155,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--policy", default="balanced", help="balanced, pipeline, naive, pow2 or static (default %(default)s)"
     )
-    parser.add_argument("--compare", metavar="POLICIES", help="other policies beside it, separated by commas")
+    parser.add_argument("--compare", metavar="POLICIES", help="policies to compare with, separated by commas")
     parser.add_argument("--rows", type=count, default="12", help="micro-batches to print (default %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the plans")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto")

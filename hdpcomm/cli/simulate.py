@@ -1,4 +1,4 @@
-"""``hdpcomm simulate``: run planned steps on a simulated cluster."""
+"""``hdpcomm simulate``: runs planned steps on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--policy",
         default="balanced,naive,static",
-        help="separated by commas, of balanced, pipeline, naive, pow2, static; or all (default %(default)s)",
+        help="policies, separated by commas: balanced, pipeline, naive, pow2, static; or all (default %(default)s)",
     )
     parser.add_argument("--steps", type=count, default="1", help="steps to run (default %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the first step under each policy")
