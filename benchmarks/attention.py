@@ -1,13 +1,13 @@
-"""One distributed attention against the single-device operator on the same work, forward and backward.
+"""Distributed attention compared with the single-device operator on the same work, forward and backward.
 
     python benchmarks/attention.py --ranks 2 --packs 16384
     python benchmarks/attention.py --ranks 2 --packs 16384 8192,4096,4096 64x256 --variants ring gather --json FILE
 
 ``single`` is torch's fused operator in one process with one thread, sequence by sequence; ``ring`` has one thread a
 rank. Speed-up is single / measured; efficiency is ideal / measured, ideal = single / ranks; ``exposed`` is the share
-of the time in which a rank waited for messages. ``machine`` is the speed-up of as many processes that each do the
-whole single-device work at once and share nothing but the machine: what no communication library can beat. Times are
-the best of ``--repeat`` rounds, the two sides taking turns; the slowest rank counts.
+of the time in which a rank waited for messages. ``machine`` is the speed-up of the same number of processes that each
+do the whole single-device work at the same time without communication: the upper limit on this machine. Times are the
+best of ``--repeat`` rounds, in which both sides alternate, and those of the slowest rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hdpcomm.train.waiting import TimedCommunicator
 
 
 def lengths_of(text: str) -> list[int]:
-    """ "16384", "8192,4096" or "64x256" (64 sequences of 256)."""
+    """The lengths in "16384", "8192,4096" or "64x256" (64 sequences of 256)."""
     lengths = []
     for part in text.split(","):
         times, _, length = part.rpartition("x")
@@ -46,7 +46,7 @@ def tensors(lengths: list[int], shape: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def single(lengths: list[int], shape: dict[str, Any], causal: bool) -> dict[str, float]:
-    """Seconds of torch's operator on the whole pack; runs on one rank."""
+    """Seconds of torch's operator on the whole pack, on one rank."""
     torch.set_num_threads(1)
     *inputs, dout = tensors(lengths, shape)
     parts = [[t.split(lengths)[i].transpose(0, 1)[None].detach() for t in inputs] for i in range(len(lengths))]
@@ -62,7 +62,7 @@ def single(lengths: list[int], shape: dict[str, Any], causal: bool) -> dict[str,
 
 
 def distributed(lengths: list[int], shape: dict[str, Any], causal: bool, variant: str) -> dict[str, float]:
-    """Seconds on this rank."""
+    """Seconds of the distributed attention on this rank."""
     torch.set_num_threads(1)
     with hdp.init() as world:
         comm = TimedCommunicator(world)
@@ -99,7 +99,7 @@ def measure(pools: dict[int, RankPool], pack: str, size: int, variant: str, args
     lengths = lengths_of(pack)
     shape = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "dtype")}
     alone: list[dict[str, float]] = []
-    together: list[float] = []  # all ranks run the whole work at once, each by itself
+    together: list[float] = []  # each rank runs the whole work by itself, all at the same time
     shared: list[dict[str, float]] = []
     for _ in range(args.repeat):
         alone.append(pools[1].run(single, lengths, shape, not args.full)[0])

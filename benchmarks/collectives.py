@@ -1,15 +1,15 @@
-"""Collectives of hdpcomm, gloo, Open MPI and MPICH in one run, and the machine's one-copy limit beside them.
+"""Collectives of hdpcomm, gloo, Open MPI and MPICH in one run, compared with the time of one copy on this machine.
 
     python benchmarks/collectives.py                          # the tables of docs/performance.md
     python benchmarks/collectives.py --ranks 2 --ops all_gather --sizes 8,1M --rounds 3 --peers gloo
 
-hdpcomm and gloo take turns in the same processes; each MPI runs in an mpirun of its own, once a round (mpi4py; the
-blocking calls that hdpcomm's are, too). A time is the median over the rounds of the mean over iterations and ranks; a
-ratio is a library's median over hdpcomm's. The limit is the time in which all ranks at once copy as many bytes by
-memcpy, and by process_vm_readv from their neighbour. Where there is a core for each rank, all libraries' ranks are
-bound to one, as mpirun of Open MPI does by default; ``--free`` binds none. With ``--cpp BUILD`` (a build with
-HDPCOMM_BUILD_BENCHMARKS) the table from C++ follows, on the same MPIs. Writes JSON to benchmarks/results. Needs an
-idle machine for figures worth keeping.
+hdpcomm and gloo alternate in the same processes; each MPI runs in its own mpirun, once a round (mpi4py; blocking calls
+everywhere). A time is the median over the rounds of the mean over iterations and ranks; a ratio is a library's median
+over hdpcomm's. The limit is the time in which all ranks at once copy the same number of bytes, by memcpy and by
+process_vm_readv from their neighbour. If there is a core for each rank, the ranks of all libraries are bound to cores,
+as mpirun of Open MPI does by default; ``--free`` binds none. With ``--cpp BUILD`` (a build with
+HDPCOMM_BUILD_BENCHMARKS) the table from C++ follows, with the same MPIs. Writes JSON to benchmarks/results. Needs an
+idle machine for reliable figures.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Table = dict[tuple[str, int], dict[str, list[float]]]  # (op, bytes) -> library 
 
 @dataclass(frozen=True)
 class Mpi:
-    """An installed MPI and how it is used here."""
+    """An installed MPI, and how it is started here."""
 
     name: str
     mpirun: str
@@ -66,13 +66,13 @@ class Mpi:
 
 
 def iterations(size: int, *, slow: bool = False) -> int:
-    """So many that small messages take tens of milliseconds, in which the scheduler settles where ranks share cores.
-    ``slow``: for gloo."""
+    """Number of iterations: small messages take tens of milliseconds in all, so that the scheduler reaches a steady
+    state where ranks share cores. ``slow``: for gloo."""
     return max(4, min(100 if slow else 5000, (320 << 20) // (size + (64 << 10))))
 
 
 def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
-    """The row of an operation; ``subset`` counts single creations."""
+    """The settings of a row; an iteration of ``subset`` is one creation."""
     iters = (20 if slow else 200) if op == "subset" else iterations(size, slow=slow)
     return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=max(2, iters // 10), check=0)
 
@@ -81,13 +81,13 @@ def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
 
 
 def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) -> list[tuple[str, int, str, float]]:
-    """A rank: (op, bytes, library, microseconds) of one round, the limits of the machine included."""
+    """Runs one round on this rank: (op, bytes, library, microseconds), including the limits of the machine."""
     torch.set_num_threads(1)
     gloo = join_gloo(300) if with_gloo else None
     out = []
     cores = os.sched_getaffinity(0)
     with hdp.init(timeout=300) as world:
-        if pinned and world.size <= len(cores):  # this thread only: gloo's own threads stay free
+        if pinned and world.size <= len(cores):  # binds only this thread, not gloo's threads
             os.sched_setaffinity(0, {sorted(cores)[world.rank]})
         libraries: list[tuple[str, Any]] = [("hdpcomm", world), (REGISTERED, world)]
         if gloo is not None:
@@ -95,7 +95,7 @@ def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) ->
         for op, size in rows:
             for name, comm in libraries:
                 if name == REGISTERED and size < 1 << 14:
-                    continue  # copied at once wherever it lies
+                    continue  # small messages are copied at once from any memory
                 out += [(op, size, *item) for item in measure_row(world, name, comm, op, size)]
         for size in sorted({size for _, size in rows}):
             out += [("limit", size, name, us) for name, us in copy_limits(world, size)]
@@ -107,7 +107,7 @@ def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) ->
 
 
 def measure_row(world: Any, name: str, comm: Any, op: str, size: int) -> Iterator[tuple[str, float]]:
-    """(library, microseconds); of ``subset`` also of creation alone, as ``library (creation)``."""
+    """(library, microseconds); for ``subset`` also the creation alone, as ``library (creation)``."""
     kind = element_type("float")
     shape = operation(op).shape(max(size // kind.bytes, 1), world.size)
     everyone = tuple(range(world.size))
@@ -124,7 +124,7 @@ def measure_row(world: Any, name: str, comm: Any, op: str, size: int) -> Iterato
 
 
 def copy_limits(world: Any, size: int) -> Iterator[tuple[str, float]]:
-    """Microseconds in which every rank copies ``size`` bytes, all at once."""
+    """Microseconds in which every rank copies ``size`` bytes, all at the same time."""
     source, target = (torch.full((size,), value, dtype=torch.uint8) for value in (1, 2))
     mine = torch.tensor([os.getpid(), source.data_ptr()], dtype=torch.int64)
     everyone = torch.empty(2 * world.size, dtype=torch.int64)
@@ -161,7 +161,7 @@ def copy_limits(world: Any, size: int) -> Iterator[tuple[str, float]]:
 
 @contextlib.contextmanager
 def installed_mpis(wanted: set[str]) -> Iterator[list[Mpi]]:
-    """Open MPI and MPICH, as far as they are installed and mpi4py works with them."""
+    """Open MPI and MPICH, if they are installed and mpi4py works with them."""
     with tempfile.TemporaryDirectory() as folder:
         found = []
         for name, suffix in (("Open MPI", "openmpi"), ("MPICH", "mpich")):
@@ -185,14 +185,14 @@ def installed_mpis(wanted: set[str]) -> Iterator[list[Mpi]]:
 
 
 def mpi_rows(ranks: int, rows: list[tuple[str, int]]) -> dict[str, Any]:
-    """What the MPI ranks measure: the same rows."""
+    """The specification for the MPI ranks, with the same rows."""
     specs = [mpi.spec_of(config_of(op, size), list(points(config_of(op, size), ranks)), ranks) for op, size in rows]
     members = next((spec["members"] for spec in specs if spec["members"]), [])
     return specs[0] | {"members": members, "rows": [row for spec in specs for row in spec["rows"]]}
 
 
 def binding(ranks: int, free: bool) -> dict[str, str]:
-    """Variables that bind the ranks of either MPI to cores, where there is one for each."""
+    """Environment variables that bind the ranks of both MPIs to cores, if there is one for each."""
     bound = not free and ranks <= len(os.sched_getaffinity(0))
     policy = "core" if bound else "none"
     return {"OMPI_MCA_hwloc_base_binding_policy": policy, "HYDRA_BINDING": policy}
@@ -201,7 +201,7 @@ def binding(ranks: int, free: bool) -> dict[str, str]:
 def mpi_round(
     one: Mpi, ranks: int, rows: list[tuple[str, int]], give_up_s: float, free: bool
 ) -> list[tuple[str, int, str, float]]:
-    """One round on an MPI; fewer rows where it did not end in time."""
+    """One round with an MPI; some rows are missing if it did not end in time."""
     out = []
     variables = one.variables | binding(ranks, free)
     for record in mpi.lines(mpi_rows(ranks, rows), ranks, timeout=give_up_s, mpirun=one.mpirun, variables=variables):
@@ -234,7 +234,7 @@ def cpp_commands(build: Path, mpis: list[Mpi], ranks: int, folder: Path, free: b
 
 
 def cpp_table(build: Path, mpis: list[Mpi], ranks: int, rounds: int, give_up_s: float, free: bool) -> Table:
-    """Microseconds of small operations from C++; the libraries take turns, all bound (or free) as from Python."""
+    """Microseconds of small operations from C++; the libraries alternate, bound to cores as from Python."""
     environment = dict(os.environ) | binding(ranks, free)
     table: Table = {}
     late: set[str] = set()
@@ -261,7 +261,7 @@ def cpp_table(build: Path, mpis: list[Mpi], ranks: int, rounds: int, give_up_s: 
 
 
 def run(args: argparse.Namespace, mpis: list[Mpi], ranks: int) -> Table:
-    """All rounds of one number of ranks."""
+    """All rounds with one number of ranks."""
     rows = [(op, size) for op in args.ops for size in args.sizes]
     if "subset" in OPERATIONS and not args.no_groups:
         rows.append(("subset", 8))
@@ -285,7 +285,7 @@ def run(args: argparse.Namespace, mpis: list[Mpi], ranks: int) -> Table:
 
 
 def shown(size: int) -> str:
-    """8 B, 64 KiB, 1 MiB."""
+    """Bytes as text: 8 B, 64 KiB, 1 MiB."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= factor and size % factor == 0:
             return f"{size // factor} {unit}"
@@ -293,7 +293,7 @@ def shown(size: int) -> str:
 
 
 def print_table(title: str, rows: list[tuple[str, dict[str, list[float]]]], limits: tuple[str, ...] = ()) -> None:
-    """Markdown: median microseconds; in brackets the ratio to hdpcomm (above 1: hdpcomm is faster)."""
+    """A cell in Markdown: median microseconds, in brackets the ratio to hdpcomm (above 1: hdpcomm is faster)."""
     names = list(dict.fromkeys(name for _, by in rows for name in by if name not in ("hdpcomm", *limits)))
     present = [name for name in limits if any(name in by for _, by in rows)]
     head = ["", "hdpcomm us", *(f"{name} us (ratio)" for name in names), *(f"{name} us (share)" for name in present)]
@@ -314,7 +314,7 @@ def print_table(title: str, rows: list[tuple[str, dict[str, list[float]]]], limi
 
 
 def print_tables(ranks: int, table: Table, sizes: list[int]) -> None:
-    """One table an operation, and one of groups."""
+    """Prints one table per operation, and one of communicator creation."""
     for op in dict.fromkeys(op for op, _ in table if op not in ("limit", "subset")):
         rows = [(shown(size), table[op, size] | table.get(("limit", size), {})) for size in sizes]
         print_table(f"{op}, {ranks} ranks", rows, ("memcpy", "process_vm_readv"))
@@ -327,7 +327,7 @@ def print_tables(ranks: int, table: Table, sizes: list[int]) -> None:
 
 
 def versions(mpis: list[Mpi]) -> dict[str, str]:
-    """Of the libraries."""
+    """The versions of the libraries."""
     found = {"hdpcomm": hdp.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for one in mpis:
         text = subprocess.run([one.mpirun, "--version"], capture_output=True, text=True, check=False).stdout
@@ -337,7 +337,7 @@ def versions(mpis: list[Mpi]) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Facts about the machine on which the figures depend."""
     models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cpu": models[0] if models else platform.machine(),

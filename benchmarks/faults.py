@@ -1,10 +1,9 @@
-"""How soon ranks hear of an error: of calls that disagree, within a second; of a rank that dies, within two.
+"""How soon ranks notice an error: calls that disagree within one second, the death of a rank within two.
 
     python benchmarks/faults.py [--transports shm sim torch] [--rounds 9] [--json FILE]
 
-A row is a kind of error on a transport; a time is that of the last rank to hear of it, from its own call on (after a
-barrier), or from the death on, roughly. Exit code 4: a limit is missed. Needs an idle machine for figures worth
-keeping.
+A row is a kind of error on a transport; a time is that of the last rank to notice it, from its own call on (after a
+barrier), or roughly from the death on. Exit code 4: a limit is missed. Needs an idle machine for reliable figures.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ DISAGREEMENTS: dict[str, Callable[[hdp.Communicator], Any]] = {
 
 
 def seconds_until(kind: type[hdp.Error], call: Callable[[], Any]) -> float:
-    """Seconds of a call that raises ``kind``."""
+    """Seconds until ``call`` raises ``kind``."""
     started = time.perf_counter()
     try:
         call()
@@ -53,22 +52,22 @@ def seconds_until(kind: type[hdp.Error], call: Callable[[], Any]) -> float:
 
 
 def disagree(transport: str, name: str) -> float:
-    """On each of two ranks."""
+    """Seconds until this rank, one of two, notices a disagreement; runs on both."""
     with hdp.init(transport=transport, timeout=DEADLINE_S) as comm:
         comm.barrier()
         return seconds_until(hdp.Mismatch, lambda: DISAGREEMENTS[name](comm))
 
 
 def outlive(transport: str, folder: str) -> None:
-    """On each of three ranks, of which the last dies; the others leave their seconds in a file."""
+    """Runs on three ranks, of which the last one dies; the others write their seconds to a file."""
     comm = hdp.init(transport=transport, timeout=DEADLINE_S)
     comm.barrier()
-    time.sleep(0.2)  # over torch a send has ended when its thread has it, and what a killed process held is lost
+    time.sleep(0.2)  # over torch a send returns before its data is sent, and a killed process would lose it
     if comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def until_noticed() -> None:
-        for _ in range(3):  # the first may still end: the dead rank had sent its part
+        for _ in range(3):  # the first may still succeed, if the dead rank has sent its part
             comm.all_reduce(torch.zeros(4), algorithm="ring")
 
     seconds = seconds_until(hdp.PeerLost, until_noticed)
@@ -76,7 +75,7 @@ def outlive(transport: str, folder: str) -> None:
 
 
 def deaths(transport: str) -> float:
-    """Seconds of the last survivor of one death."""
+    """Seconds until the last survivor notices the death of a rank."""
     with tempfile.TemporaryDirectory() as folder, RankPool(3) as pool:
         try:
             pool.run(outlive, transport, folder, timeout=2 * DEADLINE_S)
@@ -88,7 +87,7 @@ def deaths(transport: str) -> float:
 
 
 def measure(transports: list[str], rounds: int) -> list[dict[str, Any]]:
-    """The rows."""
+    """Measures all rows of the table."""
     rows = []
     with RankPool(2) as pool:
         for transport in transports:

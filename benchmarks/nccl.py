@@ -1,11 +1,11 @@
-"""Subset collectives: hdpcomm over one NCCL communicator beside one communicator a subset (ncclCommSplit), in time and
-device memory. Started by benchmarks/nccl.sh under torchrun, one rank a GPU; prints one table, and writes JSON.
+"""Subset collectives: hdpcomm over one NCCL communicator compared with one communicator per subset (ncclCommSplit), in
+time and device memory. Started by benchmarks/nccl.sh under torchrun, one rank per GPU; prints tables and writes JSON.
 
 The other side is torch.distributed: ``new_group()`` splits the communicator of the world when that is bound to a
-device. Every subset is made once and used for all sizes. Times are medians of the slowest rank; both sides take turns.
-Then messages around the ring of all ranks, as sends and, where NCCL can, as puts (HDPCOMM_NCCL_ONE_SIDED=1).
-Device memory of a side is what its init took and what its subsets took. hdpcomm comes first, so what NCCL loads once
-for the process is counted on its side; the CUDA context is on neither.
+device. Every subset is created once and used for all sizes. Times are medians of the slowest rank; both sides
+alternate. Then it measures messages around the ring of all ranks, as sends and, where NCCL can, as puts
+(HDPCOMM_NCCL_ONE_SIDED=1). Device memory of a side is what its init and its subsets allocate. hdpcomm comes first, so
+what NCCL loads once per process is counted for hdpcomm; the CUDA context is counted for neither.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RING_SIZES = (64 * 1024, 1 << 20, 8 << 20, 32 << 20)
 
 
 class Group(Protocol):
-    """Some ranks, of one side. ``x``: the whole buffer; ``part``: this rank's share of it."""
+    """A group of ranks on one side. ``x``: the whole buffer; ``part``: this rank's share of it."""
 
     def run(self, op: str, x: torch.Tensor, part: torch.Tensor) -> None: ...
 
@@ -55,13 +55,13 @@ class Side(Protocol):
     name: str
 
     def group(self, ranks: Sequence[int]) -> Group | None:
-        """Called by all ranks; None on those that are not among the group's."""
+        """Creates a group; all ranks call it, and those that are not in the group get None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the comparison needs of the device: an end of all work, and how many of its bytes are in use."""
+    """What the comparison needs from the device: waiting for all work, and the bytes in use."""
 
     device: torch.device
     synchronize: Callable[[], None]
@@ -80,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RingRow:
-    """A message of each rank to the next one, all at once; microseconds by way."""
+    """Messages of all ranks to the next one at the same time; microseconds for sends and for puts."""
 
     bytes: int
     us: dict[str, float]
@@ -88,8 +88,8 @@ class RingRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Making all subsets and using them: rows, and by side the milliseconds of making one and the bytes of all, of
-    which ``init_bytes`` were taken before the first subset."""
+    """The rows, and for each side the milliseconds to create a subset and the bytes of all of them, of which
+    ``init_bytes`` were allocated before the first subset."""
 
     rows: list[Row]
     subsets: int
@@ -113,7 +113,7 @@ class _Subset:
 
 
 class Hdpcomm:
-    """One communicator for all."""
+    """The side of hdpcomm: one NCCL communicator for all subsets."""
 
     name = "hdpcomm"
 
@@ -141,7 +141,8 @@ class _Split:
 
 
 class Split:
-    """A communicator a subset, by ncclCommSplit. The default group of torch.distributed is bound to a device."""
+    """The side of torch.distributed: one communicator per subset, by ncclCommSplit, since the default group is bound to
+    a device."""
 
     name = "ncclCommSplit"
 
@@ -156,8 +157,8 @@ class Split:
 
 
 def subsets_of(size: int) -> list[tuple[int, ...]]:
-    """What a step with sequences of many lengths uses: halves, quarters and so on, every pair of neighbours, the even
-    and the odd ranks, and the world."""
+    """The subsets that a step with sequences of many lengths uses: halves, quarters and so on, every pair of
+    neighbours, the even and the odd ranks, and the world."""
     found: dict[tuple[int, ...], None] = {tuple(range(size)): None}
     width = size // 2
     while width >= 2:
@@ -179,9 +180,9 @@ def compare(
     repeats: int,
     init_bytes: Mapping[str, int],
 ) -> Report:
-    """Collective over the world. The report is whole on rank 0.
+    """Compares both sides. Collective over the world; the report is complete on rank 0.
 
-    ``init_bytes``: by side, what its init took of this rank's device.
+    ``init_bytes``: for each side, the bytes that its init allocated on this rank's device.
     """
     subsets = subsets_of(world.size)
     groups: dict[str, list[Group | None]] = {}
@@ -224,7 +225,7 @@ def _time(
     machine: Machine,
     repeats: int,
 ) -> float:
-    """Microseconds of an operation, of the slowest member; other ranks take part in the comparison only."""
+    """Microseconds of an operation on the slowest member; other ranks only take part in finding it."""
     seconds = 0.0
     world.barrier()
     if group is not None:
@@ -250,7 +251,7 @@ def _slowest(world: hdp.Communicator, value: float) -> float:
 
 
 def ring(world: hdp.Communicator, machine: Machine, *, sizes: Sequence[int], repeats: int) -> list[RingRow]:
-    """Collective over the world, which has two ranks or more. Puts only where the world has a landing zone."""
+    """Measures messages around the ring; puts only if the world has a landing zone. Collective; needs two ranks."""
     to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     zone = world.landing_zone(torch.zeros(1, device=machine.device), back)
     rows = []
@@ -260,7 +261,7 @@ def ring(world: hdp.Communicator, machine: Machine, *, sizes: Sequence[int], rep
             "ncclSend": ([(source, to)], [(target, back)])
         }
         if zone is not None and 2 * size <= zone.memory.numel():
-            # From the zone into the zone, as ring attention passes blocks on; and from elsewhere, which is copied.
+            # From zone to zone, as ring attention forwards blocks; and from other memory, which is copied first.
             here, there = zone.memory[:size], zone.memory[size : 2 * size]
             ways["ncclPutSignal"] = ([(there, to, 0)], [(here, back, 0)])
             ways["ncclPutSignal of a copy"] = ([(source, to, 0)], [(here, back, 0)])
@@ -280,7 +281,7 @@ def ring(world: hdp.Communicator, machine: Machine, *, sizes: Sequence[int], rep
 
 
 def ring_table(rows: Sequence[RingRow]) -> str:
-    """For people."""
+    """The table of the messages around the ring, in Markdown."""
     names = list(rows[0].us)
     lines = [f"| around the ring, bytes | {' us | '.join(names)} us |", "|---" * (1 + len(names)) + "|"]
     for row in rows:
@@ -290,7 +291,7 @@ def ring_table(rows: Sequence[RingRow]) -> str:
 
 
 def _putting_world() -> hdp.Communicator:
-    """Whose messages with a place are put, or one whose messages are not, and why."""
+    """A world that puts messages into landing zones; where NCCL cannot, prints why and returns one that sends."""
     os.environ["HDPCOMM_NCCL_ONE_SIDED"] = "1"
     try:
         return hdp.init(transport="nccl")
@@ -305,7 +306,7 @@ def _putting_world() -> hdp.Communicator:
 
 
 def table(report: Report, names: Sequence[str]) -> str:
-    """For people: one row an operation, subset and size, then what making and keeping the subsets costs."""
+    """The report in Markdown: one row per operation, subset and size, then the costs of creating and keeping them."""
     lines = [f"| operation | ranks | bytes | {' us | '.join(names)} us |", "|---" * (3 + len(names)) + "|"]
     for row in report.rows:
         ranks = f"{len(row.ranks)} from {row.ranks[0]}"
@@ -332,9 +333,9 @@ def main() -> None:
     from hdpcomm.comm.device import nccl_library
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as init() does, which comes after the context here
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # init() would set it after the context is created here
     torch.cuda.set_device(device)
-    torch.zeros(1, device=device)  # the context and torch's first block belong to neither side
+    torch.zeros(1, device=device)  # the context and torch's first block are counted for neither side
 
     def used_bytes() -> int:
         torch.cuda.synchronize()

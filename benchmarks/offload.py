@@ -1,10 +1,10 @@
-"""Activation offload: device memory and step time over ratio and length, against what torch and torchtune offer.
+"""Activation offload: device memory and step time by ratio and length, compared with torch's and torchtune's methods.
 
     python benchmarks/offload.py --device cuda --lengths 64K,128K,256K --json offload.json
     python benchmarks/offload.py --device cuda --longest            # the longest sequence with and without
     python benchmarks/offload.py --device sim                       # a small model on the CPU: memory, not time
 
-A step is forward and backward of one sequence. Memory is the most that was alive above the weights and gradients.
+A step is forward and backward of one sequence. Memory is the peak above weights and gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method on one length; ``error`` instead of figures where it failed."""
+    """One method at one length; has ``error`` instead of figures if it failed."""
 
     method: str
     tokens: int
@@ -49,7 +49,7 @@ class Row:
 
 
 class Bench:
-    """A model on a device, and steps of it under some way to save activations."""
+    """A model on a device, whose steps run under a given method to save activations."""
 
     def __init__(self, options: argparse.Namespace, pool: PinnedPool | None = None) -> None:
         cuda = options.device == "cuda"
@@ -106,7 +106,7 @@ class Bench:
 
 
 def others(place: torch.device) -> dict[str, Context]:
-    """What else there is: torch's own, and torchtune's where it is installed (it needs CUDA)."""
+    """Other libraries' methods: torch's, and torchtune's if it is installed (it needs CUDA)."""
     pin = place.type == "cuda"
     found: dict[str, Context] = {"save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)}
     with contextlib.suppress(ImportError):
@@ -144,7 +144,7 @@ def longest(bench: Bench, start: int) -> dict[str, int]:
 
 
 def longest_of(bench: Bench, ratio: float, start: int) -> int:
-    """Of one ratio, from ``start`` tokens up, or down where they do not run; 0 if not even 1024 do."""
+    """Tokens of the longest sequence at one ratio, searched up from ``start``, or down if it fails; 0 if 1024 fail."""
 
     def runs(tokens: int) -> bool:
         way = lambda: bench.offload.micro_batch(ratio, tokens=tokens)

@@ -1,8 +1,8 @@
-"""Point-to-point time of two ranks, one way: hdpcomm against torch.distributed's gloo, in the same processes and run.
+"""One-way time of messages between two ranks: hdpcomm compared with torch.distributed's gloo, in the same processes.
 
-A ping-pong; the time of one way is half a round trip. Rounds of the two alternate, and the medians over all rounds are
-compared, so that noise of the machine meets both. The ranks are bound to a core each, as mpirun does, where there are
-two; ``--free`` binds none. Usage: ``python benchmarks/p2p.py [--free] [--json FILE]``.
+A ping-pong; the time of one way is half a round trip. Rounds of both alternate, and the medians over all rounds are
+compared, so that noise of the machine affects both. If there are two cores, each rank is bound to one, as mpirun does;
+``--free`` binds none. Usage: ``python benchmarks/p2p.py [--free] [--json FILE]``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS = 9
 def one_way(
     send: Callable[[torch.Tensor], object], recv: Callable[[torch.Tensor], object], rank: int, size: int
 ) -> float:
-    """Seconds of one message of ``size`` bytes: half of a round trip, over enough of them for 20 ms or so."""
+    """Seconds of one message of ``size`` bytes: half of a round trip, averaged over about 20 ms."""
     x = torch.zeros(size, dtype=torch.uint8)
     trips = max(5, min(1000, 50_000_000 // (size + 50_000)))
     for timed in (False, True):
@@ -45,12 +45,12 @@ def one_way(
 
 
 def measure(free: bool) -> list[dict[str, float]]:
-    """Rows for rank 0: bytes, and the median seconds of both libraries."""
+    """The rows, on rank 0: bytes, and the median seconds of both libraries."""
     torch.set_num_threads(1)
     comm = hdp.init()
     dist.init_process_group("gloo")
     cores = sorted(os.sched_getaffinity(0))
-    if not free and len(cores) >= 2:  # this thread only: gloo's own threads stay free
+    if not free and len(cores) >= 2:  # binds only this thread, not gloo's threads
         os.sched_setaffinity(0, {cores[comm.rank]})
     peer = 1 - comm.rank
     rows = []

@@ -1,8 +1,8 @@
-"""The figures of ByteScale (arXiv 2502.21231) beside those of the planner and simulator; tables of docs/paper.md.
+"""Compares the figures of ByteScale (arXiv 2502.21231) with the planner and simulator; prints tables of docs/paper.md.
 
-Inputs are what single layers and links take, nothing is fitted to the results that are compared. Two sets of layer
-times are in the paper and they differ by a factor of four: ``case`` is a rank of the case study (Fig. 18), ``fig6`` a
-rank with the single-device times of Fig. 6a; the link is that of Fig. 18 for both.
+Inputs are the times of single layers and links; nothing is fitted to the results that are compared. The paper has two
+sets of layer times, which differ by a factor of four: ``case`` is a rank of the case study (Fig. 18), ``fig6`` a rank
+with the single-device times of Fig. 6a; the link is that of Fig. 18 for both.
 
 Usage: ``python benchmarks/paper.py [--seeds 5] [--json FILE]``.
 """
@@ -54,7 +54,7 @@ STAGE_NAMES = ("static DP x CP", "naive HDP", "+ offload", "+ balance")
 
 
 def step_seconds(device: str, distribution: str, context: int, seeds: int) -> list[float]:
-    """Mean simulated step of each stage of the ablation over the same batches; last, the mean lower bound."""
+    """Mean simulated step of each stage of the ablation over the same batches, then the mean lower bound."""
     times: list[list[float]] = [[] for _ in (*STAGES, "bound")]
     for seed in range(seeds):
         lengths = sample_lengths(distribution, tokens=TOKENS, context=context, seed=seed)
@@ -121,7 +121,7 @@ def contexts(seeds: int) -> dict[str, dict[str, dict[int, list[float]]]]:
 
 
 def offload() -> list[dict[str, float]]:
-    """One sequence of 64K on 8 ranks, with the ratio forced; Fig. 21."""
+    """One sequence of 64K on 8 ranks with a given ratio (Fig. 21)."""
     paper = {0.0: (59, 5.08), 0.5: (40, 5.08), 0.6: (37, 5.38), 0.8: (33, 5.93), 1.0: (27, 6.49)}
     cluster = ClusterSpec(8, CAPACITY, NODE_RANKS, offload=True, device=DEVICE["case"])
     planner = Planner(MODEL, cluster)

@@ -1,4 +1,4 @@
-"""Planning time, gap to the lower bound and how both grow with the ranks. One core.
+"""Planning time, gap to the lower bound, and how both grow with the ranks. One core.
 
 Prints the tables of docs/planner.md. Usage: ``python benchmarks/planner.py [--seeds 20] [--json FILE]``.
 """
@@ -25,13 +25,13 @@ COMPUTE_ONLY = CostModel(attention=1.02e-11 * 32 * 3, linear=2.2e-7 * 32 * 3, fi
 
 
 def make_planner(kind: str, ranks: int) -> Planner:
-    """``compute``: a s^2 + b s + c alone; ``h100``: with links and kernels; ``offload``: with host memory as well."""
+    """A planner; ``compute``: only a s^2 + b s + c; ``h100``: with links and kernels; ``offload``: also host memory."""
     cluster = ClusterSpec(ranks=ranks, capacity=CAPACITY, ranks_per_node=8, offload=kind == "offload")
     return Planner(MODELS["llama-7b"], cluster, cost_model=COMPUTE_ONLY if kind == "compute" else None)
 
 
 def measure(kind: str, ranks: int, batches: list[list[int]]) -> dict[str, float]:
-    """Gap and planning time over the batches: processor time, the best of three runs."""
+    """Gap and planning time of the batches; processor time, the best of three runs."""
     planner = make_planner(kind, ranks)
     ratios, times, bound_by_longest = [], [], 0
     for lengths in batches:

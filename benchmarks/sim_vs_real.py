@@ -1,10 +1,10 @@
-"""The simulator against real steps of the trainer on this machine's CPU.
+"""The simulator compared with real steps of the trainer on this machine's CPU.
 
 Two ranks profile a small Llama (the cost model is fitted to that profile, not to the steps), run random batches under
-the balanced policy, and compare each step's time with the simulated one. What a step does beside its micro-batches
-(planning, comparing hashes, reduction, optimizer) is measured on steps of two tiny sequences.
+the balanced policy, and compare each step's time with the simulated one. The overhead of a step outside its
+micro-batches (planning, comparing hashes, reduction, optimizer) is measured on steps of two tiny sequences.
 
-Usage: ``python benchmarks/sim_vs_real.py [--batches 10] [--json FILE]``. Wants two cores for itself.
+Usage: ``python benchmarks/sim_vs_real.py [--batches 10] [--json FILE]``. Needs two idle cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANKS, CAPACITY, TOKENS, ROUNDS = 2, 2048, 8192, 5
 
 
 def random_batch(seed: int) -> list[int]:
-    """Log-normal lengths, cut to what the two ranks hold, that add up to TOKENS."""
+    """Log-normal lengths with a sum of TOKENS, cut to what the two ranks can hold."""
     rng = random.Random(seed)
     lengths: list[int] = []
     while (left := TOKENS - sum(lengths)) > 0:
@@ -61,8 +61,8 @@ def measure(batches: int) -> list[tuple[float, float]]:
         lengths = [random_batch(seed) for seed in range(batches)]
         best = [float("inf")] * batches
         around = float("inf")
-        # Whatever else the machine does only slows things down: the fastest of several runs of a step counts, and the
-        # fastest of several profiles. They take turns, so that a disturbance meets both.
+        # Other load on the machine only slows things down, so the fastest of several runs of a step and the fastest of
+        # several profiles are taken. They alternate, so that a disturbance affects both.
         for _ in range(ROUNDS):
             profiles.append(profile_cost_model(model, comm, longest=CAPACITY))
             around = min(around, *(real(tiny) for _ in range(3)))

@@ -1,6 +1,6 @@
-"""Time to make a communicator of some ranks, and what it sends: hdpcomm's subset(), for groups of up to 64 ranks.
+"""Time to create a communicator by subset(), and the messages that this sends, for groups of up to 64 ranks.
 
-The ranks are threads of this process; making a subset is local, so one of them is enough to time it. Medians are shown.
+The ranks are threads of this process; creating a subset is local, so one of them is enough to time it. Prints medians.
 Usage: ``python benchmarks/subsets.py [--json FILE]``. ``hdpcomm perf subset`` adds the first use and other libraries.
 """
 
@@ -19,7 +19,7 @@ ROUNDS = 2000
 
 
 def measure() -> list[dict[str, float]]:
-    """On rank 0: seconds of one subset() by group size, and the messages that all of them together sent."""
+    """On rank 0: median seconds of a subset() for each group size, and the number of messages sent."""
     comm = hdp.init()
     rows: list[dict[str, float]] = []
     if comm.rank == 0:

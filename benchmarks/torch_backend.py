@@ -1,12 +1,12 @@
-"""torch.distributed on hdpcomm and on gloo, called as PyTorch programs call it, in the same processes and run.
+"""torch.distributed with hdpcomm and with gloo, called as PyTorch programs call it, in the same processes.
 
     python benchmarks/torch_backend.py [--free] [--sizes 8,1K,64K,1M] [--rounds 7] [--json FILE]
 
-Two ranks. A time is the median over the rounds, in which the backends take turns, of the mean over the iterations on
-rank 0. ``send / recv`` is a ping-pong and its time that of one way; all other rows are times of a call with what it
-waits for. ``torch alone`` is the same loop on a group whose methods do nothing: what the functions of torch.distributed
-take themselves. The training steps are of a small multi-layer perceptron in one thread a rank; their size is that of
-the parameters. The ranks are bound to a core each where there are two; ``--free`` binds none.
+Two ranks. A time is the median over the rounds, in which the backends alternate, of the mean over the iterations on
+rank 0. ``send / recv`` is a ping-pong, and its time that of one way; all other rows are times of a call and its wait.
+``torch alone`` is the same loop on a group whose methods do nothing, which shows the time of torch.distributed itself.
+The training steps are of a small multi-layer perceptron with one thread a rank; their size is that of the parameters.
+If there are two cores, each rank is bound to one; ``--free`` binds none.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Nothing(dist.Work):
 
 
 class _NothingGroup(dist.ProcessGroup):
-    """A group of which every operation has ended at once."""
+    """A group whose operations do nothing."""
 
     def getBackendName(self) -> str:
         return "nothing"
@@ -128,7 +128,7 @@ def training_steps() -> Iterator[tuple[str, int, Step]]:
 
 
 def steps(rank: int, sizes: list[int], alone: bool) -> Iterator[tuple[Row, Step, float]]:
-    """Row, what to repeat, and the share of the time of one that is its row's."""
+    """For each row: its key, the step to repeat, and the share of the step's time that the row shows."""
     for size in sizes:
         for name, step in message_steps(rank, size):
             yield (name, size), step, 0.5 if name == "send / recv" else 1.0
@@ -141,7 +141,7 @@ def steps(rank: int, sizes: list[int], alone: bool) -> Iterator[tuple[Row, Step,
 
 
 def seconds_of(step: Step, size: int, most: int, alone: bool) -> float:
-    """Of one step, over many of them, fewer where they are large; before that as many as settle the scheduler."""
+    """Seconds of one step: the mean of many (fewer if they are large), after a quarter as many for warm-up."""
     times = min(most, max(5, 50_000_000 // (size + 50_000)))
     for timed in (False, True):
         if not alone:
@@ -153,7 +153,7 @@ def seconds_of(step: Step, size: int, most: int, alone: bool) -> float:
 
 
 def measure(free: bool, sizes: list[int], rounds: int, most: int) -> list[dict[str, Any]]:
-    """Rows for rank 0: operation, bytes, and the median microseconds of each backend."""
+    """The rows, on rank 0: operation, bytes, and the median microseconds of each backend."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     dist.Backend.register_backend(
@@ -169,7 +169,7 @@ def measure(free: bool, sizes: list[int], rounds: int, most: int) -> list[dict[s
             alone = name == ALONE
             place = dist.PrefixStore(f"{name} {number}", store)
             dist.init_process_group("nothing" if alone else name, store=place, rank=rank, world_size=2)
-            if not free and len(cores) >= 2:  # this thread only: the threads that gloo has started stay free
+            if not free and len(cores) >= 2:  # binds only this thread, not the threads that gloo has started
                 os.sched_setaffinity(0, {cores[rank]})
             for row, step, share in steps(rank, sizes, alone):
                 taken = seconds_of(step, row[1], most, alone) * share

@@ -25,23 +25,23 @@ DEVICE, POOL, COPY_BYTES = "cuda", "32G", 256 << 20
 K = 1024
 MEDIUM, LONG, SHORT, PROBE = 64 * K, 128 * K, 32 * K, 8 * K
 RATES, SAVED, SLOWER_HALF, SLOWER_ALL = 0.95, 0.30, 0.02, 0.03
-CAP_BYTES = 40e9  # of device memory, for the longest sequence: beyond what host memory could take over, it says nothing
+CAP_BYTES = 40e9  # of device memory, for the longest sequence: with more, host memory would be the limit
 
 
 @functools.cache
 def shared_pool() -> object:
-    """One for all models: reserving it takes seconds for each GB."""
+    """The pool of all models, since reserving one takes seconds per GB."""
     return bench.PinnedPool(pool_bytes(), device=DEVICE if DEVICE == "cuda" else "cpu")
 
 
 @functools.cache
 def pool_bytes() -> int:
-    """POOL, or half of the host memory that there is."""
+    """Size of the pool: POOL, but at most half of the available host memory."""
     return min(bench.parse_size(POOL), host_memory().lockable // 2 // 4096 * 4096)
 
 
 def clean() -> None:
-    """Gives back what the stack before this one had."""
+    """Frees the memory of the previous stack."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -53,7 +53,7 @@ def stack(layers: int, repeats: int = 2) -> bench.Bench:
 
 
 def sound(made: bench.Row) -> bench.Row:
-    """Of a method that has run; raises what it raised."""
+    """Returns the row, if the method has run; raises its error otherwise."""
     if made.seconds is None:
         raise RuntimeError(f"{made.method} at {made.tokens} tokens: {made.error}")
     return made
@@ -71,14 +71,14 @@ def method(on: bench.Bench, name: str, tokens: int, base: bench.Row | None = Non
 
 @functools.cache
 def bytes_of_a_token() -> tuple[float, float]:
-    """(in a layer, outside of the layers), from two stacks at few tokens."""
+    """Bytes per token (in a layer, outside of the layers), from two stacks at few tokens."""
     two, four = (method(stack(layers, 1), "none", PROBE).memory_bytes for layers in (2, 4))
     layer = (four - two) / 2 / PROBE
     return layer, max(0.0, two / PROBE - 2 * layer)
 
 
 def fitting(tokens: int, most: int) -> int:
-    """Layers of a stack that trains without offload on this device; at least 3, since the last two stay."""
+    """Layers of a stack that fits on this device without offload; at least 3, since the last two are not offloaded."""
     layer, outside = bytes_of_a_token()
     clean()
     weights = 4 * 12 * bench.SHAPES[DEVICE].hidden ** 2  # bytes of a layer's weights and gradients, rounded up
@@ -113,7 +113,7 @@ def ratio_rows(tokens: int, most_layers: int, name: str, slower: float, saved: f
 
 
 def longest_rows() -> list[Row]:
-    """The longest sequence in CAP_BYTES of device memory, to 1/8: from what bytes_of_a_token() predicts."""
+    """The longest sequence in CAP_BYTES of device memory, to 1/8; starts at the prediction of bytes_of_a_token()."""
     layer, outside = bytes_of_a_token()
     on = stack(8, 0)
     free = CAP_BYTES - torch.cuda.memory_allocated()

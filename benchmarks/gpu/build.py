@@ -19,7 +19,7 @@ TOP = Path(__file__).resolve().parents[2]
 
 
 def arguments(architecture: str) -> list[str]:
-    """Of the first call of cmake."""
+    """The arguments of cmake's configure step."""
     build = TOP / "build" / f"gpu-{sys.implementation.cache_tag}-{architecture}"
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     return [

@@ -1,4 +1,4 @@
-"""Timing on the device, and the rows that the table of main.py shows."""
+"""Timing on the device, and the rows of the table that main.py prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = Callable[[], list[Row]]
 
 
 def row(name: str, value: float, unit: str, *, at_least: float | None = None, at_most: float | None = None) -> Row:
-    """One figure; with a limit, whether it is kept."""
+    """One figure and, if it has a limit, whether that is met."""
     target, met = "", None
     if at_least is not None:
         target, met = f">= {at_least:g}", value >= at_least
@@ -28,7 +28,7 @@ def row(name: str, value: float, unit: str, *, at_least: float | None = None, at
 
 
 def seconds(call: Callable[[int], object], *, rounds: int = 15, inner: int = 4, warmup: int = 3) -> float:
-    """Median seconds of ``call(i)`` on the current stream by device events; i counts the calls, to rotate inputs."""
+    """Median seconds of ``call(i)`` on the current stream by device events; ``i`` numbers the calls, to vary inputs."""
     for i in range(warmup):
         call(i)
     times = []
@@ -44,19 +44,19 @@ def seconds(call: Callable[[int], object], *, rounds: int = 15, inner: int = 4, 
 
 
 def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
-    """Bytes read plus written per second by a large device-to-device copy: what the kernels are compared with."""
+    """Bytes read plus written per second by a large device-to-device copy; the kernels are compared with it."""
     a, b = (torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA) for _ in range(2))
     return 2 * num_bytes / seconds(lambda i: (a if i % 2 else b).copy_(b if i % 2 else a))
 
 
 def collect(groups: Sequence[Rows], keep: Callable[[list[Row]], None]) -> tuple[list[Row], int]:
-    """The rows of all groups, and how many groups failed: one that does costs no other's; ``keep`` gets all so far."""
+    """The rows of all groups, and how many groups failed; ``keep`` is called with all rows so far after each group."""
     rows: list[Row] = []
     failed = 0
     for group in groups:
         try:
             rows += group()
-        except Exception:  # whatever it is, the figures of the others count
+        except Exception:  # the other groups are still measured
             traceback.print_exc()
             failed += 1
         keep(rows)
@@ -65,7 +65,7 @@ def collect(groups: Sequence[Rows], keep: Callable[[list[Row]], None]) -> tuple[
 
 
 def main(description: str, groups: Sequence[Rows]) -> None:
-    """Runs a benchmark script: prints its rows, and writes them where ``--json`` says. Exit code 1: a group failed."""
+    """Runs a benchmark script: prints its rows, and writes them to ``--json``. Exit code 1: a group failed."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     arguments = parser.parse_args()

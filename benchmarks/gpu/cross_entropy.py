@@ -3,10 +3,10 @@
 At 8K tokens x 128K columns of bf16, and at 16K x 128K of fp32, the shape of Liger's own benchmark. Its public figures
 there (Liger 0.5.2, H100 NVL; linkedin/Liger-Kernel, benchmark/data/h100_all_benchmark_data.csv, commit 3534d44, lines
 "cross_entropy,...,full,speed", V=131072): Liger 12.34 ms, torch unfused 32.55 ms, torch.compile 21.24 ms. So fused is
-2.64 times as fast as unfused, and ours has to be as much in one run.
+2.64 times as fast as unfused, and our kernel must reach that ratio in this run.
 
-The logits are random; the calls write their gradients where they will (ours and Liger's in place), so they are made new
-before each call, outside the time. Memory is what a call allocates at its peak beside the logits.
+The logits are random, and made anew before each call, outside the measured time, since ours and Liger's overwrite them
+with gradients. Memory is the peak that a call allocates beside the logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS, COLUMNS, ROUNDS, LIGER = 8192, 131072, 7, 2.64
 
 
 class Source(torch.autograd.Function):
-    """Gives ``holder[0]`` a place in a graph at no cost, as a projection before the loss would."""
+    """Puts ``holder[0]`` into an autograd graph without a cost, in place of a projection before the loss."""
 
     @staticmethod
     def forward(ctx, anchor, holder):  # noqa: ARG004

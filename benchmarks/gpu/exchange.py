@@ -1,7 +1,7 @@
-"""Exchange between two ranks on one GPU against cudaMemcpyAsync in the same run, and a matrix product beside it.
+"""Exchanges between two ranks on one GPU compared with cudaMemcpyAsync, and a matrix product at the same time.
 
-Ranks are threads of one process (one CUDA context) and then processes (a context each: the GPU shares itself between
-them by time slices, so these figures are shown without a target).
+Ranks are first threads of one process (one CUDA context) and then processes (a context each: they get time slices of
+the GPU, so these figures have no target).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANKS_S = 40.0
 
 
 def one_way(comm: hdp.Communicator, num_bytes: int, trips: int) -> float:
-    """Seconds of one message: messages there and back on the stream, the host waits for the last alone."""
+    """Seconds of one message, from many in alternating directions on the stream; the host only waits for the last."""
     x = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA)
     peer = 1 - comm.rank
     for count in (3, trips):
@@ -61,8 +61,8 @@ def memcpy(num_bytes: int, count: int) -> float:
 def product_beside(comm: hdp.Communicator) -> float:
     """Speed of a matrix product while exchanges run on another stream, as a share of its speed alone (rank 0).
 
-    The products are enqueued first, which takes the host no time, so that the exchanges run beside them from their
-    start to their end, however long the host takes to enqueue those.
+    The products are enqueued first, since that takes the host almost no time; so exchanges run from the first product
+    to the last, however long the host takes to enqueue them.
     """
     a, b = (torch.randn(SIDE, SIDE, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
     out, back = (torch.randint(0, 255, (LARGE,), dtype=torch.uint8, device=CUDA) for _ in range(2))

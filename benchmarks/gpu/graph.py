@@ -1,6 +1,6 @@
-"""A ring step by the host and as a CUDA graph: the same result, and the host's microseconds for each.
+"""A ring step called by the host and replayed as a CUDA graph: equal results, and the host's microseconds for each.
 
-A step sends KV to the next rank while it attends to its own, then attends to what landed and adds both up. Two ranks on
+A step sends KV to the next rank and computes attention on its own, then on the received KV, and adds both. Two ranks on
 one GPU, as processes.
 """
 
@@ -41,7 +41,7 @@ def ring_step(comm: hdp.Communicator) -> tuple[Callable[[], None], torch.Tensor,
 
 
 def host_microseconds(comm: hdp.Communicator, call: Callable[[], object]) -> float:
-    """Of the host alone, for one call; the streams are emptied every ten, so that no queue is full."""
+    """The host's time for one call; waits for the streams after every ten, so that no queue is full."""
     total = 0.0
     for _ in range(STEPS // 10):
         torch.cuda.synchronize()

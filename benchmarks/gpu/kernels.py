@@ -1,7 +1,7 @@
-"""Merge, zigzag gather and scatter, reductions, casts and folds against the copy bandwidth of the same run.
+"""Merge, zigzag gather and scatter, reductions, casts and folds compared with the copy bandwidth of the same run.
 
-Bytes are what must move: every input read once, every output written once. Inputs are random, larger than the cache,
-and two sets take turns.
+Bytes are the minimum that must move: every input read once, every output written once. Inputs are random and larger
+than the cache, and two sets alternate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hdpcomm.attention.layout import layout_of
 SHARE = 0.85
 TOKENS, HEADS, DIM = 16384, 32, 128
 BUFFER_BYTES = 256 << 20
-LENGTHS = [200] * 200 + [4096] * 14 + [32768]  # of a pack: short and long sequences
+LENGTHS = [200] * 200 + [4096] * 14 + [32768]  # a pack of short and long sequences
 
 
 def merge_rows() -> list[tuple[str, float, float]]:

@@ -1,8 +1,8 @@
-"""Builds hdpcomm on a machine with a GPU, tests it there and measures it; offline, under 9 minutes (docs/gpu.md).
+"""Builds, tests and measures hdpcomm on a machine with a GPU; offline, in less than 9 minutes (docs/gpu.md).
 
-Every part is a process with a time limit of its own; one that fails is reported and the others go on. Parts of a batch
-run at the same time: tests do, figures are measured alone. Exit code 0: all parts ran and all targets are met. 1: a
-part failed. 3: there is no GPU. 4: all parts ran, a target is missed. 130: interrupted by Ctrl-C, which ends all parts.
+Every part is a process with its own time limit; a failed part is reported and the others still run. The parts of a
+batch run at the same time: tests share a batch, measurements run alone. Exit code 0: all parts ran and all targets are
+met. 1: a part failed. 3: there is no GPU. 4: all parts ran, a target is missed. 130: Ctrl-C, which ends all parts.
 """
 
 import argparse
@@ -31,12 +31,12 @@ NO_GPU, FAILED, MISSED, INTERRUPTED = 3, 1, 4, 130
 
 @dataclass(frozen=True)
 class Part:
-    """One process. ``{json}`` in its command stands for the file that takes its rows, ``{out}`` for OUT."""
+    """One process. In its command, ``{json}`` is replaced by the file for its rows, and ``{out}`` by the folder OUT."""
 
     name: str
     command: tuple[str, ...]
     limit_s: float
-    missing: str = ""  # why it cannot run, if so
+    missing: str = ""  # why it cannot run, or empty
 
 
 def sanitizer(tool: str) -> Part:
@@ -47,7 +47,7 @@ def sanitizer(tool: str) -> Part:
 
 
 def tests(name: str) -> Part:
-    """A file of tests/gpu: a test that hangs costs its file only."""
+    """The part of one file of tests/gpu; each file is a part, so that a test that hangs stops only its file."""
     options = ("-q", "-p", "no:cacheprovider", "-o", "timeout=60")
     return Part(f"test_{name}", (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}_gpu.py"), 110)
 
@@ -62,7 +62,7 @@ def calibration() -> Part:
 
 
 def all_parts() -> list[list[Part]]:
-    """In batches, the figures that say most first: the time may not do for all."""
+    """All parts in batches, the most important figures first, since the time may not be enough for all."""
     kinds = [path.name[5:-7] for path in sorted((TOP / "tests/gpu").glob("test_*_gpu.py"))]
     return [
         [Part("build", (sys.executable, str(HERE / "build.py")), 200)],
@@ -78,7 +78,7 @@ def all_parts() -> list[list[Part]]:
 
 
 def find_gpu() -> tuple[dict[str, str], str]:
-    """(what the first GPU is, why there is none)."""
+    """(facts about the first GPU, the reason if there is none)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -99,15 +99,15 @@ def find_gpu() -> tuple[dict[str, str], str]:
 
 
 def environment() -> dict[str, str]:
-    """Of every part: this tree's package, the tools beside this Python and of the usual toolkit, and queues enough for
-    several ranks in a process (docs/architecture.md)."""
+    """The environment of every part: this tree's package, the tools of this Python and of the CUDA toolkit, and enough
+    hardware queues for several ranks in a process (docs/architecture.md)."""
     packages = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH", ""))))
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     return os.environ | {"PYTHONPATH": packages, "PATH": tools, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 class Running:
-    """The processes of a batch. Each is a session of its own, so Ctrl-C does not reach them: :meth:`end` does."""
+    """The processes of a batch. Each has its own session, so Ctrl-C does not reach them, and :meth:`end` ends them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,20 +115,20 @@ class Running:
         self._over = False
 
     def add(self, process: subprocess.Popen) -> None:
-        """Of any thread. One that starts after the end is ended at once."""
+        """Adds a process, from any thread; ends it at once if :meth:`end` was called before."""
         with self._lock:
             self._processes.add(process)
             if self._over:
                 end_session(process)
 
     def remove(self, process: subprocess.Popen) -> None:
-        """Ends what it has left running, too."""
+        """Removes a process, and ends all that it has left running."""
         with self._lock:
             self._processes.discard(process)
             end_session(process)
 
     def end(self) -> None:
-        """Ends all of them, and whatever is added from now on."""
+        """Ends all processes, also those that are added later."""
         with self._lock:
             self._over = True
             for process in self._processes:
@@ -136,8 +136,8 @@ class Running:
 
 
 def run_part(part: Part, limit_s: float, out: Path, running: Running) -> dict:
-    """The part's record: status (ok, failed, timeout, missing, skipped), seconds, rows, note. Its output is appended to
-    ``part.log`` of ``out``."""
+    """Runs a part and returns its record: status (ok, failed, timeout, missing, skipped), seconds, rows, note. Appends
+    its output to ``part.log`` in ``out``."""
     record = {"part": part.name, "status": "ok", "seconds": 0.0, "rows": [], "note": part.missing}
     if part.missing:
         return record | {"status": "missing"}
@@ -153,7 +153,7 @@ def run_part(part: Part, limit_s: float, out: Path, running: Running) -> dict:
     with (out / f"{part.name}.log").open("w") as output:
         output.write(f"\n=== {part.name}: {' '.join(command)}\n")
         output.flush()
-        try:  # a session of its own, so that its ranks end with it
+        try:  # in its own session, so that its ranks end with it
             process = subprocess.Popen(
                 command, cwd=TOP, env=environment(), stdout=output, stderr=output, start_new_session=True
             )
@@ -179,14 +179,14 @@ def run_part(part: Part, limit_s: float, out: Path, running: Running) -> dict:
 
 
 def end_session(process: subprocess.Popen) -> None:
-    """Ends what the part has left running."""
+    """Ends all processes that the part has left running."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def versions() -> dict[str, str]:
-    """What the figures depend on besides the device."""
+    """Versions of the software on which the figures depend."""
     script = "import torch, hdpcomm, json; print(json.dumps([torch.__version__, hdpcomm.__version__]))"
     found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
     try:
@@ -217,7 +217,7 @@ def exit_code(records: list[dict]) -> int:
 
 
 def run_batch(batch: list[Part], left_s: float, out: Path) -> list[dict]:
-    """The records of parts that run at the same time. Ctrl-C ends them all."""
+    """Runs parts at the same time and returns their records. Ctrl-C ends them all."""
     limits = [min(part.limit_s, left_s) for part in batch]
     for part, limit_s in zip(batch, limits, strict=True):
         print(f"{part.name} (at most {max(limit_s, 0):.0f} s)", file=sys.stderr, flush=True)
@@ -226,7 +226,7 @@ def run_batch(batch: list[Part], left_s: float, out: Path) -> list[dict]:
         try:
             return list(pool.map(run_part, batch, limits, [out] * len(batch), [running] * len(batch)))
         except KeyboardInterrupt:
-            running.end()  # or the pool would wait for their limits
+            running.end()  # otherwise the pool would wait until their time limits
             raise
 
 
@@ -244,7 +244,7 @@ def run_all(batches: list[list[Part]], out: Path, about: dict, total_s: float = 
                 own = out / f"{record['part']}.log"
                 log.write(f"\n=== {record['part']}: {record['status']} {record['note']}\n")
                 log.write(own.read_text(errors="replace") if own.exists() else "")
-        # Kept, whatever happens to the next part.
+        # Written after each batch, in case the next one is interrupted.
         (out / "gpu.json").write_text(json.dumps({**about, "parts": records}, indent=1) + "\n")
     for record in records:
         (out / f"{record['part']}.log").unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Ring attention with 2 and 4 ranks on one GPU: right to bf16 tolerance, and how much of a step waits for messages.
+"""Ring attention with 2 and 4 ranks on one GPU: its error in bf16, and how much of a step waits for messages.
 
-Exposed communication is 1 - (the step without messages) / (the step): the same attention with exchanges that move
-nothing, all ranks at once in both.
+Exposed communication is 1 - (time without messages) / (time of the step). Without messages means the same attention
+with exchanges that move nothing; in both cases all ranks run at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOLERANCE, EXPOSED, RANKS_S = 1e-2, 0.05, 45.0
 
 
 class Silent:
-    """A communicator whose exchanges move nothing; the rest passes through."""
+    """A communicator whose exchanges move nothing; all other calls go to the real one."""
 
     def __init__(self, comm: hdp.Communicator) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -35,7 +35,7 @@ class Silent:
         return self
 
     def wait(self, timeout: float | None = None) -> None:
-        """As a Work that has ended."""
+        """Returns at once, as the Work of an exchange that moves nothing."""
 
 
 def tensors(total: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -104,6 +104,6 @@ GROUPS: list[Rows] = [
 ]
 
 if __name__ == "__main__":
-    # Streams of one process share 32 hardware queues; four ranks in it have to make do with one lane each.
+    # Streams of one process share 32 hardware queues, which is enough for one lane of each of four ranks.
     os.environ["HDPCOMM_DEVICE_LANES"] = "1"
     main(__doc__.splitlines()[0], GROUPS)
