@@ -3,8 +3,8 @@
     python -m tests.stress                              # twice 10,000 operations on 8 ranks (processes)
     python -m tests.stress --threads --seed 3           # ranks are threads of one process
 
-Prints open descriptors, threads and resident memory of every rank after that many operations to warm up, and after as
-many again; ends with 1 if descriptors or threads grew, or memory by more than 8 MiB a process.
+Prints open descriptors, threads and resident memory of every rank after a first round of operations, and after a second
+one; exit code 1 if descriptors or threads grew, or memory by more than 8 MiB a process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def work(seed: int, operations: int, threads: bool) -> tuple[Usage, Usage]:
     torch.set_num_threads(1)
 
     def quiet_usage() -> Usage:
-        """While the other ranks wait. Of threads rank 0's counts for all: asking opens descriptors itself."""
+        """Counts while the other ranks wait. Threads have one count, taken by rank 0, since counting opens
+        descriptors."""
         world.barrier()
         found = usage() if world.rank == 0 or not threads else (0, 0, 0)
         world.barrier()

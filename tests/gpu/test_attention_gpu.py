@@ -1,4 +1,4 @@
-"""What the CPU tests of the kernels and backends show, on a GPU; skipped where there is none."""
+"""The tests of attention kernels and backends on a GPU; skipped without one."""
 
 import pytest
 import torch

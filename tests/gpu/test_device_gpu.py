@@ -1,4 +1,4 @@
-"""The contract of devices on a real one: the programs that the simulated devices pass (tests/unit/device)."""
+"""The contract of devices on a GPU: runs the programs that simulated devices pass (tests/unit/device)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The CUDA kernels against their CPU twins, which tests/unit/kernels holds against oracles; skipped without a GPU.
+"""The CUDA kernels compared with the CPU kernels, which tests/unit/kernels compares with oracles. Needs a GPU.
 
-The tests bear the names of their CPU twins. All but sums in another order must be equal to the bit, NaN payloads apart.
+Tests have the names of those for the CPU. Results must be bitwise equal, except for NaN payloads and for sums in
+another order.
 """
 
 import numpy as np
@@ -137,7 +138,7 @@ def test_loss_and_gradient_are_the_oracles(dtype, columns, in_place):
 
 
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan():
-    """The CPU raises; reading labels back would stop the stream."""
+    """A bad label makes the loss NaN; only the CPU raises, since reading labels back would stop the stream."""
     loss = kernels.cross_entropy(torch.zeros(3, 4, device=CUDA), torch.tensor([0, 4, -1], device=CUDA))
     assert loss.isnan().tolist() == [False, True, True]
 

@@ -1,5 +1,5 @@
-"""The transports with NCCL and its real library: a world of one on any GPU; more ranks where NCCL lets them share one,
-or two GPUs are there. Bodies of tests/ranks. "Hosts" are ranks of this one whose HDPCOMM_HOSTID differs."""
+"""The transports with the real NCCL: a world of one rank on any GPU, and more ranks on two GPUs or if NCCL lets them
+share one. Runs functions of tests/ranks. "Hosts" are groups of ranks on this host with different HDPCOMM_HOSTID."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sharing(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def on_two_hosts(fn: Callable[..., Any], *args: Any) -> Any:
-    """The first half of the ranks on one, the others on another."""
+    """Host names: the first half of the ranks on one host, the others on another."""
     os.environ["HDPCOMM_HOSTID"] = str(int(os.environ["RANK"]) * 2 // int(os.environ["WORLD_SIZE"]))
     return sharing(fn, *args)
 
@@ -122,7 +122,7 @@ def on_two_hosts_with_puts(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def puts() -> int:
-    """Blocks that are passed on from where they landed; how many were put. -1: this machine cannot."""
+    """Forwards blocks from where they landed; returns how many were put, or -1 if this machine cannot."""
     try:
         comm = hdp.init(timeout=60)
     except hdp.DeviceError as error:
@@ -202,7 +202,7 @@ def test_graphs(size: int, transport: str) -> None:
 
 
 def killed(folder: str, victim: int) -> None:
-    """What a rank hears whose peer's process is killed goes to a file."""
+    """Kills the process of a peer; this rank writes the error that it gets to a file."""
     comm = hdp.init(timeout=30)
     x = torch.zeros(100_000, device=comm.device)
     comm.all_reduce(x, algorithm="ring")

@@ -1,4 +1,4 @@
-"""The device transport on a GPU that several ranks share: bodies of tests/ranks/device, and what only CUDA has."""
+"""The device transport on a GPU that several ranks share: functions of tests/ranks/device, and CUDA's own features."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_the_same_bits_as_shared_memory(world_size: int, count: int) -> None:
 
 
 def peer_bits(count: int, named: bool) -> dict[tuple[str, str], bytes]:
-    """Of two ranks' sums, in which every order gives the same bits; operands in a tensor and in the landing zone."""
+    """Results of sums of two ranks, where every order gives the same bits; operands in a tensor and in the landing
+    zone."""
     with hdp.init() as comm:
         results = {}
         zone = comm.landing_zone(torch.empty(0, device=comm.device))
@@ -80,7 +81,7 @@ def test_host_tensors_go_by_the_host() -> None:
 
 
 class Foreign:
-    """A tensor as another library shows it."""
+    """A tensor as another library's array."""
 
     def __init__(self, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.x = x

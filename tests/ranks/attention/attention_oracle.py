@@ -1,4 +1,4 @@
-"""Plain softmax attention in float64, sequence by sequence; and the harness that compares ranks with it."""
+"""Plain softmax attention in float64, sequence by sequence, and functions that compare ranks with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRADS = ("out", "dq", "dk", "dv")
 
 @dataclass
 class Case:
-    """One attention on ``size`` ranks."""
+    """The parameters of one attention on ``size`` ranks."""
 
     size: int
     lengths: list[int]
@@ -97,7 +97,7 @@ def expected(case: Case) -> dict[str, torch.Tensor]:
 
 
 def on_rank(case: Case, comm: hdp.Communicator) -> dict[str, torch.Tensor]:
-    """What one rank computes of ``case``."""
+    """The result of one rank for ``case``."""
     x = case.tensors()
     place = {"rank": comm.rank, "size": comm.size}
     cuts = {"q": case.cu, "dout": case.cu, "k": case.cu_k, "v": case.cu_k}
@@ -118,7 +118,7 @@ def on_rank(case: Case, comm: hdp.Communicator) -> dict[str, torch.Tensor]:
 
 
 def on_ranks(case: Case) -> dict[str, torch.Tensor]:
-    """What all ranks together compute, put back in the order of the pack; sinks' gradients summed."""
+    """The results of all ranks in the order of the pack, with the sum of the gradients of sinks."""
     parts = run_threads(lambda: on_rank(case, hdp.init()), case.size)
     cuts = {"out": case.cu, "lse": case.cu, "dq": case.cu, "dk": case.cu_k, "dv": case.cu_k}
     whole = {name: unshard([part[name] for part in parts], cu) for name, cu in cuts.items()}
@@ -128,8 +128,8 @@ def on_ranks(case: Case) -> dict[str, torch.Tensor]:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference over the norm; for a result that is 0 but for rounding (the gradient of q where each
-    query sees one key), over that of the inputs, which are of order 1.
+    """Norm of the difference over the norm of the result; or over the norm of the inputs, which are of order 1, if the
+    result is 0 except for rounding (the gradient of q where each query sees one key).
     """
     norm, inputs = float(want.double().norm()), want.numel() ** 0.5
     return float((got.double() - want.double()).norm()) / (norm if norm > 1e-4 * inputs else max(inputs, 1.0))

@@ -19,7 +19,7 @@ def _good(comm, dtype=torch.float64):
 
 
 def _errors(change, ranks=(1,), **settings):
-    """What each rank raises when ``change(arguments, comm)`` spoils those of ``ranks``; then a good call must work."""
+    """The error of each rank when ``change(arguments, comm)`` spoils those of ``ranks``; a good call follows."""
 
     def main():
         comm = hdp.init()

@@ -40,7 +40,7 @@ def cases(draw):
 
 
 def _possible(case):
-    """Head-parallel variants need heads that can be shared; elsewhere take the ring."""
+    """The case, or the same with the ring if its heads cannot be shared as its variant needs."""
 
     def shares(n):
         return case.size % n == 0 and case.heads % n == 0 and (case.kv_heads % n == 0 or n % case.kv_heads == 0)

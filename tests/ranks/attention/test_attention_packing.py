@@ -1,4 +1,4 @@
-"""Attention inside a model: the pack of a block, the shape of torch's own function, and torch.compile."""
+"""Attention inside a model: ``with packing()``, the replacement of torch's function, and torch.compile."""
 
 import importlib
 from collections import OrderedDict
@@ -100,7 +100,7 @@ def test_like_torchs_function():
 
 
 def test_dense_is_a_batch_of_packs():
-    """[batch, tokens, heads, dim]: every row as if alone, with the layout of one pack."""
+    """[batch, tokens, heads, dim]: every row gives the same result as alone, with the layout of one pack."""
     cu, batch = [0, 21, 33], 3
     whole = [torch.randn(batch, 33, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     sinks = torch.randn(4, dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_dense_is_a_batch_of_packs():
 
 
 def test_packs_of_eager_layers_are_not_kept(remembered):
-    """Autograd keeps what their backward needs; only the compiled operator needs a ticket."""
+    """Eager calls save no pack, since autograd keeps what their backward needs; only compiled ones need a ticket."""
     with packing(None, CU):
         Layer()(_x()).sum().backward()
     assert not remembered
@@ -127,7 +127,7 @@ def test_packs_of_eager_layers_are_not_kept(remembered):
 
 @pytest.mark.parametrize("end", [hdp.Communicator.close, lambda comm: comm.abort("enough")])
 def test_worlds_that_are_over_are_let_go_of(remembered, end):
-    """Their communicators are not kept alive once the next pack begins; those of open worlds are."""
+    """Packs of ended worlds are dropped when the next pack begins; those of open worlds are kept."""
     layer = Layer()
     torch._dynamo.reset()
     call = torch.compile(layer, backend="aot_eager", fullgraph=True)

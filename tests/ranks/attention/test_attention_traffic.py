@@ -1,4 +1,4 @@
-"""Bytes that ranks really send, against the minimum: what others need of their KV, and the gradients of that."""
+"""The bytes that ranks send compared with the minimum: the KV that other ranks need, and its gradients."""
 
 import pytest
 import torch

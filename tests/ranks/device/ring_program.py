@@ -1,4 +1,4 @@
-"""Ring attention for the check mode: what the attention kernels read of the travelling keys is told to the device."""
+"""Ring attention for the check mode: tells the simulated device which keys the attention kernels read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LENGTHS = [37, 1, 12, 6]
 
 @contextmanager
 def annotated() -> Iterator[None]:
-    """The backends' reads of KV count as reads of the host, after the exchange of the next block was posted; its own
-    block in the landing zone as written by the host, before the first."""
+    """Tells the device that the host reads KV after the exchange of the next block is posted (as backends do), and that
+    the host writes the rank's own block in the landing zone before the first exchange."""
     kv, post = ring._RingBuffers.kv, ring._RingBuffers.post
 
     def streams_of(buffers: Any) -> Any:

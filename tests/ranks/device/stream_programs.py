@@ -1,6 +1,6 @@
-"""Programs as a GPU's user writes them, for the check mode of simulated devices.
+"""Programs like those of a GPU user, for the check mode of simulated devices.
 
-Inputs are made and outputs are read by work of the caller's own stream, and the host waits for nothing in between.
+Work on the caller's stream writes inputs and reads outputs, and the host does not wait in between.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Caller:
         return self.engine.device
 
     def made(self, x: torch.Tensor) -> torch.Tensor:
-        """Bytes written by work of the stream."""
+        """Memory that work of the stream has written."""
         size = x.numel() * x.element_size()
         self.device.fill(x.data_ptr(), self.comm.rank + 1, bytes=size, stream=self.stream)
         return x
 
     def used(self, x: torch.Tensor) -> None:
-        """Bytes read by work of the stream, into memory that the host looks at in the end."""
+        """Lets work of the stream read memory, into a copy that the host checks at the end."""
         copy = torch.empty_like(x)
         size = x.numel() * x.element_size()
         self.device.copy(copy.data_ptr(), x.data_ptr(), bytes=size, stream=self.stream)
@@ -85,7 +85,7 @@ class Caller:
 
 @contextmanager
 def joined() -> Iterator[Caller]:
-    """A rank of the run's world. Its own stream is destroyed when all is done."""
+    """A rank of the run's world; destroys the rank's stream at the end."""
     with hdp.init() as comm:
         assert isinstance(comm, DeviceCommunicator)
         device = comm.streams.device
@@ -111,9 +111,9 @@ def exchanges() -> None:
 
 
 def landings() -> None:
-    """A ring that passes blocks on from where they landed, two places in turn, with work on them in between.
+    """A ring that forwards blocks from where they landed, in two alternating places, with work on them in between.
 
-    Where the peer has no link, the message has no place; the receiver's memory is the same, if it has a zone.
+    Messages to a peer without a link have no place; the receiver's memory is the same, if it has a zone.
     """
     with joined() as rank:
         n, r = rank.comm.size, rank.comm.rank
@@ -128,7 +128,7 @@ def landings() -> None:
             arriving = memory[at : at + 16000].view(torch.float32)
             sent = (block, to, at if rank.comm.lands(to) else None)
             work = rank.exchange([sent], [(arriving, back, at if rank.comm.lands(back) else None)], background=True)
-            kept.append(used := torch.empty_like(block))  # the work of this step reads what arrived in the one before
+            kept.append(used := torch.empty_like(block))  # the work of this step reads what the previous one received
             rank.device.copy(used.data_ptr(), block.data_ptr(), bytes=16000, stream=rank.stream)
             work.wait_on(rank.stream)
             block = arriving
@@ -136,7 +136,7 @@ def landings() -> None:
 
 
 def collectives() -> None:
-    """Every algorithm of all-reduce, from one stream and in the background, on memory that is used again."""
+    """Every algorithm of all-reduce, from one stream and in the background, on reused memory."""
     with joined() as rank:
         x = torch.empty(2500)
         for algorithm in hdp.Communicator.algorithms("all_reduce"):
@@ -163,7 +163,7 @@ def two_streams() -> None:
 
 
 def peer_reads() -> None:
-    """Collectives whose kernels read the peers, in windows that are used again and from the landing zone."""
+    """Collectives whose kernels read peers, in reused windows and from the landing zone."""
     with joined() as rank:
         n, count = rank.comm.size, 3000
         zone = rank.comm.landing_zone(torch.empty(0))

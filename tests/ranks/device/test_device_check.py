@@ -1,4 +1,4 @@
-"""The transport and the executor in check mode: clean for every seed, and every line that orders is needed.
+"""The transport and the executor in check mode: no errors for any seed, and every line that orders work is needed.
 
 A thousand seeds: ``python -m tests.ranks.device.test_device_check 1000``.
 """

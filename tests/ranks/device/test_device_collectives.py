@@ -1,4 +1,4 @@
-"""The collectives over streams: the cases of the host transport, and its bits."""
+"""The collectives over streams: the cases of the host transport, with bitwise equal results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def noise(count: int, seed: int) -> torch.Tensor:
 
 
 def cases(comm: hdp.Communicator, count: int) -> dict[tuple[str, str], Callable[[str], torch.Tensor]]:
-    """Every operation, by name and algorithm: a call that returns what this rank has got."""
+    """Every operation, by name and algorithm, as a call that returns this rank's result."""
     n, rank = comm.size, comm.rank
     mine, whole = (noise(k * count, seed).to(comm.device) for k, seed in ((1, rank), (n, 100 + rank)))
 

@@ -1,4 +1,4 @@
-"""One-shot and two-shot collectives, whose kernels read the peers: a sum written another way, and shared memory's."""
+"""One-shot and two-shot collectives, whose kernels read peers, compared with a sum in torch and with shared memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drawn(count: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def folded(operands: list[torch.Tensor], op: str) -> torch.Tensor:
-    """Rank 0's operand first, in float32 (float64 for it), rounded once: the order that the documentation states."""
+    """The sum in the documented order: from rank 0 on, in float32 (float64 for float64), rounded once."""
     wide = torch.promote_types(operands[0].dtype, torch.float32) if operands[0].is_floating_point() else torch.int64
     total = operands[0].to(wide).numpy().copy()
     for x in operands[1:]:
@@ -148,7 +148,7 @@ def test_random_mixes_of_overlapping_subsets(operations: list[Any]) -> None:
 
 
 def bits(count: int, algorithms: bool) -> dict[tuple[str, str], bytes]:
-    """Of two ranks' float sums, in which every order gives the same bits, and of integers; "" is shm's own choice."""
+    """Results of float sums of two ranks, where every order gives the same bits, and of integers; "": shm's choice."""
     with hdp.init() as comm:
         results = {}
         for way in WAYS:
@@ -216,7 +216,7 @@ def test_names_where_they_apply(transport: str) -> None:
 
 
 def chosen() -> None:
-    """Costs under which one way is far cheaper are followed."""
+    """The algorithm that the given costs make far cheaper is chosen."""
     with hdp.init() as comm:
         before = comm.stats()["messages_sent"]
         comm.all_reduce(torch.ones(1 << 16))

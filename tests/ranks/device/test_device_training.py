@@ -1,4 +1,4 @@
-"""Attention and training over streams: the bits of the shm transport."""
+"""Attention and training over streams give the same bits as over the shm transport."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def training() -> tuple[list[float], torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trainer(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of shared memory where sums have its order: with its costs, and none low enough for reads of peers."""
+    """Training gives the bits of shared memory with its costs, which make the order of sums equal: no peer reads."""
     want = run_threads(training, world_size, transport="shm")
     for losses, weights in run_threads(training, world_size, transport="sim"):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(want[0][0]), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""Settings that make small messages go the ways of large ones."""
+"""Settings under which small messages take the paths of large ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["small_slots"]
 
 @contextmanager
 def small_slots(slots: int = 4, lanes: int = 2) -> Iterator[None]:
-    """Slots of a page, so that 4 KB make a message of several pieces; for ranks that are threads."""
+    """Slots of one page, so that 4 KB are a message of several pieces; for ranks that are threads."""
     settings = {
         "HDPCOMM_DEVICE_SLOT_BYTES": "4096",
         "HDPCOMM_DEVICE_SLOTS": str(slots),

@@ -1,4 +1,4 @@
-"""Calibration: every cost is found, by pairs of every kind of link, and kept."""
+"""Calibration: every cost is measured, for each kind of link, and saved."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def calibrate_nccl() -> dict[str, dict[str, float]]:
 
 
 def test_calibration_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fake NCCL: which names come of it, and whose messages they are."""
+    """With a fake NCCL: under which names costs are saved, and which pairs of ranks are measured."""
     pairs: list[tuple[int, int]] = []
 
     def measured(_comm: Communicator, members: tuple[int, int]) -> dict[str, float]:

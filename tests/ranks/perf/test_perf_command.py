@@ -1,4 +1,4 @@
-"""``hdpcomm perf`` as a command: what it prints and writes, its exit codes, other libraries beside it. Never times."""
+"""``hdpcomm perf`` as a command: its output, files and exit codes, and other libraries. Never checks times."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_ranks_of_srun(tmp_path: Path) -> None:
 
 
 class OnGpu:
-    """Of a world of one rank, what the header asks."""
+    """A world of one rank, with the members that the header reads."""
 
     rank, size, device = 0, 1, torch.device("cuda", 3)
 
@@ -285,7 +285,7 @@ def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest
 def test_a_sweep_outlives_mpi_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was measured is printed and written in any case; the exit code is that of the error."""
+    """After an error all measured rows are printed and written; the exit code is that of the error."""
 
     def failing(config: PerfConfig, ranks: int) -> Iterator[Row]:
         assert (config.op, ranks) == ("all_reduce", 1)

@@ -1,4 +1,4 @@
-"""Measured runs: what they return, and that wrong data is found. Never times."""
+"""Measured runs: what they return, and that wrong data is found. Never checks times."""
 
 from __future__ import annotations
 
@@ -121,5 +121,5 @@ def wrong_counts_with(place: int) -> dict[str, list[int]]:
 def test_one_planted_error_is_found(ranks: Any, place: int) -> None:
     for op, counts in ranks(3, wrong_counts_with, place)[0].items():
         assert counts, op
-        # In place, what lies beside an output may be an input, which the operation may change.
+        # In place, memory beside an output may be an input, which the operation may change.
         assert counts == [1] * len(counts) if place >= 0 else counts[0] == 1, op

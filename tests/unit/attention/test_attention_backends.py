@@ -1,4 +1,4 @@
-"""Backends: what they refuse, how tiles become kernel calls; without a GPU, that CUDA calls fit torch's operators."""
+"""Backends: what they refuse, how tiles become kernel calls, that CUDA calls fit torch's operators. No GPU needed."""
 
 import itertools
 import types
@@ -70,7 +70,7 @@ def test_long_bands_become_small_masks():
 
 
 class WrittenOut(VarlenBackend):
-    """A varlen kernel by the definition: aligned at the ends, windows left and right of that diagonal."""
+    """A varlen kernel that follows the definition: aligned at the ends, with windows left and right of the diagonal."""
 
     name = "written out"
 
@@ -221,7 +221,7 @@ def test_cuda_calls_fit_torchs_operators(backend, dtype, tiles, monkeypatch):
 
 
 class StandIn:
-    """The functions of flash-attn 2.7.4 and 3, with their signatures and a kernel written out."""
+    """Fakes of the functions of flash-attn 2.7.4 and 3, with their signatures and a plain implementation."""
 
     def __init__(self):
         self.kernel = WrittenOut()

@@ -28,7 +28,7 @@ def _layouts(lengths, keys, size):
 
 
 def _seen(lengths, keys, band):
-    """Per sequence, which (query, key) pairs the mask lets through; dense, straight from the definition."""
+    """For each sequence, the (query, key) pairs that the mask allows; dense, directly from the definition."""
     masks = []
     for n, m in zip(lengths, keys, strict=True):
         gap = np.arange(m)[None, :] - np.arange(n)[:, None] - (m - n)
@@ -86,8 +86,8 @@ def test_work_covers_the_mask_once(problem):
 @given(problems())
 @settings(max_examples=100, deadline=None)
 def test_rows_sent_are_the_minimum(problem):
-    """A key has to reach every rank, other than its owner, that holds a query which sees it: once, and nothing else
-    moves. The same number of gradient rows comes back."""
+    """Each key reaches every other rank with a query that sees it exactly once, and nothing else is sent. The same
+    number of gradient rows is sent back."""
     lengths, keys, band, size = problem
     q_layout, kv_layout = _layouts(lengths, keys, size)
     minimum = 0
@@ -97,7 +97,7 @@ def test_rows_sent_are_the_minimum(problem):
             held = np.zeros(mask.shape[0], dtype=bool)
             for start, stop in q_layout.spans(rank)[s].tolist():
                 held[start:stop] = True
-            # of a window's edge, whole runs between the first and the last visible key count: a band has no holes
+            # at a window's edge, all keys between the first and the last visible one count: a band has no holes
             needed[rank] = mask[held].any(axis=0)
             for start, stop in kv_layout.spans(rank)[s].tolist():
                 needed[rank, start:stop] = False

@@ -50,7 +50,7 @@ def test_heads_must_fit():
 
 
 def test_costs_decide():
-    """A slow link favours what moves least; slow messages favour few of them."""
+    """A slow link favours the variant that moves least; a high latency favours few messages."""
     few_kv = _problem(heads=32, kv_heads=1)
     assert _choose("auto", 4, few_kv, costs=SLOW_LINK).head_group == 1  # KV of one head is little, q and out are much
     assert _choose("auto", 4, costs=SLOW_START).name in ("gather", "ulysses")

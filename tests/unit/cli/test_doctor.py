@@ -58,7 +58,7 @@ def test_a_missing_core_is_bad(monkeypatch):
 
 
 def test_what_the_system_forbids(monkeypatch, capsys):
-    """Messages have another way than process_vm_readv; a host's ranks have no memory but that of memfd_create."""
+    """Messages can do without process_vm_readv; the ranks of a host cannot do without memfd_create."""
 
     def forbidden(*_, **__):
         raise PermissionError(1, os.strerror(1))

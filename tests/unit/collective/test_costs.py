@@ -13,7 +13,7 @@ from hdpcomm.comm.costs import costs_path, load_costs, save_costs
 from hdpcomm.plan import DEVICES
 
 DEFAULTS = collective.DEFAULT_COSTS
-#: Steps are dear and messages cheap on a network; there, few steps win while messages are small.
+#: On a network steps are expensive and messages are cheap, so few steps win while messages are small.
 NETWORK = {"alpha_s": 20e-6, "message_s": 5e-6, "beta_s_per_byte": 4e-11, "gamma_s_per_byte": 1e-11}
 
 
@@ -86,6 +86,6 @@ def test_nccl_costs_what_planner_and_simulator_say(monkeypatch: pytest.MonkeyPat
     ):
         costs = load_costs(name)
         assert (costs["alpha_s"], costs["beta_s_per_byte"]) == (latency, 1 / bandwidth)
-        assert chosen("all_reduce", 8, 8, costs) in ("recursive", "direct")  # a step is dear
+        assert chosen("all_reduce", 8, 8, costs) in ("recursive", "direct")  # steps are expensive
     assert device.intra_latency_s == pytest.approx(11.8e-6)
     assert device.inter_latency_s == pytest.approx(22.4e-6)

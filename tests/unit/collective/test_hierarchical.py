@@ -1,4 +1,4 @@
-"""Hierarchical schedules: proved by the checker on nodes of any shape, minimal on the wire, chosen where they pay."""
+"""Hierarchical schedules: proved by the checker on nodes of any shape, minimal between nodes, chosen where faster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES = (
 
 
 def numbered(nodes: list[int]) -> list[int]:
-    """By first appearance, as the core wants them."""
+    """Node numbers by first appearance, as the core expects them."""
     seen: dict[int, int] = {}
     return [seen.setdefault(node, len(seen)) for node in nodes]
 
@@ -88,7 +88,7 @@ def test_random_mixes_of_overlapping_subsets(seed: int) -> None:
     assert scale.check(num_ranks, operations, seed) == ""
 
 
-@pytest.mark.parametrize("fault", [1, 2, 3])  # a send less, a receive less, a copy for a reduction
+@pytest.mark.parametrize("fault", [1, 2, 3])  # a missing send, a missing receive, a copy instead of a reduction
 @pytest.mark.parametrize("op", OPS)
 def test_planted_faults_are_found(op: str, fault: int) -> None:
     try:
@@ -133,7 +133,7 @@ def test_it_is_chosen_where_it_pays() -> None:
             }
             chosen = scale.choose(comm.OPS[op], count, 4, nodes, SHM, NETWORK)
             assert seconds[chosen] == min(seconds.values())
-        if op not in ROOTED:  # a pipelined chain crosses once, too, and overlaps with what goes on inside
+        if op not in ROOTED:  # a pipelined chain crosses once, too, and overlaps with the steps inside a node
             assert scale.choose(comm.OPS[op], 1 << 22, 4, nodes, SHM, NETWORK) == "hierarchical"
     # One rank a node: nothing to gain inside, and the wire is the same.
     lonely = {

@@ -1,4 +1,4 @@
-"""Every schedule is proved by symbolic execution, and the prover is proved by schedules that are wrong."""
+"""Every schedule is proved by symbolic execution, and the prover itself is tested with wrong schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpora: what is read back is what is in the files, and every bad input has its own message."""
+"""Corpora: sequences have the content of the files, and every bad input has its own message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn lengths against the published quantiles."""
+"""Random lengths compared with the published quantiles."""
 
 from __future__ import annotations
 

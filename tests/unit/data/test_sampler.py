@@ -1,4 +1,4 @@
-"""Global batches: every sequence once an epoch, the budget kept, equal from equal arguments."""
+"""Global batches: every sequence once per epoch, within the budget, equal for equal arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The contract of devices as small programs. Each takes a device that was just opened and asserts what it must give.
+"""The contract of devices as small programs. Each takes a new device and asserts what it must do.
 
 `test_device_fast.py` and `test_device_check.py` run them on simulated devices, `tests/gpu/test_device_gpu.py` on CUDA.
-The host looks at device memory only through pinned memory, so that the same program runs everywhere.
+The host reads device memory only through pinned memory, so that the same program runs on all of them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def recording_again_does_not_move_an_older_wait(device: Device) -> None:
     device.wait_value(first, flag, 1)
     device.record(event, first)  # not reached before the flag is set
     assert not device.query(event)
-    device.write_value(second, flag, 1)  # would never run, had the wait moved to the second record
+    device.write_value(second, flag, 1)  # would never run if the wait were for the second record
     device.synchronize_event(event, TIMEOUT)
     assert device.query(event)
     device.synchronize_stream(second, TIMEOUT)

@@ -1,4 +1,4 @@
-"""SimDevice's check mode: correct programs are clean, and each line that orders is missed when it is left out."""
+"""SimDevice's check mode: correct programs have no errors, and each line that orders work is missed if left out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find(program: Callable[..., object], world_size: int = 1, *, seed: int = 0) 
 
 
 def new(count: int, value: int = 0) -> tuple[Device, int]:
-    """A device, and memory of it that is written."""
+    """A device, and memory of it that has been written."""
     device = open_sim(current_rank())
     memory = device.allocate(4 * count)
     device.fill(memory, value, bytes=4 * count, stream=0)
@@ -48,7 +48,7 @@ def test_contract(program: Callable[[Device], None]) -> None:
 
 
 class PingPong:
-    """Rank 0 fills a buffer and puts it into rank 1's memory, rank 1 adds it up: events on one side, flags across."""
+    """Rank 0 fills a buffer and copies it to rank 1, which sums it up: events inside a rank, flags between them."""
 
     def __init__(self, world_size: int = 2, count: int = 256, turns: int = 3) -> None:
         self.count, self.turns = count, turns
@@ -101,7 +101,7 @@ def test_a_correct_exchange_is_clean_and_right_whatever_the_order() -> None:
         assert total == [6 * 0x01010101] * 256
 
 
-# What must be found when a line is left out: the two operations, or those that stand still.
+# What must be found when a line is left out: the two operations of a race, or those that wait for ever.
 PLANTED = {
     "made": ("make", "put"),
     "wait-made": ("make", "put"),
@@ -127,7 +127,7 @@ def test_each_line_that_orders_is_missed() -> None:
             pairs = {frozenset((each.first[1], each.second[1])) for each in site.found}
             assert frozenset((line(first), line(second))) in pairs, site
     assert sites.pop(line("before-export")).found
-    assert len(sites) == 1  # the synchronize of new(): nothing looks at it before the next one
+    assert len(sites) == 1  # the synchronize of new(): nothing depends on it before the next one
     assert not next(iter(sites.values())).found
 
 
@@ -320,7 +320,7 @@ def test_a_rank_that_waits_outside_of_its_device_does_not_hide_a_deadlock() -> N
     def program() -> None:
         device, memory = new(16)
         if current_rank() == 1:
-            ended.wait(30)  # for the other rank, by other means
+            ended.wait(30)  # for the other rank, in a way that the device does not see
             return
         device.wait_value(0, memory, 1)
         try:

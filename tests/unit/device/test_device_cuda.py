@@ -1,4 +1,4 @@
-"""CudaDevice without a GPU: no driver, an old driver, and a driver that does everything at once in host memory."""
+"""CudaDevice without a GPU: no driver, an old driver, and a fake driver that runs everything at once in host memory."""
 
 from __future__ import annotations
 

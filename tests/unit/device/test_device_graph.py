@@ -1,4 +1,4 @@
-"""Graphs of simulated devices: what CUDA's captures keep and refuse, and replays in the order of the streams."""
+"""Graphs of simulated devices: what captures record and refuse, as in CUDA, and replays in stream order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def copy(device: core.Device, to: torch.Tensor, source: torch.Tensor, stream: in
 
 
 def test_work_runs_at_launches_only_and_in_order(device: core.Device) -> None:
-    """Two streams, one forked from the other and back; each launch reads what is there then."""
+    """A graph of two streams, forked and joined; each launch reads the memory's content at that time."""
     first, second = device.create_stream(), device.create_stream()
     forked, joined = device.create_event(), device.create_event()
     x, middle, y = (torch.zeros(50_000) for _ in range(3))
@@ -49,7 +49,7 @@ def test_work_runs_at_launches_only_and_in_order(device: core.Device) -> None:
 
 
 def test_launches_follow_each_other_and_the_work_around_them(device: core.Device) -> None:
-    """x -> y, then y -> x by the graph; the same memory in turn, on two streams and without a host in between."""
+    """Copies x -> y, then y -> x by the graph: the same memory on two streams, without the host in between."""
     stream = device.create_stream()
     x, y = torch.zeros(30_000), torch.zeros(30_000)
     begin(device, stream)

@@ -1,8 +1,8 @@
 """Random programs: the checker finds a race or a deadlock exactly where some order of the operations has one.
 
-The oracle knows nothing of clocks: it walks through all states that a program can reach (how far the host and each
-stream have come). Two operations race when a state has both of them next and they touch one cell; a state in which
-nothing can go on before the end is a deadlock.
+The oracle uses no vector clocks: it visits all states that a program can reach (how far the host and each stream have
+come). Two operations race if both come next in some state and they use one cell; a state before the end from which
+nothing can continue is a deadlock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STREAMS, EVENTS, CELLS, FLAGS = 3, 2, 1, 2
 
 @dataclass(frozen=True)
 class Op:
-    """``stream`` -1: the host does it itself."""
+    """One operation of a program; ``stream`` -1 is the host."""
 
     kind: str  # write, read, record, wait, signal, await, sync_stream, sync_event
     stream: int
@@ -62,7 +62,7 @@ class Oracle:
         self.program = program
         self.race = False
         self.deadlock = False
-        # Of each wait for an event or a stream: what has to be done first, fixed by the program's order of calls.
+        # For each wait for an event or a stream, the operations that must be done first, by the order of the calls.
         self.targets: dict[int, tuple[int, int]] = {}
         counts, records = [0] * STREAMS, {}
         for i, op in enumerate(program):
@@ -119,7 +119,7 @@ class Oracle:
 
 
 def _run(program: list[Op], seed: int) -> set[str]:
-    """The kinds of reports."""
+    """The kinds of errors that the checker reports."""
     run = SimCheck(seed)
     run.enter_rank(0)
     device = open_sim(0)
@@ -153,7 +153,7 @@ def _run(program: list[Op], seed: int) -> set[str]:
             else:
                 device.wait_value(streams[op.stream], flags + 4 * op.arg, 1)
     except CommTimeout:
-        pass  # the host stands still for ever: the record ends here
+        pass  # the host waits for ever: the recording ends here
     run.leave_rank()
     run.finish()
     return {report.kind for report in run.reports()}

@@ -1,4 +1,4 @@
-"""Reductions, casts and the kernels over several buffers, against numpy in float64 and in wider integers."""
+"""Reductions, casts and the kernels over several buffers, compared with numpy in float64 and in wider integers."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def values(generator, count, dtype, offset=0):
 
 
 def exact(op, tensors):
-    """What an infinitely precise fold gives: float64, or Python integers."""
+    """The fold with higher precision: in float64, or with Python integers."""
     name = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}[op]
     if tensors[0].dtype.is_floating_point:
         arrays = [x.double().numpy() for x in tensors]
@@ -59,7 +59,7 @@ def back(result, dtype):
 
 
 def same_bits(a, b):
-    """Equal bits, but for the payload of NaN."""
+    """Asserts equal bits, except for NaN payloads."""
     if a.dtype.is_floating_point:
         nan = a.isnan()
         assert torch.equal(nan, b.isnan())
@@ -84,7 +84,7 @@ def test_reduce_is_exact_arithmetic_rounded_once(seed, count, dtype, op, offsets
     target = {"new": out, "a": a, "b": b}[into]
     kernels.reduce(target, a, b, op=op)
     if dtype.is_floating_point and op in ("min", "max"):
-        want, target = want + 0.0, target + 0.0  # which of two zeros is the smaller is left open
+        want, target = want + 0.0, target + 0.0  # min and max may return either zero
     same_bits(target, want)
 
 

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy against a float64 oracle that is written with Python's and numpy's logarithms."""
+"""Softmax cross-entropy compared with a float64 oracle that uses Python's and numpy's logarithms."""
 
 import math
 from itertools import pairwise
@@ -20,7 +20,7 @@ IGNORED = -7
 
 
 def oracle(logits, labels, factors):
-    """(losses, gradients) in float64: log-sum-exp by numpy's pairwise logaddexp; factors: of the losses."""
+    """(losses, gradients) in float64, with numpy's pairwise logaddexp; ``factors`` multiply the losses."""
     x = logits.detach().double().numpy()
     losses, grads = np.zeros(len(x)), np.zeros(x.shape)
     for i, label in enumerate(labels.tolist()):
@@ -34,7 +34,7 @@ def oracle(logits, labels, factors):
 
 
 def problem(seed, tokens, columns, dtype):
-    """Logits with -inf and rows of anything where there is no label; labels, weights, upstream."""
+    """(logits, labels, weights, upstream gradients); logits have -inf, and any values in rows without a label."""
     generator = np.random.default_rng(seed)
     logits = torch.empty(tokens, columns, dtype=dtype)
     logits.copy_(torch.from_numpy(generator.normal(0, generator.choice([0.1, 3.0, 30.0]), (tokens, columns))))

@@ -1,7 +1,7 @@
-"""The CUDA kernels themselves on the CPU: the .cu files compiled with the shim in emulated/, beside their CPU twins.
+"""The CUDA kernels run on the CPU: the .cu files are compiled with the shim in emulated/ and compared with CPU kernels.
 
-What this shows without a GPU: indices, tails, any alignment, loops over more work than blocks, barriers that all
-threads reach, and no access outside the words of a buffer (AddressSanitizer). What it cannot show: memory order, speed.
+This tests without a GPU: indices, tails, any alignment, loops over more work than blocks, that all threads reach
+barriers, and that nothing outside a buffer's words is accessed (AddressSanitizer); but not memory order or speed.
 """
 
 import os

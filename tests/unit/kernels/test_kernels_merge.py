@@ -139,7 +139,7 @@ def test_bad_merges_say_what_is_wrong():
 
 
 def test_half_precision_is_widened_exactly():
-    """Every float16 and bfloat16, merged into an empty row, comes out as torch widens it."""
+    """Every float16 and bfloat16 value, merged into an empty row, is widened as by torch."""
     for dtype in (torch.float16, torch.bfloat16):
         values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         finite = values[values.float().isfinite()]

@@ -1,4 +1,4 @@
-"""`.ci/spills` on reports made by hand: what passes, what fails, and with which exit code."""
+"""`.ci/spills` on handwritten reports: which pass, which fail, and the exit codes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""ActivationOffload on a simulated device: the same gradients to the bit, less memory, clear errors."""
+"""ActivationOffload on a simulated device: bitwise equal gradients, less memory, clear errors."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_gradient_of_a_gradient() -> None:
 
 
 class Change(nn.Module):
-    """Changes what it has saved, if it is told to."""
+    """A layer that can change a tensor in place after saving it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The waits of the copy engine under the check of simulated devices: clean as they are, and each of them is needed."""
+"""The waits of the copy engine under the check of simulated devices: correct, and each of them is needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LAYERS = 4
 
 
 def training() -> None:
-    """Two steps of forward and backward over four layers whose device memory is used again as soon as it is free.
+    """Two steps of forward and backward over four layers whose device memory is reused as soon as it is free.
 
-    A compute stream makes each layer's activations; the pool has room for three, so that blocks are used again.
+    A compute stream writes each layer's activations; the pool has room for three, so that blocks are reused.
     """
     device = open_sim(current_rank())
     size = 4 * COUNT
@@ -70,7 +70,7 @@ def given_up(again: bool) -> None:
 
 
 def module_training() -> None:
-    """The same with torch: the host computes, and says so to the device."""
+    """The same with torch: the host computes, and tells the device which memory it uses."""
     torch.set_num_threads(1)
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
     pool = PinnedPool(4096, device=open_sim(current_rank()))

@@ -1,4 +1,4 @@
-"""Memory as predicted, ratios from the plan, and a trainer that carries them out."""
+"""Predicted memory, offload ratios of plans, and a trainer that uses them."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_blocks_have_the_size_that_was_asked_for() -> None:
 
 
 def test_a_block_is_used_again_behind_its_last_copy() -> None:
-    """No block is free on the host's clock: the copies stand behind a flag. The next copy queues up behind them."""
+    """A block whose copies still wait for a flag can be used again: the next copy is queued behind them."""
     bench = Bench(64 * KIB)
     ticket = bench.stored(60 * KIB, 1)
     flag = bench.device.allocate_pinned(4096)

@@ -1,4 +1,4 @@
-"""Sizes, checks of flags, the arithmetic of columns, the environment, the regression gate: all without ranks."""
+"""Sizes, checks of flags, computed columns, the environment, the regression gate: all without ranks."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _report(time_us: float, size: int = 8) -> Report:
 
 
 def _written(config: PerfConfig, report: Report) -> dict[str, Any]:
-    """As -J writes and --baseline reads it."""
+    """A document in the format that -J writes and --baseline reads."""
     document: dict[str, Any] = json.loads(json.dumps(json_document(config, report)))
     return document
 
@@ -304,7 +304,7 @@ def test_ratios_are_those_of_the_same_subset() -> None:
 
 
 def test_the_gate_takes_files_of_nccl_tests() -> None:
-    """They have no ranks of a row: all devices take part."""
+    """Files of nccl-tests have no ranks of a row: all devices take part."""
     old = _written(PerfConfig("all_reduce"), _report(10.0))
     del old["results"][0]["ranks"]
     old["config"]["devices"] = [{"rank": 0}, {"rank": 1}]

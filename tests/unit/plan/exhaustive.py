@@ -1,4 +1,4 @@
-"""The best possible plan of a tiny step, found by trying all of them."""
+"""The best possible plan of a tiny step, found by trying all plans."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def optimum(
     above: float = float("inf"),
     max_nodes: int = 5_000,
 ) -> float:
-    """Least makespan over every way to pack, to size the groups, to place and to order them (one node, no offload).
+    """The smallest makespan over all packs, group sizes, placements and orders (one node, no offload).
 
-    Micro-batches are placed by rising start, which any plan allows. A rank that is free before the start of the last
-    one placed cannot be used before it any more, so its time moves up to that start. Returns ``above`` when nothing is
-    better than that.
+    Micro-batches are placed by rising start, which is possible for any plan. A rank that is free before the start of
+    the last placed one cannot be used before it any more, so its time moves up to that start. Returns ``above`` if no
+    plan is better than that.
 
     Raises:
         TooManyNodes: after ``max_nodes`` placements.
@@ -39,7 +39,7 @@ def optimum(
         for size in range(1, ranks + 1):
             if sum(-(-length // size) for length in members) <= capacity:
                 options.append((mask, size, cost.seconds(members, size)))
-    # Rank-seconds that a set of sequences takes at the least, by the cheapest cover: prunes, and is exact.
+    # The minimum of rank-seconds for a set of sequences, by the cheapest cover: prunes without losing the optimum.
     least = [0.0] + [float("inf")] * full
     for mask in range(1, full + 1):
         for members, size, seconds in options:

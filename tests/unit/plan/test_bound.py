@@ -1,4 +1,4 @@
-"""The cost model's shape that the lower bound's proof needs, the bound's size, and the gap of large plans."""
+"""The properties of the cost model that the lower bound's proof needs, the bound itself, and the gap of large plans."""
 
 from __future__ import annotations
 

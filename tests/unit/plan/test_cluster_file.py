@@ -1,4 +1,4 @@
-"""Clusters as files."""
+"""Saving and loading clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of every plan: complete, within capacity, executable, the same everywhere."""
+"""Properties of every plan: complete, within capacity, executable, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_planner(policy: str, ranks: int, capacity: int, **options: int) -> Plan
 
 
 def execute(plan: StepPlan) -> None:
-    """Runs the plan's waits: a rank enters its next micro-batch, which runs once all of its ranks are there."""
+    """Runs the waits of a plan: each rank goes to its next micro-batch, which runs once all its ranks are there."""
     queues = [list(plan.for_rank(rank)) for rank in range(plan.num_ranks)]
     done = 0
     while done < len(plan.micro_batches):

@@ -1,4 +1,4 @@
-"""The simulator against closed forms, and its reports."""
+"""The simulator compared with closed formulas, and its reports."""
 
 from __future__ import annotations
 
