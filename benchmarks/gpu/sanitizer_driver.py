@@ -22,7 +22,7 @@ def main() -> int:
             a, b, out = (torch.randn(5003, device=CUDA).to(dtype) for _ in range(3))
             for op in ("sum", "prod", "min", "max"):
                 kernels.reduce(out[:5000], a[offset:][:5000], b[:5000], op=op)
-            kernels.scale(out[offset:], 3.0)
+            kernels.divide(out[offset:], 3.0)
             kernels.fold([out[:5000]], [a[offset:][:5000], b[:5000], out[:5000]], op="avg")
         kernels.cast(torch.empty(5003, dtype=torch.int32, device=CUDA), a)
     integers = torch.arange(9001, device=CUDA, dtype=torch.int8)

@@ -19,7 +19,7 @@ py::tuple toPython(const Span& span) {
 }
 
 py::dict toPython(const Step& step) {
-  static constexpr const char* kMoves[] = {"copy", "reduce", "scale"};
+  static constexpr const char* kMoves[] = {"copy", "reduce", "divide"};
   py::list moves;
   for (const Move& move : step.moves) {
     moves.append(py::make_tuple(kMoves[static_cast<size_t>(move.kind)], toPython(move.from),
@@ -105,7 +105,7 @@ void bindCosts(py::module_& module) {
     return costs;
   };
   module.attr("DEFAULT_COSTS") = named({});
-  const DeviceCosts device;
+  const DeviceTransportCosts device;
   py::dict device_costs = named(device.messages);
   device_costs["round_s"] = device.reads.round_s;
   device_costs["signal_s"] = device.reads.signal_s;
@@ -114,26 +114,28 @@ void bindCosts(py::module_& module) {
 }
 
 void bindDeviceCosts(py::module_& module) {
-  py::class_<DeviceCosts>(module, "DeviceCosts")
+  py::class_<DeviceTransportCosts>(module, "DeviceTransportCosts")
       .def(py::init([](double alpha_s, double message_s, double beta, double gamma, double round_s,
                        double signal_s, double read, double window_bytes) {
-             return DeviceCosts{.messages = {alpha_s, message_s, beta, gamma},
-                                .reads = {round_s, signal_s, read},
-                                .window_bytes = window_bytes};
+             return DeviceTransportCosts{.messages = {alpha_s, message_s, beta, gamma},
+                                         .reads = {round_s, signal_s, read},
+                                         .window_bytes = window_bytes};
            }),
            py::kw_only(), py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
            py::arg("gamma_s_per_byte"), py::arg("round_s"), py::arg("signal_s"),
-           py::arg("read_s_per_byte"), py::arg("window_bytes") = DeviceCosts{}.window_bytes)
+           py::arg("read_s_per_byte"),
+           py::arg("window_bytes") = DeviceTransportCosts{}.window_bytes)
       .def(
           "choose",
-          [](const DeviceCosts& costs, int op, int group_size, size_t count, size_t element_bytes) {
+          [](const DeviceTransportCosts& costs, int op, int group_size, size_t count,
+             size_t element_bytes) {
             const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
             return algorithmName(chooseAlgorithm(request, costs));
           },
           py::arg("op"), py::arg("group_size"), py::arg("count"), py::arg("element_bytes"))
       .def(
           "estimate_s",
-          [](const DeviceCosts& costs, int op, int algorithm, int group_size, size_t count,
+          [](const DeviceTransportCosts& costs, int op, int algorithm, int group_size, size_t count,
              size_t element_bytes) {
             const auto request = requestOf(op, 0, group_size, 0, count, element_bytes, 0);
             return estimateSeconds(request, static_cast<Algorithm>(algorithm), costs);

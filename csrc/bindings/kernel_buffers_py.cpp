@@ -31,14 +31,14 @@ void reduce(uint64_t out, uint64_t a, uint64_t b, int64_t count, int dtype, int 
   HDP_RUN_KERNEL(reduce, args);
 }
 
-void scale(uint64_t data, int64_t count, double divisor, int dtype, bool cuda, uint64_t stream) {
-  const kernels::ScaleArgs args{
+void divide(uint64_t data, int64_t count, double divisor, int dtype, bool cuda, uint64_t stream) {
+  const kernels::DivideArgs args{
       .data = pointer(data),
       .count = count,
       .divisor = divisor,
       .dtype = static_cast<DType>(dtype),
   };
-  HDP_RUN_KERNEL(scale, args);
+  HDP_RUN_KERNEL(divide, args);
 }
 
 void cast(uint64_t out, uint64_t in, int64_t count, int to, int from, bool cuda, uint64_t stream) {
@@ -105,7 +105,7 @@ void bindKernelBuffers(py::module_& module) {
   module.attr("MAX_PEERS") = kernels::kMaxPeers;
   module.def("reduce", &reduce, py::arg("out"), py::arg("a"), py::arg("b"), py::arg("count"),
              py::arg("dtype"), py::arg("op"), py::arg("cuda"), py::arg("stream"));
-  module.def("scale", &scale, py::arg("data"), py::arg("count"), py::arg("divisor"),
+  module.def("divide", &divide, py::arg("data"), py::arg("count"), py::arg("divisor"),
              py::arg("dtype"), py::arg("cuda"), py::arg("stream"));
   module.def("cast", &cast, py::arg("out"), py::arg("input"), py::arg("count"), py::arg("to"),
              py::arg("from_"), py::arg("cuda"), py::arg("stream"));

@@ -45,9 +45,9 @@ std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
       makeCompositeTransport(std::move(parts), std::move(route), "shm+" + name), timeout_s);
 }
 
-using Costs = std::tuple<double, double, double, double>;
+using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
 
-TransportCosts costsOf(const Costs& costs) {
+TransportCosts costsOf(const LinkCosts& costs) {
   const auto& [alpha, message, beta, gamma] = costs;
   return {alpha, message, beta, gamma};
 }
@@ -85,7 +85,7 @@ void bindSpread(py::module_& module) {
   module.def(
       "choose",
       [](int op, size_t count, size_t element_bytes, const std::vector<int>& nodes,
-         const Costs& local, const Costs& remote) {
+         const LinkCosts& local, const LinkCosts& remote) {
         const auto request = spreadRequest(op, 0, 0, count, element_bytes, 0, nodes);
         return algorithmName(chooseAlgorithm(request, costsOf(local), costsOf(remote)));
       },
@@ -94,7 +94,7 @@ void bindSpread(py::module_& module) {
   module.def(
       "estimate_s",
       [](int op, int algorithm, size_t count, size_t element_bytes, const std::vector<int>& nodes,
-         const Costs& local, const Costs& remote) {
+         const LinkCosts& local, const LinkCosts& remote) {
         const auto request = spreadRequest(op, 0, 0, count, element_bytes, 0, nodes);
         return estimateSeconds(request, static_cast<Algorithm>(algorithm), costsOf(local),
                                costsOf(remote));
@@ -152,7 +152,7 @@ void bindScale(py::module_& module) {
              py::arg("pids") = std::vector<int>());
   module.def(
       "set_nodes",
-      [](World& world, std::vector<int> nodes, const Costs& remote) {
+      [](World& world, std::vector<int> nodes, const LinkCosts& remote) {
         world.setNodes(std::move(nodes), costsOf(remote));
       },
       py::arg("world"), py::arg("node_of_rank"), py::arg("remote_costs"));

@@ -92,7 +92,7 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
 using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
 
 LinkJoining linkJoining(size_t slot_bytes, int num_slots, int num_lanes, size_t landing_bytes,
-                        size_t window_bytes, const DeviceCosts& costs) {
+                        size_t window_bytes, const DeviceTransportCosts& costs) {
   return {.arena = {.slot_bytes = slot_bytes,
                     .num_slots = num_slots,
                     .num_lanes = num_lanes,

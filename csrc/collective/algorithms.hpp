@@ -29,8 +29,8 @@ class Builder {
   Step& step() { return schedule.steps.emplace_back(); }
   void move(Span from, Span to) { pending_moves().push_back({MoveKind::kCopy, from, to}); }
   // Divides by the group size when the operation averages.
-  void scale(Span to) {
-    if (request.average) pending_moves().push_back({MoveKind::kScale, to, to});
+  void divide(Span to) {
+    if (request.average) pending_moves().push_back({MoveKind::kDivide, to, to});
   }
 
   const ScheduleRequest& request;

@@ -83,7 +83,7 @@ void patReduceScatter(Builder& b) {
     for (const int offset : received) summed[offset] = true;
   }
   b.move(place(0), out);
-  b.scale(out);
+  b.divide(out);
 }
 
 void bruckAllToAll(Builder& b) {

@@ -107,7 +107,7 @@ void chainReduce(Builder& b) {
     if (!first && i < in.size()) step.recvs.push_back({b.mod(b.r() + 1), sum(i), true, in[i]});
     if (v != 0 && i > 0) step.sends.push_back({b.mod(b.r() - 1), first ? in[i - 1] : sum(i - 1)});
   }
-  if (v == 0) b.scale(b.whole(Buffer::kOut));
+  if (v == 0) b.divide(b.whole(Buffer::kOut));
 }
 
 namespace {

@@ -43,7 +43,7 @@ void directReduceScatter(Builder& b) {
   std::vector<Span> blocks;
   for (int i = 0; i < b.p(); ++i) blocks.push_back(b.block(Buffer::kIn, i));
   reduceOwn(b, blocks, b.whole(Buffer::kOut));
-  b.scale(b.whole(Buffer::kOut));
+  b.divide(b.whole(Buffer::kOut));
 }
 
 void directAllReduce(Builder& b) {
@@ -51,7 +51,7 @@ void directAllReduce(Builder& b) {
   std::vector<Span> parts;
   for (int i = 0; i < b.p(); ++i) parts.push_back(b.part(Buffer::kIn, i));
   reduceOwn(b, parts, out);
-  b.scale(out);
+  b.divide(out);
   Step& step = b.step();
   forPeers(b, [&](int peer) {
     step.sends.push_back({peer, out});
@@ -80,7 +80,7 @@ void directReduce(Builder& b) {
     b.step().recvs.push_back({b.mod(b.r() + s), out, true, s == 1 ? b.whole(Buffer::kIn) : out});
   }
   if (b.p() == 1) b.move(b.whole(Buffer::kIn), out);
-  b.scale(out);
+  b.divide(out);
 }
 
 void directGather(Builder& b) {

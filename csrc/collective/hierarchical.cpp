@@ -150,14 +150,14 @@ void hierarchicalAllGather(Builder& b) {
 
 void hierarchicalReduceScatter(Builder& b) {
   reduceBlocks(b, Nodes(b), blockOf, b.whole(Buffer::kOut));
-  b.scale(b.whole(Buffer::kOut));
+  b.divide(b.whole(Buffer::kOut));
 }
 
 void hierarchicalAllReduce(Builder& b) {
   const Nodes nodes(b);
   const Span out = b.part(Buffer::kOut, b.r());
   reduceBlocks(b, nodes, partOf, out);
-  b.scale(out);
+  b.divide(out);
   gatherBlocks(b, nodes, partOf);
 }
 
@@ -214,7 +214,7 @@ void hierarchicalReduce(Builder& b) {
     return;
   }
   if (have.buffer != Buffer::kOut) b.move(in, sum);
-  b.scale(sum);
+  b.divide(sum);
 }
 
 }  // namespace hdpcomm::collective

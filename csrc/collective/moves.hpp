@@ -28,7 +28,7 @@ void doMove(const Move& move, const Buffers& buffers, size_t element_bytes, cons
     case MoveKind::kReduce:
       math.reduce(to, from, move.to.bytes / element_bytes);
       break;
-    case MoveKind::kScale:
+    case MoveKind::kDivide:
       math.average(to, move.to.bytes / element_bytes);
       break;
   }

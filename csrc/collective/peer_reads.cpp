@@ -28,7 +28,7 @@ const std::vector<Algorithm>& peerReadersOf(OpCode op) {
 }
 
 double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
-                       const DeviceCosts& costs) {
+                       const DeviceTransportCosts& costs) {
   if (!readsPeers(algorithm)) return estimateSeconds(request, algorithm, costs.messages);
   if (request.group_size <= 1) return 0;
   const double p = request.group_size;
@@ -55,7 +55,7 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
          copied * costs.messages.gamma_s_per_byte + moved * reads.read_s_per_byte;
 }
 
-Algorithm chooseAlgorithm(const ScheduleRequest& request, const DeviceCosts& costs) {
+Algorithm chooseAlgorithm(const ScheduleRequest& request, const DeviceTransportCosts& costs) {
   std::vector<Algorithm> candidates = {chooseAlgorithm(request, costs.messages)};
   if (request.group_size <= kMaxPeerReaders) {
     const std::vector<Algorithm>& readers = peerReadersOf(request.op);

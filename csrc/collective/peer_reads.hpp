@@ -33,7 +33,7 @@ struct PeerReadCosts {
 //   signal  3 of them; round: as alpha
 //   beta    NVLink, 450 GB/s each way (datasheet), of which 80% are reached; reads of peers as well
 //   gamma   3 accesses a byte to memory of 3.35 TB/s (datasheet), of which 85% are reached
-struct DeviceCosts {
+struct DeviceTransportCosts {
   TransportCosts messages{.alpha_s = 5e-6,
                           .message_s = 12e-6,
                           .beta_s_per_byte = 2.8e-12,
@@ -44,9 +44,9 @@ struct DeviceCosts {
 
 // Estimated seconds of an operation by one of algorithmsOf() or peerReadersOf().
 double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
-                       const DeviceCosts& costs);
+                       const DeviceTransportCosts& costs);
 // The cheapest of algorithmsOf() and, for groups up to kMaxPeerReaders, of peerReadersOf(). Ranks
 // with equal costs choose alike.
-Algorithm chooseAlgorithm(const ScheduleRequest& request, const DeviceCosts& costs);
+Algorithm chooseAlgorithm(const ScheduleRequest& request, const DeviceTransportCosts& costs);
 
 }  // namespace hdpcomm

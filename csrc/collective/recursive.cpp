@@ -107,9 +107,9 @@ void recursiveReduceScatter(Builder& b) {
   const Span own{sums, r * bytes, bytes};
   const Span folded{sums, static_cast<size_t>(q + r) * bytes, bytes};
   b.move(own, out);
-  b.scale(out);
+  b.divide(out);
   if (has_folded) {
-    b.scale(folded);
+    b.divide(folded);
     b.step().sends.push_back({q + r, folded});
   }
 }
@@ -155,7 +155,7 @@ void recursiveAllReduce(Builder& b) {
     current = target;
   }
   if (current.buffer != Buffer::kOut) b.move(current, out);
-  b.scale(out);
+  b.divide(out);
   if (q + r < b.p()) b.step().sends.push_back({q + r, out});
 }
 
@@ -194,7 +194,7 @@ void rabenseifnerAllReduce(Builder& b) {
     sums = Buffer::kOut;
   }
   if (q == 1) b.move(b.whole(sums), out);
-  b.scale(parts(b, Buffer::kOut, low, high));
+  b.divide(parts(b, Buffer::kOut, low, high));
   for (int distance = 1; distance < q; distance *= 2) {  // all-gather by doubling
     const int mine = r / distance * distance;
     const int theirs = (r ^ distance) / distance * distance;

@@ -32,7 +32,7 @@ void ringReduceScatter(Builder& b) {
     step.sends.push_back({b.mod(b.r() + 1), sent});
     step.recvs.push_back({b.mod(b.r() - 1), sum, true, b.block(Buffer::kIn, b.mod(b.r() - 2 - s))});
   }
-  b.scale(out);
+  b.divide(out);
 }
 
 void ringAllReduce(Builder& b) {
@@ -48,7 +48,7 @@ void ringAllReduce(Builder& b) {
     step.recvs.push_back(
         {b.mod(b.r() - 1), b.part(Buffer::kOut, received), true, b.part(Buffer::kIn, received)});
   }
-  b.scale(b.part(Buffer::kOut, b.r()));
+  b.divide(b.part(Buffer::kOut, b.r()));
   for (int s = 0; s + 1 < b.p(); ++s) {
     Step& step = b.step();
     step.sends.push_back({b.mod(b.r() + 1), b.part(Buffer::kOut, b.mod(b.r() - s))});

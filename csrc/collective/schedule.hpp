@@ -44,7 +44,7 @@ struct Recv {
   Span operand = {};
 };
 
-enum class MoveKind : uint8_t { kCopy, kReduce, kScale };  // kScale: to = to / group size (avg)
+enum class MoveKind : uint8_t { kCopy, kReduce, kDivide };  // kDivide: to = to / group size (avg)
 
 struct Move {
   MoveKind kind = MoveKind::kCopy;

@@ -40,7 +40,7 @@ void binomialReduce(Builder& b) {
     has_sum = true;
   }
   if (!has_sum) b.move(in, sum);
-  b.scale(sum);
+  b.divide(sum);
 }
 
 void disseminationBarrier(Builder& b) {

@@ -87,7 +87,7 @@ ReduceFn lookUp(DType dtype, RedOp op) {
 }  // namespace
 
 ReduceFn reduceFunction(DType dtype, RedOp op) {
-  if (op == RedOp::kAvg) scaleFunction(dtype);  // throws for types without division
+  if (op == RedOp::kAvg) divideFunction(dtype);  // throws for types without division
   const ReduceFn function = lookUp(dtype, op);
   if (function == nullptr) {
     throwInvalidUsage(std::string("no reduction '") + redOpName(op) + "' for " + dtypeName(dtype));
@@ -95,7 +95,7 @@ ReduceFn reduceFunction(DType dtype, RedOp op) {
   return function;
 }
 
-ScaleFn scaleFunction(DType dtype) {
+DivideFn divideFunction(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
       return Divider<Float16>::run;
@@ -143,15 +143,15 @@ void reduceCpu(const ReduceArgs& args) {
   reduceFunction(args.dtype, args.op)(args.out, args.a, args.b, static_cast<size_t>(args.count));
 }
 
-void checkScale(const ScaleArgs& args) {
-  scaleFunction(args.dtype);
+void checkDivide(const DivideArgs& args) {
+  divideFunction(args.dtype);
   checkCount("division", args.count);
   checkElementAddress("division", args.data, args.dtype);
 }
 
-void scaleCpu(const ScaleArgs& args) {
-  checkScale(args);
-  scaleFunction(args.dtype)(args.data, static_cast<size_t>(args.count), args.divisor);
+void divideCpu(const DivideArgs& args) {
+  checkDivide(args);
+  divideFunction(args.dtype)(args.data, static_cast<size_t>(args.count), args.divisor);
 }
 
 }  // namespace kernels

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) scaleKernel(T* data, Wide<T> divisor, Slices slices) {
+__global__ void __launch_bounds__(kThreads) divideKernel(T* data, Wide<T> divisor, Slices slices) {
   constexpr int kCount = Pack<T>::kCount;
   T* body = data + slices.head;
   forVectors(slices.vectors, [&](auto group, int64_t first) {
@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(kThreads) scaleKernel(T* data, Wide<T> divisor
 }
 
 template <typename T>
-void launchScale(const ScaleArgs& args, void* stream) {
+void launchDivide(const DivideArgs& args, void* stream) {
   const Slices slices = sliceBuffer(args.data, args.count, sizeof(T), false);
-  launchKernel("scale", scaleKernel<T>, blocksForVectors(slices.vectors), kThreads, stream,
+  launchKernel("divide", divideKernel<T>, blocksForVectors(slices.vectors), kThreads, stream,
                static_cast<T*>(args.data), static_cast<Wide<T>>(args.divisor), slices);
 }
 
@@ -85,18 +85,18 @@ void reduceCuda(const ReduceArgs& args, void* stream) {
   });
 }
 
-void scaleCuda(const ScaleArgs& args, void* stream) {
-  checkScale(args);
+void divideCuda(const DivideArgs& args, void* stream) {
+  checkDivide(args);
   if (args.count == 0) return;
   switch (args.dtype) {
     case DType::kFloat16:
-      return launchScale<Float16>(args, stream);
+      return launchDivide<Float16>(args, stream);
     case DType::kBFloat16:
-      return launchScale<BFloat16>(args, stream);
+      return launchDivide<BFloat16>(args, stream);
     case DType::kFloat32:
-      return launchScale<float>(args, stream);
+      return launchDivide<float>(args, stream);
     default:
-      return launchScale<double>(args, stream);
+      return launchDivide<double>(args, stream);
   }
 }
 

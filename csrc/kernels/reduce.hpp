@@ -12,14 +12,14 @@
 
 namespace hdpcomm {
 
-// out[i] = a[i] op b[i] on host memory. avg sums; scaleFunction() divides at the end. On bool, sum
+// out[i] = a[i] op b[i] on host memory. avg sums; divideFunction() divides at the end. On bool, sum
 // and max are "or", prod and min are "and". Throws InvalidUsage for a combination that does not
 // exist (avg of integers).
 ReduceFn reduceFunction(DType dtype, RedOp op);
 
 // data[i] = data[i] / divisor on host memory; floating types only.
-using ScaleFn = void (*)(void* data, size_t count, double divisor);
-ScaleFn scaleFunction(DType dtype);
+using DivideFn = void (*)(void* data, size_t count, double divisor);
+DivideFn divideFunction(DType dtype);
 
 namespace kernels {
 
@@ -39,20 +39,20 @@ void reduceCpu(const ReduceArgs& args);
 void reduceCuda(const ReduceArgs& args, void* stream);
 
 // data[i] = data[i] / divisor; floating types only.
-struct ScaleArgs {
+struct DivideArgs {
   void* data = nullptr;
   int64_t count = 0;
   double divisor = 1.0;
   DType dtype = DType::kFloat32;
 };
 
-void scaleCpu(const ScaleArgs& args);
-void scaleCuda(const ScaleArgs& args, void* stream);
+void divideCpu(const DivideArgs& args);
+void divideCuda(const DivideArgs& args, void* stream);
 
 // Shared by the launchers. Throw InvalidUsage for a combination that does not exist or a misaligned
 // address.
 void checkReduce(const ReduceArgs& args);
-void checkScale(const ScaleArgs& args);
+void checkDivide(const DivideArgs& args);
 void checkCount(const char* kernel, int64_t count);
 void checkElementAddress(const char* kernel, const void* address, DType dtype);
 

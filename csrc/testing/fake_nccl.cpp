@@ -296,7 +296,8 @@ std::vector<std::byte> FakeNccl::combine(const Whole& whole,
     }
   }
   if (reduces && redOpOf(whole.redop) == RedOp::kAvg) {
-    scaleFunction(dtype)(result.data(), bytes / dtypeBytes(dtype), static_cast<double>(ins.size()));
+    divideFunction(dtype)(result.data(), bytes / dtypeBytes(dtype),
+                          static_cast<double>(ins.size()));
   }
   return result;
 }

@@ -15,7 +15,7 @@ def schedule(
 DEFAULT_COSTS: dict[str, float]
 DEVICE_COSTS: dict[str, float]
 
-class DeviceCosts:
+class DeviceTransportCosts:
     def __init__(
         self,
         *,

@@ -2,9 +2,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hdpcomm._core.collective import DeviceCosts
+from hdpcomm._core.collective import DeviceTransportCosts
 from hdpcomm._core.device import Device
-from hdpcomm._core.scale import Costs, NcclLibrary
+from hdpcomm._core.scale import LinkCosts, NcclLibrary
 
 OPS: dict[str, int]
 REDOPS: dict[str, int]
@@ -96,7 +96,7 @@ class LinkJoining:
         num_lanes: int,
         landing_bytes: int,
         window_bytes: int,
-        costs: DeviceCosts,
+        costs: DeviceTransportCosts,
     ) -> None: ...
 
 class OneSided(enum.Enum):
@@ -110,8 +110,8 @@ class NcclJoining:
         *,
         library: Callable[[], NcclLibrary],
         connect_distance: int,
-        inside: Costs,
-        between: Costs,
+        inside: LinkCosts,
+        between: LinkCosts,
         one_sided: OneSided,
         landing_bytes: int,
         no_puts: str,

@@ -4,7 +4,7 @@ All functions are local. On CUDA tensors they enqueue on the current stream of t
 are done on return. Both use the same element functions.
 """
 
-from hdpcomm.kernels.buffers import cast, collect, fold, put, reduce, scale
+from hdpcomm.kernels.buffers import cast, collect, divide, fold, put, reduce
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
 
-__all__ = ["CROSS_ENTROPY_DTYPES", "cast", "collect", "cross_entropy", "fold", "put", "reduce", "scale"]
+__all__ = ["CROSS_ENTROPY_DTYPES", "cast", "collect", "cross_entropy", "divide", "fold", "put", "reduce"]

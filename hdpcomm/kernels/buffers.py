@@ -11,7 +11,7 @@ from hdpcomm._core import kernels as _core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import check_same, dtype_code, launch
 
-__all__ = ["cast", "collect", "fold", "put", "reduce", "scale"]
+__all__ = ["cast", "collect", "divide", "fold", "put", "reduce"]
 
 
 def _op(name: str) -> int:
@@ -21,7 +21,7 @@ def _op(name: str) -> int:
 
 
 def reduce(out: Tensor, a: Tensor, b: Tensor, *, op: str = "sum") -> None:
-    """``out = a op b`` by elements; ``op``: sum, prod, min, max, or avg, which sums (:func:`scale` divides).
+    """``out = a op b`` by elements; ``op``: sum, prod, min, max, or avg, which sums (:func:`divide` divides).
 
     Contiguous tensors of one shape, type and device, at any multiple of their element's size; ``out`` may be ``a`` or
     ``b``. 16-bit floats are computed in fp32 and rounded once; integers wrap; NaN stays. The CPU and CUDA give the same
@@ -33,13 +33,13 @@ def reduce(out: Tensor, a: Tensor, b: Tensor, *, op: str = "sum") -> None:
     launch(_core.reduce, out, out.data_ptr(), a.data_ptr(), b.data_ptr(), out.numel(), dtype_code(out), _op(op))
 
 
-def scale(x: Tensor, divisor: float) -> None:
+def divide(x: Tensor, divisor: float) -> None:
     """``x /= divisor`` in place, for floating types; 16-bit floats are divided in fp32.
 
     Raises: InvalidUsage for another type or a tensor that is not contiguous.
     """
     check_same("division", (x,))
-    launch(_core.scale, x, x.data_ptr(), x.numel(), divisor, dtype_code(x))
+    launch(_core.divide, x, x.data_ptr(), x.numel(), divisor, dtype_code(x))
 
 
 def cast(out: Tensor, x: Tensor) -> None:

@@ -48,13 +48,13 @@ def test_reduce_is_exact_arithmetic_rounded_once(dtype, op):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_scale_is_division(dtype):
+def test_divide(dtype):
     for (x,) in mixed(2, dtype, 1):
         for offset in (0, 1):
             got = on_gpu(x, offset)
             want = x.clone()
-            kernels.scale(got, 7.0)
-            kernels.scale(want, 7.0)
+            kernels.divide(got, 7.0)
+            kernels.divide(want, 7.0)
             same_bits(got.cpu(), want)
 
 
@@ -225,7 +225,7 @@ def test_kernels_are_captured_and_replayed():
     with torch.cuda.graph(graph):
         merge(out, lse, part, part_lse)
         kernels.reduce(summed, part, part)
-        kernels.scale(summed, 2.0)
+        kernels.divide(summed, 2.0)
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()

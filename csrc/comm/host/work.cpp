@@ -18,7 +18,7 @@ struct HostMath {
     reduce_function(to, to, from, count);
   }
   void average(std::byte* to, size_t count) const {
-    scaleFunction(call.dtype)(to, count, call.group_size);
+    divideFunction(call.dtype)(to, count, call.group_size);
   }
 };
 

@@ -134,7 +134,7 @@ std::shared_ptr<CallBoard> boardOf(const Communicator& comm,
 std::unique_ptr<LinkMover> linkMover(const Communicator& comm, const DevicePtr& device,
                                      std::unique_ptr<Arena> arena,
                                      const std::shared_ptr<SharedBoard>& board,
-                                     const DeviceCosts& costs, const LinkMap& map) {
+                                     const DeviceTransportCosts& costs, const LinkMap& map) {
   std::vector<int> places;
   for (int rank = 0; rank < comm.size(); ++rank) {
     places.push_back(map.linked(comm.rank(), rank) ? map.placeOf(rank) : -1);
@@ -143,8 +143,8 @@ std::unique_ptr<LinkMover> linkMover(const Communicator& comm, const DevicePtr& 
                                      comm.rank());
 }
 
-DeviceCosts linkCosts(const Communicator& comm, const LinkJoining& links) {
-  DeviceCosts costs = links.costs;
+DeviceTransportCosts linkCosts(const Communicator& comm, const LinkJoining& links) {
+  DeviceTransportCosts costs = links.costs;
   costs.window_bytes = static_cast<double>(links.arena.window_bytes);
   fromRank0(comm, costs);
   return costs;
@@ -156,7 +156,7 @@ std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr devi
                                         const LinkJoining& links) {
   LinkMap map(comm.size(), {});
   std::unique_ptr<Arena> arena = openArena(comm, device, links.arena, map, true);
-  const DeviceCosts costs = linkCosts(comm, links);
+  const DeviceTransportCosts costs = linkCosts(comm, links);
   const std::shared_ptr<SharedBoard> board = shareBoard(comm, map);
   auto mover = linkMover(comm, device, std::move(arena), board, costs, map);
   return StreamEngine::start(comm, std::move(device), board, std::move(mover));
@@ -176,7 +176,7 @@ std::shared_ptr<StreamEngine> joinPaths(const Communicator& comm, DevicePtr devi
                                         const LinkJoining& links, const NcclJoining& nccl) {
   auto map = std::make_shared<LinkMap>(comm.size(), comm.world().nodesOf(comm.ranks()));
   std::unique_ptr<Arena> arena = openArena(comm, device, links.arena, *map, false);
-  const DeviceCosts link_costs = linkCosts(comm, links);
+  const DeviceTransportCosts link_costs = linkCosts(comm, links);
   NcclCosts nccl_costs = nccl.costs;
   fromRank0(comm, nccl_costs);
   std::unique_ptr<NcclMover> others;

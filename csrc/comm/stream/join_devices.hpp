@@ -17,7 +17,7 @@ namespace hdpcomm {
 
 struct LinkJoining {
   device::ArenaConfig arena;  // the same on all ranks
-  DeviceCosts costs;
+  DeviceTransportCosts costs;
 };
 
 struct NcclJoining {

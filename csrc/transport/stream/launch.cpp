@@ -21,13 +21,13 @@ void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream str
                 stream);
 }
 
-void launchScale(DeviceApi& device, const kernels::ScaleArgs& args, Stream stream) {
+void launchDivide(DeviceApi& device, const kernels::DivideArgs& args, Stream stream) {
   const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.dtype);
-  device.launch({.name = "scale",
+  device.launch({.name = "divide",
                  .reads = {{args.data, bytes}},
                  .writes = {{args.data, bytes}},
-                 .cpu = [args] { kernels::scaleCpu(args); },
-                 .cuda = HDP_LAUNCHER(kernels::scaleCuda)},
+                 .cpu = [args] { kernels::divideCpu(args); },
+                 .cuda = HDP_LAUNCHER(kernels::divideCuda)},
                 stream);
 }
 

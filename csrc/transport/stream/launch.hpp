@@ -9,7 +9,7 @@
 namespace hdpcomm::device {
 
 void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream stream);
-void launchScale(DeviceApi& device, const kernels::ScaleArgs& args, Stream stream);
+void launchDivide(DeviceApi& device, const kernels::DivideArgs& args, Stream stream);
 void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream);
 void launchFold(DeviceApi& device, const kernels::FoldArgs& args, Stream stream);
 void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream stream);

@@ -21,7 +21,7 @@ struct StreamMath {
         run.stream);
   }
   void average(std::byte* to, size_t count) const {
-    device::launchScale(
+    device::launchDivide(
         device,
         {to, static_cast<int64_t>(count), static_cast<double>(run.ranks.size()), run.call.dtype},
         run.stream);

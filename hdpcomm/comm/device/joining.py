@@ -84,7 +84,7 @@ def _links(transport: str) -> _core.comm.LinkJoining:
         num_lanes=settings["HDPCOMM_DEVICE_LANES"],
         landing_bytes=settings["HDPCOMM_DEVICE_LANDING_BYTES"],
         window_bytes=settings["HDPCOMM_DEVICE_WINDOW_BYTES"],
-        costs=_core.collective.DeviceCosts(**load_costs(transport)),  # rank 0's count
+        costs=_core.collective.DeviceTransportCosts(**load_costs(transport)),  # rank 0's count
     )
 
 

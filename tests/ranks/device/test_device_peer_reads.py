@@ -230,7 +230,7 @@ def test_costs_decide(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "costs.json").write_text(str({"sim": free}).replace("'", '"'))
     run_threads(chosen, 2, transport="sim")
     dear = {"one_shot", "two_shot"}
-    costs = _core.collective.DeviceCosts(**load_costs("sim") | {name: 1e3})
+    costs = _core.collective.DeviceTransportCosts(**load_costs("sim") | {name: 1e3})
     for op in ("all_reduce", "all_gather", "reduce_scatter"):
         assert costs.choose(_core.comm.OPS[op], 4, 1 << 20, 4) not in dear
 
@@ -241,7 +241,7 @@ COSTS = st.floats(1e-13, 1e-3)
 @given(st.lists(COSTS, min_size=7, max_size=7), st.integers(1, 64), st.integers(0, 1 << 32))
 @settings(max_examples=200, deadline=None)
 def test_the_choice_is_the_cheapest(values: list[float], size: int, count: int) -> None:
-    costs = _core.collective.DeviceCosts(**dict(zip(_core.collective.DEVICE_COSTS, values, strict=True)))
+    costs = _core.collective.DeviceTransportCosts(**dict(zip(_core.collective.DEVICE_COSTS, values, strict=True)))
     for op, code in _core.comm.OPS.items():
         if op == "send/recv":
             continue
@@ -251,7 +251,7 @@ def test_the_choice_is_the_cheapest(values: list[float], size: int, count: int) 
 
 
 def test_no_group_is_too_large_to_choose_for() -> None:
-    costs = _core.collective.DeviceCosts(**_core.collective.DEVICE_COSTS | {"alpha_s": 1.0})
+    costs = _core.collective.DeviceTransportCosts(**_core.collective.DEVICE_COSTS | {"alpha_s": 1.0})
     assert costs.choose(_core.comm.OPS["all_reduce"], 64, 8, 4) == "one_shot"
     assert costs.choose(_core.comm.OPS["all_reduce"], 65, 8, 4) not in ("one_shot", "two_shot")
 

@@ -98,11 +98,11 @@ def test_bools_are_or_and_and(op):
 
 @given(st.integers(0, 2**32), SIZES, st.sampled_from(FLOATS), st.integers(0, 9), st.sampled_from([1, 2, 3, 7, 64]))
 @settings(max_examples=80, deadline=None)
-def test_scale_is_division(seed, count, dtype, offset, divisor):
+def test_divide(seed, count, dtype, offset, divisor):
     x = values(np.random.default_rng(seed), count, dtype, offset)
     wide = x.double() if dtype == torch.float64 else x.float()
     want = (wide / divisor).to(dtype)
-    kernels.scale(x, divisor)
+    kernels.divide(x, divisor)
     same_bits(x, want)
 
 
@@ -212,7 +212,7 @@ def test_bad_arguments_say_what_is_wrong():
     with pytest.raises(InvalidUsage, match="'avg' needs a floating type, not int32"):
         kernels.reduce(y, y, y, op="avg")
     with pytest.raises(InvalidUsage, match="'avg' needs a floating type, not int32"):
-        kernels.scale(y, 2.0)
+        kernels.divide(y, 2.0)
     with pytest.raises(InvalidUsage, match="no conversion from bool to float32"):
         kernels.cast(x, torch.zeros(4, dtype=torch.bool))
     with pytest.raises(InvalidUsage, match="one shape on one device"):
@@ -232,9 +232,9 @@ def test_bad_arguments_say_what_is_wrong():
     with pytest.raises(InvalidUsage, match="one int32"):
         kernels.put(x, x, x, 1)
     with pytest.raises(InvalidUsage, match="expected cpu or cuda"):
-        kernels.scale(torch.zeros(4, device="meta"), 2.0)
+        kernels.divide(torch.zeros(4, device="meta"), 2.0)
     with pytest.raises(InvalidUsage, match="complex64 was given; expected"):
-        kernels.scale(torch.zeros(4, dtype=torch.complex64), 2.0)
+        kernels.divide(torch.zeros(4, dtype=torch.complex64), 2.0)
     kernels.reduce(x, x, x)  # and the next one works
 
 

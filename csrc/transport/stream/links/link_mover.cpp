@@ -13,7 +13,7 @@ using device::Arena;
 using device::SharedBoard;
 
 LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
-                     std::shared_ptr<SharedBoard> board, const DeviceCosts& costs,
+                     std::shared_ptr<SharedBoard> board, const DeviceTransportCosts& costs,
                      std::vector<int> places, int rank)
     : device_(std::move(device)),
       places_(std::move(places)),

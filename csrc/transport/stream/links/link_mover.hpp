@@ -18,7 +18,7 @@ class LinkMover final : public StreamMover {
  public:
   // `places`: by rank of the world, its place in the arenas; -1: there is no link to it.
   LinkMover(DevicePtr device, std::unique_ptr<device::Arena> arena,
-            std::shared_ptr<device::SharedBoard> board, const DeviceCosts& costs,
+            std::shared_ptr<device::SharedBoard> board, const DeviceTransportCosts& costs,
             std::vector<int> places, int rank);
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
@@ -64,7 +64,7 @@ class LinkMover final : public StreamMover {
   const std::shared_ptr<device::SharedBoard> board_;
   ScratchPool scratch_;
   OwnedEvent fork_event_;  // recorded anew at each fork
-  const DeviceCosts costs_;
+  const DeviceTransportCosts costs_;
   device::PeerReads reads_;
   std::vector<Peer> peers_;
   size_t num_used_ = 0;  // peers with which there were messages

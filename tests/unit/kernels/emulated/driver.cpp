@@ -119,15 +119,15 @@ void testReduce() {
   expect(target.equals(want), "differs");
 }
 
-void testScale() {
-  running = "scale";
+void testDivide() {
+  running = "divide";
   const auto dtype = static_cast<DType>(pick(5, 8));
   const int64_t count = someCount();
   Memory x = fresh(count, dtype, pick(0, 17));
   Memory want = fresh(count, dtype, 0);
   want.copy(x);
-  scaleCpu({want.get(), count, 3.0, dtype});
-  scaleCuda({x.get(), count, 3.0, dtype}, nullptr);
+  divideCpu({want.get(), count, 3.0, dtype});
+  divideCuda({x.get(), count, 3.0, dtype}, nullptr);
   expect(x.equals(want), "differs");
 }
 
@@ -374,7 +374,7 @@ void testCrossEntropy() {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
   for (int i = 0; i < rounds; ++i) {
-    for (void (*test)() : {testReduce, testScale, testCast, testFold, testCollect, testPut,
+    for (void (*test)() : {testReduce, testDivide, testCast, testFold, testCollect, testPut,
                            testRows, testMerge, testCrossEntropy}) {
       test();
     }
