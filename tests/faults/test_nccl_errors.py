@@ -180,7 +180,7 @@ def test_a_call_of_nccl_fails(function: str, hosts: tuple[int, ...]) -> None:
         comm = hdp.init(timeout=20)
         still_works(comm)
         if comm.rank == 1:
-            # Of the functions without a communicator the next call on any rank fails: of this one, here.
+            # For a function without a communicator, the next call on any rank fails; here that is this rank's.
             fake.fail_next(function, -1 if "Group" in function else 1, 3)
         else:
             time.sleep(0.1)

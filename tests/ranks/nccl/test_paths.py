@@ -233,7 +233,7 @@ def memory() -> tuple[str, int, int]:
 
 
 def test_memory_does_not_grow_with_the_number_of_hosts() -> None:
-    """Of a rank's arena; and NCCL is connected with nobody who has a link."""
+    """The arena of a rank does not grow, and NCCL is only connected to ranks without a link."""
     two = run_threads(memory, 4, transport=PATHS, hosts=(0, 0, 1, 1))
     many = run_threads(memory, 12, transport=PATHS, hosts=tuple(rank // 2 for rank in range(12)))
     assert {found[1] for found in two} == {found[1] for found in many}

@@ -90,7 +90,7 @@ class Hosts:
 
     @staticmethod
     def address(index: int) -> str:
-        """Of a host."""
+        """The address of a host."""
         return f"{_NETWORK}.{index + 1}"
 
     def cut(self, index: int) -> None:

@@ -51,7 +51,7 @@ def test_collectives_and_ring_attention_on_two_hosts(two: Hosts, tmp_path: Path)
 
 
 def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]]) -> None:
-    """Of two hosts with ranks 0, 1 and 2, 3: what must cross crosses once, by both counts."""
+    """Data crosses between two hosts, with ranks 0, 1 and 2, 3, once if it must, by both counts."""
     for ranks in TRAFFIC_SUBSETS:
         for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
             minimum = TRAFFIC_BYTES * (2 if op == "all_reduce" else 1) if {*ranks} - {2, 3} else 0
