@@ -6,5 +6,16 @@ are done on return. Both use the same element functions.
 
 from hdpcomm.kernels.buffers import cast, collect, divide, fold, put, reduce
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
+from hdpcomm.kernels.linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["CROSS_ENTROPY_DTYPES", "cast", "collect", "cross_entropy", "divide", "fold", "put", "reduce"]
+__all__ = [
+    "CROSS_ENTROPY_DTYPES",
+    "cast",
+    "collect",
+    "cross_entropy",
+    "divide",
+    "fold",
+    "linear_cross_entropy",
+    "put",
+    "reduce",
+]

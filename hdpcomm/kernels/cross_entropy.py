@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hdpcomm._core import kernels as _core
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels._tensors import dtype_code, launch
+from hdpcomm.kernels._logit_rows import VocabularyShard, row_gradient, row_losses
+from hdpcomm.kernels._tensors import dtype_code
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -64,7 +64,9 @@ def cross_entropy(
     rows = logits.reshape(-1, columns)
     if rows.stride(-1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < columns):
         rows = rows.contiguous()
-    job = _Job(first, total, ignore_index, comm, in_place and _is_temporary(logits))
+    job = _Job(
+        VocabularyShard(first, total, ignore_index, comm if size > 1 else None), in_place and _is_temporary(logits)
+    )
     flat = None if weights is None else weights.detach().reshape(-1).contiguous()
     loss: Tensor = _CrossEntropy.apply(rows, labels.reshape(-1).contiguous(), flat, job)  # type: ignore[no-untyped-call]
     return loss.view(labels.shape)
@@ -72,38 +74,18 @@ def cross_entropy(
 
 @dataclass(slots=True)
 class _Job:
-    first: int
-    total: int
-    ignore_index: int
-    comm: Communicator | None
+    shard: VocabularyShard
     in_place: bool
     consumed: bool = False  # the gradient has overwritten the logits
-
-    def shape(self, rows: Tensor) -> tuple[int, int, int, int, int, int]:
-        return (*rows.shape, rows.stride(0), self.first, self.total, self.ignore_index)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, labels: Tensor, weights: Tensor | None, job: _Job) -> Tensor:
-        tokens = rows.shape[0]
-        stats = torch.empty(3, tokens, dtype=torch.float32, device=rows.device)
-        launch(
-            _core.cross_entropy_stats, rows, job.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
-            stats.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        shards = 1 if job.comm is None else job.comm.size
-        if job.comm is not None and shards > 1:
-            local, stats = stats, stats.new_empty(shards, 3, tokens)
-            job.comm.all_gather(stats, local)
-        sums, loss = (torch.empty(n, tokens, dtype=torch.float32, device=rows.device) for n in (2, 1))
-        launch(
-            _core.cross_entropy_loss, rows, stats.data_ptr(), labels.data_ptr(), _address(weights), sums.data_ptr(),
-            loss.data_ptr(), shards, tokens, job.ignore_index,
-        )  # fmt: skip
+        losses, sums = row_losses(rows, labels, weights, job.shard)
         ctx.job = job
         ctx.save_for_backward(rows, labels, weights, sums)
-        return loss[0]
+        return losses
 
     @staticmethod
     @once_differentiable
@@ -115,17 +97,12 @@ class _CrossEntropy(torch.autograd.Function):
                 "in_place=False with retain_graph=True"
             )
         rows, labels, weights, sums = ctx.saved_tensors
-        upstream = grads[0].float()
         grad = (
             rows.detach()
             if job.in_place
             else torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
         )
-        launch(
-            _core.cross_entropy_grad, rows, job.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
-            sums.data_ptr(), _address(weights), upstream.data_ptr(), upstream.stride(0), grad.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        row_gradient(rows, labels, weights, job.shard, sums, grads[0].float(), grad)
         if job.in_place:
             job.consumed = True
             torch.autograd.graph.increment_version(rows)  # autograd then refuses other uses of the saved logits
@@ -136,10 +113,6 @@ def _is_temporary(logits: Tensor) -> bool:
     """Whether the logits are a result inside a graph, so that only the graph owns their memory."""
     base = logits._base if logits._is_view() else logits
     return logits.requires_grad and base is not None and not base.is_leaf
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _check(logits: Tensor, labels: Tensor, weights: Tensor | None) -> None:

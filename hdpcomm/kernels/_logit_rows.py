@@ -1,0 +1,182 @@
+"""Cross-entropy of rows of logits at hand: losses, then the gradient; by the fused kernels, or by torch for float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from hdpcomm._core import kernels as _core
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels._tensors import dtype_code, launch
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["FusedRows", "LogitRows", "PlainRows", "VocabularyShard", "row_gradient", "row_losses"]
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """Which columns of the vocabulary the logits are, and who holds the others (None: nobody)."""
+
+    first: int
+    total: int
+    ignore_index: int
+    comm: Communicator | None
+
+    def shape(self, rows: Tensor) -> tuple[int, int, int, int, int, int]:
+        """What the kernels want to know of ``rows: [tokens, columns]``."""
+        return (*rows.shape, rows.stride(0), self.first, self.total, self.ignore_index)
+
+    def gather(self, stats: Tensor) -> Tensor:
+        """``[shards, 3, tokens]`` from this rank's ``[3, tokens]``. Collective over ``comm``."""
+        if self.comm is None:
+            return stats[None]
+        everyone = stats.new_empty(self.comm.size, *stats.shape)
+        self.comm.all_gather(everyone, stats)
+        return everyone
+
+
+def row_losses(rows: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """(losses ``[tokens]``, sums ``[2, tokens]``: the largest logit and the sum of exp(logit - largest)), fp32.
+
+    Collective over the shard's ``comm``.
+    """
+    tokens = rows.shape[0]
+    stats = torch.empty(3, tokens, dtype=torch.float32, device=rows.device)
+    launch(
+        _core.cross_entropy_stats, rows, shard.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
+        stats.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    everyone = shard.gather(stats)
+    sums, losses = (torch.empty(n, tokens, dtype=torch.float32, device=rows.device) for n in (2, 1))
+    launch(
+        _core.cross_entropy_loss, rows, everyone.data_ptr(), labels.data_ptr(), _address(weights), sums.data_ptr(),
+        losses.data_ptr(), everyone.shape[0], tokens, shard.ignore_index,
+    )  # fmt: skip
+    return losses[0], sums
+
+
+def row_gradient(
+    rows: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    shard: VocabularyShard,
+    sums: Tensor,
+    upstream: Tensor,
+    gradient: Tensor,
+) -> None:
+    """Writes ``upstream * weights * (softmax(rows) - onehot(labels))`` to ``gradient``, which may be ``rows``.
+
+    ``upstream``: fp32 ``[tokens]``, or a number for all tokens, expanded (stride 0).
+    """
+    launch(
+        _core.cross_entropy_grad, rows, shard.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
+        sums.data_ptr(), _address(weights), upstream.data_ptr(), upstream.stride(0), gradient.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+class LogitRows(Protocol):
+    """A chunk of logits ``[tokens, columns]`` with its labels, factors and z-loss; ``losses``: ``[tokens]``."""
+
+    losses: Tensor
+
+    def gradient(self, scale: float, *, in_place: bool) -> Tensor:
+        """Of ``scale * sum(losses)`` in the logits, of their type; ``in_place``: it takes their memory."""
+
+
+class FusedRows:
+    """By the fused kernels: fp32 maths on float32, bfloat16 and float16."""
+
+    def __init__(
+        self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
+    ) -> None:
+        self._logits, self._labels, self._weights, self._shard = logits, labels, weights, shard
+        self._z = None
+        self.losses, self._sums = row_losses(logits, labels, weights, shard)
+        if z_loss:
+            self._z = _ZLoss(self._sums, labels, weights, shard, z_loss)
+            self.losses = self.losses + self._z.losses
+
+    def gradient(self, scale: float, *, in_place: bool) -> Tensor:
+        logits = self._logits
+        out = logits if in_place else torch.empty_like(logits)
+        upstream = torch.full((1,), scale, dtype=torch.float32, device=logits.device).expand(logits.shape[0])
+        weights = self._weights if self._z is None else self._z.softmax_factors
+        row_gradient(logits, self._labels, weights, self._shard, self._sums, upstream, out)
+        if self._z is not None:
+            self._z.add_at_labels(out, scale)
+        return out
+
+
+class PlainRows:
+    """By torch's own operations, in the type of the logits: for float64."""
+
+    def __init__(
+        self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
+    ) -> None:
+        self._logits, self._shard = logits, shard
+        self._counts = labels != shard.ignore_index
+        if bool(((labels < 0) | (labels >= shard.total))[self._counts].any()):
+            raise InvalidUsage(f"a label is outside of the vocabulary of {shard.total} columns")
+        here = self._counts & (labels >= shard.first) & (labels < shard.first + logits.shape[1])
+        self._rows = here.nonzero()[:, 0]
+        self._columns = labels[self._rows] - shard.first
+        stats = logits.new_zeros(3, logits.shape[0])
+        stats[0] = logits.amax(1) if logits.shape[1] else -torch.inf
+        stats[1] = (logits - stats[0][:, None]).nan_to_num_(nan=-torch.inf).exp_().sum(1)
+        stats[2, self._rows] = logits[self._rows, self._columns]
+        stats[:, ~self._counts] = 0.0
+        everyone = shard.gather(stats)
+        largest = everyone[:, 0].amax(0)
+        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
+        self._factors = self._counts.to(logits.dtype) if weights is None else self._counts * weights.to(logits.dtype)
+        sums = torch.stack((largest, torch.where(self._counts, total, 1.0)))
+        self._lse = sums[0] + sums[1].log()
+        self.losses = self._factors * (self._lse - everyone[:, 2].sum(0))
+        self._softmax_factors = self._factors
+        if z_loss:
+            self.losses = self.losses + self._factors * z_loss * self._lse.square()
+            self._softmax_factors = self._factors * (1.0 + 2.0 * z_loss * self._lse)
+
+    def gradient(self, scale: float, *, in_place: bool) -> Tensor:
+        out = self._logits if in_place else self._logits.clone()
+        out.sub_(self._lse[:, None]).exp_().mul_(self._softmax_factors[:, None])
+        out[~self._counts] = 0.0  # whatever their logits
+        out[self._rows, self._columns] -= self._factors[self._rows]
+        return out.mul_(scale)
+
+
+class _ZLoss:
+    """``z_loss * lse ** 2`` of each token: its loss, and what it changes of the cross-entropy's gradient.
+
+    With a = 1 + 2 z lse, the sum's gradient is ``weight * (a * softmax - onehot)``: the kernel's with the factor
+    ``weight * a``, and ``weight * (a - 1)`` added where the label is.
+    """
+
+    def __init__(
+        self, sums: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
+    ) -> None:
+        counts = labels != shard.ignore_index
+        lse = torch.where(counts, sums[0] + sums[1].log(), 0.0)
+        factors = counts.float() if weights is None else counts * weights
+        self.losses = factors * z_loss * lse.square()
+        self._extra = factors * (2.0 * z_loss) * lse
+        self.softmax_factors = factors + self._extra
+        self._columns = labels - shard.first
+        self._counts = counts
+
+    def add_at_labels(self, gradient: Tensor, scale: float) -> None:
+        if not gradient.shape[1]:
+            return
+        here = self._counts & (self._columns >= 0) & (self._columns < gradient.shape[1])
+        extra = torch.where(here, self._extra * scale, 0.0).to(gradient.dtype)
+        gradient.scatter_add_(1, torch.where(here, self._columns, 0)[:, None], extra[:, None])
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
