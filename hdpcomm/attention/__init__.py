@@ -4,13 +4,23 @@ from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
-from hdpcomm.attention.pack_context import packed_attention, packing, scaled_dot_product_attention
+from hdpcomm.attention.pack_context import (
+    Pack,
+    carry_pack,
+    current_pack,
+    packed_attention,
+    packing,
+    scaled_dot_product_attention,
+)
 from hdpcomm.attention.variants import AttentionCosts
 
 __all__ = [
     "AttentionCosts",
+    "Pack",
     "Problem",
     "available_backends",
+    "carry_pack",
+    "current_pack",
     "local_cu_seqlens",
     "packed_attention",
     "packing",

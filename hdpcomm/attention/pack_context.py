@@ -1,6 +1,10 @@
 """Attention inside a model that does not know about packs: ``with packing(comm, cu_seqlens):`` around the forward sets
 the pack, and ``packed_attention(q, k, v)`` or ``scaled_dot_product_attention(...)`` inside use it.
 
+The block sets the pack of its thread. An activation checkpoint runs the forward again in the backward pass, after the
+block and perhaps on another thread: there the pack has to come with the call (``pack=``) or with the checkpoint
+(``context_fn=carry_pack``).
+
 Under torch.compile the call is one opaque operator (``hdpcomm::packed_attention``) with a fake implementation and a
 backward, so the rest of the model compiles without a graph break; the pack is looked up when the operator runs.
 """
@@ -10,9 +14,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
     from hdpcomm import _core
     from hdpcomm.comm import Communicator
 
-__all__ = ["Pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
+__all__ = ["Pack", "carry_pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
 
 _MAX_SAVED = 1024
 """Most packs of compiled forwards that are saved for their backward."""
@@ -46,6 +51,9 @@ class Pack:
     check: bool | None
     ticket: int
     """Number by which a compiled backward finds the pack of its forward."""
+    padded: bool = False
+    """This rank holds no token and runs the model on one that counts for nothing, as many layers take no empty input;
+    attention leaves it out."""
 
 
 class _Current(threading.local):
@@ -69,19 +77,44 @@ def packing(
     backend: str = "auto",
     costs: AttentionCosts | None = None,
     check: bool | None = None,
+    padded: bool = False,
 ) -> Iterator[Pack]:
     """Attention calls of this thread inside the block use this pack; arguments as in
     :func:`hdpcomm.attention.ring_attention`.
 
-    Local. May be nested; the innermost applies. Backward may run after the block.
+    ``padded``: this rank's shard is empty and it passes one token that counts for nothing in its place.
+
+    Local. May be nested; the innermost applies. Backward may run after the block. An activation checkpoint inside it
+    needs ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=carry_pack)``.
     """
-    pack = Pack(comm, as_cu_seqlens(cu_seqlens), variant, backend, costs, check, next(_tickets))
+    pack = Pack(comm, as_cu_seqlens(cu_seqlens), variant, backend, costs, check, next(_tickets), padded)
     _drop_packs_of_ended_worlds()
-    before, _current.pack = _current.pack, pack
-    try:
+    with _CurrentPack(pack):
         yield pack
-    finally:
-        _current.pack = before
+
+
+class _CurrentPack:
+    """The pack of the thread that enters it, for the length of the block; may be entered again and again."""
+
+    def __init__(self, pack: Pack | None) -> None:
+        self._pack = pack
+        self._before: list[Pack | None] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_current.pack)
+        _current.pack = self._pack
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.pack = self._before.pop()
+
+
+def carry_pack() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """``context_fn`` of ``torch.utils.checkpoint.checkpoint``: recomputation runs with the pack of its forward pass,
+    after the block and on any thread. Local.
+    """
+    return nullcontext(), _CurrentPack(_current.pack)
 
 
 def current_pack() -> Pack:
@@ -89,7 +122,8 @@ def current_pack() -> Pack:
     if _current.pack is None:
         raise InvalidUsage(
             "attention was called outside a pack; call the model's forward inside `with "
-            "hdpcomm.attention.packing(comm, cu_seqlens):`"
+            "hdpcomm.attention.packing(comm, cu_seqlens):`, and give activation checkpoints "
+            "context_fn=hdpcomm.attention.carry_pack, as they call it again in the backward pass"
         )
     return _current.pack
 
@@ -251,17 +285,20 @@ def packed_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    pack: Pack | None = None,
 ) -> torch.Tensor:
     """:func:`hdpcomm.attention.ring_attention` on the pack of the enclosing ``with packing(...)``; torch.compile keeps
     it as one operator.
 
-    ``q``: [T_local, heads, head_dim] or [batch, T_local, heads, head_dim], ``k``, ``v`` alike; any strides. Collective.
+    ``q``: [T_local, heads, head_dim] or [batch, T_local, heads, head_dim], ``k``, ``v`` alike; any strides. ``pack``:
+    what ``packing`` gave, for calls outside its block or thread; compiled code takes that of the block. Collective.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = window_pair(window)
     if not torch.compiler.is_compiling():
-        return _eager(q, k, v, sinks, (causal, left, right, scale, softcap))
+        pack = current_pack() if pack is None else pack
+        return _eager(q, k, v, sinks, (causal, left, right, scale, softcap), pack)
     if q.ndim == 3:
         return _compiled(q, k, v, sinks, (causal, left, right, scale, softcap))
     batch = q.shape[0]
@@ -275,13 +312,17 @@ _Settings = tuple[bool, int, int, float, float]
 
 
 def _eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings, pack: Pack
 ) -> torch.Tensor:
-    pack = current_pack()
+    shape = q.shape
+    if pack.padded:
+        q, k, v = (x.narrow(-3, 0, 0).contiguous() for x in (q, k, v))
     out, _ = attend(
         q, k, v, sinks, comm=pack.comm, cu_seqlens=pack.cu_seqlens, cu_seqlens_k=None,
         options=_options(pack, *settings), check=pack.check,
     )  # fmt: skip
+    if pack.padded:  # in the graph, so that this rank takes part in the backward of its group
+        out = torch.cat((out, out.new_zeros(shape)), dim=-3)
     return out
 
 

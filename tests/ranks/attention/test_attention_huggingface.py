@@ -1,5 +1,6 @@
 """Hugging Face models on several ranks: loss and gradients of the unsharded model, for five families."""
 
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.huggingface import enable, shard_batch
+from hdpcomm.models.huggingface import count_labels, enable, shard_batch
 from hdpcomm.testing import run_threads
 
 transformers = pytest.importorskip("transformers", minversion="4.54")
@@ -74,7 +75,7 @@ def test_loss_and_gradients_of_the_unsharded_model(family, size, unsharded):
         comm = hdp.init()
         model = models[comm.rank]
         enable(model)
-        batch = shard_batch(_tokens(), CU, comm=comm)
+        batch = shard_batch(_tokens(), CU, comm=comm, num_items_in_batch=count_labels(_tokens(), CU))
         with packing(comm, CU):
             loss = model(**batch).loss
         loss.backward()
@@ -82,6 +83,61 @@ def test_loss_and_gradients_of_the_unsharded_model(family, size, unsharded):
 
     results = run_threads(main, size)
     want_loss, want = unsharded[family]
+    assert sum(loss for loss, _ in results) == pytest.approx(want_loss, rel=1e-5)
+    for name, gradient in want.items():
+        got = sum(grads[name] for _, grads in results)
+        assert float((got - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+MICRO_BATCHES = [[0, 2], [1, 3, 4]]
+"""Sequences of LENGTHS, in packs of their own."""
+
+
+def _micro_batches():
+    """(tokens, cu_seqlens) of each pack."""
+    ids = _tokens()
+    for sequences in MICRO_BATCHES:
+        yield torch.cat([ids[CU[i] : CU[i + 1]] for i in sequences]), [0, *np.cumsum([LENGTHS[i] for i in sequences])]
+
+
+def _threads_backward(loss):
+    """Backward on a thread that never saw a pack, as CUDA's is."""
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("order", ["at once", "late", "interleaved"])
+def test_micro_batches_add_up(order, checkpointed, unsharded):
+    """Several packs a step, each divided by the step's tokens; backward at once, after all, or of both together, in
+    which activation checkpoints call the attention again."""
+    models = [_model("llama", "eager") for _ in range(2)]
+
+    def main():
+        comm = hdp.init()
+        model = models[comm.rank]
+        enable(model)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        total = sum(count_labels(ids, cu) for ids, cu in _micro_batches())
+        losses = []
+        for ids, cu in _micro_batches():
+            batch = shard_batch(ids, cu, comm=comm, num_items_in_batch=total)
+            with packing(comm, cu):
+                losses.append(model(**batch).loss)
+            if order == "at once":
+                losses[-1].backward()
+        if order == "late":
+            for loss in reversed(losses):
+                _threads_backward(loss)
+        if order == "interleaved":
+            _threads_backward(sum(losses))
+        return sum(loss.item() for loss in losses), {name: p.grad for name, p in model.named_parameters()}
+
+    results = run_threads(main, 2)
+    want_loss, want = unsharded["llama"]
     assert sum(loss for loss, _ in results) == pytest.approx(want_loss, rel=1e-5)
     for name, gradient in want.items():
         got = sum(grads[name] for _, grads in results)
@@ -124,13 +180,19 @@ def test_what_packs_cannot_do_is_refused():
     with pytest.raises(InvalidUsage, match="not a transformers model"):
         enable(torch.nn.Linear(2, 2))
     with pytest.raises(InvalidUsage, match="cu_seqlens asks for"):
-        shard_batch(ids[0], CU, comm=None)
+        shard_batch(ids[0], CU, comm=None, num_items_in_batch=9)
     with pytest.raises(InvalidUsage, match="labels has shape"):
-        shard_batch(ids[0], [0, 10], comm=None, labels=ids[0, 1:])
+        shard_batch(ids[0], [0, 10], comm=None, num_items_in_batch=9, labels=ids[0, 1:])
+    with pytest.raises(InvalidUsage, match="num_items_in_batch is 0"):
+        shard_batch(ids[0], [0, 10], comm=None, num_items_in_batch=0)
+    model.config.output_router_logits = True
+    with pytest.raises(InvalidUsage, match="auxiliary loss of its router"):
+        enable(model)
 
 
 def test_labels_end_with_their_sequence():
-    batch = shard_batch(torch.arange(10), [0, 4, 4, 5, 10], comm=None)
+    assert count_labels(torch.arange(10), [0, 4, 4, 5, 10]) == 7
+    batch = shard_batch(torch.arange(10), [0, 4, 4, 5, 10], comm=None, num_items_in_batch=20)
     assert batch["shift_labels"][0].tolist() == [1, 2, 3, -100, -100, 6, 7, 8, 9, -100]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4]
-    assert batch["num_items_in_batch"] == 7
+    assert batch["num_items_in_batch"] == 20
