@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["linear_cross_entropy"]
 
-_SMALL_CHUNK = 4 << 20
+_SMALL_CHUNK = 16 << 20
 """Bytes of logits up to which a larger chunk costs nothing worth saving."""
 
 
@@ -58,7 +58,7 @@ def linear_cross_entropy(
             ``hidden``, which is then equal on all ranks. Backward communicates nothing.
         shard: (first column of this rank, columns of the whole vocabulary). Default: equal shards in the ranks' order.
         chunk_tokens: tokens of a chunk. Default: ``width``, so that a chunk's logits take as much memory as the weight,
-            or more where 4 MiB hold more.
+            or more where 16 MiB hold more.
 
     Returns: float32 (float64 for float64), the same on all ranks of ``comm``.
 

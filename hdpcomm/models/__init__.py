@@ -1,5 +1,18 @@
-"""Models that run on packed, sharded sequences."""
+"""Models that run on packed, sharded sequences: a reference Llama, and the models of others."""
 
+from hdpcomm.models.adapt import AdaptedModule, adapt, from_pretrained
+from hdpcomm.models.causal_lm import AdaptedCausalLM
 from hdpcomm.models.llama import Llama, LlamaConfig, apply_rope, rope_tables
+from hdpcomm.models.recompute import set_recompute
 
-__all__ = ["Llama", "LlamaConfig", "apply_rope", "rope_tables"]
+__all__ = [
+    "AdaptedCausalLM",
+    "AdaptedModule",
+    "Llama",
+    "LlamaConfig",
+    "adapt",
+    "apply_rope",
+    "from_pretrained",
+    "rope_tables",
+    "set_recompute",
+]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hdpcomm.attention import ring_attention
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import linear_cross_entropy
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -189,14 +190,26 @@ class Llama(nn.Module):
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.copy_(noise * scale)
 
-    def forward(self, tokens: Tensor, *, positions: Tensor, cu_seqlens: Tensor, comm: Communicator) -> Tensor:
-        """Logits ``[tokens, vocabulary]`` of the local tokens.
+    takes_labels = True
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        comm: Communicator,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
         Args:
             tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
             positions: ``[tokens]`` int64, the place of each token inside its own sequence.
             cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end.
             comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
+            labels: ``[tokens]`` int64, -100 for a token without a loss. The logits then exist for a chunk of tokens at
+                a time (:func:`hdpcomm.kernels.linear_cross_entropy`).
         """
         if tokens.shape != positions.shape or tokens.dim() != 1:
             raise InvalidUsage(
@@ -207,7 +220,10 @@ class Llama(nn.Module):
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
         for block in self.blocks:
             x = block(x, tables, cu_seqlens, comm)
-        logits: Tensor = self.head(self.norm(x))
+        x = self.norm(x)
+        if labels is not None:
+            return linear_cross_entropy(x, self.head.weight, labels)
+        logits: Tensor = self.head(x)
         return logits
 
     def num_parameters(self) -> int:

@@ -13,7 +13,9 @@ from torch import nn
 from hdpcomm.attention import positions, shard
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import CostModel
-from hdpcomm.train.loss import next_token_labels, summed_loss
+from hdpcomm.train.loss import next_token_labels
+from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.shards import PackedShard
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -83,14 +85,15 @@ def forward_backward(
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     rank, size = group.rank, group.size
     whole = torch.arange(sum(lengths)) % 2
-    tokens = shard(whole, cu_seqlens, rank=rank, size=size).to(device)
-    labels = shard(next_token_labels(whole), cu_seqlens, rank=rank, size=size).to(device)
-    places = positions(cu_seqlens, rank=rank, size=size, device=device)
+    packed = PackedShard(
+        tokens=shard(whole, cu_seqlens, rank=rank, size=size).to(device),
+        labels=shard(next_token_labels(whole), cu_seqlens, rank=rank, size=size).to(device),
+        positions=positions(cu_seqlens, rank=rank, size=size, device=device),
+        cu_seqlens=cu_seqlens,
+    )
     started = time.perf_counter()
     with context or nullcontext():
-        logits = model(tokens, positions=places, cu_seqlens=cu_seqlens, comm=group)
-        loss = summed_loss(logits, labels)
-    del logits
+        loss = micro_batch_loss(model, packed, group)
     loss.backward()  # type: ignore[no-untyped-call]
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -15,8 +15,9 @@ from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.gradients import GradientBuffer
-from hdpcomm.train.loss import IGNORE, summed_loss
+from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.metrics import StepMetrics
+from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.shards import Fetch, pack_shard
 from hdpcomm.train.waiting import TimedCommunicator
@@ -39,13 +40,16 @@ class Trainer:
     the global norm and the optimizer's step.
 
     Args:
-        model: called as ``model(tokens, positions=, cu_seqlens=, comm=) -> logits [local tokens, vocabulary]``, as
-            :class:`hdpcomm.models.Llama`. Rank 0's parameters and buffers are copied to all ranks at once.
+        model: called as ``model(tokens, positions=, cu_seqlens=, comm=) -> logits [local tokens, vocabulary]``; one
+            with ``takes_labels = True``, as :class:`hdpcomm.models.Llama`, gets ``labels=`` too and returns the sum of
+            the labelled tokens' losses. :func:`hdpcomm.models.adapt` brings other models into this form. Rank 0's
+            parameters and buffers are copied to all ranks at once.
         optimizer: any optimizer over the model's parameters.
         planner: a :class:`hdpcomm.plan.Planner` for as many ranks as ``comm`` has.
         comm: the ranks that train together; the plan's ranks are positions in it.
         max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
-        loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label.
+        loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label, in place of the
+            model's own. The logits then exist as a whole. ``None``: the model's own, or cross-entropy.
         offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
             needed if the planner uses any. With it, the device memory of each step is measured.
 
@@ -74,7 +78,7 @@ class Trainer:
         comm: Communicator,
         *,
         max_grad_norm: float | None = 1.0,
-        loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         offload: ActivationOffload | None = None,
     ) -> None:
         if planner.cluster.ranks != comm.size:
@@ -177,9 +181,7 @@ class Trainer:
         comm = cast("Communicator", rings.subset(micro_batch.ranks))
         packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
         with offloading.micro_batch(micro_batch.offload_ratio, packed.tokens.numel()):
-            logits = self.model(packed.tokens, positions=packed.positions, cu_seqlens=packed.cu_seqlens, comm=comm)
-            loss = self._loss(logits, packed.labels)
-        del logits
+            loss = micro_batch_loss(self.model, packed, comm, self._loss)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         self.gradients.collect()
         labels = (packed.labels != IGNORE).sum()

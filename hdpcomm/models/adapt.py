@@ -1,0 +1,146 @@
+"""Models of others in the form that :class:`hdpcomm.train.Trainer` calls."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.attention import packing
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
+from hdpcomm.models.recompute import set_recompute
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["AdaptedModule", "adapt", "from_pretrained"]
+
+_PLACES = ("positions", "cu_seqlens", "comm")
+
+
+class AdaptedModule(nn.Module):
+    """A module whose attention goes through :func:`hdpcomm.attention.packed_attention`, in the trainer's form.
+
+    Args:
+        model: called as ``model(tokens)`` with those of ``positions=``, ``cu_seqlens=`` and ``comm=`` that its forward
+            names; returns logits ``[local tokens, vocabulary]``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        named = inspect.signature(model.forward).parameters
+        self._named = tuple(name for name in _PLACES if name in named)
+
+    def forward(self, tokens: Tensor, *, positions: Tensor, cu_seqlens: Tensor, comm: Communicator) -> Tensor:
+        """Logits of the local tokens; see :class:`hdpcomm.models.Llama`."""
+        places = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
+        with packing(comm, cu_seqlens):
+            logits: Tensor = self.model(tokens, **{name: places[name] for name in self._named})
+        return logits
+
+
+def adapt(
+    model: nn.Module,
+    *,
+    recompute: str | int = "none",
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    check: bool = True,
+) -> nn.Module:
+    """The model in the form that :class:`hdpcomm.train.Trainer` calls: ``(tokens, *, positions, cu_seqlens, comm)``.
+
+    Parameters are shared, not copied: the given model is trained, and ``adapted.model`` is it.
+
+    - A causal LM of transformers, LoRA by peft included: attention goes through transformers' AttentionInterface, the
+      last layer and the loss through :func:`hdpcomm.kernels.linear_cross_entropy`, the auxiliary loss of a router
+      (``config.output_router_logits``) through the sequences' own means.
+    - A module in the trainer's form, as :class:`hdpcomm.models.Llama`: returned as it is.
+    - Any other module ``model(tokens) -> logits [local tokens, vocabulary]`` whose attention calls
+      :func:`hdpcomm.attention.packed_attention` or :func:`hdpcomm.attention.scaled_dot_product_attention` and whose
+      other layers look at one token at a time; it names ``positions``, ``cu_seqlens`` and ``comm`` if it wants them.
+
+    Args:
+        recompute: layers to compute again in the backward pass: ``"none"``, ``"full"`` or how many; see
+            :func:`hdpcomm.models.set_recompute`.
+        z_loss, chunk_tokens: of the loss of a causal LM; see :func:`hdpcomm.kernels.linear_cross_entropy`.
+        check: runs a causal LM on a few tokens, as a pack and sequence by sequence with the attention that it came
+            with, and refuses it if the logits differ: something else than attention looks at other tokens, or attention
+            is not what transformers tells of it.
+
+    Local. Raises:
+        InvalidUsage: what cannot be made right, by name: dropout in attention, layers that are neither full nor sliding
+            attention (linear attention, convolutions, chunks), prompt tuning, a model that fails the check.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> bag = adapt(nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)))
+        >>> cu_seqlens = torch.tensor([0, 3, 5])
+        >>> bag(torch.arange(5), positions=torch.tensor([0, 1, 2, 0, 1]), cu_seqlens=cu_seqlens, comm=None).shape
+        torch.Size([5, 32])
+    """
+    causal_lm = inner_causal_lm(model)
+    if causal_lm is not None:
+        adapted: nn.Module = AdaptedCausalLM(model, z_loss=z_loss, chunk_tokens=chunk_tokens, check=check)
+    else:
+        if z_loss or chunk_tokens is not None:
+            raise InvalidUsage(
+                f"z_loss and chunk_tokens are for causal LMs of transformers; {type(model).__name__} is none: it "
+                "computes its logits itself"
+            )
+        named = inspect.signature(model.forward).parameters
+        adapted = model if all(name in named for name in _PLACES) else AdaptedModule(model)
+    set_recompute(adapted, recompute)
+    return adapted
+
+
+def from_pretrained(
+    source: str | Path | Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    recompute: str | int = "none",
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    check: bool = True,
+) -> AdaptedCausalLM:
+    """A causal LM of transformers, adapted: from a folder with its weights, or new from a configuration.
+
+    Args:
+        source: a folder as ``save_pretrained`` writes it; nothing is downloaded. Or a configuration object of
+            transformers: weights are drawn from ``seed``, alike on every rank.
+        dtype: of the parameters. Default: as stored, or fp32 for a configuration.
+
+    The others are those of :func:`adapt`. Local. Raises InvalidUsage: no such folder, no model in it, no transformers,
+    or what :func:`adapt` refuses.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, PretrainedConfig
+    except ImportError as error:
+        raise InvalidUsage("transformers is needed; pip install 'hdpcomm[huggingface]'") from error
+    if isinstance(source, PretrainedConfig):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(source, dtype=dtype or torch.float32)
+    else:
+        folder = Path(source)
+        if not (folder / "config.json").is_file():
+            raise InvalidUsage(
+                f"{folder} is no folder with a config.json; give the folder of a model (as save_pretrained writes it) "
+                "or a configuration object of transformers"
+            )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise InvalidUsage(f"{folder} does not hold a causal LM that transformers can load: {error}") from error
+    adapted = adapt(
+        model.to(device).train(), recompute=recompute, z_loss=z_loss, chunk_tokens=chunk_tokens, check=check
+    )
+    assert isinstance(adapted, AdaptedCausalLM)
+    return adapted

@@ -1,0 +1,241 @@
+"""A causal LM of transformers in the form that the trainer calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hdpcomm.attention import packing
+from hdpcomm.attention.layout import as_cu_seqlens
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import linear_cross_entropy
+from hdpcomm.models.huggingface import PACK_ARGUMENT, passes_arguments, set_attention
+from hdpcomm.models.router_loss import router_loss
+from hdpcomm.models.self_check import check_logits
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["IGNORE", "AdaptedCausalLM", "inner_causal_lm"]
+
+IGNORE = -100
+"""The label of a token that has no loss."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_GROWING_ROPES = ("dynamic", "longrope")
+"""Rotary frequencies that depend on the longest position of the call, which a shard does not see."""
+
+
+def inner_causal_lm(model: nn.Module) -> Any | None:
+    """The transformers model with the last layer; inside of a peft model, the one that it changes. None: there is none.
+
+    Raises InvalidUsage for peft methods that add tokens.
+    """
+    found: Any = model
+    if callable(getattr(model, "get_base_model", None)) and hasattr(model, "peft_config"):
+        for config in model.peft_config.values():  # type: ignore[operator]
+            if getattr(config, "is_prompt_learning", False):
+                raise InvalidUsage(
+                    f"peft's {config.peft_type} puts tokens of its own in front of each sequence, which packs do not "
+                    "know; use a method that changes layers, as LoRA"
+                )
+        found = model.get_base_model()  # type: ignore[operator]
+    transformers_model = hasattr(found, "base_model") and callable(getattr(found, "get_output_embeddings", None))
+    if not transformers_model:
+        return None
+    if found.get_output_embeddings() is None or found.base_model is found:
+        raise InvalidUsage(
+            f"{type(found).__name__} is a transformers model without a head that gives logits of tokens; give a causal "
+            "LM (AutoModelForCausalLM)"
+        )
+    return found
+
+
+class AdaptedCausalLM(nn.Module):
+    """What :func:`hdpcomm.models.adapt` makes of a causal LM of transformers.
+
+    Attributes:
+        model: the model as it was given, trained in place; ``model.save_pretrained(folder)`` exports it.
+    """
+
+    takes_labels = True
+
+    def __init__(self, model: nn.Module, *, z_loss: float, chunk_tokens: int | None, check: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.z_loss = z_loss
+        self.chunk_tokens = chunk_tokens
+        causal_lm = self.causal_lm
+        config = causal_lm.config.get_text_config()
+        _refuse_layers(config, type(causal_lm).__name__)
+        self._scale, self._softcap = _logit_maths(config)
+        self._router = _Router.of(causal_lm, config)
+        self._longest = _longest_length(config)
+        before = causal_lm.config._attn_implementation
+        set_attention(causal_lm)
+        if check and not any(p.is_meta for p in model.parameters()):
+            try:
+                check_logits(self, causal_lm, before)
+            except Exception:
+                causal_lm.set_attn_implementation(before)
+                raise
+
+    @property
+    def causal_lm(self) -> Any:
+        """The transformers model; of a peft model, the one inside."""
+        return inner_causal_lm(self.model)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        comm: Communicator | None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
+
+        Args:
+            tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
+            positions: ``[tokens]`` int64, the place of each token inside its own sequence.
+            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end.
+            comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
+            labels: ``[tokens]`` int64, :data:`IGNORE` for a token without a loss. With a router's auxiliary loss,
+                each labelled token adds the coefficient times that of its sequence.
+        """
+        if self._longest is not None:
+            _check_length(as_cu_seqlens(cu_seqlens), *self._longest)
+        hidden, router_logits = self._hidden(tokens, positions, cu_seqlens, comm)
+        if labels is None:
+            return self._logits(hidden)
+        loss = self._loss(hidden, labels)
+        if self._router is not None:
+            loss = loss + self._router.coefficient * router_loss(
+                router_logits, labels != IGNORE, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
+            )
+        return loss
+
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, comm: Communicator | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The last layer's input ``[tokens, width]``, and each router's logits ``[tokens, experts]``."""
+        count = tokens.shape[0]
+        if count == 0:
+            tokens = positions = tokens.new_zeros(1)
+        decoder = self.causal_lm.base_model
+        options: dict[str, Any] = {} if self._router is None else {"output_router_logits": True}
+        with packing(comm, cu_seqlens, padded=count == 0) as pack:
+            if passes_arguments(decoder):
+                options[PACK_ARGUMENT] = pack
+            out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
+        hidden: Tensor = out.last_hidden_state[0, :count]
+        return hidden, [] if self._router is None else [x[:count] for x in out.router_logits]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        head = self.causal_lm.get_output_embeddings()
+        if not _is_plain_linear(head):
+            return self._loss_of_any_head(hidden, labels)
+        return linear_cross_entropy(
+            hidden, head.weight, labels, bias=head.bias, scale=self._scale, softcap=self._softcap, z_loss=self.z_loss,
+            ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
+        )  # fmt: skip
+
+    def _loss_of_any_head(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The same for a head that is more than a matrix, as one that LoRA changes: its chunks are computed again in
+        the backward pass."""
+        chunk = self.chunk_tokens or max(256, hidden.shape[-1])
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for part, wanted in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True):
+            total = total + checkpoint(self._chunk_loss, part, wanted, use_reentrant=False)
+        return total
+
+    def _chunk_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self._logits(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        trained = labels != IGNORE
+        lse = logits.logsumexp(-1)
+        picked = logits.gather(1, torch.where(trained, labels, 0)[:, None])[:, 0]
+        return torch.where(trained, lse - picked + self.z_loss * lse.square(), 0.0).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    """What the auxiliary loss of a mixture of experts needs to know."""
+
+    coefficient: float
+    top_k: int
+
+    @staticmethod
+    def of(causal_lm: Any, config: Any) -> _Router | None:
+        """None: there is none, or it is switched off."""
+        if not getattr(config, "output_router_logits", False):
+            return None
+        found = [getattr(causal_lm, name, None) for name in ("router_aux_loss_coef", "num_experts_per_tok")]
+        if None in found:
+            raise InvalidUsage(
+                f"config.output_router_logits asks for an auxiliary loss, and {type(causal_lm).__name__} does not tell "
+                "router_aux_loss_coef and num_experts_per_tok; set output_router_logits to False to train without"
+            )
+        return _Router(float(found[0] or 0.0), int(found[1] or 0))
+
+
+def _is_plain_linear(head: nn.Module) -> bool:
+    """Is the head no more than its weight and bias?"""
+    return (
+        isinstance(head, nn.Linear)
+        and type(head).forward is nn.Linear.forward
+        and "forward" not in vars(head)
+        and type(head.weight) in (nn.Parameter, Tensor)
+    )
+
+
+def _refuse_layers(config: Any, name: str) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if others:
+        raise InvalidUsage(
+            f"{name} has layers of the type {', '.join(others)}, which look at other tokens of the shard without "
+            f"communicating; supported are {' and '.join(_LAYER_TYPES)}"
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "use_bidirectional_attention", False):
+        raise InvalidUsage(f"{name} is not a causal decoder (its tokens see later ones); give a causal LM")
+
+
+def _logit_maths(config: Any) -> tuple[float, float]:
+    """(factor, soft cap) that the model applies to what its last layer gives, under the names of its configuration."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return scale, float(getattr(config, "final_logit_softcapping", None) or 0.0)
+
+
+def _longest_length(config: Any) -> tuple[str, int] | None:
+    """(kind of rotary embedding, length) above which the frequencies depend on the sequence."""
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [ropes] if any(name in ropes for name in ("rope_type", "type")) else list(ropes.values())
+    limits = []
+    for rope in kinds:
+        kind = (rope or {}).get("rope_type", (rope or {}).get("type"))
+        if kind in _GROWING_ROPES:
+            limit = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            limit = limit or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            limits.append((int(limit), str(kind)))
+    return (min(limits)[1], min(limits)[0]) if limits else None
+
+
+def _check_length(cu_seqlens: Any, kind: str, limit: int) -> None:
+    longest = int(np.diff(cu_seqlens).max(initial=0))
+    if longest > limit:
+        raise InvalidUsage(
+            f"a sequence of {longest:,} tokens was given, and the rotary embedding of this model ({kind}) changes its "
+            f"frequencies above {limit:,} by the longest position at hand, which differs between shards; cut the "
+            "sequences to that, or give the model another rope_type"
+        )

@@ -1,0 +1,66 @@
+"""Recomputation: layers that keep only their input and run again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hdpcomm.attention import carry_pack
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.offload.layers import find_layers
+
+__all__ = ["set_recompute"]
+
+
+class _Recomputed:
+    """A layer's forward inside an activation checkpoint.
+
+    Only ``forward`` is inside, so that the layer's hooks (offload, FSDP2) run once, as they would without.
+    """
+
+    def __init__(self, forward: Callable[..., Any], own: bool) -> None:
+        self.forward = forward
+        self.own = own
+        """The layer had a forward of its own before, beside that of its class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=carry_pack, **kwargs)
+
+
+def set_recompute(model: nn.Module, recompute: str | int) -> int:
+    """Chooses which layers of a model are computed again in the backward pass; returns how many.
+
+    A recomputed layer keeps its input only and costs one more forward pass. The last call counts; ``"none"`` leaves the
+    model as it was. Attention that is computed again communicates again: choose alike on all ranks. Local.
+
+    Args:
+        model: its layers are those of its largest ``nn.ModuleList``, as for :class:`hdpcomm.offload.ActivationOffload`.
+        recompute: ``"none"``, ``"full"``, or the number of layers, counted from the first one.
+
+    Raises:
+        InvalidUsage: another value, more layers than there are, or a model without a list of layers.
+    """
+    if recompute == "none" and not any(isinstance(vars(m).get("forward"), _Recomputed) for m in model.modules()):
+        return 0
+    layers = find_layers(model)
+    wanted = {"none": 0, "full": len(layers)}.get(recompute, recompute) if isinstance(recompute, str) else recompute
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= len(layers):
+        raise InvalidUsage(
+            f"recompute is {recompute!r}; give 'none', 'full' or a number of layers from 0 to {len(layers)}"
+        )
+    for place, layer in enumerate(layers):
+        current = vars(layer).get("forward")
+        if place < wanted and not isinstance(current, _Recomputed):
+            layer.forward = _Recomputed(layer.forward, own=current is not None)
+        elif place >= wanted and isinstance(current, _Recomputed):
+            if current.own:
+                layer.forward = current.forward
+            else:
+                del layer.forward
+    return wanted

@@ -1,0 +1,65 @@
+"""The auxiliary load-balancing loss of mixture-of-experts models, token by token.
+
+Switch Transformer's loss (Fedus et al., arXiv 2101.03961, equations 4 to 6) is a product of two means over tokens, so
+it does not add up over micro-batches: its value would depend on the plan. Here the means are those of each sequence,
+whoever holds it, and every trained token adds its own sequence's loss; so the sum over ranks and micro-batches is the
+same for every plan, and for a batch of one sequence it is transformers' own loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hdpcomm.attention import local_cu_seqlens
+from hdpcomm.attention.layout import as_cu_seqlens
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["router_loss"]
+
+
+def router_loss(
+    router_logits: Sequence[Tensor],
+    trained: Tensor,
+    *,
+    top_k: int,
+    cu_seqlens: Tensor,
+    comm: Communicator | None,
+) -> Tensor:
+    """This rank's share of the sum over all trained tokens of their sequence's loss; differentiable.
+
+    With N tokens and layers of a sequence, f_e the number of times that expert e is among the ``top_k`` of one, and p_e
+    the sum of its probabilities: ``experts * sum_e (f_e / N) (p_e / N)``.
+
+    Args:
+        router_logits: of each layer ``[local tokens, experts]``.
+        trained: ``[local tokens]`` bool, tokens that have a label.
+        cu_seqlens: of the whole pack.
+        comm: the ranks that share the pack. Collective over it: one all-reduce of ``experts + 1`` numbers a sequence.
+    """
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    device, experts = router_logits[0].device, router_logits[0].shape[-1]
+    lengths = torch.from_numpy(as_cu_seqlens(cu_seqlens)).diff().to(device)
+    counts = local_cu_seqlens(cu_seqlens, rank=rank, size=size).diff().to(device)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
+    wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+    stats = torch.zeros(len(lengths), experts + 1, dtype=torch.float64, device=device)
+    stats[:, experts].index_add_(0, sequence, trained.double())
+    probabilities = torch.zeros(len(lengths), experts, dtype=wide, device=device)
+    for logits in router_logits:
+        weights = logits.to(wide).softmax(-1)
+        probabilities = probabilities.index_add(0, sequence, weights)
+        chosen = weights.detach().topk(top_k, dim=-1).indices
+        stats.view(-1).index_add_(
+            0, (sequence[:, None] * (experts + 1) + chosen).flatten(), stats.new_ones(chosen.numel())
+        )
+    if comm is not None and size > 1:
+        comm.all_reduce(stats)
+    rows = (lengths * len(router_logits)).double()
+    factors = experts * stats[:, :experts] * (stats[:, experts:] / rows[:, None].square())
+    return (factors.to(wide) * probabilities).sum()

@@ -1,0 +1,34 @@
+"""The forward pass of a micro-batch, down to its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from hdpcomm.train.loss import summed_loss
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.train.shards import PackedShard
+
+__all__ = ["micro_batch_loss"]
+
+
+def micro_batch_loss(
+    model: nn.Module,
+    packed: PackedShard,
+    comm: Communicator,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The summed loss of this rank's shard of a micro-batch; the forward pass. Collective over ``comm``.
+
+    A model with ``takes_labels = True`` gets the labels and returns the sum, unless ``loss(logits, labels)`` is given;
+    with any other, the logits exist as a whole.
+    """
+    places = {"positions": packed.positions, "cu_seqlens": packed.cu_seqlens, "comm": comm}
+    if loss is None and getattr(model, "takes_labels", False):
+        total: Tensor = model(packed.tokens, **places, labels=packed.labels)
+        return total
+    return (loss or summed_loss)(model(packed.tokens, **places), packed.labels)

@@ -1,0 +1,62 @@
+"""Tiny models of many families, and the oracle: transformers' own model on one process, sequence by sequence."""
+
+import torch
+import transformers
+
+LENGTHS = (37, 1, 90, 12, 5, 3)
+"""A batch for ranks that hold 40 tokens: one sequence needs three of them, and one has a single token."""
+VOCABULARY = 97
+SIZE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+LAYERS = {"layer_types": ["full_attention", "sliding_attention"]}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 16, "final_logit_softcapping": 2.0, **LAYERS}),
+    "mistral": ("Mistral", {"sliding_window": 16}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "sliding_window": 16, **LAYERS, **EXPERTS}),
+    "phi4": ("Phi3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None, **EXPERTS}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0], **EXPERTS}),
+    "granite": ("Granite", {"logits_scaling": 4.0}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "gpt-neox": ("GPTNeoX", {}),
+}
+
+
+def config_of(family, **changes):
+    name, extra = FAMILIES[family]
+    return getattr(transformers, f"{name}Config")(**{**SIZE, **extra, **changes})
+
+
+def model_of(family, **changes):
+    config = config_of(family, **changes)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def unsharded(model):
+    """Mean loss of the trained tokens and its gradients, by transformers' own forward; a router's loss counts once for
+    each of them, as in a batch of its sequence alone."""
+    total = sum(len(tokens) - 1 for tokens in sequences())
+    loss = 0.0
+    for tokens in sequences():
+        if len(tokens) > 1:
+            own = model(input_ids=tokens[None], labels=tokens[None], use_cache=False).loss * (len(tokens) - 1) / total
+            own.backward()
+            loss += own.item()
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
