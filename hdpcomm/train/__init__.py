@@ -4,6 +4,7 @@ from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
+from hdpcomm.train.sharded import ShardedParameters
 from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
 from hdpcomm.train.trainer import Trainer
 
@@ -12,6 +13,7 @@ __all__ = [
     "Fetch",
     "GradientBuffer",
     "PackedShard",
+    "ShardedParameters",
     "StepMetrics",
     "Totals",
     "Trainer",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.buckets import trained_parameters
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
 
 __all__ = ["GradientBuffer"]
 
@@ -22,20 +26,15 @@ class GradientBuffer:
 
     Args:
         parameters: those with ``requires_grad`` are taken, each once; all on one device.
+        comm: the ranks over which :meth:`reduce` sums; None: this one alone.
 
     Raises:
         InvalidUsage: nothing to train, several devices, or a complex parameter.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list({id(p): p for p in parameters if p.requires_grad}.values())
-        if not self.parameters:
-            raise InvalidUsage("the model has no parameter with requires_grad; there is nothing to train")
-        devices = sorted({str(p.device) for p in self.parameters})
-        if len(devices) > 1:
-            raise InvalidUsage(f"the parameters are on {', '.join(devices)}; a rank's model must be on one device")
-        if wrong := [p.dtype for p in self.parameters if not p.dtype.is_floating_point]:
-            raise InvalidUsage(f"a parameter has dtype {wrong[0]}; real floating-point parameters were expected")
+    def __init__(self, parameters: Iterable[nn.Parameter], comm: Communicator | None = None) -> None:
+        self._comm = comm
+        self.parameters = trained_parameters(parameters)
         wide = any(p.dtype == torch.float64 for p in self.parameters)
         size = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(size, dtype=torch.float64 if wide else torch.float32, device=self.parameters[0].device)
@@ -56,6 +55,12 @@ class GradientBuffer:
             if parameter.dtype != view.dtype and parameter.grad is not None:
                 view += parameter.grad
                 parameter.grad = None
+
+    def reduce(self, factor: float) -> None:
+        """Makes the gradients ``factor`` times the sums over the ranks of ``comm``. Collective over it."""
+        if self._comm is not None:
+            self._comm.all_reduce(self.flat)
+        self.flat *= factor
 
     def clip_(self, max_norm: float | None) -> float:
         """Scales all gradients so that their global L2 norm is at most ``max_norm``; returns the norm before that."""

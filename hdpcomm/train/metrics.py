@@ -18,7 +18,8 @@ class StepMetrics:
         tokens: tokens of the global batch.
         seconds: wall-clock time of the step, planning and the optimizer included.
         bytes_sent: bytes that ranks sent to each other, all ranks together, gradients included.
-        idle_share: share of the ranks' time in which they waited for another rank or had no micro-batch left, 0 to 1.
+        idle_share: share of the ranks' time in which they waited for another rank or had no micro-batch left, 0 to 1;
+            with ``Trainer(zero=1)`` or ``dtype=``, also for the reduction of gradients that no compute hides.
         grad_norm: global L2 norm of the gradient before clipping.
         longest: tokens of the longest sequence.
         longest_ranks: ranks that worked on it.

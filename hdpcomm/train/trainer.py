@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
+from hdpcomm.train.buckets import trained_parameters
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.shards import Fetch, pack_shard
 from hdpcomm.train.waiting import TimedCommunicator
 
@@ -50,6 +52,13 @@ class Trainer:
         max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
         loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label, in place of the
             model's own. The logits then exist as a whole. ``None``: the model's own, or cross-entropy.
+        zero: 1 keeps the optimizer's state and the wide master weights of 1 / ranks of the parameters on each rank
+            (:class:`hdpcomm.train.ShardedParameters`): the optimizer must be a new one of torch.optim that updates each
+            element by itself. The loss is that of ``zero=0``.
+        dtype: of the parameters, with master weights in fp32: ``torch.bfloat16`` halves parameters and activations.
+            ``None``: the optimizer updates the parameters as they are.
+        bucket_bytes: gradients that are reduced at a time, with ``zero=1`` or ``dtype``. Where a rank's last
+            micro-batch is its own, the reductions run beside its backward pass.
         offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
             needed if the planner uses any. With it, the device memory of each step is measured.
 
@@ -80,6 +89,9 @@ class Trainer:
         max_grad_norm: float | None = 1.0,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         offload: ActivationOffload | None = None,
+        zero: int = 0,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         if planner.cluster.ranks != comm.size:
             raise InvalidUsage(
@@ -93,7 +105,6 @@ class Trainer:
         self.planner = planner
         self.comm = comm
         self.max_grad_norm = max_grad_norm
-        self.gradients = GradientBuffer(model.parameters())
         self.num_steps = 0
         if offload is None and planner.memory.offloadable:
             raise InvalidUsage(
@@ -103,8 +114,15 @@ class Trainer:
         self.offload = offload
         self._memory = planner.memory
         self._loss = loss
-        self._device = self.gradients.flat.device
+        self._device = trained_parameters(model.parameters())[0].device
         self._same_start()
+        self.gradients: GradientBuffer | ShardedParameters
+        if zero or dtype is not None:
+            self.gradients = ShardedParameters(
+                model.parameters(), optimizer, comm, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
+            )
+        else:
+            self.gradients = GradientBuffer(model.parameters(), comm)
 
     def step(self, lengths: Sequence[int] | PlannedStep, fetch: Fetch) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
@@ -132,20 +150,27 @@ class Trainer:
         loss = torch.zeros(2, dtype=torch.float64)
         scale = 1.0 / max(1, sum(planned.lengths))
         offloading = OffloadedStep(self.offload, self._memory, self._device)
+        sharded = self.gradients if isinstance(self.gradients, ShardedParameters) else None
+        own_batches = plan.for_rank(self.comm.rank)
         with offloading:
-            for micro_batch in plan.for_rank(self.comm.rank):
+            for place, micro_batch in enumerate(own_batches):
+                if sharded is not None and place == len(own_batches) - 1 and len(micro_batch.ranks) == 1:
+                    sharded.reduce_early()
                 loss += self._run(micro_batch, fetch, scale, rings, offloading)
+        if sharded is not None:
+            sharded.start()
         self._synchronize()
         finished = time.perf_counter()
         self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
         idle = rings.waited + time.perf_counter() - finished
         total, labels = loss.tolist()
         mean = self._mean(total, labels)
-        self.comm.all_reduce(self.gradients.flat)
-        self.gradients.flat *= 1.0 / (scale * labels)
+        self.gradients.reduce(1.0 / (scale * labels))
         grad_norm = self._finite("gradient norm", self.gradients.clip_(self.max_grad_norm))
         self.gradients.finish()
         self.optimizer.step()
+        if sharded is not None:
+            sharded.publish()
         self._synchronize()
         own = [time.perf_counter() - started, idle, self._bytes_sent() - sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
@@ -183,7 +208,8 @@ class Trainer:
         with offloading.micro_batch(micro_batch.offload_ratio, packed.tokens.numel()):
             loss = micro_batch_loss(self.model, packed, comm, self._loss)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
-        self.gradients.collect()
+        if isinstance(self.gradients, GradientBuffer):
+            self.gradients.collect()
         labels = (packed.labels != IGNORE).sum()
         return torch.stack((loss.detach().double(), labels.double())).cpu()
 

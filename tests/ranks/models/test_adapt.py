@@ -264,3 +264,24 @@ def test_the_check_leaves_the_mode_of_each_module():
     adapt(model)
     assert model.training
     assert not model.model.layers[1].mlp.training
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3", 3), ("mixtral", 2)])
+def test_sharded_training_in_bf16_and_what_is_exported(family, ranks, tmp_path):
+    """Parameters are views of flat memory then; a folder that transformers reads comes out all the same."""
+    models = [model_of(family) for _ in range(ranks)]
+
+    def main():
+        comm = hdp.init()
+        model = adapt(models[comm.rank])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trainer = Trainer(model, optimizer, planner_of(comm.size), comm, zero=1, dtype=torch.bfloat16)
+        return [trainer.step(LENGTHS, lambda i: sequences()[i]).loss for _ in range(5)]
+
+    results = run_threads(main, ranks, timeout=60.0)
+    assert results[0][-1] < results[0][0] - 0.1
+    assert results == [results[0]] * ranks
+    models[0].save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, dict(models[-1].named_parameters())[name]), name

@@ -1,0 +1,294 @@
+"""ZeRO-1 and master weights: the loss curves of the whole optimizer, and what each rank keeps."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.models import Llama, LlamaConfig, adapt
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.testing import run_threads
+from hdpcomm.train import ShardedParameters, Trainer, summed_loss
+
+CONFIG = LlamaConfig(vocabulary=31, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24)
+COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
+LENGTHS = (30, 4, 9, 1, 12, 3)
+STEPS = 16
+
+
+def fetch(step, i):
+    return (torch.arange(LENGTHS[i]) * (i + 3 + step % 5)) % 31
+
+
+def optimizer_of(model, lr):
+    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == large] for large in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def losses_of(trainer, steps, lr):
+    """Losses of all steps, under a schedule that changes the groups' learning rate."""
+    losses = []
+    for step in range(steps):
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = lr * (1 - step / steps / 2)
+        losses.append(trainer.step(LENGTHS, functools.partial(fetch, step)).loss)
+    return losses
+
+
+def curve(
+    ranks, *, steps=STEPS, policy="balanced", recompute="none", offload=False, whole_logits=False,
+    lr=1e-2, start=torch.float32, scale=1.0, **options,
+):  # fmt: skip
+    """Losses of all steps on rank 0, after which all ranks hold the same parameters."""
+
+    def main():
+        torch.set_num_threads(1)
+        comm = hdp.init()
+        model = adapt(Llama(CONFIG, seed=comm.rank, dtype=start), recompute=recompute)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= scale if parameter.dim() > 1 else 1.0
+        planner = Planner(None, ClusterSpec(comm.size, 64 // comm.size), policy, COST)
+        pool = PinnedPool(1 << 20, device="cpu")
+        trainer = Trainer(
+            model, optimizer_of(model, lr), planner, comm, loss=summed_loss if whole_logits else None,
+            offload=ActivationOffload(pool, model, ratio=1.0, min_bytes=1) if offload else None, **options,
+        )  # fmt: skip
+        return losses_of(trainer, steps, lr), torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    results = run_threads(main, ranks, timeout=100.0)
+    for losses, weights in results:
+        assert losses == results[0][0]
+        assert torch.equal(weights, results[0][1])
+    return results[0][0]
+
+
+@functools.cache
+def wanted(dtype):
+    return curve(1, start=dtype)
+
+
+VARIANTS = [
+    (2, {"zero": 1}),
+    (3, {"zero": 1, "policy": "naive"}),
+    (4, {"zero": 1, "policy": "static"}),
+    (1, {"zero": 1}),
+    (2, {"zero": 0, "dtype": torch.float32}),
+    (3, {"zero": 0, "policy": "naive"}),
+    (4, {"zero": 0, "whole_logits": True}),
+    (2, {"zero": 1, "recompute": "full"}),
+    (2, {"zero": 1, "recompute": 1, "offload": True, "whole_logits": True}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options"), VARIANTS)
+def test_curves_are_those_of_one_process(ranks, options):
+    losses = curve(ranks, **options)
+    assert losses[-1] < losses[0]
+    assert losses[-1] == pytest.approx(wanted(torch.float32)[-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_curves_in_double_precision(ranks):
+    losses = curve(ranks, start=torch.float64, zero=1)
+    assert losses == pytest.approx(wanted(torch.float64), rel=1e-9)
+
+
+def test_bf16_with_master_weights_follows_fp32_where_bf16_alone_does_not():
+    """Weights of a usual size do not change in bf16 by steps this small."""
+    run = {"steps": 50, "lr": 3e-4, "scale": 16.0}
+    full = curve(1, **run)[-1]
+    masters = curve(2, zero=1, dtype=torch.bfloat16, **run)[-1]
+    alone = curve(1, start=torch.bfloat16, **run)[-1]
+    assert masters == pytest.approx(full, rel=0.02)
+    assert abs(alone - full) > 0.05 * full
+
+
+def trainer_of(comm, *, lr=1e-2, capacity=64, policy="balanced", model=None, optimizer=None, **options):
+    torch.set_num_threads(1)
+    model = model or Llama(CONFIG)
+    planner = Planner(None, ClusterSpec(comm.size, capacity // comm.size), policy, COST)
+    return Trainer(model, optimizer or optimizer_of(model, lr), planner, comm, **options)
+
+
+@pytest.mark.parametrize(("dtype", "zero", "ranks"), [(None, 1, 3), (torch.bfloat16, 1, 3), (torch.bfloat16, 0, 2)])
+def test_what_a_rank_keeps(dtype, zero, ranks):
+    def main():
+        trainer = trainer_of(hdp.init(), zero=zero, dtype=dtype)
+        trainer.step(LENGTHS, functools.partial(fetch, 0))
+        state = sum(x.numel() * x.element_size() for entry in trainer.optimizer.state.values() for x in entry.values())
+        return trainer.model.num_parameters(), state, trainer.gradients
+
+    for parameters, state, gradients in run_threads(main, ranks, timeout=60.0):
+        share = 1 / ranks if zero else 1
+        padding = 16 * ranks * len(gradients.buckets)
+        assert gradients.flat.dtype == torch.float32
+        assert parameters <= gradients.flat.numel() <= parameters + padding
+        assert state <= 8 * (parameters * share + padding)
+        assert state >= 8 * parameters * share
+        masters = 0 if dtype is None else 4 * parameters * share
+        assert masters <= gradients.master_bytes <= masters + 4 * padding
+        assert all(p.dtype == (dtype or torch.float32) for p in gradients.parameters)
+
+
+class Recorded:
+    """Notes when reductions start, among what the backward pass computes."""
+
+    def __init__(self, trainer):
+        self.events = []
+        start = trainer.gradients._start
+        trainer.gradients._start = lambda place: (self.events.append(f"bucket {place}"), start(place))
+        embedding = trainer.model.embedding.weight
+        embedding.register_hook(lambda _: self.events.append("embedding"))
+
+
+def test_reductions_start_while_the_last_backward_runs():
+    """The embedding's gradient comes last; the buckets of the layers above left before. A rank whose last micro-batch
+    communicates waits for its end, as all ranks have to start their operations in one order."""
+
+    def main(lengths, capacity):
+        trainer = trainer_of(hdp.init(), zero=1, capacity=capacity, policy="naive", bucket_bytes=2000)
+        recorded = Recorded(trainer)
+        trainer.step(lengths, lambda i: torch.arange(lengths[i]) % 31)
+        return recorded.events, len(trainer.gradients.buckets)
+
+    for events, buckets in run_threads(main, 2, [9, 9], 20, timeout=60.0):
+        assert [e for e in events if e != "embedding"] == [f"bucket {i}" for i in range(buckets)]
+        assert buckets > 3
+        assert 0 < events.index("embedding") < len(events) - 1
+    for events, buckets in run_threads(main, 2, [19], 20, timeout=60.0):
+        assert events.index("embedding") == 0
+        assert len(events) == buckets + 1
+
+
+def mixed_steps(zero, steps):
+    """On processes: random batches, whose ranks end with micro-batches of their own, of some, or of all ranks."""
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        trainer = trainer_of(comm, zero=zero, capacity=48, policy="naive", bucket_bytes=6000)
+        generator = torch.Generator().manual_seed(7)
+        losses = []
+        for _ in range(steps):
+            longest = 48 if torch.rand((), generator=generator) < 0.5 else 16
+            lengths = [longest, *torch.randint(1, 16, (8,), generator=generator).tolist()]
+            losses.append(
+                trainer.step(lengths, lambda i, lengths=lengths: torch.arange(lengths[i]) * (i + 3) % 31).loss
+            )
+        return losses
+
+
+def test_any_mix_of_last_micro_batches_on_processes(ranks):
+    sharded, whole = (ranks(3, mixed_steps, zero, 8) for zero in (1, 0))
+    assert sharded == [sharded[0]] * 3
+    assert sharded[0] == pytest.approx(whole[0], rel=1e-4)
+
+
+def test_a_gradient_that_comes_after_its_reduction_is_an_error():
+    """A reentrant checkpoint ends a shared parameter's gradient more than once."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(31, 8)
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, tokens, **_):
+            x = self.embedding(tokens)
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+            return x @ self.embedding.weight.T
+
+    with hdp.init() as comm:
+        model = Twice()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_of(comm, model=model, optimizer=optimizer, zero=1, bucket_bytes=1)
+        with pytest.raises(Error, match="need use_reentrant=False"):
+            trainer.step([9], lambda _: torch.arange(9))
+
+
+def test_a_step_that_failed_leaves_the_next_one_sound():
+    def main():
+        comm = hdp.init()
+        trainer, other = (trainer_of(comm, zero=1, lr=0.0, max_grad_norm=None) for _ in range(2))
+        weight = trainer.model.norm.weight
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(Error, match="the loss is nan"):
+            trainer.step(LENGTHS, functools.partial(fetch, 0))
+        with torch.no_grad():
+            weight.fill_(1.0)
+        return [t.step(LENGTHS, functools.partial(fetch, 0)).grad_norm for t in (trainer, other)]
+
+    for after, fresh in run_threads(main, 2, timeout=60.0):
+        assert after == fresh
+
+
+def test_a_later_trainer_takes_over_the_model():
+    def main():
+        comm = hdp.init()
+        model = Llama(CONFIG)
+        for _ in range(2):
+            trainer = trainer_of(comm, model=model, zero=1, dtype=torch.bfloat16, lr=0.0, max_grad_norm=None)
+            norm = trainer.step(LENGTHS, functools.partial(fetch, 0)).grad_norm
+        fresh = trainer_of(comm, model=Llama(CONFIG), zero=1, dtype=torch.bfloat16, lr=0.0, max_grad_norm=None)
+        return norm, fresh.step(LENGTHS, functools.partial(fetch, 0)).grad_norm
+
+    for norm, fresh in run_threads(main, 2, timeout=60.0):
+        assert norm == pytest.approx(fresh, rel=1e-3)
+
+
+def test_clipping_is_by_the_norm_over_all_ranks():
+    def main(zero):
+        trainer = trainer_of(hdp.init(), zero=zero, max_grad_norm=1e-3, optimizer=None)
+        return trainer.step(LENGTHS, functools.partial(fetch, 0)).grad_norm, trainer.model.norm.weight.detach().clone()
+
+    (norm, weight), (whole, other) = (run_threads(main, 3, zero, timeout=60.0)[0] for zero in (1, 0))
+    assert norm == pytest.approx(whole, rel=1e-5)
+    torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
+
+
+def with_state(model):
+    optimizer = optimizer_of(model, 1e-3)
+    model.norm.weight.sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+REFUSED = [
+    ({"zero": 2}, None, "zero is 2; give 0"),
+    ({"zero": 1, "bucket_bytes": 0}, None, "bucket_bytes is 0; at least 1"),
+    ({"dtype": torch.float16}, None, "dtype is torch.float16; give torch.bfloat16"),
+    ({"zero": 1}, lambda model: Own(model.parameters(), lr=0.1), "Own may look at more than one element"),
+    ({"zero": 1}, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS may look at more than one element"),
+    ({"zero": 1}, with_state, "the optimizer has made steps already"),
+    ({"zero": 1}, lambda model: torch.optim.SGD([model.norm.weight], lr=0.1), "optimizer holds 1 parameters, and of"),
+]
+
+
+def test_parameters_that_are_sharded_already_are_refused():
+    class Sharded(torch.Tensor):
+        pass
+
+    parameter = torch.nn.Parameter(torch.zeros(4).as_subclass(Sharded))
+    with hdp.init() as comm, pytest.raises(InvalidUsage, match="a parameter is a Sharded; the trainer shards"):
+        ShardedParameters([parameter], torch.optim.SGD([parameter], lr=0.1), comm, zero=1)
+
+
+@pytest.mark.parametrize(("options", "make", "message"), REFUSED)
+def test_what_is_refused(options, make, message):
+    model = Llama(CONFIG)
+    before = model.norm.weight
+    with hdp.init() as comm, pytest.raises(InvalidUsage, match=message):
+        trainer_of(comm, model=model, optimizer=None if make is None else make(model), **options)
+    assert model.norm.weight is before
+    assert model.norm.weight.dtype == torch.float32
