@@ -100,6 +100,15 @@ def _add_model_options(add: Callable[..., object]) -> None:
 def _add_training_options(add: Callable[..., object]) -> None:
     add("--steps", type=count, default=14, help="optimizer steps")
     add("--lr", type=positive, default=1e-2, help="highest learning rate")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the parameters; bf16 keeps fp32 master weights")
+    add("--zero", type=int, choices=(0, 1), default=0, help="1: each rank keeps a part of the optimizer's state")
+    add(
+        "--recompute",
+        type=_recompute,
+        default="none",
+        metavar="none|full|N",
+        help="layers that are computed again in the backward pass instead of kept",
+    )
     add("--max-grad-norm", type=positive, default=1.0, help="gradients are clipped to this global norm")
 
 
@@ -118,6 +127,14 @@ def _add_saving_options(add: Callable[..., object]) -> None:
         help="go on from the newest checkpoint of --out, if there is any, or from the one at PATH",
     )
     add("--export", type=Path, metavar="FOLDER", help="write the model for transformers' from_pretrained at the end")
+
+
+def _recompute(text: str) -> str | int:
+    if text in ("none", "full"):
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither none, full nor a number of layers")
+    return int(text)
 
 
 def _add_output_options(add: Callable[..., object]) -> None:
@@ -205,6 +222,9 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
         learning_rate=options.lr,
         max_grad_norm=options.max_grad_norm,
         offload_bytes=options.offload,
+        dtype=options.dtype,
+        zero=options.zero,
+        recompute=options.recompute,
     )
     if options.data:
         corpus = open_corpus(options.data, context=context, text_field=options.text_field)

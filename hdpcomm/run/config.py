@@ -24,6 +24,8 @@ class RunConfig:
             of it.
         max_grad_norm: global L2 norm above which gradients are scaled down.
         offload_bytes: pinned host memory of a rank for activations; 0: no offload.
+        dtype: of the parameters, ``fp32`` or ``bf16`` (with master weights in fp32).
+        zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`.
     """
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
@@ -36,6 +38,9 @@ class RunConfig:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     offload_bytes: int = 0
+    dtype: str = "fp32"
+    zero: int = 0
+    recompute: str | int = "none"
 
     def __post_init__(self) -> None:
         for name in ("steps", "capacity", "tokens_per_step"):
@@ -49,6 +54,13 @@ class RunConfig:
             raise InvalidUsage(
                 f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
                 "stay on the device; give at least 3 layers (--layers)"
+            )
+        if self.dtype not in ("fp32", "bf16") or self.zero not in (0, 1):
+            raise InvalidUsage(f"dtype is {self.dtype!r} and zero {self.zero}; give fp32 or bf16, and 0 or 1")
+        layers = self.model.layers
+        if self.recompute not in ("none", "full", *range(layers + 1)):
+            raise InvalidUsage(
+                f"recompute is {self.recompute!r}; give 'none', 'full' or a number of layers from 0 to {layers}"
             )
         if self.learning_rate <= 0:
             raise InvalidUsage(f"learning_rate is {self.learning_rate}; it must be above 0")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.data import BatchSampler, Corpus, GlobalBatch
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama
+from hdpcomm.models import Llama, adapt
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, PlanAhead, Planner
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
@@ -32,6 +33,7 @@ __all__ = ["RunResult", "Saving", "check_limits", "train"]
 
 
 SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
 
 
@@ -168,7 +170,7 @@ class _Run:
     def _costs(self, found: Checkpoint | None) -> tuple[CostModel, MemoryModel | None, PinnedPool | None]:
         """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums."""
         config, comm = self.config, self.comm
-        model = Llama(config.model, seed=config.seed).to(comm.device)
+        model = _new_model(comm, config).to(_DTYPES[config.dtype])
         pool = _host_memory(comm, config)
         if found is not None:
             memory = found.facts.get("memory_model")
@@ -182,7 +184,7 @@ class _Run:
         return cost_model, profile.memory_model(config.capacity, config.offload_bytes), pool
 
     def _trainer(self, planner: Planner, pool: PinnedPool | None) -> Trainer:
-        model = Llama(self.config.model, seed=self.config.seed).to(self.comm.device)
+        model = _new_model(self.comm, self.config)
         return Trainer(
             model,
             _optimizer(model, self.config),
@@ -190,6 +192,8 @@ class _Run:
             self.comm,
             max_grad_norm=self.config.max_grad_norm,
             offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
+            zero=self.config.zero,
+            dtype=None if self.config.dtype == "fp32" else _DTYPES[self.config.dtype],
         )
 
     def advance(self, on_step: Callable[[str, StepMetrics], None] | None, stopping: StopRequest | None) -> None:
@@ -322,7 +326,7 @@ def _check_same_run(found: Checkpoint, corpus: Corpus, config: RunConfig) -> Non
     then, now = found.facts.get("config"), asdict(config)
     if not isinstance(then, dict) or "cost_model" not in found.facts:
         raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
-    for name in ("model", "policies", "tokens_per_step", "seed", "offload_bytes"):
+    for name in ("model", "policies", "tokens_per_step", "seed", "offload_bytes", "dtype"):
         was, wanted = then.get(name), list(now[name]) if name == "policies" else now[name]
         if was != wanted:
             raise InvalidUsage(
@@ -350,6 +354,11 @@ def _gather_generators(comm: Communicator) -> torch.Tensor:
     return states.view(comm.size, -1)
 
 
+def _new_model(comm: Communicator, config: RunConfig) -> nn.Module:
+    """On this rank's device, the same on every rank."""
+    return adapt(Llama(config.model, seed=config.seed).to(comm.device), recompute=config.recompute)
+
+
 def _host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:
     """Pinned memory for the activations of this rank, of which the ranks of a host get a share each."""
     if not config.offload_bytes:
@@ -372,7 +381,7 @@ def _read(corpus: Corpus, batch: GlobalBatch, place: int) -> torch.Tensor:
     return corpus.read(batch.ids[place])
 
 
-def _optimizer(model: Llama, config: RunConfig) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """AdamW that does not pull the norms' weights towards zero."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]

@@ -73,6 +73,23 @@ def test_trains_and_compares(folder, tmp_path, capfd):
     assert [line["loss"] for line in lines[::2]] == [step["loss"] for step in result["steps"]]
 
 
+def test_memory_savers(folder, tmp_path, capfd):
+    """The curve of a plain run, but for what bf16 rounds."""
+    curves = []
+    for place, options in enumerate(([], ["--zero", "1", "--recompute", "full"], ["--zero", "1", "--dtype", "bf16"])):
+        path = tmp_path / f"{place}.json"
+        common = ["--ranks", "2", "--json", str(path)]
+        assert main(["train", "--data", folder, *SMALL, *LIMITS, *common, *options]) == 0
+        curves.append([step["loss"] for step in json.loads(path.read_text())["steps"]])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-2)
+    assert main(["train", "--data", folder, *SMALL, *LIMITS, "--recompute", "2"]) != 0
+    assert "recompute is 2; give 'none', 'full' or a number of layers from 0 to 1" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--recompute", "some"])
+    assert "'some' is neither none, full nor a number of layers" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--policy", "naive"], ["--policy", "static"]])
 def test_without_comparison(folder, tmp_path, capfd, options):
     path = tmp_path / "out.json"

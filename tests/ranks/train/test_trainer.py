@@ -303,6 +303,16 @@ def test_runs_check_their_limits(tmp_path):
         run_threads(lambda: run(hdp.init(), corpus, RunConfig(capacity=300)), 2)
     with pytest.raises(InvalidUsage, match="raise --tokens-per-step to at least 1,000"):
         run_threads(lambda: run(hdp.init(), corpus, RunConfig(capacity=500, tokens_per_step=900)), 2)
-    for bad in ({"steps": 0}, {"policies": ("fast",)}, {"policies": ()}, {"learning_rate": 0.0}, {"capacity": 0}):
+    for bad in (
+        {"steps": 0},
+        {"policies": ("fast",)},
+        {"policies": ()},
+        {"learning_rate": 0.0},
+        {"capacity": 0},
+        {"dtype": "fp16"},
+        {"zero": 2},
+        {"recompute": 3},
+        {"recompute": "half"},
+    ):
         with pytest.raises(InvalidUsage):
             RunConfig(**bad)
