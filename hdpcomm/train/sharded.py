@@ -82,11 +82,12 @@ class ShardedParameters:
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, int] = {}
         self._memories: list[Tensor] = []
-        self._masters: list[nn.Parameter] = []
+        self.masters: list[nn.Parameter] = []
+        """This rank's part of each bucket, in the wide type: what the optimizer updates."""
         for place, bucket in enumerate(self.buckets):
             self._take_over(place, bucket)
         for place, group in enumerate(optimizer.param_groups):
-            group["params"] = [m for m, b in zip(self._masters, self.buckets, strict=True) if b.group == place]
+            group["params"] = [m for m, b in zip(self.masters, self.buckets, strict=True) if b.group == place]
         own = weakref.ref(self)  # the hooks stay with the parameters, and do nothing once this object is gone
 
         def arrived(parameter: Tensor) -> None:
@@ -116,7 +117,7 @@ class ShardedParameters:
                 parameter.data = memory[offset : offset + parameter.numel()].view(parameter.shape)
         own = memory if bucket.dtype == self.flat.dtype else whole
         master = self._own(own, bucket)
-        self._masters.append(nn.Parameter(master if own is memory else master.clone()))
+        self.masters.append(nn.Parameter(master if own is memory else master.clone()))
         self._memories.append(memory)
 
     def _own(self, memory: Tensor, bucket: Bucket) -> Tensor:
@@ -128,8 +129,22 @@ class ShardedParameters:
     @property
     def master_bytes(self) -> int:
         """Bytes of this rank's master weights beside the parameters."""
-        pairs = zip(self._masters, self.buckets, strict=True)
+        pairs = zip(self.masters, self.buckets, strict=True)
         return sum(m.numel() * m.element_size() for m, b in pairs if b.dtype != self.flat.dtype)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole of what each rank has a part of, for one bucket. Collective."""
+        whole = part.new_empty(part.numel() * self._parts)
+        if self._parts == 1:
+            return whole.copy_(part)
+        self.comm.all_gather(whole, part.contiguous())
+        return whole
+
+    def part_of(self, bucket: Bucket, values: Iterable[Tensor]) -> Tensor:
+        """This rank's part of a bucket's values, one for each of its parameters. Local."""
+        whole = torch.cat([value.detach().flatten() for value in values])
+        padding = whole.new_zeros(bucket.part * self._parts - whole.numel())
+        return self._own(torch.cat((whole, padding)), bucket)
 
     # --- one step, in this order -----------------------------------------------------------------------------------
 
@@ -212,14 +227,14 @@ class ShardedParameters:
 
     def finish(self) -> None:
         """Hands the gradients to the optimizer's parts. Call before the optimizer's step."""
-        for master, bucket in zip(self._masters, self.buckets, strict=True):
+        for master, bucket in zip(self.masters, self.buckets, strict=True):
             master.grad = self._own(self._gradients(bucket), bucket)
 
     def publish(self) -> None:
         """Gives the updated parameters to all ranks. Call after the optimizer's step."""
         works = []
         with torch.no_grad():
-            for master, memory, bucket in zip(self._masters, self._memories, self.buckets, strict=True):
+            for master, memory, bucket in zip(self.masters, self._memories, self.buckets, strict=True):
                 own = self._own(memory, bucket)
                 if bucket.dtype != self.flat.dtype:
                     own.copy_(master)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.plan import PlannedStep
@@ -21,6 +26,7 @@ from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
+from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
 from hdpcomm.train.shards import Fetch, pack_shard
 from hdpcomm.train.waiting import TimedCommunicator
 
@@ -179,14 +185,24 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by name, equal on every rank: what a checkpoint holds.
 
-        The tensors are the live ones, not copies.
+        With ``zero=1`` or ``dtype`` also the master weights; then it is collective, and the optimizer's tensors are
+        whole copies, which fit a trainer of any number of ranks. All other tensors are the live ones.
         """
+        if isinstance(self.gradients, ShardedParameters):
+            state = sharded_state(self.gradients, self.optimizer, self.model)
+            return {"model": get_model_state_dict(self.model), **state, "num_steps": self.num_steps}
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` gave, here or in another process. Local: give it to every rank."""
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if isinstance(self.gradients, ShardedParameters):
+            set_model_state_dict(self.model, state["model"])
+            load_sharded_state(self.gradients, self.optimizer, self.model, state)
+        else:
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
         self.num_steps = int(state["num_steps"])
 
     def _plan_now(self, lengths: Sequence[int]) -> PlannedStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -106,6 +107,16 @@ def test_on_another_number_of_ranks(ranks: Ranks, data: str, whole: Path, tmp_pa
     out = begun(whole, tmp_path / "run")
     ranks(3, trained, data, str(out), str(whole / "checkpoints/step-4"))
     assert losses(out) == pytest.approx(losses(whole)[4:], rel=1e-4)
+
+
+def test_sharded_runs_go_on_with_their_bits(ranks: Ranks, data: str, tmp_path: Path) -> None:
+    options = {"zero": 1, "dtype": "bf16", "recompute": 1}
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    for folder in (whole, out):
+        folder.mkdir()
+    ranks(2, functools.partial(trained, **options), data, str(whole))
+    ranks(2, functools.partial(trained, **options), data, str(out), str(whole / "checkpoints/step-4"))
+    assert losses(out) == losses(whole)[4:]
 
 
 def test_a_damaged_checkpoint_is_passed_with_a_warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -251,6 +252,50 @@ def test_clipping_is_by_the_norm_over_all_ranks():
     (norm, weight), (whole, other) = (run_threads(main, 3, zero, timeout=60.0)[0] for zero in (1, 0))
     assert norm == pytest.approx(whole, rel=1e-5)
     torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-7)
+
+
+def saved_and_loaded(ranks, first, then):
+    """Losses of four steps with options ``first``, and of the last two again, from a state taken after two, on
+    ``ranks[1]`` ranks with options ``then``."""
+
+    def begin():
+        trainer = trainer_of(hdp.init(), optimizer=None, **first)
+        trainer.step(LENGTHS, functools.partial(fetch, 0))
+        trainer.step(LENGTHS, functools.partial(fetch, 1))
+        state = copy.deepcopy(trainer.state_dict())
+        return state, [trainer.step(LENGTHS, functools.partial(fetch, step)).loss for step in (2, 3)]
+
+    def resume(state):
+        trainer = trainer_of(hdp.init(), optimizer=None, lr=1.0, **then)  # the state's learning rate counts
+        trainer.load_state_dict(copy.deepcopy(state))
+        assert trainer.num_steps == 2
+        return [trainer.step(LENGTHS, functools.partial(fetch, step)).loss for step in (2, 3)]
+
+    (state, losses), *_ = run_threads(begin, ranks[0], timeout=60.0)
+    return losses, run_threads(resume, ranks[1], state, timeout=60.0)[0]
+
+
+BF16 = {"zero": 1, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("options", [{"zero": 1}, BF16, {"dtype": torch.bfloat16}])
+def test_a_loaded_state_gives_the_bits_of_the_run_that_it_was_taken_of(options):
+    losses, again = saved_and_loaded((2, 2), options, options)
+    assert again == losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first", "then"),
+    [((2, 3), {"zero": 1}, {"zero": 1}), ((3, 1), BF16, BF16), ((2, 2), {"zero": 1}, {}), ((2, 3), {}, {"zero": 1})],
+)
+def test_a_state_fits_any_number_of_ranks_sharded_or_not(ranks, first, then):
+    losses, again = saved_and_loaded(ranks, first, then)
+    assert again == pytest.approx(losses, rel=2e-3 if first == BF16 else 1e-5)
+
+
+def test_a_state_without_master_weights_is_refused():
+    with pytest.raises(InvalidUsage, match=r"no master weights for head\.weight|no master weights for "):
+        saved_and_loaded((1, 1), {"zero": 1}, BF16)
 
 
 def with_state(model):
