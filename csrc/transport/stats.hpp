@@ -1,4 +1,4 @@
-// What transports count: plain integers where each message counts, names where somebody asks.
+// The counters of transports: plain integers on the path of messages, names where they are read.
 #pragma once
 
 #include <cstddef>

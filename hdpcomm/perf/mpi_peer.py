@@ -187,11 +187,11 @@ def main() -> None:
     with open(sys.argv[1]) as file:
         spec = json.load(file)
 
-    def tell(record: dict[str, Any]) -> None:
+    def print_record(record: dict[str, Any]) -> None:
         if WORLD.rank == 0:
             print(json.dumps(record), flush=True)
 
-    tell({"library": MPI.Get_library_version().split("\n")[0].split(",")[0].strip()})
+    print_record({"library": MPI.Get_library_version().split("\n")[0].split(",")[0].strip()})
     comms: dict[tuple[int, ...], Any] = {}
     made: list[Any] = []
     for index, row in enumerate(spec["rows"]):
@@ -204,7 +204,7 @@ def main() -> None:
         if WORLD.rank == 0:
             assert everyone is not None
             sides = {key: [rank.get(key) for rank in everyone] for key in ("out_of_place", "in_place", "create")}
-            tell({"index": index, "note": note, **sides})
+            print_record({"index": index, "note": note, **sides})
 
 
 if __name__ == "__main__":

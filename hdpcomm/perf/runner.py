@@ -121,22 +121,22 @@ def run_rank(
     *,
     world: Communicator | None = None,
 ) -> Report:
-    """This rank's part of a run; collective over all ranks of the job.
+    """Runs this rank's part of a run; collective over all ranks of the job.
 
-    ``emit(event, value)`` is called on rank 0 only: ``("start", report)``, ``("row", row)`` as they come (those of
-    ``--compare`` too), ``("cycle", report)``. ``world``: measures on this communicator and leaves it open; without it
-    the run joins and leaves a world of its own.
+    ``emit(event, value)`` is called on rank 0 only, with ``("start", report)``, ``("row", row)`` for each row (those of
+    ``--compare``, too) and ``("cycle", report)``. ``world``: a communicator to measure, which stays open; without it
+    the run joins a new world and leaves it at the end.
     """
     torch.set_num_threads(1)
-    tell = emit or _silent
+    notify = emit or _silent
     resident = _resident_bytes()
     gloo = join_gloo(config.timeout) if "gloo" in config.compare else None
     try:
         if world is not None:
-            _run_cycles(world, gloo, config, report, tell, resident)
+            _run_cycles(world, gloo, config, report, notify, resident)
         else:
             with init(transport=config.transport, timeout=config.timeout) as own:
-                _run_cycles(own, gloo, config, report, tell, resident)
+                _run_cycles(own, gloo, config, report, notify, resident)
     finally:
         if gloo is not None:
             torch.distributed.destroy_process_group()
@@ -145,22 +145,27 @@ def run_rank(
 
 
 def _run_cycles(
-    world: Communicator, gloo: Any, config: PerfConfig, report: Report, tell: Callable[[str, Any], None], resident: int
+    world: Communicator,
+    gloo: Any,
+    config: PerfConfig,
+    report: Report,
+    notify: Callable[[str, Any], None],
+    resident: int,
 ) -> None:
     """Runs the sweep ``config.cycles`` times. ``resident``: bytes of this process before it joined."""
     joined = _resident_bytes()
     report.transport = world.transport
     report.devices = _devices(world, config)
     if world.rank:
-        tell = _silent
-    tell("start", report)
+        notify = _silent
+    notify("start", report)
     subsets = _Subsets(world, gloo)
     cycle = 0
     while config.cycles == 0 or cycle < config.cycles:
         for point in points(config, world.size):
-            _measure(world, subsets, config, point, report, tell)
+            _measure(world, subsets, config, point, report, notify)
         cycle += 1
-        tell("cycle", report)
+        notify("cycle", report)
     if config.memory:
         report.memory_bytes = _memory(world, joined - resident, _resident_bytes() - joined)
     world.barrier()
@@ -195,7 +200,7 @@ def _measure(
     config: PerfConfig,
     point: Point,
     report: Report,
-    tell: Callable[[str, Any], None],
+    notify: Callable[[str, Any], None],
 ) -> None:
     """Measures one row with every library in turn, so that noise of the machine affects all of them alike."""
     op = operation(config.op)
@@ -215,7 +220,7 @@ def _measure(
     for name, _ in libraries:
         row = point.row(config, name, sides[name], notes.get(name, ""))
         (report.rows if name == "hdpcomm" else report.peers).append(row)
-        tell("row", row)
+        notify("row", row)
 
 
 def _case(comm: Any, point: Point, config: PerfConfig, in_place: bool, *, ours: bool) -> Case:
