@@ -171,7 +171,7 @@ BAD = {
 
 @pytest.mark.parametrize("options", BAD)
 def test_bad_values_are_told_once_before_any_rank_starts(options, folder, capfd, monkeypatch):
-    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("hdpcomm.comm.launch.RankPool", lambda *_, **__: pytest.fail("ranks were started"))
     assert main(["train", *SMALL, *LIMITS, *options.format(folder=folder).split()]) == 6
     told = capfd.readouterr()
     assert told.out == ""
@@ -191,7 +191,7 @@ def test_an_error_inside_a_rank_is_one_message(folder, capfd, monkeypatch):
     def fail(*_, **__):
         raise InvalidUsage("given here, told there")
 
-    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", fail)
+    monkeypatch.setattr("hdpcomm.comm.launch.RankPool", fail)
     assert main(["train", "--data", folder, *SMALL, *LIMITS]) == 6
     assert capfd.readouterr().err.endswith("hdpcomm: error: given here, told there\n")
 

@@ -127,10 +127,10 @@ SHELLS = {
 def test_commands_start_ranks_in_an_interactive_shell(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str, command: list[str]
 ) -> None:
-    def started(_fn: object, ranks: int, *_args: object, **_options: object) -> None:
+    def started(ranks: int, **_options: object) -> None:
         raise hdp.InvalidUsage(f"{ranks} ranks were started")
 
-    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", started)
+    monkeypatch.setattr("hdpcomm.comm.launch.RankPool", started)
     use(monkeypatch, **SHELLS[shell])
     assert not joined()
     options = ["--data", str(Path(__file__).parent), "--context", "512"] if command[0] == "train" else []
