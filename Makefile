@@ -54,7 +54,7 @@ NVIDIA_DRIVER := $(wildcard /dev/nvidiactl /proc/driver/nvidia/version)
 
 $(USER): CMAKE_ARGS += -DHDPCOMM_CUDA=AUTO
 $(USER): $(VENV)/.tools $(if $(NVIDIA_DRIVER),$(VENV)/.nvcc) $(SOURCES)
-$(DEVELOPER): CMAKE_ARGS += -DHDPCOMM_CUDA=ON -DHDPCOMM_WERROR=ON
+$(DEVELOPER): CMAKE_ARGS += -DHDPCOMM_CUDA=ON -DHDPCOMM_WERROR=ON -DHDPCOMM_TESTING=ON
 $(DEVELOPER): EXTRAS := [test,lint]
 $(DEVELOPER): $(VENV)/.tools $(VENV)/.nvcc $(SOURCES)
 
@@ -65,4 +65,4 @@ $(USER) $(DEVELOPER):
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info hdpcomm/_core*.so $(VENV)
+	rm -rf build dist *.egg-info hdpcomm/_core*.so hdpcomm/_testing*.so $(VENV)

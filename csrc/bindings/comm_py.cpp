@@ -4,20 +4,17 @@
 
 #include <pybind11/stl.h>
 
-#include <limits>
-#include <mutex>
+#include <numeric>
 
-#include "base/process.hpp"
 #include "bindings/rooms.hpp"
 #include "collective/peer_reads.hpp"
-#include "transport/host/shm/shm.hpp"
 
 namespace py = pybind11;
 
 namespace hdpcomm {
 namespace {
 
-// What Python holds: the work with its world, so that either may be dropped first.
+// The object that Python holds: the work with its world, so that either may be dropped first.
 struct Handle {
   std::shared_ptr<World> world;
   std::shared_ptr<Work> work;
@@ -60,35 +57,43 @@ void bindCommunicator(py::module_& module) {
                              [](const Communicator& c) { return py::tuple(py::cast(c.ranks())); })
       .def_property_readonly("hash", &Communicator::hash)
       .def_property_readonly("world", &Communicator::sharedWorld)
-      .def("start_exchange",
-           [](const Communicator& c, const std::vector<MessageTuple>& sends,
-              const std::vector<MessageTuple>& recvs) {
-             const auto from = messagesOf(sends);
-             const auto to = messagesOf(recvs);
-             const py::gil_scoped_release release;
-             return handleOf(c, c.startExchange(from, to));
-           })
-      .def("start_collective",
-           [](const Communicator& c, int op, uintptr_t in, uintptr_t out, size_t count, int dtype,
-              int redop, int root, int algorithm) {
-             const py::gil_scoped_release release;
-             return handleOf(
-                 c, c.startCollective({pointer(in), pointer(out), count, static_cast<DType>(dtype)},
-                                      {static_cast<OpCode>(op), static_cast<RedOp>(redop), root,
-                                       static_cast<Algorithm>(algorithm)}));
-           })
-      .def("start_all_to_all",
-           [](const Communicator& c, uintptr_t in, uintptr_t out, int dtype,
-              std::vector<size_t> out_counts, std::vector<size_t> in_counts, int algorithm) {
-             const py::gil_scoped_release release;
-             Communicator::Options options;
-             options.op = OpCode::kAllToAll;
-             options.algorithm = static_cast<Algorithm>(algorithm);
-             return handleOf(
-                 c, c.startCollective({pointer(in), pointer(out), 0, static_cast<DType>(dtype),
-                                       std::move(in_counts), std::move(out_counts)},
-                                      options));
-           });
+      .def(
+          "start_exchange",
+          [](const Communicator& c, const std::vector<MessageTuple>& sends,
+             const std::vector<MessageTuple>& recvs) {
+            const auto from = messagesOf(sends);
+            const auto to = messagesOf(recvs);
+            const py::gil_scoped_release release;
+            return handleOf(c, c.startExchange(from, to));
+          },
+          py::arg("sends"), py::arg("recvs"))
+      .def(
+          "start_collective",
+          [](const Communicator& c, int op, uintptr_t in, uintptr_t out, size_t count, int dtype,
+             int redop, int root, int algorithm) {
+            const py::gil_scoped_release release;
+            return handleOf(
+                c, c.startCollective({pointer(in), pointer(out), count, static_cast<DType>(dtype)},
+                                     {static_cast<OpCode>(op), static_cast<RedOp>(redop), root,
+                                      static_cast<Algorithm>(algorithm)}));
+          },
+          py::arg("op"), py::arg("source"), py::arg("target"), py::arg("count"), py::arg("dtype"),
+          py::arg("redop"), py::arg("root"), py::arg("algorithm"))
+      .def(
+          "start_all_to_all",
+          [](const Communicator& c, uintptr_t in, uintptr_t out, int dtype,
+             std::vector<size_t> out_counts, std::vector<size_t> in_counts, int algorithm) {
+            const py::gil_scoped_release release;
+            Communicator::Options options;
+            options.op = OpCode::kAllToAll;
+            options.algorithm = static_cast<Algorithm>(algorithm);
+            return handleOf(
+                c, c.startCollective({pointer(in), pointer(out), 0, static_cast<DType>(dtype),
+                                      std::move(in_counts), std::move(out_counts)},
+                                     options));
+          },
+          py::arg("source"), py::arg("target"), py::arg("dtype"), py::arg("out_counts"),
+          py::arg("in_counts"), py::arg("algorithm"));
 }
 
 // Memory of World::allocate(), as Python's buffer protocol gives it out.
@@ -97,34 +102,12 @@ struct Block {
   size_t bytes;
 };
 
-// The worlds of this process that are still there, to close them at its end. Python's wrappers do
-// not live as long as the worlds do.
-class OpenWorlds {
- public:
-  void add(const std::shared_ptr<World>& world) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(worlds_, [](const auto& each) { return each.expired(); });
-    worlds_.push_back(world);
-  }
-  void close(const std::string& reason) {
-    std::vector<std::weak_ptr<World>> worlds;
-    {
-      const std::lock_guard lock(mutex_);
-      worlds.swap(worlds_);
-    }
-    for (const auto& each : worlds) {
-      if (const auto world = each.lock()) world->close(reason);
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<World>> worlds_;
-};
-
-OpenWorlds& openWorlds() {
-  static OpenWorlds worlds;
-  return worlds;
+// The node of every rank.
+std::vector<int> nodesOf(const World& world) {
+  std::vector<int> ranks(static_cast<size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const std::vector<int> nodes = world.nodesOf(ranks);
+  return nodes.empty() ? std::vector<int>(ranks.size()) : nodes;
 }
 
 std::optional<Block> allocate(World& world, size_t bytes) {
@@ -154,7 +137,7 @@ void bindWorld(py::module_& module) {
           [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })
       // The world's lock may be held while another thread copies or waits for a copy.
       .def("stats", &World::stats, py::call_guard<py::gil_scoped_release>())
-      .def("allocate", &allocate)
+      .def("allocate", &allocate, py::arg("bytes"))
       .def(
           "set_costs",
           [](World& world, double alpha_s, double message_s, double beta_s_per_byte,
@@ -163,34 +146,18 @@ void bindWorld(py::module_& module) {
           },
           py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
           py::arg("gamma_s_per_byte"))
-      .def("abort", &World::abort, py::call_guard<py::gil_scoped_release>())
-      .def("close", &World::close, py::call_guard<py::gil_scoped_release>());
+      .def(
+          "set_nodes",
+          [](World& world, std::vector<int> node_of_rank, const LinkCosts& remote) {
+            world.setNodes(std::move(node_of_rank), std::make_from_tuple<TransportCosts>(remote));
+          },
+          py::arg("node_of_rank"), py::arg("remote_costs"))
+      .def("nodes", &nodesOf)
+      .def("abort", &World::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def("close", &World::close, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }
 
-std::shared_ptr<World> joinShmWorld(const std::shared_ptr<ShmSegment>& segment, int rank,
-                                    double timeout_s, double joining_s, std::vector<int> pids) {
-  const py::gil_scoped_release release;
-  auto transport = makeShmTransport(segment, rank);
-  shmWaitAllReady(*transport, {joining_s, std::move(pids), checkSignals});
-  return std::make_shared<World>(std::move(transport), timeout_s);
-}
-
-// How a world begins and how it ends.
-void bindLife(py::module_& module) {
-  py::class_<ShmSegment, std::shared_ptr<ShmSegment>>(module, "ShmSegment")
-      .def("address", &ShmSegment::address)
-      .def("release", &ShmSegment::release);
-  module.def("create_segment", &createShmSegment, py::arg("num_ranks"));
-  module.def("open_segment", &openShmSegment, py::arg("address"), py::arg("num_ranks"));
-  module.def("join_shm_world", &joinShmWorld, py::arg("segment"), py::arg("rank"),
-             py::arg("timeout"), py::arg("joining"), py::arg("pids") = std::vector<int>());
-  module.def("close_at_end", [](const std::shared_ptr<World>& world) { openWorlds().add(world); });
-  module.def(
-      "close_worlds", [](const std::string& reason) { openWorlds().close(reason); },
-      py::call_guard<py::gil_scoped_release>());
-}
-
-// The numbers by which operations are called, and the algorithms of each.
+// The numbers of operations, reductions and algorithms, and which algorithms an operation has.
 void bindNames(py::module_& module) {
   py::dict ops;
   for (int i = 0; i <= static_cast<int>(OpCode::kAllToAll); ++i)
@@ -203,28 +170,29 @@ void bindNames(py::module_& module) {
   py::dict algorithms;
   for (int i = 0; i < kNumAlgorithms; ++i) algorithms[algorithmName(static_cast<Algorithm>(i))] = i;
   module.attr("ALGORITHMS") = algorithms;
-  module.def("algorithms_of", [](int op) {
-    std::vector<std::string> names;
-    for (const Algorithm algorithm : algorithmsOf(static_cast<OpCode>(op)))
-      names.push_back(algorithmName(algorithm));
-    return names;
-  });
-  module.def("peer_readers_of", [](int op) {
-    std::vector<std::string> names;
-    for (const Algorithm algorithm : peerReadersOf(static_cast<OpCode>(op)))
-      names.push_back(algorithmName(algorithm));
-    return names;
-  });
+  module.def(
+      "algorithms_of",
+      [](int op) {
+        std::vector<std::string> names;
+        for (const Algorithm algorithm : algorithmsOf(static_cast<OpCode>(op)))
+          names.push_back(algorithmName(algorithm));
+        return names;
+      },
+      py::arg("op"));
+  module.def(
+      "peer_readers_of",
+      [](int op) {
+        std::vector<std::string> names;
+        for (const Algorithm algorithm : peerReadersOf(static_cast<OpCode>(op)))
+          names.push_back(algorithmName(algorithm));
+        return names;
+      },
+      py::arg("op"));
 }
 
 }  // namespace
 
 void bindComm(py::module_& module) {
-  module.def("host_identity", &hostIdentity);
-  module.def("process_runs", &processRuns, py::arg("pid"));
-  module.def("process_vm_readv_works", &processVmReadvWorks);
-  module.def("memfd_works", &memfdWorks);
-
   py::class_<Handle>(module, "Work")
       .def("wait", &Handle::wait, py::arg("timeout") = -1.0)
       .def("done", &Handle::done)
@@ -232,10 +200,9 @@ void bindComm(py::module_& module) {
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
   bindCalls(module);
   bindMailbox(module);
-  auto testing = module.def_submodule("testing", "Parts of the transports alone; for tests.");
-  bindPairFailures(testing);
   bindWorld(module);
-  bindLife(module);
+  bindJoining(module);
+  bindStream(module);
   bindCommunicator(module);
   bindNames(module);
 }

@@ -1,4 +1,4 @@
-// What the files of the comm room's bindings share.
+// Shared by the files of the comm room's bindings.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,24 +6,30 @@
 #include <cstdint>
 #include <new>
 #include <string>
+#include <tuple>
 
 #include "bindings/rooms.hpp"
 #include "comm/host/communicator.hpp"
 
 namespace hdpcomm {
 
-// Blocking operations and describe_torch (calls_py.cpp).
+// Blocking operations and describe_torch (comm_calls_py.cpp).
 void bindCalls(pybind11::module_& module);
 // The data, count and type of a plain contiguous CPU tensor of a known type; false for all else.
 bool describePlain(PyObject* x, Message* described);
-// Messages with labels (mailbox_py.cpp).
+// Messages with labels (comm_mailbox_py.cpp).
 void bindMailbox(pybind11::module_& module);
-// For tests (pair_failures_py.cpp).
-void bindPairFailures(pybind11::module_& module);
+// How worlds begin and end (comm_joining_py.cpp).
+void bindJoining(pybind11::module_& module);
+// Operations on streams (comm_stream_py.cpp).
+void bindStream(pybind11::module_& module);
+
+using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
 
 // --- for plain CPython functions -----------------------------------------------------------------
 
-// Runs the body of one; its exceptions become Python's. None, or null with the exception set.
+// Runs the body of such a function; its exceptions become Python's. Returns None, or null with the
+// exception set.
 template <typename Function>
 PyObject* guarded(Function function) {
   try {

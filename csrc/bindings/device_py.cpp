@@ -1,6 +1,7 @@
 // Devices. Streams, events and memory cross as integers; the call site of an operation is the line
 // of Python that called it.
-#include <pybind11/functional.h>
+#include "bindings/device_py.hpp"
+
 #include <pybind11/stl.h>
 
 #include <cstring>
@@ -9,12 +10,7 @@
 
 #include "base/error.hpp"
 #include "bindings/rooms.hpp"
-#include "device/accumulate.hpp"
-#include "device/cuda/driver.hpp"
 #include "device/devices.hpp"
-#include "device/simulated/fast_device.hpp"
-#include "device/simulated/sim_check.hpp"
-#include "device/simulated/sim_graph.hpp"
 
 namespace py = pybind11;
 
@@ -24,33 +20,11 @@ namespace {
 using Address = uintptr_t;
 using Release = py::call_guard<py::gil_scoped_release>;
 
-// Needs the GIL.
-Site callSite() {
-  PyFrameObject* frame = PyEval_GetFrame();
-  if (frame == nullptr) return {"python", "", 0};
-  const auto code =
-      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  static std::mutex mutex;
-  static auto* names = new std::set<std::string>;  // Site holds their characters
-  const std::lock_guard lock(mutex);
-  return {names->insert(py::cast<std::string>(code.attr("co_filename"))).first->c_str(),
-          names->insert(py::cast<std::string>(code.attr("co_name"))).first->c_str(),
-          static_cast<unsigned>(PyFrame_GetLineNumber(frame))};
-}
-
 template <typename T = void>
 T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 Address address(const void* memory) { return reinterpret_cast<Address>(memory); }
-
-// Runs `call(site)` without the GIL, with the site of the Python caller.
-template <typename Call>
-auto atSite(Call call) {
-  const Site site = callSite();
-  const py::gil_scoped_release release;
-  return call(site);
-}
 
 MemoryHandle handleOf(const py::bytes& bytes) {
   const std::string_view view = bytes;
@@ -200,17 +174,7 @@ void bindWork(Class& device) {
           [](DeviceApi& d, uintptr_t stream, Address flag, uint32_t value) {
             atSite([&](Site site) { d.waitValue({stream}, pointer<uint32_t>(flag), value, site); });
           },
-          py::arg("stream"), py::arg("flag"), py::arg("value"))
-      .def(
-          "accumulate",
-          [](DeviceApi& d, Address dst, Address src, size_t count, uintptr_t stream) {
-            atSite([&](Site site) {
-              d.launch(
-                  accumulateKernel(pointer<uint32_t>(dst), pointer<const uint32_t>(src), count),
-                  {stream}, site);
-            });
-          },
-          py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("count"), py::arg("stream"));
+          py::arg("stream"), py::arg("flag"), py::arg("value"));
 }
 
 template <typename Class>
@@ -250,33 +214,20 @@ void bindHost(Class& device) {
       .def("annotate_acquire", &DeviceApi::annotateAcquire, py::arg("key"), Release());
 }
 
-void bindChecks(py::module_& module) {
-  py::class_<CheckedOp>(module, "CheckedOp")
-      .def_readonly("what", &CheckedOp::what)
-      .def_readonly("who", &CheckedOp::who)
-      .def_property_readonly("file", [](const CheckedOp& op) { return op.site.file; })
-      .def_property_readonly("line", [](const CheckedOp& op) { return op.site.line; });
-  py::class_<CheckReport>(module, "CheckReport")
-      .def_readonly("kind", &CheckReport::kind)
-      .def_readonly("first", &CheckReport::first)
-      .def_readonly("second", &CheckReport::second)
-      .def_readonly("text", &CheckReport::text);
-  py::class_<OrderingSite>(module, "OrderingSite")
-      .def_readonly("call", &OrderingSite::call)
-      .def_readonly("uses", &OrderingSite::uses)
-      .def_property_readonly("file", [](const OrderingSite& site) { return site.site.file; })
-      .def_property_readonly("line", [](const OrderingSite& site) { return site.site.line; });
-  py::class_<SimCheck>(module, "SimCheck")
-      .def(py::init<uint64_t>(), py::arg("seed"))
-      .def("enter_rank", &SimCheck::enterRank, py::arg("rank"), Release())
-      .def("leave_rank", &SimCheck::leaveRank, Release())
-      .def("finish", &SimCheck::finish, Release())
-      .def("reports", &SimCheck::reports, py::arg("ignore") = py::none(), Release())
-      .def("ordering_sites", &SimCheck::orderingSites, Release())
-      .def_property_readonly("num_operations", &SimCheck::numOperations);
-}
-
 }  // namespace
+
+Site callSite() {
+  PyFrameObject* frame = PyEval_GetFrame();
+  if (frame == nullptr) return {"python", "", 0};
+  const auto code =
+      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  static std::mutex mutex;
+  static auto* names = new std::set<std::string>;  // Site holds their characters
+  const std::lock_guard lock(mutex);
+  return {names->insert(py::cast<std::string>(code.attr("co_filename"))).first->c_str(),
+          names->insert(py::cast<std::string>(code.attr("co_name"))).first->c_str(),
+          static_cast<unsigned>(PyFrame_GetLineNumber(frame))};
+}
 
 void bindDevice(py::module_& module) {
   py::class_<DeviceApi, std::shared_ptr<DeviceApi>> device(module, "Device");
@@ -293,61 +244,7 @@ void bindDevice(py::module_& module) {
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());
   module.def("cuda_device_count", &cudaDeviceCount, Release());
   module.def("cuda_driver_version", &cudaDriverVersion, Release());
-  auto testing = module.def_submodule("testing", "SimDevice's check mode; for tests.");
-  bindChecks(testing);
-  testing.def(
-      "launch_with_flags",
-      [](DeviceApi& d, Address dst, Address src, size_t count, uintptr_t stream,
-         const std::vector<std::pair<Address, uint32_t>>& waits,
-         const std::vector<std::pair<Address, uint32_t>>& signals) {
-        KernelLaunch kernel =
-            accumulateKernel(pointer<uint32_t>(dst), pointer<const uint32_t>(src), count);
-        kernel.cuda = nullptr;  // the real one knows no flags
-        for (const auto& [flag, value] : waits)
-          kernel.waits.push_back({pointer<uint32_t>(flag), value});
-        for (const auto& [flag, value] : signals) {
-          kernel.signals.push_back({pointer<uint32_t>(flag), value});
-        }
-        atSite([&](Site site) { d.launch(std::move(kernel), {stream}, site); });
-      },
-      py::arg("device"), py::arg("dst"), py::arg("src"), py::arg("count"), py::arg("stream"),
-      py::arg("waits"), py::arg("signals"));
-  testing.def(
-      "launch_failing",
-      [](DeviceApi& d, uintptr_t stream) {
-        KernelLaunch kernel;
-        kernel.name = "failing";
-        kernel.cpu = [] { throw std::runtime_error("as the test wants"); };
-        atSite([&](Site site) { d.launch(std::move(kernel), {stream}, site); });
-      },
-      py::arg("device"), py::arg("stream"));
-  testing.def(
-      "limit_threads",
-      [](DeviceApi& d, int count) {
-        auto* device = dynamic_cast<sim::FastDevice*>(&d);
-        if (device == nullptr) {
-          throwInvalidUsage("limit_threads() needs a simulated device outside of a check, not " +
-                            d.name());
-        }
-        device->limitThreads(count);
-      },
-      py::arg("device"), py::arg("count"), Release());
-  py::class_<SimGraph, std::shared_ptr<SimGraph>>(testing, "SimGraph")
-      .def(
-          "launch", [](SimGraph& graph, uintptr_t stream) { graph.launch({stream}); },
-          py::arg("stream"), Release());
-  testing.def(
-      "begin_capture", [](DeviceApi& d, uintptr_t stream) { beginSimCapture(d, {stream}); },
-      py::arg("device"), py::arg("stream"), Release());
-  testing.def(
-      "end_capture", [](DeviceApi& d, uintptr_t stream) { return endSimCapture(d, {stream}); },
-      py::arg("device"), py::arg("stream"), Release());
-  testing.def(
-      "open_cuda_from",
-      [](const std::string& library, int ordinal) {
-        return cuda::openDevice(library.c_str(), ordinal);
-      },
-      py::arg("library"), py::arg("ordinal"), Release());
+  bindDeviceCheck(module);
 }
 
 }  // namespace hdpcomm

@@ -106,8 +106,8 @@ void bindKernels(py::module_& module) {
   module.def("add_rows", &addRows, py::arg("dst"), py::arg("src"), py::arg("strides"),
              py::arg("row_bytes"), py::arg("segments"), py::arg("num_segments"),
              py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"), py::arg("stream"));
-  bindKernelBuffers(module);
-  bindKernelCrossEntropy(module);
+  bindKernelsBuffers(module);
+  bindKernelsCrossEntropy(module);
   module.def("zigzag_bounds", &zigzagBounds, py::arg("cu_seqlens"), py::arg("size"));
 }
 

@@ -1,4 +1,4 @@
-// What the files of hdpcomm._core.kernels share: addresses, and the choice between a kernel's CPU
+// Shared by the files of the kernels' bindings: addresses, and the choice between a kernel's CPU
 // and CUDA launcher.
 #pragma once
 
@@ -14,8 +14,8 @@ inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address)
 [[noreturn]] void throwNoCuda();
 
 // Called by bindKernels(); each is in the file of its name.
-void bindKernelBuffers(pybind11::module_& module);
-void bindKernelCrossEntropy(pybind11::module_& module);
+void bindKernelsBuffers(pybind11::module_& module);
+void bindKernelsCrossEntropy(pybind11::module_& module);
 
 }  // namespace hdpcomm
 

@@ -1,21 +1,19 @@
 #include "bindings/rooms.hpp"
 
+// Types that others take or return come first, so that signatures name them.
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "The C++ core of hdpcomm.";
-  hdpcomm::bindBase(module);
-  auto planner = module.def_submodule("planner", "Solver of step plans.");
-  hdpcomm::bindPlanner(planner);
-  auto kernels = module.def_submodule("kernels");
-  hdpcomm::bindKernels(kernels);
-  auto comm = module.def_submodule("comm");
-  hdpcomm::bindComm(comm);
-  hdpcomm::bindStream(comm);
-  auto collective = module.def_submodule("collective");
-  hdpcomm::bindCollective(collective);
-  auto scale = module.def_submodule("scale", "Worlds of several hosts.");
-  hdpcomm::bindScale(scale);
-  auto device = module.def_submodule("device");
-  hdpcomm::bindDevice(device);
-  auto offload = module.def_submodule("offload");
-  hdpcomm::bindOffload(offload);
+  using namespace hdpcomm;
+  module.doc() = "The C++ core of hdpcomm: one submodule a room, and what they share.";
+  bindBase(module);
+  const auto room = [&module](const char* name, void (*bind)(pybind11::module_&)) {
+    auto submodule = module.def_submodule(name);
+    bind(submodule);
+  };
+  room("planner", bindPlanner);
+  room("kernels", bindKernels);
+  room("collective", bindCollective);
+  room("device", bindDevice);
+  room("offload", bindOffload);
+  room("transport", bindTransport);
+  room("comm", bindComm);
 }

@@ -50,7 +50,7 @@ py::dict copyStats(const CopyEngine& engine) {
 }  // namespace
 
 void bindOffload(py::module_& module) {
-  // Their ends wait for copies, and unlock memory.
+  // Their destructors wait for copies and unpin memory: without the GIL.
   const py::release_gil_before_calling_cpp_dtor end_unlocked;
   py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "PinnedPool", end_unlocked)
       .def(py::init([](DevicePtr device, size_t bytes, int numa_node, size_t chunk_bytes,

@@ -191,14 +191,7 @@ void bindPlanner(py::module_& module) {
             return cost.seconds(makeLoad(lengths), size, one_node);
           },
           py::arg("lengths"), py::arg("size"), py::arg("one_node"))
-      .def(
-          "max_offload",
-          [](const CostModel& cost, const std::vector<int64_t>& lengths) {
-            return cost.maxOffload(makeLoad(lengths));
-          },
-          py::arg("lengths"))
-      .def("token_limit", &CostModel::tokenLimit, py::arg("ratio"))
-      .def("min_ranks", &CostModel::minRanks, py::arg("length"));
+      .def("token_limit", &CostModel::tokenLimit, py::arg("ratio"));
   module.def("solve", &solveToTuple, py::arg("cost"), py::arg("lengths"), py::arg("policy"),
              py::arg("context"), py::arg("context_ranks"), py::arg("batch_class"),
              py::arg("sequence_class"));
@@ -210,9 +203,6 @@ void bindPlanner(py::module_& module) {
       },
       py::arg("cost"), py::arg("lengths"));
   module.def("simulate", &simulateToDict, py::arg("cost"), py::arg("batches"));
-  module.def(
-      "ring_order", [](const std::vector<int32_t>& ranks) { return planner::ringOrder(ranks); },
-      py::arg("ranks"));
 }
 
 }  // namespace hdpcomm

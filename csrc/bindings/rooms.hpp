@@ -1,4 +1,5 @@
-// One function a room; module.cpp calls them all. A room's bindings live in <room>_py.cpp.
+// One function a room; module.cpp calls them all. A room's bindings live in <room>_py.cpp,
+// those of a large one in <room>_*_py.cpp, too.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,13 +14,12 @@ void setPythonError(const Error& error);
 void checkSignals();
 
 void bindBase(pybind11::module_& module);
-void bindPlanner(pybind11::module_& module);
-void bindKernels(pybind11::module_& module);
-void bindComm(pybind11::module_& module);
-void bindStream(pybind11::module_& module);
 void bindCollective(pybind11::module_& module);
-void bindScale(pybind11::module_& module);
+void bindComm(pybind11::module_& module);
 void bindDevice(pybind11::module_& module);
+void bindKernels(pybind11::module_& module);
 void bindOffload(pybind11::module_& module);
+void bindPlanner(pybind11::module_& module);
+void bindTransport(pybind11::module_& module);
 
 }  // namespace hdpcomm

@@ -6,13 +6,12 @@
 
 #include "testing/fake_nccl.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
 namespace {
 
 using Rank = FakeNccl::Rank;
 
-// The functions without a communicator need to know which fake is meant: the one whose table the
-// thread took last.
+// The fake for functions without a communicator: the one whose table this thread took last.
 thread_local FakeNccl* current_fake = nullptr;
 thread_local std::vector<Rank*> grouped;  // ranks that called something in the open group
 thread_local int group_depth = 0;
@@ -114,13 +113,13 @@ int groupEnd() {
   return planted != kNcclSuccess ? planted : result;
 }
 
-// Of a call that may not be made now, or that is told to fail.
+// The error of a call that is not allowed now, or that a test makes fail; else success.
 int refusal(Rank& rank, const char* name) {
   if (const int code = rank.owner->failureOf(name, rank.rank)) return code;
   return rank.polls_left > 0 || rank.aborted ? kNcclInvalidUsage : kNcclSuccess;
 }
 
-// `enqueue` gets the rank.
+// Checks a call and runs `enqueue(rank)`, inside of the open group or as a group of its own.
 template <typename Enqueue>
 int transfer(const char* name, NcclComm comm, NcclStream stream, Enqueue enqueue) {
   Rank& rank = rankOf(comm);
@@ -190,7 +189,7 @@ int commWindowDeregister(NcclComm comm, NcclWindow window) {
   return rank.owner->closeWindow(rank, window);
 }
 
-// What is reserved is zero.
+// Arguments that NCCL reserves must be zero.
 int oneSided(const char* name, int signal, int context, unsigned flags, NcclComm comm,
              NcclStream stream, const std::function<int(Rank&)>& enqueue) {
   return transfer(name, comm, stream, [&](Rank& rank) {
@@ -302,4 +301,4 @@ std::shared_ptr<const NcclApi> FakeNccl::api() {
   return table;
 }
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

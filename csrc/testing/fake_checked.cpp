@@ -9,9 +9,9 @@
 
 #include "testing/fake_nccl.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
 
-// The n-th message of a pair, from the first of its ends that is issued on.
+// The n-th message of a pair; whichever end is issued first makes it.
 FakeNccl::Staged* FakeNccl::stagedOf(int source, int target, size_t number, size_t bytes) {
   auto& messages = staged_[{source, target}];
   while (messages.size() <= number) messages.emplace_back();
@@ -144,4 +144,4 @@ void FakeNccl::launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stre
                       stream);
 }
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

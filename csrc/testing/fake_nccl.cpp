@@ -9,7 +9,7 @@
 #include "testing/fake_queue.hpp"
 #include "transport/stream/nccl/groups.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
 namespace {
 
 DType dtypeOfType(int type) {
@@ -128,7 +128,7 @@ int FakeNccl::enqueueWhole(Rank& rank, Whole whole) {
   return kNcclSuccess;
 }
 
-// NCCL waits for what is in progress, perhaps for ever.
+// NCCL waits for operations in progress, and may hang: a complaint.
 int FakeNccl::destroy(Rank& rank) {
   const bool in_progress = !rank.stream.empty() || rank.polls_left > 0 || stall_init_;
   if (!in_progress && rank.async_error == kNcclSuccess && !rank.aborted) {
@@ -150,7 +150,7 @@ std::vector<std::string> FakeNccl::complaints() {
   return all;
 }
 
-// Everything of the rank ends, done or not; what peers have with it stays as it is.
+// Ends all operations of the rank, done or not. Its peers keep waiting for theirs.
 void FakeNccl::abort(Rank& rank) {
   rank.aborted = true;
   for (auto* posted : {&sends_, &recvs_}) {
@@ -185,7 +185,7 @@ int FakeNccl::endGroup(Rank& rank) {
   item.label = rank.label;
   const size_t size = item.group.size();
   rank.stream.push_back(std::move(item));
-  if (size <= kMaxGroup) return kNcclSuccess;
+  if (size <= nccl::kMaxGroup) return kNcclSuccess;
   last_error_ = "a group of " + std::to_string(size) + " operations";
   return kNcclInvalidUsage;
 }
@@ -270,14 +270,14 @@ std::string FakeNccl::runWhole() {
   return "";
 }
 
-// Bytes that a rank gives and gets.
+// Bytes of a rank's input and output.
 std::pair<size_t, size_t> FakeNccl::extentOf(const Whole& whole) const {
   const size_t bytes = whole.count * dtypeBytes(dtypeOfType(whole.type));
   return {whole.op == OpCode::kReduceScatter ? bytes * ranks_.size() : bytes,
           whole.op == OpCode::kAllGather ? bytes * ranks_.size() : bytes};
 }
 
-// Of the inputs of all ranks: what all get, or of which each gets its part.
+// Combines the inputs of all ranks: the whole result, of which a rank may get one part only.
 std::vector<std::byte> FakeNccl::combine(const Whole& whole,
                                          const std::vector<const std::byte*>& ins) const {
   const DType dtype = dtypeOfType(whole.type);
@@ -333,4 +333,4 @@ std::string FakeNccl::run(uint64_t seed) {
   }
 }
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

@@ -1,11 +1,11 @@
-// NCCL's semantics in one process and without a GPU, for tests. Either streams are queues, and
-// run() works them off in a random order that the rules allow; or ranks attach a SimDevice, whose
-// streams wait for each other as a GPU's would.
+// NCCL's semantics in one process and without a GPU. Streams are either queues, which run() works
+// off in a random order that NCCL's rules allow, or those of simulated devices, which wait for each
+// other as a GPU's would.
 //
 // A send blocks until its receive is posted and the other way round; messages of a pair match in
 // the order of posting; the operations of a group progress independently, but the group's stream
 // goes on only when all have ended; collectives wait for all ranks. What a stream is given while it
-// is captured (sim_graph.hpp) is issued each time the graph runs. Found are: messages that match
+// is captured (test_device.hpp) is issued each time the graph runs. Found are: messages that match
 // with different sizes, collectives that differ, waits that never end, groups that are too large,
 // memory that is used after its release. Every call can be told to fail.
 //
@@ -28,7 +28,7 @@
 #include "device/handles.hpp"
 #include "transport/stream/nccl/nccl_world.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
 
 class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
  public:
@@ -36,7 +36,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   explicit FakeNccl(int num_ranks, int version = 23203);
   ~FakeNccl();
 
-  // The table; its functions find the fake by the communicator, or by the thread (see Use).
+  // The table of functions; they find the fake by the communicator, or by the calling thread.
   std::shared_ptr<const NcclApi> api();
   // The rank's operations go to streams of this device, and need no run().
   void attach(int rank, DevicePtr device);
@@ -48,7 +48,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   void release(int rank, std::byte* memory, size_t bytes);
   NcclStream stream(int rank);
 
-  // What the rank enqueues from now on belongs to this operation; for messages.
+  // Names the operation to which the rank's next calls belong, for messages about them.
   void label(int rank, const std::string& text);
   // The next call of the function on the rank returns `code`; rank -1: on any.
   void failNext(const std::string& function, int rank, int code);
@@ -64,7 +64,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   // Each call of the function takes so long.
   void slowDown(const std::string& function, double seconds) { delays_[function] = seconds; }
 
-  // What the program did that NCCL may answer by a hang or a crash.
+  // Calls of the program at which NCCL may hang or crash.
   std::vector<std::string> complaints();
 
   // Works off all streams. Returns an empty string, or what is wrong; then the fake is spent.
@@ -154,10 +154,10 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   // Whether all have opened as many windows as the rank.
   bool windowsOpen(const Rank& rank) const;
   int put(Rank& rank, const void* data, size_t bytes, int peer, NcclWindow window, size_t offset);
-  // For the calling thread, and without the lock.
+  // Sleeps as slowDown() asks. Without the lock.
   void delay(const std::string& function);
   bool puts() const { return puts_; }
-  // Outside of the lock: what the rank has issued goes to its device.
+  // Enqueues what the rank has issued on its device. Without the lock.
   void launch(Rank& rank);
   std::vector<Rank>& ranks() { return ranks_; }
   int version() const { return version_; }
@@ -170,7 +170,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     Item* item;
     Transfer* transfer;
   };
-  // What check mode has of a message, and of a collective of all ranks.
+  // A message, and a collective of all ranks, in check mode.
   struct Staged {
     uint32_t full = 0;
     uint32_t taken = 0;
@@ -193,7 +193,8 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   bool start(Rank& rank);
   bool advance(Rank& rank, Item& item);
   std::byte* targetOf(const Transfer& put) const;
-  // That nobody has waited for; `retired`: between ranks that have both left in good order.
+  // Signals that nobody has waited for, in words; `retired`: only those between ranks that have
+  // both destroyed their communicators.
   std::string signalsLeft(bool retired) const;
   void finish(Rank& rank);
   void capture(Rank& rank, uint64_t number);
@@ -225,4 +226,4 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   const int version_;
 };
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

@@ -6,7 +6,7 @@
 
 #include "testing/fake_nccl.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
 namespace {
 
 bool contains(const MemoryRange& range, const void* data, size_t bytes) {
@@ -90,7 +90,7 @@ std::byte* FakeNccl::targetOf(const Transfer& put) const {
   return static_cast<std::byte*>(const_cast<void*>(window.data)) + put.place;
 }
 
-// The next operation of the group at the head of the stream, if it can go on. True: it could.
+// Runs the next one-sided operation of the group at the head of the stream, if it can run.
 bool FakeNccl::advance(Rank& rank, Item& item) {
   item.posted = true;
   for (Transfer& transfer : item.group) {
@@ -129,7 +129,7 @@ std::string FakeNccl::signalsLeft(bool retired) const {
 }
 
 // In check mode: kernels that write into the memory of others, and flags that hold the number of
-// signals that a pair has had.
+// signals that one rank has sent to another.
 void FakeNccl::launchOneSided(Rank& rank, const std::vector<Transfer>& group, Stream stream) {
   for (const Transfer& transfer : group) {
     KernelLaunch kernel;
@@ -159,4 +159,4 @@ void FakeNccl::launchOneSided(Rank& rank, const std::vector<Transfer>& group, St
   }
 }
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

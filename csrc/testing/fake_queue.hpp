@@ -1,5 +1,5 @@
-// The queue of a rank of a FakeNccl as a device, for ranks without a SimDevice: copies and kernels
-// of its only stream become items of the queue. It has nothing else of a device.
+// The queue of a FakeNccl rank as a device, for ranks that have none: copies and kernels of its
+// only stream become items of the queue, all other calls are refused.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@
 #include "base/error.hpp"
 #include "testing/fake_nccl.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
 
 class FakeQueue final : public DeviceApi {
  public:
@@ -67,4 +67,4 @@ class FakeQueue final : public DeviceApi {
   int rank_;
 };
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

@@ -4,14 +4,14 @@
 
 #include "testing/fake_nccl.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
 
 std::string FakeNccl::who(const Posted& posted) const {
   return "rank " + std::to_string(posted.rank->rank) + " in " +
          (posted.item->label.empty() ? "an operation" : posted.item->label);
 }
 
-// The rank whose order of operations differs from most of those with which it shares some.
+// The rank whose order of operations differs from that of most ranks that share operations with it.
 std::string FakeNccl::culprit() const {
   std::vector<int> disagreements(ranks_.size());
   for (size_t a = 0; a < ranks_.size(); ++a) {
@@ -59,4 +59,4 @@ std::string FakeNccl::stuck() {
   return text.substr(0, text.size() - 1) + culprit();
 }
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

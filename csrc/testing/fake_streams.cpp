@@ -3,19 +3,30 @@
 #include <algorithm>
 #include <utility>
 
-#include "device/simulated/sim_check.hpp"
-#include "device/simulated/sim_graph.hpp"
+#include "device/simulated/checked_device.hpp"
 #include "testing/fake_nccl.hpp"
+#include "testing/test_device.hpp"
 
-namespace hdpcomm::nccl {
+namespace hdpcomm::testing {
+namespace {
+
+// As TestDevice::captureOf(); 0 for another device.
+uint64_t captureOf(DeviceApi& device, Stream stream) {
+  auto* captures = dynamic_cast<TestDevice*>(&device);
+  return captures != nullptr ? captures->captureOf(stream) : 0;
+}
+
+}  // namespace
 
 // All operations of a communicator run in the order of issue, whatever their streams: each waits
 // for the one before it.
 void FakeNccl::launch(Rank& rank) {
   if (rank.device == nullptr) return;
   const Stream stream = rank.device_stream;
-  if (const uint64_t number = simCaptureOf(*rank.device, stream)) return capture(rank, number);
-  if (inSimCheck(*rank.device)) return launchChecked(rank);
+  if (const uint64_t number = captureOf(*rank.device, stream)) return capture(rank, number);
+  if (dynamic_cast<simulated::CheckedDevice*>(rank.device.get()) != nullptr) {
+    return launchChecked(rank);
+  }
   uint32_t* before = nullptr;
   uint32_t* over = nullptr;
   {
@@ -62,7 +73,7 @@ void FakeNccl::capture(Rank& rank, uint64_t number) {
   rank.device->record(captured->end.get(), stream);
 }
 
-// The stream has come to the operation.
+// Called by the kernel of an operation when its stream runs it.
 void FakeNccl::begin(Rank& rank, const uint32_t* over) {
   const auto held = lock();
   for (Item& item : rank.stream) {
@@ -71,7 +82,7 @@ void FakeNccl::begin(Rank& rank, const uint32_t* over) {
   goOn();
 }
 
-// A graph has come to it: it is issued before what no stream has come to.
+// Called when a graph runs a captured operation: it is issued before those that no stream runs yet.
 void FakeNccl::again(Rank& rank, Captured& captured) {
   const auto held = lock();
   rank.device->storeFlag(&captured.over, rank.aborted ? 1 : 0);
@@ -102,8 +113,8 @@ void FakeNccl::goOn() {
       moved = true;
     }
   }
-  // NCCL would not notice: they never end.
+  // NCCL would not notice; the operations never end.
   if (!wrong.empty()) last_error_ = wrong;
 }
 
-}  // namespace hdpcomm::nccl
+}  // namespace hdpcomm::testing

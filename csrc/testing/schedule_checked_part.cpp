@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace hdpcomm::collective {
+namespace hdpcomm::testing {
 namespace {
 
 // Plants a mistake; returns false where the schedule has no place for it.
@@ -237,4 +237,4 @@ void CheckedPart::layOut(const ScheduleRequest& request) {
   }
 }
 
-}  // namespace hdpcomm::collective
+}  // namespace hdpcomm::testing

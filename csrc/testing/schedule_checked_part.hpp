@@ -1,4 +1,4 @@
-// One rank's part of one operation, executed symbolically: for the checker (checker.cpp).
+// One rank's part of one operation, executed symbolically (schedule_checker.cpp).
 #pragma once
 
 #include <bitset>
@@ -9,7 +9,7 @@
 
 #include "testing/schedule_checker.hpp"
 
-namespace hdpcomm::collective {
+namespace hdpcomm::testing {
 
 inline constexpr int kMaxCheckedGroup = 128;
 
@@ -22,7 +22,7 @@ struct Value {
 
 using Values = std::vector<Value>;
 
-// What is wrong with a schedule.
+// A mistake in a schedule.
 struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -35,7 +35,7 @@ class CheckedPart {
   CheckedPart(const CheckedOperation& operation, int group_rank, Fault fault);
 
   const Schedule& schedule() const { return schedule_; }
-  // These throw Failure for what the rules do not allow.
+  // These throw Failure where the schedule breaks a rule.
   Value& at(const Span& span, size_t i);
   Values read(const Span& span);
   void write(const Span& to, const Values& values);
@@ -47,7 +47,7 @@ class CheckedPart {
  private:
   static size_t index(const Span& span) { return static_cast<size_t>(span.buffer); }
   std::string where(const Span& span) const;
-  // Of all_to_all: the i-th of rank `source`.
+  // The i-th element of rank `source` in an all_to_all.
   int64_t element(int source, int64_t i) const;
   void layOut(const ScheduleRequest& request);
 
@@ -60,4 +60,4 @@ class CheckedPart {
   size_t sizes_[3] = {};
 };
 
-}  // namespace hdpcomm::collective
+}  // namespace hdpcomm::testing

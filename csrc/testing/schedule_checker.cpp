@@ -7,12 +7,8 @@
 
 #include "testing/schedule_checked_part.hpp"
 
-namespace hdpcomm {
+namespace hdpcomm::testing {
 namespace {
-
-using collective::CheckedPart;
-using collective::Failure;
-using collective::Values;
 
 struct PostedSend {
   size_t operation;
@@ -171,4 +167,4 @@ std::string checkOperations(int num_ranks, const std::vector<CheckedOperation>& 
   return "";
 }
 
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

@@ -13,7 +13,7 @@
 
 #include "collective/schedule.hpp"
 
-namespace hdpcomm {
+namespace hdpcomm::testing {
 
 struct CheckedOperation {
   ScheduleRequest request;  // rank is ignored; group_size is ranks.size()
@@ -39,4 +39,4 @@ enum class Fault : uint8_t {
 std::string checkOperations(int num_ranks, const std::vector<CheckedOperation>& operations,
                             uint64_t seed, Fault fault = Fault::kNone);
 
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

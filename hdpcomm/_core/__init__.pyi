@@ -2,8 +2,10 @@
 from hdpcomm._core import collective as collective
 from hdpcomm._core import comm as comm
 from hdpcomm._core import device as device
+from hdpcomm._core import kernels as kernels
 from hdpcomm._core import offload as offload
-from hdpcomm._core import scale as scale
+from hdpcomm._core import planner as planner
+from hdpcomm._core import transport as transport
 
 DTYPES: dict[str, int]
 

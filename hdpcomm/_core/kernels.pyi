@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 
 OPS: dict[str, int]
-MAX_PEERS: int
 
 def reduce(out: int, a: int, b: int, count: int, dtype: int, op: int, cuda: bool, stream: int) -> None: ...
 def divide(data: int, count: int, divisor: float, dtype: int, cuda: bool, stream: int) -> None: ...

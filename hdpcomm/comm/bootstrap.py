@@ -19,10 +19,11 @@ from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, NcclSource, has_gpu, join_devices
+from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, join_devices
 from hdpcomm.comm.group_carrier import GroupCarrier, make_group
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import joined, master, rank_and_size
+from hdpcomm.comm.machine import machine
 from hdpcomm.comm.settings import setting
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
@@ -31,14 +32,12 @@ __all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "
 
 @dataclass(frozen=True, slots=True)
 class ThreadRank:
-    """What a rank that is a thread of this process joins with; see :func:`hdpcomm.testing.run_threads`."""
+    """How a rank that is a thread of this process joins; see :func:`hdpcomm.testing.run_threads`."""
 
-    segment: _core.comm.ShmSegment
+    segment: _core.transport.ShmSegment
     rank: int
     timeout: float
     transport: str = "shm"
-    nccl_source: NcclSource | None = None
-    hosts: tuple[int, ...] = ()
     worlds: list[_core.comm.World] = field(default_factory=list)
 
 
@@ -79,11 +78,11 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world = _core.comm.join_shm_world(joining.segment, joining.rank, timeout=seconds, joining=seconds)
         joining.worlds.append(world)
         world.set_costs(**load_costs("shm"))
-        if joining.hosts:
-            _set_nodes(world, joining.hosts, load_costs("torch"))
-        return _communicator(world, transport, joining.nccl_source)
+        names = [machine().host(each) for each in range(world.size)]
+        _set_nodes(world, [names.index(name) for name in names], load_costs("torch"))
+        return _communicator(world, transport)
     rank, size = _rank_and_size()
-    gpus = has_gpu()
+    gpus = machine().has_gpu(rank)
     if size == 1:
         world = _join_alone(transport, seconds)
     else:
@@ -113,16 +112,16 @@ def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "
 
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:
     if transport == "torch":
-        return _core.scale.join_framed_world(_core.scale.FrameLink(0, 1), "torch", timeout)
-    return _core.comm.join_shm_world(_core.comm.create_segment(1), 0, timeout=timeout, joining=timeout)
+        return _core.comm.join_framed_world(_core.transport.FrameLink(0, 1), "torch", timeout)
+    return _core.comm.join_shm_world(_core.transport.create_segment(1), 0, timeout=timeout, joining=timeout)
 
 
-def _communicator(world: _core.comm.World, transport: str, nccl_source: NcclSource | None = None) -> Communicator:
+def _communicator(world: _core.comm.World, transport: str) -> Communicator:
     place = world.communicator(), world.rank, world.size
     if transport not in DEVICE_TRANSPORTS:
         return Communicator(*place)
     try:
-        return DeviceCommunicator(*place, join_devices(transport, world, nccl_source))
+        return DeviceCommunicator(*place, join_devices(transport, world))
     except BaseException as error:  # the others must not wait for this rank
         world.close(f"{type(error).__name__}: {error}")
         raise
@@ -208,8 +207,8 @@ def _join_processes(
     prefix = f"hdpcomm/{generation}"
     joining = Joining(store, prefix, rank, size, seconds, deadline)
     with joining.telling():
-        here = f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}"
-        told = joining.from_all("host", f"{int(has_gpu())} {os.getpid()} {here}")
+        here = machine().host(rank)
+        told = joining.from_all("host", f"{int(machine().has_gpu(rank))} {os.getpid()} {here}")
         seen, pids, identities = zip(*(each.split(" ", 2) for each in told), strict=True)
         near = [int(pid) if identity == here else 0 for pid, identity in zip(pids, identities, strict=True)]
         joining = dataclasses.replace(joining, pids=tuple(near))
@@ -219,14 +218,14 @@ def _join_processes(
         names = cost_names(world.transport)
         inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
     world.set_costs(**inside)
-    if len(set(hosts)) > 1:
-        _set_nodes(world, hosts, between)
+    _set_nodes(world, hosts, between)
     return world, "0" not in seen
 
 
 def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, float]) -> None:
-    """The host of each rank, and the costs between hosts."""
-    _core.scale.set_nodes(world, hosts, link_costs(remote))
+    """Tells a world with ranks on several hosts the host of each, and the costs between hosts."""
+    if len(set(hosts)) > 1:
+        world.set_nodes(hosts, link_costs(remote))
 
 
 # How to join: the world, and the host of each rank as a number. The second argument has equal numbers for ranks with
@@ -245,22 +244,22 @@ def _join_shm(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, lis
             ranks=range(joining.size),
         )
     # Rank 0 makes the segment; its descriptor stays open until all have mapped it.
-    made = _core.comm.create_segment(joining.size) if rank == 0 else None
+    made = _core.transport.create_segment(joining.size) if rank == 0 else None
     address = joining.from_rank_0("segment", lambda: made.address() if made else "")
-    segment = made or _core.comm.open_segment(address, joining.size)
+    segment = made or _core.transport.open_segment(address, joining.size)
     world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left, pids=joining.pids)
     segment.release()
     return world, hosts
 
 
 def _join_torch(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
-    link = _core.scale.FrameLink(joining.rank, joining.size)
-    world = _core.scale.join_framed_world(link, "torch", joining.seconds)
+    link = _core.transport.FrameLink(joining.rank, joining.size)
+    world = _core.comm.join_framed_world(link, "torch", joining.seconds)
     _carry(joining, link)
     return world, hosts
 
 
-def _carry(joining: Joining, link: _core.scale.FrameLink) -> None:
+def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
     joining.from_all("ready", "")  # a group of torch waits for its ranks, and hears of none that dies
     store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
     group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
@@ -274,21 +273,21 @@ def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, li
     hardened /proc, say) is taken as a host of its own.
     """
     rank, first = joining.rank, hosts[joining.rank]
-    segment = _core.comm.create_segment(joining.size) if rank == first else None
+    segment = _core.transport.create_segment(joining.size) if rank == first else None
     addresses = joining.from_all("segment", segment.address() if segment else "")
     if segment is None:
         with contextlib.suppress(Error):
-            segment = _core.comm.open_segment(addresses[first], joining.size)
+            segment = _core.transport.open_segment(addresses[first], joining.size)
     reached = joining.from_all("reached", "yes" if segment else "no")
     hosts = [host if reached[peer] == "yes" else peer for peer, host in enumerate(hosts)]
-    segment = segment or _core.comm.create_segment(joining.size)
+    segment = segment or _core.transport.create_segment(joining.size)
     if len(set(hosts)) == 1:
         world = _core.comm.join_shm_world(
             segment, rank, timeout=joining.seconds, joining=joining.left, pids=joining.pids
         )
     else:
-        link = _core.scale.FrameLink(rank, joining.size)
-        world = _core.scale.join_hosts(
+        link = _core.transport.FrameLink(rank, joining.size)
+        world = _core.comm.join_hosts(
             segment, link, hosts, "torch", timeout=joining.seconds, joining=joining.left, pids=joining.pids
         )
         _carry(joining, link)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdpcomm._core import scale
+from hdpcomm._core import transport
 from hdpcomm.errors import CommTimeout, Error
 
 __all__ = ["GroupCarrier", "make_group", "own_address"]
@@ -48,7 +48,7 @@ class GroupCarrier:
     owned: nobody else uses the group, so its connections may be cut at the end.
     """
 
-    def __init__(self, group: Any, link: scale.FrameLink, *, owned: bool) -> None:
+    def __init__(self, group: Any, link: transport.FrameLink, *, owned: bool) -> None:
         self._group = group
         self._link = link
         self._owned = owned
@@ -71,7 +71,7 @@ class GroupCarrier:
             self._link.lost(peer, _first_line(error))
 
     def _send(self, peer: int) -> None:
-        under_way: deque[tuple[scale.Frame, list[Any]]] = deque()
+        under_way: deque[tuple[transport.Frame, list[Any]]] = deque()
         count = 0
         while (frame := self._link.next(peer)) is not None:
             works = [self._group.send([_tensor(frame.head)], peer, _HEAD_TAG + count % _DEPTH)]
@@ -86,10 +86,10 @@ class GroupCarrier:
             _wait(works)
 
     def _receive(self, peer: int) -> None:
-        posted: deque[tuple[scale.Frame, Any]] = deque()
+        posted: deque[tuple[transport.Frame, Any]] = deque()
 
         def post(count: int) -> None:
-            frame = scale.Frame()
+            frame = transport.Frame()
             posted.append((frame, self._group.recv([_tensor(frame.head)], peer, _HEAD_TAG + count % _DEPTH)))
 
         for count in range(_DEPTH):

@@ -103,7 +103,7 @@ def host_facts() -> dict[str, object]:
 
 def nodes_of(comm: Communicator) -> list[int]:
     """The host of each rank of the whole world, as a number. Local."""
-    return _core.scale.nodes_of(comm._core.world)
+    return comm._core.world.nodes()
 
 
 def cores_of_rank(comm: Communicator) -> int:

@@ -16,7 +16,7 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm.bootstrap import TRANSPORTS, ThreadRank, close_all, thread_rank
 from hdpcomm.comm.launch import RankPool, run_ranks
-from hdpcomm.errors import CommTimeout, Error, InvalidUsage
+from hdpcomm.errors import CommTimeout, InvalidUsage
 
 __all__ = ["RankPool", "run_threads", "spawn"]
 
@@ -62,34 +62,21 @@ def run_threads(
     *args: Any,
     transport: str = "shm",
     timeout: float = 60.0,
-    fake_nccl: _core.scale.FakeNccl | None = None,
-    hosts: Sequence[int] = (),
 ) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` ranks that are threads of this process; returns the results by rank.
 
     Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda, nccl, cuda+nccl) unless
-    it names one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations. nccl
-    is a fake one here, and what goes with it are simulated devices: ``fake_nccl``, or a new one. ``hosts``: the host of
-    each rank, as the ranks are made to believe.
+    it names one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations.
 
     Raises: what a rank raised, also where other ranks are stuck (a CommTimeout that names them is its cause then, if it
-    has no other); CommTimeout when ranks are stuck and none raised; Error when NCCL's rules were broken.
+    has no other); CommTimeout when ranks are stuck and none raised.
     """
-    segment = _core.comm.create_segment(world_size)
-    making = threading.Lock()
-
-    def on_simulated_device(world: _core.comm.World) -> tuple[Any, Any]:
-        nonlocal fake_nccl
-        with making:
-            fake = fake_nccl = fake_nccl or _core.scale.FakeNccl(world_size)
-        device = _core.device.open_sim(world.rank)
-        return device, lambda: fake.library(world.rank, device)
-
+    segment = _core.transport.create_segment(world_size)
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
 
     def main(rank: int) -> None:
-        thread_rank.value = ThreadRank(segment, rank, timeout, transport, on_simulated_device, tuple(hosts))
+        thread_rank.value = ThreadRank(segment, rank, timeout, transport)
         try:
             with _own_stream(transport, rank):
                 results[rank] = fn(*args)
@@ -110,8 +97,6 @@ def run_threads(
         raise error
     if late is not None:
         raise late
-    if fake_nccl is not None and (complaints := fake_nccl.complaints()):
-        raise Error(f"the fake NCCL was not used as NCCL must be: {'; '.join(complaints)}")
     return results
 
 

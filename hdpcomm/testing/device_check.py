@@ -9,7 +9,7 @@ orders is reported with both operations and their lines, in whatever order they 
         comm = hdp.init(transport="sim")
         ...
 
-    check(program, 2, seeds=range(50))                        # raises SimError
+    check(program, 2, seeds=range(50))                        # raises OrderingError
     for site in planted_sites(program, 2):                    # each wait, record, signal of the run, left out in turn
         assert site.found, site
 """
@@ -17,7 +17,7 @@ orders is reported with both operations and their lines, in whatever order they 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,11 @@ from hdpcomm.comm.bootstrap import close_all, thread_rank
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.testing import run_threads
 
-__all__ = ["PlantedSite", "SimError", "SimReport", "check", "current_rank", "planted_sites"]
+__all__ = ["PlantedSite", "OrderingError", "OrderingReport", "check", "current_rank", "planted_sites"]
 
 
 @dataclass(frozen=True, slots=True)
-class SimReport:
+class OrderingReport:
     """Two operations that should be ordered, and are not.
 
     ``kind``: "missing wait", "reused too early", "use after free", "never written" or "deadlock". ``first`` and
@@ -43,10 +43,10 @@ class SimReport:
     text: str
 
 
-class SimError(Error):
+class OrderingError(Error):
     """A check found operations that are not ordered. ``seed`` repeats it; ``reports`` holds all that it found."""
 
-    def __init__(self, message: str, *, seed: int = -1, reports: tuple[SimReport, ...] = ()) -> None:
+    def __init__(self, message: str, *, seed: int = -1, reports: tuple[OrderingReport, ...] = ()) -> None:
         super().__init__(message)
         self.seed = seed
         self.reports = reports
@@ -55,8 +55,8 @@ class SimError(Error):
         return _rebuild_error, (self.args[0], self.seed, self.reports)
 
 
-def _rebuild_error(message: str, seed: int, reports: tuple[SimReport, ...]) -> SimError:
-    return SimError(message, seed=seed, reports=reports)
+def _rebuild_error(message: str, seed: int, reports: tuple[OrderingReport, ...]) -> OrderingError:
+    return OrderingError(message, seed=seed, reports=reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PlantedSite:
     file: str
     line: int
     uses: int
-    found: tuple[SimReport, ...]
+    found: tuple[OrderingReport, ...]
 
 
 def current_rank() -> int:
@@ -89,22 +89,20 @@ def check(
     seeds: Iterable[int] = range(50),
     timeout: float = 60.0,
     transport: str = "shm",
-    hosts: Sequence[int] = (),
 ) -> list[list[Any]]:
     """Runs ``fn(*args)`` on ``world_size`` ranks (threads of this process), once for each seed.
 
     Inside, ``hdpcomm.init(transport="sim")`` or ``open_sim(current_rank())`` gives the rank its device. ``transport``
-    (what ``init()`` takes where it names none) and ``hosts``: as in :func:`hdpcomm.testing.run_threads`; what uses
-    NCCL has a fake one. ``timeout``: seconds for one run; where all ranks wait for devices and nothing can run, the
-    shortest wait ends at once instead.
+    is what ``init()`` takes where it names none. ``timeout``: seconds for one run; where all ranks wait for devices and
+    nothing can run, the shortest wait ends at once instead.
     Returns the results by seed and rank.
 
-    Raises: SimError with the reports of the first seed that has any (and what ``fn`` raised as its cause); else what
-    ``fn`` raised.
+    Raises: OrderingError with the reports of the first seed that has any (and what ``fn`` raised as its cause); else
+        what ``fn`` raised.
     """
     results = []
     for seed in seeds:
-        _, values = _clean_run(fn, world_size, args, seed, _Options(timeout, transport, tuple(hosts)))
+        _, values = _clean_run(fn, world_size, args, seed, _Options(timeout, transport))
         results.append(values)
     return results
 
@@ -117,7 +115,6 @@ def planted_sites(
     path: str = "",
     timeout: float = 60.0,
     transport: str = "shm",
-    hosts: Sequence[int] = (),
 ) -> list[PlantedSite]:
     """Runs ``fn`` as :func:`check` does, then replays the run once for each line that orders, with that line left out.
 
@@ -125,11 +122,11 @@ def planted_sites(
     ``path``: only lines of files whose path contains it. ``found`` of a site holds the reports of all seeds; it is
     empty for a line that this run did not need.
 
-    Raises: SimError when the program is not clean as it is.
+    Raises: OrderingError when the program is not clean as it is.
     """
     sites: dict[tuple[str, int, str], PlantedSite] = {}
     for seed in seeds:
-        run, _ = _clean_run(fn, world_size, args, seed, _Options(timeout, transport, tuple(hosts)))
+        run, _ = _clean_run(fn, world_size, args, seed, _Options(timeout, transport))
         for site in run.ordering_sites():
             if path not in site.file:
                 continue
@@ -143,16 +140,15 @@ def planted_sites(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Of one run."""
+    """How one run is made."""
 
     timeout: float
     transport: str
-    hosts: tuple[int, ...]
 
 
 def _clean_run(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, options: _Options
-) -> tuple[_device.testing.SimCheck, list[Any]]:
+) -> tuple[_device.DeviceCheck, list[Any]]:
     run, values, error = _run(fn, world_size, args, seed, options)
     reports = _reports(run.reports())
     # A rank that fails by itself leaves the others waiting: then its error is the news.
@@ -166,8 +162,8 @@ def _clean_run(
 
 def _run(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, options: _Options
-) -> tuple[_device.testing.SimCheck, list[Any], BaseException | None]:
-    run = _device.testing.SimCheck(seed)
+) -> tuple[_device.DeviceCheck, list[Any], BaseException | None]:
+    run = _device.DeviceCheck(seed)
     entered = threading.Barrier(world_size)
     raised: list[BaseException] = []
 
@@ -187,27 +183,25 @@ def _run(
     values: list[Any] = []
     error: BaseException | None = None
     try:
-        values = run_threads(
-            rank_main, world_size, timeout=options.timeout, transport=options.transport, hosts=options.hosts
-        )
+        values = run_threads(rank_main, world_size, timeout=options.timeout, transport=options.transport)
     except Exception as failure:
-        # Of the ranks' errors, not one that another rank's failure brought about.
+        # The error of the rank that failed first, not one that it caused on another rank.
         error = min([failure, *raised], key=lambda each: isinstance(each, (TimeoutError, ConnectionError)))
     finally:
         run.finish()
     return run, values, error
 
 
-def _reports(found: list[_device.testing.CheckReport]) -> tuple[SimReport, ...]:
+def _reports(found: list[_device.CheckReport]) -> tuple[OrderingReport, ...]:
     return tuple(
-        SimReport(each.kind, (each.first.file, each.first.line), (each.second.file, each.second.line), each.text)
+        OrderingReport(each.kind, (each.first.file, each.first.line), (each.second.file, each.second.line), each.text)
         for each in found
     )
 
 
-def _error(reports: tuple[SimReport, ...], seed: int) -> SimError:
+def _error(reports: tuple[OrderingReport, ...], seed: int) -> OrderingError:
     lines = [f"{each.kind}: {each.text}" for each in reports[:5]]
     more = f"\n  ... and {len(reports) - 5} more" if len(reports) > 5 else ""
     text = "\n  ".join(lines)
     count = f"seed {seed}: {len(reports)} pair(s) of operations are not ordered (repeat with seeds=[{seed}])"
-    return SimError(f"{count}\n  {text}{more}", seed=seed, reports=reports)
+    return OrderingError(f"{count}\n  {text}{more}", seed=seed, reports=reports)

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core.device import testing as device_testing
+from hdpcomm.comm.machine import joining_on
 from hdpcomm.testing import run_threads, spawn
+from tests.fakes import FakeMachine
 from tests.faults.cases import (
     DISAGREEMENTS,
     LONG_S,
@@ -35,6 +36,7 @@ from tests.faults.cases import (
     until,
     until_it_fails,
 )
+from tests.native import _testing
 
 
 def refuses_device_operations(comm: hdp.Communicator) -> None:
@@ -140,10 +142,11 @@ def test_nobody_waits_for_ever_in_peer_reads(algorithm: str, ends: str, ranks: A
 
 def cannot_start_a_thread() -> None:
     """The second of two receives cannot be enqueued; the first waits on its stream already."""
-    comm = hdp.init(transport="sim", timeout=LONG_S)
+    with joining_on(FakeMachine(2, opens=_testing.TestDevice)):
+        comm = hdp.init(transport="sim", timeout=LONG_S)
     x, y = torch.ones(4), torch.ones(4)
     if comm.rank == 0:
-        device_testing.limit_threads(comm.streams.device, 1)  # type: ignore[attr-defined]
+        comm.streams.device.limit_threads(1)  # type: ignore[attr-defined]
         error = caught(lambda: comm.exchange([], [(x, 1), (y, 1)]))
         assert "rank 0 could not go on with its device operations: no thread for a stream" in str(error)
         assert (error.op, error.ranks) == ("send/recv", (0, 1))

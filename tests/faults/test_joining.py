@@ -68,13 +68,10 @@ class Core:
         self.way = way
 
     def __getattr__(self, name: str) -> Any:
-        return self if name in ("comm", "scale") else getattr(_core.comm, name, getattr(_core.scale, name, None))
+        return self if name == "comm" else getattr(_core.comm, name, getattr(_core, name, None))
 
     def join_shm_world(self, segment: Any, rank: int, **options: Any) -> Any:
         return self.way(segment, rank, **options)
-
-    def create_segment(self, size: int) -> Any:
-        return _core.comm.create_segment(size)
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto"])
@@ -133,7 +130,7 @@ def join_segment(segment: _core.comm.ShmSegment, rank: int, seconds: float, pids
 
 
 def test_ctrl_c_in_the_segment_ends_the_wait_of_all() -> None:
-    segment = _core.comm.create_segment(3)
+    segment = _core.transport.create_segment(3)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(join_segment, segment, 1, LONG_S)
         with interrupt_soon():
@@ -151,7 +148,7 @@ def test_ctrl_c_at_the_store() -> None:
 
 def test_who_does_not_come_is_named_by_all_whose_time_is_over() -> None:
     """Also by those that wait longer than one that has given up; a latecomer hears of both when it needs them."""
-    segment = _core.comm.create_segment(3)
+    segment = _core.transport.create_segment(3)
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(join_segment, segment, rank, seconds) for rank, seconds in ((0, 0.3), (1, 1.2))]
         for rank, future in enumerate(futures):
@@ -168,7 +165,7 @@ def test_an_ended_process_is_named_before_it_was_there() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     with pytest.raises(hdp.PeerLost, match=rf"rank 1 died \(process {gone.pid}\) while the ranks joined the shared"):
-        join_segment(_core.comm.create_segment(2), 0, LONG_S, (os.getpid(), gone.pid))
+        join_segment(_core.transport.create_segment(2), 0, LONG_S, (os.getpid(), gone.pid))
     with pytest.raises(
         hdp.PeerLost, match=rf"rank 1 died \(process {gone.pid}\) while the ranks joined the wor"
     ) as info:
@@ -221,7 +218,7 @@ def test_a_timeout_is_not_told() -> None:
 
 
 def test_who_left_after_all_had_come_is_no_error_of_joining() -> None:
-    segment = _core.comm.create_segment(2)
+    segment = _core.transport.create_segment(2)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(join_segment, segment, 0, LONG_S)
         second = join_segment(segment, 1, LONG_S)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core import scale
-from hdpcomm.testing import run_threads
+from tests.fakes import run_threads
 from tests.faults.cases import (
     DISAGREEMENTS,
     bad_arguments,
@@ -22,6 +21,7 @@ from tests.faults.cases import (
     still_works,
     until,
 )
+from tests.native import _testing
 
 HOSTS = [(), (0, 1)]  # calls compared by shared memory, and by messages
 
@@ -174,7 +174,7 @@ FAILING_CALLS = {
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("function", FAILING_CALLS)
 def test_a_call_of_nccl_fails(function: str, hosts: tuple[int, ...]) -> None:
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def fails() -> None:
         comm = hdp.init(timeout=20)
@@ -196,7 +196,7 @@ def test_a_call_of_nccl_fails(function: str, hosts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_a_failed_operation_lets_go_of_the_callers_stream(hosts: tuple[int, ...]) -> None:
     """The call fails after NCCL has taken its group, as when a later step of a ring meets a lost peer."""
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def fails() -> None:
         comm = hdp.init(timeout=20)
@@ -218,7 +218,7 @@ def test_a_failed_operation_lets_go_of_the_callers_stream(hosts: tuple[int, ...]
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_an_asynchronous_error_with_nothing_running(hosts: tuple[int, ...]) -> None:
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def breaks() -> None:
         comm = hdp.init(timeout=20)
@@ -232,7 +232,7 @@ def test_an_asynchronous_error_with_nothing_running(hosts: tuple[int, ...]) -> N
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize(("code", "kind"), [(1, hdp.DeviceError), (6, hdp.PeerLost)])
 def test_an_asynchronous_error(code: int, kind: type[hdp.Error], hosts: tuple[int, ...]) -> None:
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def breaks() -> None:
         comm = hdp.init(timeout=20)
@@ -256,7 +256,7 @@ def test_an_asynchronous_error(code: int, kind: type[hdp.Error], hosts: tuple[in
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_a_call_in_progress_that_never_ends(hosts: tuple[int, ...]) -> None:
     """As when NCCL connects a pair of which one side hangs: the host waits inside the call."""
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def stalls() -> None:
         comm = hdp.init(timeout=0.6)
@@ -271,7 +271,7 @@ def test_a_call_in_progress_that_never_ends(hosts: tuple[int, ...]) -> None:
 
 
 def test_a_call_in_progress_ends_when_a_peer_fails() -> None:
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def fails() -> None:
         comm = hdp.init(timeout=20)
@@ -289,7 +289,7 @@ def test_a_call_in_progress_ends_when_a_peer_fails() -> None:
 @pytest.mark.parametrize("what", ["stats", "scratch_bytes"])
 def test_threads_go_on_while_one_asks_for_counts(what: str) -> None:
     """A call of NCCL in progress holds the engine; who asks it something waits without the GIL."""
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
     asking = threading.Event()
 
     def asks() -> None:
@@ -311,7 +311,7 @@ def test_threads_go_on_while_one_asks_for_counts(what: str) -> None:
         receiver.start()
         time.sleep(0.1)
         asking.set()
-        comm.stats() if what == "stats" else comm.streams.scratch_bytes  # type: ignore[attr-defined]
+        comm.stats() if what == "stats" else _testing.scratch_bytes(comm.streams)  # type: ignore[attr-defined]
         receiver.join()
         assert lost
 
@@ -325,7 +325,7 @@ def joined(timeout: float = 20) -> None:
 
 @pytest.mark.parametrize("function", ["ncclGetUniqueId", "ncclCommInitRankConfig"])
 def test_joining_fails_on_one_rank(function: str) -> None:
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
     fake.fail_next(function, -1 if function == "ncclGetUniqueId" else 2, 2)
     with pytest.raises(hdp.DeviceError, match=rf"{function} failed.*system error \(planted"):
         ranks(joined, 3, fake_nccl=fake)
@@ -336,7 +336,7 @@ def test_joining_fails_on_one_rank(function: str) -> None:
 @pytest.mark.parametrize("function", ["ncclSend", "ncclRecv"])
 def test_connecting_ahead_fails_on_one_rank(function: str, hosts: tuple[int, ...]) -> None:
     """The communicator is there, and messages are under way: it is aborted, or the others would wait for it."""
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
     fake.fail_next(function, 1, 3)
     with pytest.raises(hdp.DeviceError, match=f"{function} failed on rank 1: internal error"):
         run_threads(joined, 2, transport="nccl", fake_nccl=fake, hosts=hosts)
@@ -345,7 +345,7 @@ def test_connecting_ahead_fails_on_one_rank(function: str, hosts: tuple[int, ...
 
 
 def test_connecting_ahead_has_a_deadline() -> None:
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
     fake.stall_groups(1)
     with pytest.raises(hdp.CommTimeout, match=r"rank 1 waited [0-9.]+ s in ncclGroupEnd|did not end within 0\.6"):
         run_threads(joined, 2, 0.6, transport="nccl", fake_nccl=fake)
@@ -353,7 +353,7 @@ def test_connecting_ahead_has_a_deadline() -> None:
 
 
 def test_joining_has_a_deadline() -> None:
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
     fake.stall_init()
     with pytest.raises(hdp.CommTimeout, match=r"waited [0-9.]+ s in ncclCommInitRankConfig .* of 2 ranks"):
         run_threads(joined, 2, 0.5, transport="nccl", fake_nccl=fake)
@@ -373,7 +373,7 @@ def test_a_rank_that_cannot_join_ends_the_wait_of_the_others() -> None:
             return str(error)
         return None
 
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
     fake.fail_next("ncclCommInitRankConfig", 1, 2)
     fake.stall_init()  # rank 0 hears of rank 1, not of the deadline
     messages = run_threads(one_fails, 2, transport="nccl", fake_nccl=fake)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core import scale
-from hdpcomm.testing import run_threads
+from tests.fakes import run_threads
 from tests.faults.cases import LONG_S, caught
+from tests.native import _testing
 
 HOSTS = [(), (0, 1)]
 
@@ -52,7 +52,7 @@ def is_over(comm: hdp.Communicator) -> None:
 @pytest.mark.parametrize("function", ["ncclSignal", "ncclWaitSignal", "ncclPutSignal", "ncclGroupEnd"])
 def test_a_call_of_nccl_fails(function: str, hosts: tuple[int, ...]) -> None:
     """The peer stands in a wait for a signal that does not come any more."""
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def fails() -> None:
         comm = hdp.init(timeout=LONG_S)
@@ -137,7 +137,7 @@ def test_joining_fails_on_one_rank(function: str) -> None:
     def joins() -> None:
         hdp.init(timeout=LONG_S).close()
 
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
     fake.fail_next(function, -1 if function == "ncclMemAlloc" else 1, 1)
     with pytest.raises(hdp.DeviceError, match=rf"{function} failed on rank \d: unhandled cuda error"):
         run_threads(joins, 3, transport="nccl", fake_nccl=fake)
@@ -146,7 +146,7 @@ def test_joining_fails_on_one_rank(function: str) -> None:
 
 def test_closing_the_window_fails_when_the_world_closes() -> None:
     """NCCL frees what is left with the communicator."""
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
 
     def closes() -> None:
         with hdp.init(timeout=20) as comm:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core import scale
-from hdpcomm.testing import run_threads
+from tests.fakes import run_threads
 from tests.faults.cases import (
     DISAGREEMENTS,
     bad_arguments,
@@ -22,6 +21,7 @@ from tests.faults.cases import (
     still_works,
 )
 from tests.faults.test_nccl_errors import is_over
+from tests.native import _testing
 
 HOSTS = (0, 0, 1)
 PAIRS = [(0, 1), (1, 2)]  # over a link, by NCCL
@@ -184,7 +184,7 @@ def test_abort(aborter: int) -> None:
 )
 def test_a_call_of_nccl_fails_in_the_middle_of_a_step(function: str, algorithm: str) -> None:
     """The step's transfers over links have left for their lanes by then."""
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
 
     def fails() -> None:
         comm = hdp.init(timeout=20)
@@ -207,7 +207,7 @@ def test_a_call_of_nccl_fails_in_the_middle_of_a_step(function: str, algorithm: 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, hdp.DeviceError), (6, hdp.PeerLost)])
 def test_an_asynchronous_error_ends_operations_over_links_too(code: int, kind: type[hdp.Error]) -> None:
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
 
     def breaks() -> None:
         comm = hdp.init(timeout=20)
@@ -231,7 +231,7 @@ def test_an_asynchronous_error_ends_operations_over_links_too(code: int, kind: t
 
 
 def test_an_asynchronous_error_with_nothing_running() -> None:
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
 
     def breaks() -> None:
         comm = hdp.init(timeout=20)
@@ -243,7 +243,7 @@ def test_an_asynchronous_error_with_nothing_running() -> None:
 
 @pytest.mark.parametrize("stalled", [0, 2])
 def test_a_call_in_progress_that_never_ends(stalled: int) -> None:
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
 
     def stalls() -> None:
         comm = hdp.init(timeout=0.7)
@@ -264,7 +264,7 @@ def joined(timeout: float = 20) -> None:
 
 @pytest.mark.parametrize("function", ["ncclGetUniqueId", "ncclCommInitRankConfig", "ncclSend", "ncclRecv"])
 def test_joining_fails_on_one_rank(function: str) -> None:
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
     fake.fail_next(function, -1 if function == "ncclGetUniqueId" else 2, 2)
     with pytest.raises(hdp.DeviceError, match=rf"{function} failed.*system error \(planted"):
         ranks(joined, fake_nccl=fake)
@@ -273,7 +273,7 @@ def test_joining_fails_on_one_rank(function: str) -> None:
 
 
 def test_without_nccl_only_worlds_that_need_it_fail() -> None:
-    class Missing(scale.FakeNccl):
+    class Missing(_testing.FakeNccl):
         def library(self, rank: int, device: Any) -> Any:
             del rank, device
             raise hdp.DeviceError("NCCL was not found")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.testing import run_threads
+from tests.fakes import run_threads
 from tests.faults.cases import LONG_S, caught
 
 

@@ -21,7 +21,7 @@ SHORT_S = 0.4
 
 def on_threads(timeouts: list[float], program: Callable[[Communicator], Any]) -> list[Any]:
     """What ``program`` returns on ranks that are threads, whose operations have these times."""
-    segment = _core.comm.create_segment(len(timeouts))
+    segment = _core.transport.create_segment(len(timeouts))
 
     def run(rank: int) -> Any:
         world = _core.comm.join_shm_world(segment, rank, timeout=timeouts[rank], joining=LONG_S)

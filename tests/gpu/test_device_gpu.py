@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from hdpcomm._core.device import Device, cuda_device_count, open_cuda
+from tests.native import _testing
 from tests.unit.device.contract import PROGRAMS, words
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="needs a GPU")
@@ -31,7 +32,7 @@ def _add_twenty_times(handle: bytes, pipe: Connection) -> None:
     stream = device.create_stream()
     for turn in range(1, 21):
         device.wait_value(stream, mine, turn)
-        device.accumulate(theirs + 64, mine + 64, count=16, stream=stream)
+        _testing.accumulate(device, theirs + 64, mine + 64, count=16, stream=stream)
         device.write_value(stream, theirs, turn)
     device.synchronize_stream(stream)
     device.close_memory(theirs)

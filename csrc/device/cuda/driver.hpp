@@ -91,7 +91,7 @@ struct Driver {
 
 inline constexpr const char* kDriverLibrary = "libcuda.so.1";
 
-// Opens a device through another library; tests pass one that records the calls.
+// Opens a device through the driver in this library.
 std::shared_ptr<DeviceApi> openDevice(const char* library, int ordinal);
 
 // For drivers without stream memory operations: kernels of one thread. The waiting one occupies a

@@ -3,12 +3,12 @@
 #include <cstring>
 
 #include "device/devices.hpp"
+#include "device/simulated/device_check.hpp"
 #include "device/simulated/fast_device.hpp"
 #include "device/simulated/replay.hpp"
-#include "device/simulated/sim_check.hpp"
 
 namespace hdpcomm {
-namespace sim {
+namespace simulated {
 namespace {
 
 // Key by which an import is ordered after the export of the same memory.
@@ -21,7 +21,7 @@ uint64_t keyOf(const MemoryHandle& handle) {
 }  // namespace
 
 CheckedDevice::CheckedDevice(int ordinal, std::shared_ptr<Session> session)
-    : SimStreamDevice(ordinal), session_(std::move(session)) {
+    : StreamDevice(ordinal), session_(std::move(session)) {
   streams_[0] = session_->addStream(ordinal);
 }
 
@@ -48,13 +48,13 @@ void CheckedDevice::freePinned(void* memory, Site site) {
 }
 
 MemoryHandle CheckedDevice::exportMemory(void* memory) {
-  const MemoryHandle handle = SimMemoryDevice::exportMemory(memory);
+  const MemoryHandle handle = MemoryDevice::exportMemory(memory);
   session_->ordered(NodeKind::kRelease, keyOf(handle));
   return handle;
 }
 
 void* CheckedDevice::importMemory(const MemoryHandle& handle) {
-  void* memory = SimMemoryDevice::importMemory(handle);
+  void* memory = MemoryDevice::importMemory(handle);
   session_->ordered(NodeKind::kAcquire, keyOf(handle));
   return memory;
 }
@@ -110,35 +110,31 @@ void CheckedDevice::annotateFree(const void* data, size_t bytes, Site site) {
 void CheckedDevice::annotateRelease(uint64_t key) { session_->ordered(NodeKind::kRelease, key); }
 void CheckedDevice::annotateAcquire(uint64_t key) { session_->ordered(NodeKind::kAcquire, key); }
 
-}  // namespace sim
+}  // namespace simulated
 
-bool inSimCheck(const DeviceApi& device) {
-  return dynamic_cast<const sim::CheckedDevice*>(&device) != nullptr;
+DeviceCheck::DeviceCheck(uint64_t seed) : session_(std::make_shared<simulated::Session>(seed)) {
+  simulated::Session::begin(session_);
 }
 
-SimCheck::SimCheck(uint64_t seed) : session_(std::make_shared<sim::Session>(seed)) {
-  sim::Session::begin(session_);
-}
+DeviceCheck::~DeviceCheck() { session_->end(); }
 
-SimCheck::~SimCheck() { session_->end(); }
+void DeviceCheck::enterRank(int rank) { session_->enterRank(rank); }
+void DeviceCheck::leaveRank() { session_->leaveRank(); }
+void DeviceCheck::finish() { session_->end(); }
 
-void SimCheck::enterRank(int rank) { session_->enterRank(rank); }
-void SimCheck::leaveRank() { session_->leaveRank(); }
-void SimCheck::finish() { session_->end(); }
-
-std::vector<CheckReport> SimCheck::reports(const std::optional<OrderingSite>& ignore) const {
+std::vector<CheckReport> DeviceCheck::reports(const std::optional<OrderingSite>& ignore) const {
   session_->checkEnded();
-  return sim::Replay(session_->trace(), session_->seed(), ignore).run();
+  return simulated::Replay(session_->trace(), session_->seed(), ignore).run();
 }
 
-std::vector<OrderingSite> SimCheck::orderingSites() const {
+std::vector<OrderingSite> DeviceCheck::orderingSites() const {
   session_->checkEnded();
   std::vector<OrderingSite> sites;
-  for (const sim::Node& node : session_->trace().nodes) {
-    if (!sim::isOrdering(node) || node.abandoned) continue;
-    const std::string call = sim::orderingCall(node);
+  for (const simulated::Node& node : session_->trace().nodes) {
+    if (!simulated::isOrdering(node) || node.abandoned) continue;
+    const std::string call = simulated::orderingCall(node);
     const auto known = std::find_if(sites.begin(), sites.end(), [&](const OrderingSite& site) {
-      return site.call == call && sim::sameSite(site.site, node.site);
+      return site.call == call && simulated::sameSite(site.site, node.site);
     });
     if (known != sites.end()) {
       ++known->uses;
@@ -153,17 +149,17 @@ std::vector<OrderingSite> SimCheck::orderingSites() const {
   return sites;
 }
 
-uint64_t SimCheck::numOperations() const {
+uint64_t DeviceCheck::numOperations() const {
   session_->checkEnded();
   return session_->trace().nodes.size();
 }
 
 std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach) {
-  std::shared_ptr<sim::SimMemoryDevice> device;
-  if (auto session = sim::Session::current()) {
-    device = std::make_shared<sim::CheckedDevice>(ordinal, std::move(session));
+  std::shared_ptr<simulated::MemoryDevice> device;
+  if (auto session = simulated::Session::current()) {
+    device = std::make_shared<simulated::CheckedDevice>(ordinal, std::move(session));
   } else {
-    device = std::make_shared<sim::FastDevice>(ordinal);
+    device = std::make_shared<simulated::FastDevice>(ordinal);
   }
   device->keepOutOfReach(std::move(out_of_reach));
   return device;

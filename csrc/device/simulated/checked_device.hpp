@@ -6,14 +6,14 @@
 #include "device/simulated/session.hpp"
 #include "device/simulated/stream_device.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 struct RecordMark {
   NodeId node = kNoNode;
 };
 
 // A stream handle maps to its entity in the session, an event to the node of its last record.
-class CheckedDevice final : public SimStreamDevice<int, RecordMark> {
+class CheckedDevice final : public StreamDevice<int, RecordMark> {
  public:
   CheckedDevice(int ordinal, std::shared_ptr<Session> session);
   ~CheckedDevice() override { session_->keepMapped(MemoryTable::get().releaseAll(this)); }
@@ -50,4 +50,4 @@ class CheckedDevice final : public SimStreamDevice<int, RecordMark> {
   std::shared_ptr<Session> session_;
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -1,25 +1,20 @@
 // SimDevice's fast mode: each stream has a thread, events are counts of finished operations.
 #pragma once
 
-#include <atomic>
-#include <map>
 #include <memory>
 #include <vector>
 
-#include "device/simulated/capture.hpp"
 #include "device/simulated/fast_stream.hpp"
 #include "device/simulated/stream_device.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
-class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Point> {
+class FastDevice : public StreamDevice<std::shared_ptr<FastStream>, Point> {
  public:
   explicit FastDevice(int ordinal);
   ~FastDevice() override;
 
   std::string name() const override { return "sim"; }
-  // For tests: only `count` more streams get a thread; starting another one fails.
-  void limitThreads(int count) { state_->threads_left.store(count); }
 
   void* allocate(size_t bytes, Site) override {
     checkFault();
@@ -41,12 +36,6 @@ class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Poi
   void synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
                    Site site) override;
 
-  bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
-  // See sim_graph.hpp.
-  void beginCapture(Stream stream);
-  std::shared_ptr<SimGraph> endCapture(Stream stream);
-  uint64_t captureOf(Stream stream);
-
   void storeFlag(uint32_t* flag, uint32_t value, Site site) override;
   uint32_t loadFlag(const uint32_t* flag, Site site) override;
   void annotateRead(const void*, size_t, Site) override {}
@@ -55,20 +44,17 @@ class FastDevice final : public SimStreamDevice<std::shared_ptr<FastStream>, Poi
   void annotateRelease(uint64_t) override {}
   void annotateAcquire(uint64_t) override {}
 
- private:
-  void checkFault() const override;
+ protected:
   void submit(Op op, Stream stream) override;
-  std::shared_ptr<Capture> capturing(const FastStream* stream);
-  void refuseCaptured(const char* call, Event event);
-  void await(const Point& point, double timeout_s, const InterruptCheck& check, Site site);
 
   std::shared_ptr<DeviceState> state_ = std::make_shared<DeviceState>();
+
+ private:
+  void checkFault() const override;
+  void await(const Point& point, double timeout_s, const InterruptCheck& check, Site site);
+
   // Destroyed streams whose threads may still run; under mutex_.
   std::vector<std::shared_ptr<FastStream>> retired_;
-  std::map<const FastStream*, std::shared_ptr<Capture>> captures_;  // under mutex_, as below
-  std::map<uintptr_t, Capture::Moment> captured_events_;            // last recorded in a capture
-  uint64_t next_capture_ = 1;
-  std::atomic<bool> has_captured_{false};  // whether any capture has ever begun
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -1,9 +1,6 @@
 #include "device/simulated/fast_stream.hpp"
 
-#include <cerrno>
-#include <system_error>
-
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 namespace {
 
 constexpr size_t kShortBytes = 32768;
@@ -34,10 +31,6 @@ bool FastStream::runsAtOnce(const FastOp& item) const {
 
 void FastStream::ensureThread() {
   if (thread_.joinable()) return;
-  // Relaxed: a plain count that orders nothing.
-  if (device_->threads_left.fetch_sub(1, std::memory_order_relaxed) <= 0) {
-    throw std::system_error(EAGAIN, std::generic_category(), "no thread for a stream");
-  }
   thread_ = std::thread([self = shared_from_this()] { self->run(); });
 }
 
@@ -198,4 +191,4 @@ std::string FastStream::progressText() {
   return text;
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

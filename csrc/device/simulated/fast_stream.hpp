@@ -12,7 +12,7 @@
 #include "device/simulated/op.hpp"
 #include "device/simulated/wait.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 class FastStream;
 
@@ -23,13 +23,12 @@ struct Point {
   bool done() const;
 };
 
-// What the streams of a device share.
+// Shared by the streams of a device.
 struct DeviceState {
   std::atomic<bool> stop{false};  // the device is being destroyed: all waits end
   std::mutex mutex;
   std::optional<Error> fault;  // the first fault of a kernel
   std::atomic<bool> faulty{false};
-  std::atomic<int64_t> threads_left{INT64_MAX};  // for tests: how many more streams get one
 };
 
 struct FastOp {
@@ -84,4 +83,4 @@ class FastStream : public std::enable_shared_from_this<FastStream> {
   uint32_t done_word_ = 0;  // futex word; changes after completed_
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

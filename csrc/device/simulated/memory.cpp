@@ -11,7 +11,7 @@
 #include "base/error.hpp"
 #include "device/arguments.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 namespace {
 
 constexpr uint64_t kMagic = 0x31306d656d706468;  // "hdpmem01"
@@ -212,4 +212,4 @@ size_t MemoryTable::blockBytes(const void* memory) const {
   return 0;
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -13,7 +13,7 @@
 #include "base/fd.hpp"
 #include "device/device_api.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 // One per process, so that ranks that are threads import each other's memory at its own address.
 // Thread-safe.
@@ -65,4 +65,4 @@ class MemoryTable {
   std::map<std::pair<const void*, void*>, Import> imports_;  // by owner and address
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -5,7 +5,7 @@
 
 #include "base/error.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 uintptr_t newHandle() {
   static std::atomic<uintptr_t> next{0x1000};
@@ -19,10 +19,10 @@ void throwUnknown(const char* what, uintptr_t handle) {
                     ": it was destroyed, or belongs to another device");
 }
 
-SimMemoryDevice::SimMemoryDevice(int ordinal) : ordinal_(ordinal) {
+MemoryDevice::MemoryDevice(int ordinal) : ordinal_(ordinal) {
   if (ordinal < 0) {
     throwInvalidUsage("a device's number is 0 or more, not " + std::to_string(ordinal));
   }
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -7,14 +7,14 @@
 #include "device/device_api.hpp"
 #include "device/simulated/memory.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 uintptr_t newHandle();
 [[noreturn]] void throwUnknown(const char* what, uintptr_t handle);
 
-class SimMemoryDevice : public DeviceApi {
+class MemoryDevice : public DeviceApi {
  public:
-  explicit SimMemoryDevice(int ordinal);
+  explicit MemoryDevice(int ordinal);
 
   bool isSim() const override { return true; }
   int ordinal() const override { return ordinal_; }
@@ -42,4 +42,4 @@ class SimMemoryDevice : public DeviceApi {
   std::vector<int> out_of_reach_;
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -1,6 +1,6 @@
 #include "device/simulated/op.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 const char* kindName(OpKind kind) {
   switch (kind) {
@@ -90,4 +90,4 @@ size_t Op::cost() const {
   return total;
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -8,7 +8,7 @@
 #include "device/arguments.hpp"
 #include "device/device_api.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 using device::checkFlag;
 using device::checkTimeout;
@@ -41,4 +41,4 @@ struct Op {
 
 std::string placeOf(const Site& site);  // "file.cpp:12"
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

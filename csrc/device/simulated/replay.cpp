@@ -5,7 +5,7 @@
 
 #include "device/simulated/wait.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 const char* nodeName(NodeKind kind) {
   switch (kind) {
@@ -281,4 +281,4 @@ std::vector<CheckReport> Replay::run() {
   return reports_;
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

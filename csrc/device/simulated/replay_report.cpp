@@ -3,7 +3,7 @@
 
 #include "device/simulated/replay.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 namespace {
 
 const char* verb(AccessKind kind) {
@@ -136,4 +136,4 @@ void Replay::reportDeadlocks() {
   }
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -5,7 +5,7 @@
 
 #include "device/simulated/wait.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 namespace {
 
 constexpr unsigned char kNewPoison = 0xDB;
@@ -324,4 +324,4 @@ void Session::ordered(NodeKind kind, uint64_t key) {
   if (kind == NodeKind::kRelease) last->second = id;
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -6,7 +6,7 @@
 #include "device/simulated/session.hpp"
 #include "device/simulated/wait.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 namespace {
 
 constexpr unsigned char kCopyPoison = 0xDC;
@@ -235,4 +235,4 @@ void Session::await(NodeId target, NodeId waiting, double timeout_s,
   checkRunning();
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

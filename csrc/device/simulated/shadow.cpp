@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 namespace {
 
 constexpr size_t kManyAccesses = 32;
@@ -123,4 +123,4 @@ std::vector<Shadow::Conflict> Shadow::access(const MemoryRange& range, const Acc
   return found;
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

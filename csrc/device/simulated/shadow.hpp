@@ -7,7 +7,7 @@
 
 #include "device/simulated/trace.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 enum class AccessKind : uint8_t { kRead, kWrite, kFlagRead, kFlagWrite, kFree };
 
@@ -64,4 +64,4 @@ class Shadow {
   Segments segments_;
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -7,12 +7,12 @@
 #include "device/simulated/memory_device.hpp"
 #include "device/simulated/op.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 // `StreamState` is what a stream's handle maps to, `Mark` the last record of an event; a
 // default-constructed one means never recorded.
 template <typename StreamState, typename Mark>
-class SimStreamDevice : public SimMemoryDevice {
+class StreamDevice : public MemoryDevice {
  public:
   Event createEvent() override {
     checkFault();
@@ -45,7 +45,7 @@ class SimStreamDevice : public SimMemoryDevice {
   }
 
  protected:
-  explicit SimStreamDevice(int ordinal) : SimMemoryDevice(ordinal) {}
+  explicit StreamDevice(int ordinal) : MemoryDevice(ordinal) {}
 
   // Throws the fault that the device has reported, if any.
   virtual void checkFault() const {}
@@ -91,4 +91,4 @@ class SimStreamDevice : public SimMemoryDevice {
   std::map<uintptr_t, Mark> events_;
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

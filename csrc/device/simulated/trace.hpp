@@ -12,7 +12,7 @@
 #include "device/device_api.hpp"
 #include "device/simulated/op.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 using NodeId = int64_t;
 inline constexpr NodeId kNoNode = -1;
@@ -79,4 +79,4 @@ struct Trace {
 
 const char* nodeName(NodeKind kind);
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -7,7 +7,7 @@
 #include <climits>
 #include <ctime>
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 // Not the private form: flags are words of memory that other processes map.
 void futexWait(const uint32_t* word, uint32_t seen, std::chrono::nanoseconds at_most) {
@@ -21,4 +21,4 @@ void futexWake(const uint32_t* word) {
   ::syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

@@ -10,7 +10,7 @@
 
 #include "base/env.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::simulated {
 
 // Sleeps until the word differs from `seen`, a wake-up comes, or the time is over.
 void futexWait(const uint32_t* word, uint32_t seen, std::chrono::nanoseconds at_most);
@@ -53,4 +53,4 @@ bool waitFor(const uint32_t* word, Done done, KeepWaiting keep_waiting,
   }
 }
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::simulated

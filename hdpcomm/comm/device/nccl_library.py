@@ -27,12 +27,12 @@ def library_candidates() -> list[str]:
     return [*found, "libnccl.so.2"]
 
 
-def load() -> _core.scale.NcclLibrary:
+def load() -> _core.transport.NcclLibrary:
     """Opens NCCL and checks its functions and its version.
 
     Raises: DeviceError, saying what was tried, what is missing, or that it is too old.
     """
-    return _core.scale.load_nccl(library_candidates())
+    return _core.transport.load_nccl(library_candidates())
 
 
 def describe() -> tuple[bool, str]:
@@ -41,4 +41,4 @@ def describe() -> tuple[bool, str]:
         library = load()
     except DeviceError as error:
         return False, " ".join(str(error).split())
-    return True, f"{_core.scale.nccl_version_text(library.version)} at {library.path}"
+    return True, f"{_core.transport.nccl_version_text(library.version)} at {library.path}"

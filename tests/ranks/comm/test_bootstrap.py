@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm.bootstrap import close_all
+from hdpcomm.comm.machine import Machine, joining_on
 
 REPOSITORY = Path(__file__).parents[3]
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -138,15 +139,19 @@ def test_beside_torch_distributed_without_a_launcher(ranks: Any, tmp_path: Path,
 
 def with_devices(seen: list[bool]) -> tuple[str, float]:
     """``auto`` where each rank sees a GPU or none; a simulated one stands for it."""
-    from hdpcomm.comm import bootstrap
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bootstrap, "has_gpu", lambda: seen[int(os.environ["RANK"])])
-        patch.setattr(bootstrap, "AUTOMATIC", "sim")
-        with hdp.init(timeout=20) as comm:
-            x = torch.ones(1)
-            comm.all_reduce(x)
-            return comm.transport, x.item()
+    class WithSome(Machine):
+        def has_gpu(self, rank: int) -> bool:
+            return seen[rank]
+
+        def device(self, transport: str, rank: int, size: int) -> Any:
+            assert transport == "cuda+nccl"
+            return super().device("sim", rank, size)
+
+    with joining_on(WithSome()), hdp.init(timeout=20) as comm:
+        x = torch.ones(1)
+        comm.all_reduce(x)
+        return comm.transport, x.item()
 
 
 def test_auto_agrees_on_the_device(ranks: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
+from tests.native import _testing
 from tests.ranks.comm.test_collectives import everything
 from tests.ranks.device.worlds import small_slots
 
@@ -146,7 +147,7 @@ def sizes_grow_nothing() -> tuple[Any, ...]:
                 comm.all_reduce(x, algorithm=("ring", "rabenseifner", "recursive")[i % 3])
                 comm.exchange([(x, (comm.rank + 1) % comm.size)], [(x.clone(), (comm.rank - 1) % comm.size)])
             assert isinstance(comm, DeviceCommunicator)
-            return comm.streams.scratch_bytes
+            return _testing.scratch_bytes(comm.streams)
 
         use()
         return use(), use()

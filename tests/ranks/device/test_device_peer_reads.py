@@ -16,6 +16,7 @@ from hdpcomm import _core
 from hdpcomm.comm.costs import load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
+from tests.native import _testing
 from tests.ranks.device.worlds import small_slots
 
 WAYS = [
@@ -178,7 +179,7 @@ def counts_of() -> None:
         comm.all_reduce(torch.zeros(96), algorithm="two_shot")
         assert comm.stats()["bytes_sent"] - after["bytes_sent"] == 2 * 2 * 128  # a part read, a part written
         assert isinstance(comm, DeviceCommunicator)
-        assert comm.streams.scratch_bytes == 0
+        assert _testing.scratch_bytes(comm.streams) == 0
 
 
 def test_traffic_is_counted() -> None:
@@ -232,7 +233,7 @@ def test_costs_decide(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
     dear = {"one_shot", "two_shot"}
     costs = _core.collective.DeviceTransportCosts(**load_costs("sim") | {name: 1e3})
     for op in ("all_reduce", "all_gather", "reduce_scatter"):
-        assert costs.choose(_core.comm.OPS[op], 4, 1 << 20, 4) not in dear
+        assert _testing.choose_on_devices(costs, _core.comm.OPS[op], 4, 1 << 20, 4) not in dear
 
 
 COSTS = st.floats(1e-13, 1e-3)
@@ -246,14 +247,17 @@ def test_the_choice_is_the_cheapest(values: list[float], size: int, count: int) 
         if op == "send/recv":
             continue
         names = [*_core.comm.algorithms_of(code), *_core.comm.peer_readers_of(code)]
-        seconds = {name: costs.estimate_s(code, _core.comm.ALGORITHMS[name], size, count, 2) for name in names}
-        assert seconds[costs.choose(code, size, count, 2)] == min(seconds.values())
+        seconds = {
+            name: _testing.estimate_on_devices_s(costs, code, _core.comm.ALGORITHMS[name], size, count, 2)
+            for name in names
+        }
+        assert seconds[_testing.choose_on_devices(costs, code, size, count, 2)] == min(seconds.values())
 
 
 def test_no_group_is_too_large_to_choose_for() -> None:
     costs = _core.collective.DeviceTransportCosts(**_core.collective.DEVICE_COSTS | {"alpha_s": 1.0})
-    assert costs.choose(_core.comm.OPS["all_reduce"], 64, 8, 4) == "one_shot"
-    assert costs.choose(_core.comm.OPS["all_reduce"], 65, 8, 4) not in ("one_shot", "two_shot")
+    assert _testing.choose_on_devices(costs, _core.comm.OPS["all_reduce"], 64, 8, 4) == "one_shot"
+    assert _testing.choose_on_devices(costs, _core.comm.OPS["all_reduce"], 65, 8, 4) not in ("one_shot", "two_shot")
 
 
 def bad_window() -> None:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core import device as core
-from hdpcomm._core import scale
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from hdpcomm.testing import run_threads
+from tests.fakes import run_threads
 from tests.faults.test_comm_errors import caught
+from tests.native import _testing
 from tests.ranks.device.stream_programs import Caller
 from tests.ranks.device.worlds import small_slots
 
@@ -26,10 +25,12 @@ WORLDS = {
 }
 
 
-def on_all(fn: Callable[[], None], world: str, *, fake_nccl: scale.FakeNccl | None = None) -> None:
+def on_all(fn: Callable[[], None], world: str, *, fake_nccl: _testing.FakeNccl | None = None) -> None:
     transport, hosts = WORLDS[world]
     with small_slots():
-        run_threads(fn, len(hosts) or 3, transport=transport, hosts=hosts, fake_nccl=fake_nccl)
+        run_threads(
+            fn, len(hosts) or 3, transport=transport, hosts=hosts, fake_nccl=fake_nccl, opens=_testing.TestDevice
+        )
 
 
 @contextmanager
@@ -49,13 +50,13 @@ def settle(rank: Caller) -> None:
     rank.comm.synchronize()
 
 
-def graph_of(rank: Caller, step: Callable[[], None]) -> core.testing.SimGraph:
+def graph_of(rank: Caller, step: Callable[[], None]) -> _testing.Graph:
     """As a user does it: once as it is, then captured."""
     step()
     settle(rank)
-    core.testing.begin_capture(rank.device, rank.stream)
+    rank.device.begin_capture(rank.stream)
     step()
-    return core.testing.end_capture(rank.device, rank.stream)
+    return rank.device.end_capture(rank.stream)
 
 
 class Step:
@@ -127,9 +128,9 @@ def test_graphs_of_overlapping_subsets_in_one_order(world: str) -> None:
 
                 step()
                 settle(rank)
-                core.testing.begin_capture(rank.device, rank.stream)
+                rank.device.begin_capture(rank.stream)
                 step()
-                graphs.append(core.testing.end_capture(rank.device, rank.stream))
+                graphs.append(rank.device.end_capture(rank.stream))
                 results.append((x, out, float(sum(r + 1 for r in ranks))))  # the graph holds neither
             for _ in range(4):
                 for graph in graphs:
@@ -150,14 +151,14 @@ def test_peers_that_nccl_has_not_met(world: str) -> None:
             n, r = rank.comm.size, rank.comm.rank
             x, y = torch.full((4,), float(r)), torch.zeros(4)
             far = next(peer for peer in (2, 3, 4, 0) if peer < n and not rank.comm.lands(peer) and peer != r)
-            core.testing.begin_capture(rank.device, rank.stream)
+            rank.device.begin_capture(rank.stream)
             with pytest.raises(hdp.InvalidUsage, match=rf"a message with rank {far}, .* run the same operation once"):
                 rank.exchange([], [(y, far, None)])
             with pytest.raises(hdp.InvalidUsage, match=r"all_reduce by NCCL itself cannot be captured"):
                 rank.collective("all_reduce", y, x, 4, "auto")
             with pytest.raises(hdp.InvalidUsage, match="run the same"):
                 rank.collective("all_reduce", y, x, 4, "direct")
-            core.testing.end_capture(rank.device, rank.stream)
+            rank.device.end_capture(rank.stream)
             step = Step(rank)
             graph = graph_of(rank, step)
             step.x.fill_(7.0 * (r + 1))
@@ -182,7 +183,7 @@ def test_one_side_captures_and_the_other_does_not(world: str) -> None:
         rank.collective("all_reduce", x, x, 50, "ring")
         settle(rank)
         if comm.rank == 2:
-            core.testing.begin_capture(rank.device, rank.stream)
+            rank.device.begin_capture(rank.stream)
             error = caught(lambda: (rank.collective("all_reduce", x, x, 50, "ring"), wait_for(comm.synchronize)))
         else:
             error = caught(lambda: rank.collective("all_reduce", x, x, 50, "ring").wait(10.0))
@@ -202,20 +203,20 @@ def test_what_a_capture_cannot_hold() -> None:
             x = torch.zeros(50)
             rank.collective("all_reduce", x, x, 50, "ring")
             settle(rank)
-            core.testing.begin_capture(rank.device, rank.stream)
+            rank.device.begin_capture(rank.stream)
             work = rank.collective("all_reduce", x, x, 50, "ring")
             with pytest.raises(hdp.InvalidUsage, match="captured into a graph cannot be waited for on the host"):
                 work.wait()
             with pytest.raises(hdp.InvalidUsage, match=r"needs \d+ bytes of scratch memory"):
                 rank.all_to_all(torch.zeros(3 * 4096), torch.zeros(3 * 4096), "bruck")
-            core.testing.end_capture(rank.device, rank.stream)
+            rank.device.end_capture(rank.stream)
 
     on_all(run, "both")
 
 
 def test_an_error_ends_a_replay() -> None:
     """A replay has no deadline, but an engine that fails lets its streams go, the graphs' as well."""
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
 
     def run() -> None:
         comm = hdp.init(timeout=20)

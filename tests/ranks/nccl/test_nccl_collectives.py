@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core import scale
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from hdpcomm.testing import run_threads
+from tests.fakes import run_threads
+from tests.native import _testing
 from tests.ranks.comm.test_collectives import everything
 from tests.ranks.device.test_device_collectives import bits, in_the_background
 
@@ -99,9 +99,9 @@ def test_traffic_peers_and_predicted_memory() -> None:
     assert [stats["bytes_sent"] for stats in one_host] == [3 * 4000] * 4
     assert [stats["remote_bytes_sent"] for stats in one_host] == [0] * 4
     assert [stats["peers"] for stats in one_host] == [3] * 4  # the joining of the host world counts too
-    assert [stats["buffers"] for stats in one_host] == [scale.nccl_buffer_bytes(2, 32)] * 4  # the neighbours
+    assert [stats["buffers"] for stats in one_host] == [_testing.nccl_buffer_bytes(2, 32)] * 4  # the neighbours
     two_hosts = run_threads(traffic, 4, transport="nccl", hosts=TWO_HOSTS)
-    assert [stats["buffers"] for stats in two_hosts] == [scale.nccl_buffer_bytes(1, 32)] * 4
+    assert [stats["buffers"] for stats in two_hosts] == [_testing.nccl_buffer_bytes(1, 32)] * 4
     assert [stats["remote_bytes_sent"] for stats in two_hosts] == [0, 3 * 4000, 0, 3 * 4000]
 
 
@@ -112,7 +112,7 @@ def test_peers_are_connected_up_to_a_distance(monkeypatch: pytest.MonkeyPatch) -
 
     for distance, peers in (("0", 0), ("1", 2), ("2", 4), ("9", 5)):
         monkeypatch.setenv("HDPCOMM_NCCL_CONNECT", distance)
-        assert run_threads(predicted, 6, transport="nccl") == [scale.nccl_buffer_bytes(peers, 32)] * 6
+        assert run_threads(predicted, 6, transport="nccl") == [_testing.nccl_buffer_bytes(peers, 32)] * 6
     monkeypatch.setenv("HDPCOMM_NCCL_CONNECT", "far")
     with pytest.raises(hdp.InvalidUsage, match="HDPCOMM_NCCL_CONNECT='far'"):
         run_threads(predicted, 2, transport="nccl")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hdpcomm.testing import run_threads
+from tests.fakes import run_threads
 from tests.ranks.attention.attention_oracle import GRADS, Case
 from tests.ranks.device.test_device_training import MASKS, attention, training
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core import device as core
-from hdpcomm._core import scale
-from hdpcomm.testing import run_threads
-from hdpcomm.testing.device_check import check, planted_sites
+from tests.fakes import check, planted_sites, run_threads
 from tests.faults.test_comm_errors import caught
+from tests.native import _testing
 from tests.ranks.attention.attention_oracle import GRADS, Case
 from tests.ranks.device.ring_program import annotated, ring_attention
 from tests.ranks.device.stream_programs import exchanges, landings
@@ -208,7 +206,7 @@ def lands_at_all() -> list[bool]:
 @pytest.mark.parametrize("slow", ["ncclSend", "ncclPutSignal"])
 def test_auto_takes_what_is_faster(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDPCOMM_NCCL_ONE_SIDED", "auto")
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
     fake.slow_down(slow, 0.02)
 
     def lands() -> bool:
@@ -217,7 +215,7 @@ def test_auto_takes_what_is_faster(slow: str, monkeypatch: pytest.MonkeyPatch) -
             return comm.lands(0)
 
     assert worlds(lands, 3, fake_nccl=fake) == [slow == "ncclSend"] * 3
-    fake = scale.FakeNccl(3)
+    fake = _testing.FakeNccl(3)
     fake.slow_down(slow, 0.02)
     mixed = run_threads(lands_at_all, 3, transport="cuda+nccl", hosts=(0, 0, 1), fake_nccl=fake)
     assert mixed == [[True, True, slow == "ncclSend"]] * 2 + [[slow == "ncclSend"] * 3]
@@ -233,10 +231,10 @@ def joined() -> bool:
 
 
 def test_where_nccl_cannot_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unable() -> list[scale.FakeNccl]:
-        unable = scale.FakeNccl(2)
+    def unable() -> list[_testing.FakeNccl]:
+        unable = _testing.FakeNccl(2)
         unable.without_puts()
-        return [scale.FakeNccl(2, version=22809), unable]
+        return [_testing.FakeNccl(2, version=22809), unable]
 
     texts = ["is NCCL 2.28.9, and at least 2.29.7 is needed", "devices and networks do not support it"]
     for fake, text in zip(unable(), texts, strict=True):
@@ -275,7 +273,7 @@ def test_into_a_graph_nothing_is_put() -> None:
             assert rank.comm.stats()["nccl_puts"] == puts == 1
 
     with small_slots():
-        worlds(run, 3)
+        worlds(run, 3, opens=_testing.TestDevice)
 
 
 def test_a_graph_with_a_peer_that_was_only_put_to() -> None:
@@ -287,13 +285,13 @@ def test_a_graph_with_a_peer_that_was_only_put_to() -> None:
             x, at = torch.zeros(64), zone.memory[256:512].view(torch.float32)
             rank.exchange([(x, (r + 2) % n, 256)], [(at, (r - 2) % n, 256)])
             rank.device.synchronize_stream(rank.stream)  # a barrier would connect more of them
-            core.testing.begin_capture(rank.device, rank.stream)
+            rank.device.begin_capture(rank.stream)
             with pytest.raises(hdp.InvalidUsage, match="set HDPCOMM_NCCL_CONNECT to the distance"):
                 rank.exchange([(x, (r + 2) % n, 256)], [(at, (r - 2) % n, 256)])
-            core.testing.end_capture(rank.device, rank.stream)
+            rank.device.end_capture(rank.stream)
 
     with small_slots():
-        worlds(run, 5)
+        worlds(run, 5, opens=_testing.TestDevice)
 
 
 @pytest.mark.parametrize(("transport", "hosts"), [("nccl", ()), ("cuda+nccl", (0, 0, 1))])

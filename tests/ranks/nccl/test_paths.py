@@ -13,9 +13,11 @@ import torch
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.costs import cost_names
-from hdpcomm.comm.device import joining
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from hdpcomm.testing import run_threads, spawn
+from hdpcomm.comm.machine import Machine, joining_on
+from hdpcomm.testing import spawn
+from tests.fakes import run_threads
+from tests.native import _testing
 from tests.ranks.attention.attention_oracle import GRADS, Case
 from tests.ranks.comm.random_mix import random_mix
 from tests.ranks.comm.test_collectives import everything
@@ -229,7 +231,7 @@ def test_landing_zones_are_for_the_peers_of_the_host() -> None:
 def memory() -> tuple[str, int, int]:
     with hdp.init() as world:
         assert isinstance(world, DeviceCommunicator)
-        return world.transport, world.streams.arena_bytes, world.stats()["predicted_buffer_bytes"]
+        return world.transport, _testing.arena_bytes(world.streams), world.stats()["predicted_buffer_bytes"]
 
 
 def test_memory_does_not_grow_with_the_number_of_hosts() -> None:
@@ -247,22 +249,12 @@ def test_memory_does_not_grow_with_the_number_of_hosts() -> None:
 # --- GPUs that do not reach each other, and worlds of one kind --------------------------------------------------------
 
 
-class Apart:
-    """Opens simulated devices of which some cannot map others' memory."""
+def test_two_islands_of_a_host() -> None:
+    def on_islands(fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return run_threads(fn, 4, *args, transport=PATHS, reaches=lambda own, other: own // 2 == other // 2)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reaches: Callable[[int, int], bool]) -> None:
-        opened = _core.device.open_sim
-        monkeypatch.setattr(
-            _core.device,
-            "open_sim",
-            lambda own: opened(own, out_of_reach=[other for other in range(16) if not reaches(own, other)]),
-        )
-
-
-def test_two_islands_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    Apart(monkeypatch, lambda own, other: own // 2 == other // 2)
-    assert run_threads(bits, 4, 900, transport=PATHS) == run_threads(bits, 4, 900)
-    run_threads(mixes, 4, range(10), transport=PATHS)
+    assert on_islands(bits, 900) == run_threads(bits, 4, 900)
+    on_islands(mixes, range(10))
 
     def what() -> list[bool]:
         with hdp.init() as world:
@@ -272,29 +264,33 @@ def test_two_islands_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
             assert rest is None or "one_shot" not in rest.algorithms("all_gather")
             return [world.lands(peer) for peer in range(4)]
 
-    assert run_threads(what, 4, transport=PATHS) == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
+    assert on_islands(what) == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
 
 
-def test_reach_that_is_not_transitive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reach_that_is_not_transitive() -> None:
     """0 and 2 reach 1 but not each other, on one of two hosts; and 3 reaches 4, but not the other way round."""
-    Apart(monkeypatch, lambda own, other: {own, other} != {0, 2} and (own, other) != (4, 3))
     hosts = (0, 0, 0, 1, 1)
-    assert run_threads(bits, 5, 333, transport=PATHS, hosts=hosts) == run_threads(bits, 5, 333, hosts=hosts)
-    run_threads(mixes, 5, range(10), transport=PATHS, hosts=hosts)
+
+    def apart(fn: Callable[..., Any], *args: Any) -> list[Any]:
+        def reaches(own: int, other: int) -> bool:
+            return {own, other} != {0, 2} and (own, other) != (4, 3)
+
+        return run_threads(fn, 5, *args, transport=PATHS, hosts=hosts, reaches=reaches)
+
+    assert apart(bits, 333) == run_threads(bits, 5, 333, hosts=hosts)
+    apart(mixes, range(10))
     case = Case(5, [150, 7, 61], heads=2, kv_heads=2, dtype=torch.float32, options={"variant": "ring"})
-    by_paths = run_threads(attention, 5, case, transport=PATHS, hosts=hosts)
+    by_paths = apart(attention, case)
     for (got, _), (want, _) in zip(by_paths, run_threads(attention, 5, case), strict=True):
         assert all(torch.equal(got[name], want[name]) for name in GRADS)
 
 
-def test_the_cuda_transport_alone_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    Apart(monkeypatch, lambda own, other: own == other)
-
+def test_the_cuda_transport_alone_says_what_is_missing() -> None:
     def alone() -> None:
         with pytest.raises(hdp.InvalidUsage, match=r"device \d of rank \d cannot read .* take transport='auto'"):
             hdp.init(timeout=5)
 
-    run_threads(alone, 2, transport="sim")
+    run_threads(alone, 2, transport="sim", reaches=lambda own, other: own == other)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +300,7 @@ def test_what_a_world_comes_to(size: int, hosts: tuple[int, ...], name: str) -> 
     """NCCL is opened where some pair needs it, and only there."""
     opened = []
 
-    class Fake(_core.scale.FakeNccl):
+    class Fake(_testing.FakeNccl):
         def library(self, rank: int, device: Any) -> Any:
             opened.append(rank)
             return super().library(rank, device)
@@ -322,16 +318,22 @@ def test_what_a_world_comes_to(size: int, hosts: tuple[int, ...], name: str) -> 
 def as_processes() -> tuple[str, float, str]:
     """On one host; then told that they are on two, where NCCL is needed, and missing."""
 
-    def missing() -> Any:
-        raise hdp.DeviceError("NCCL is not here")
+    class WithoutNccl(Machine):
+        def device(self, transport: str, rank: int, size: int) -> Any:
+            del transport, size
+            return _core.device.open_sim(rank)
 
-    joining._real_nccl = lambda world: (_core.device.open_sim(world.rank), missing)  # type: ignore[assignment]
-    with hdp.init(PATHS, timeout=20) as world:
-        world.all_reduce(x := torch.ones(70_000))
-        found = world.transport, float(x[-1])
-    os.environ["HDPCOMM_HOSTID"] = str(int(os.environ["RANK"]) // 2)
-    with pytest.raises(hdp.DeviceError, match="NCCL is not here") as info:
-        hdp.init(PATHS, timeout=20)
+        def nccl(self, rank: int, device: Any) -> Any:
+            del rank, device
+            raise hdp.DeviceError("NCCL is not here")
+
+    with joining_on(WithoutNccl()):
+        with hdp.init(PATHS, timeout=20) as world:
+            world.all_reduce(x := torch.ones(70_000))
+            found = world.transport, float(x[-1])
+        os.environ["HDPCOMM_HOSTID"] = str(int(os.environ["RANK"]) // 2)
+        with pytest.raises(hdp.DeviceError, match="NCCL is not here") as info:
+            hdp.init(PATHS, timeout=20)
     return *found, str(info.value)
 
 

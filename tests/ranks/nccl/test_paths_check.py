@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from hdpcomm.testing.device_check import check, planted_sites
+from tests.fakes import check, planted_sites
 from tests.ranks.device.ring_program import annotated, ring_attention
 from tests.ranks.device.stream_programs import PROGRAMS, joined
 from tests.ranks.device.worlds import small_slots

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 import hdpcomm as hdp
-from hdpcomm._core import scale
+from hdpcomm._core import comm as core
+from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier, own_address
 from hdpcomm.testing import spawn
 from tests.faults.cases import LONG_S, sums, survives, told_survivors, wait_for
+from tests.native import _testing
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +117,8 @@ class QueueGroup:
 
 def pair() -> tuple[list[Communicator], list[GroupCarrier], dict[tuple[int, int, int], Any]]:
     wires: dict[tuple[int, int, int], Any] = defaultdict(queue.Queue)
-    links = [scale.FrameLink(rank, 2) for rank in range(2)]
-    joined = [scale.join_framed_world(link, "torch", 5.0) for link in links]
+    links = [transport.FrameLink(rank, 2) for rank in range(2)]
+    joined = [core.join_framed_world(link, "torch", 5.0) for link in links]
     worlds = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
     carriers = [GroupCarrier(QueueGroup(wires, rank), link, owned=False) for rank, link in enumerate(links)]
     return worlds, carriers, wires
@@ -181,7 +183,7 @@ def test_a_broken_connection_is_told_with_its_cause() -> None:
 def test_foreign_bytes_are_no_frame() -> None:
     comms, _, wires = pair()
     tag = min(key[2] for key in wires)
-    wires[1, 0, tag].put(torch.full((scale.FRAME_HEAD_BYTES,), 7, dtype=torch.uint8))
+    wires[1, 0, tag].put(torch.full((_testing.FRAME_HEAD_BYTES,), 7, dtype=torch.uint8))
     with pytest.raises(hdp.PeerLost, match=r"no frame of this version.*same version on all hosts"):
         comms[0].recv(torch.zeros(3), 1)
     for comm in comms:

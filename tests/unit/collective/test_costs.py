@@ -11,6 +11,7 @@ import hdpcomm as hdp
 from hdpcomm._core import collective, comm
 from hdpcomm.comm.costs import costs_path, load_costs, save_costs
 from hdpcomm.plan import DEVICES
+from tests.native import _testing
 
 DEFAULTS = collective.DEFAULT_COSTS
 #: On a network steps are expensive and messages are cheap, so few steps win while messages are small.
@@ -18,7 +19,7 @@ NETWORK = {"alpha_s": 20e-6, "message_s": 5e-6, "beta_s_per_byte": 4e-11, "gamma
 
 
 def chosen(op: str, size: int, count: int, costs: dict[str, float]) -> str:
-    return collective.choose(comm.OPS[op], size, count, 1, **costs)
+    return _testing.choose(comm.OPS[op], size, count, 1, **costs)
 
 
 @pytest.mark.parametrize("op", [op for op in comm.OPS if op != "send/recv"])
@@ -27,7 +28,7 @@ def test_the_choice_is_the_cheapest(op: str, costs: dict[str, float]) -> None:
     for size in (2, 3, 4, 7, 8, 64):
         for count in (0, 8, 4096, 1 << 20, 1 << 28):
             seconds = {
-                name: collective.estimate_s(comm.OPS[op], comm.ALGORITHMS[name], size, count, 1, **costs)
+                name: _testing.estimate_s(comm.OPS[op], comm.ALGORITHMS[name], size, count, 1, **costs)
                 for name in comm.algorithms_of(comm.OPS[op])
             }
             assert all(value > 0 for value in seconds.values())

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdpcomm._core import collective, comm, scale
+from hdpcomm._core import comm
+from tests.native import _testing
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 ROOTED = ("broadcast", "reduce")
@@ -55,7 +56,7 @@ def test_every_schedule_is_right(op: str, nodes: list[int]) -> None:
     for count in (0, 1, 3) if op in ("all_gather", "reduce_scatter") else (0, 1, p, 2 * p + 1):
         for root in {0, p // 2, p - 1} if op in ROOTED else (-1,):
             for in_place in (False, True):
-                wrong = scale.check(p, [operation(op, nodes, count, root, in_place)], seed=count)
+                wrong = _testing.check(p, [operation(op, nodes, count, root, in_place)], seed=count)
                 assert wrong == "", (count, root, in_place, wrong)
 
 
@@ -68,7 +69,7 @@ def test_every_schedule_is_right(op: str, nodes: list[int]) -> None:
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_any_nodes(nodes: list[int], op: str, count: int, seed: int, in_place: bool) -> None:
-    assert scale.check(len(nodes), [operation(op, nodes, count, seed % len(nodes), in_place)], seed=seed) == ""
+    assert _testing.check(len(nodes), [operation(op, nodes, count, seed % len(nodes), in_place)], seed=seed) == ""
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -85,14 +86,14 @@ def test_random_mixes_of_overlapping_subsets(seed: int) -> None:
                 generator.choice(OPS), nodes, generator.randint(0, 9), generator.randrange(len(ranks)), False, ranks
             )
         )
-    assert scale.check(num_ranks, operations, seed) == ""
+    assert _testing.check(num_ranks, operations, seed) == ""
 
 
 @pytest.mark.parametrize("fault", [1, 2, 3])  # a missing send, a missing receive, a copy instead of a reduction
 @pytest.mark.parametrize("op", OPS)
 def test_planted_faults_are_found(op: str, fault: int) -> None:
     try:
-        wrong = scale.check(6, [operation(op, [0, 0, 1, 1, 2, 2], 12, 0, False)], seed=1, fault=fault)
+        wrong = _testing.check(6, [operation(op, [0, 0, 1, 1, 2, 2], 12, 0, False)], seed=1, fault=fault)
     except ValueError as error:
         assert "no place" in str(error)  # noqa: PT017
     else:
@@ -104,7 +105,7 @@ def test_what_crosses_is_the_minimum(nodes: list[int]) -> None:
     p, num_nodes, block = len(nodes), len(set(nodes)), 12
 
     def crossing(op: str, count: int, root: int = -1) -> int:
-        return sum(scale.crossing_bytes(comm.OPS[op], HIERARCHICAL, count, 4, root, nodes))
+        return sum(_testing.crossing_bytes(comm.OPS[op], HIERARCHICAL, count, 4, root, nodes))
 
     # Every node needs every block of the others once; a reduction the other way round.
     assert crossing("all_gather", block) == p * block * 4 * (num_nodes - 1)
@@ -113,14 +114,14 @@ def test_what_crosses_is_the_minimum(nodes: list[int]) -> None:
     assert crossing("broadcast", block, root=p - 1) == block * 4 * (num_nodes - 1)
     assert crossing("reduce", block, root=p - 1) == block * 4 * (num_nodes - 1)
     for algorithm in ("ring", "direct"):
-        flat = sum(scale.crossing_bytes(comm.OPS["all_gather"], comm.ALGORITHMS[algorithm], block, 4, -1, nodes))
+        flat = sum(_testing.crossing_bytes(comm.OPS["all_gather"], comm.ALGORITHMS[algorithm], block, 4, -1, nodes))
         assert flat >= crossing("all_gather", block)
 
 
 def test_all_members_of_a_node_share_its_link() -> None:
     nodes = [i // 4 for i in range(16)]
     for op, count in (("all_gather", 10), ("reduce_scatter", 10), ("all_reduce", 160)):
-        assert len(set(scale.crossing_bytes(comm.OPS[op], HIERARCHICAL, count, 4, -1, nodes))) == 1
+        assert len(set(_testing.crossing_bytes(comm.OPS[op], HIERARCHICAL, count, 4, -1, nodes))) == 1
 
 
 def test_it_is_chosen_where_it_pays() -> None:
@@ -128,21 +129,25 @@ def test_it_is_chosen_where_it_pays() -> None:
     for op in OPS:
         for count in (1, 1000, 1 << 22):
             seconds = {
-                name: scale.estimate_s(comm.OPS[op], comm.ALGORITHMS[name], count, 4, nodes, SHM, NETWORK)
+                name: _testing.estimate_across_nodes_s(
+                    comm.OPS[op], comm.ALGORITHMS[name], count, 4, nodes, SHM, NETWORK
+                )
                 for name in comm.algorithms_of(comm.OPS[op])
             }
-            chosen = scale.choose(comm.OPS[op], count, 4, nodes, SHM, NETWORK)
+            chosen = _testing.choose_across_nodes(comm.OPS[op], count, 4, nodes, SHM, NETWORK)
             assert seconds[chosen] == min(seconds.values())
         if op not in ROOTED:  # a pipelined chain crosses once, too, and overlaps with the steps inside a node
-            assert scale.choose(comm.OPS[op], 1 << 22, 4, nodes, SHM, NETWORK) == "hierarchical"
+            assert _testing.choose_across_nodes(comm.OPS[op], 1 << 22, 4, nodes, SHM, NETWORK) == "hierarchical"
     # One rank a node: nothing to gain inside, and the wire is the same.
     lonely = {
-        name: scale.estimate_s(comm.OPS["all_gather"], comm.ALGORITHMS[name], 1 << 22, 4, list(range(8)), SHM, NETWORK)
+        name: _testing.estimate_across_nodes_s(
+            comm.OPS["all_gather"], comm.ALGORITHMS[name], 1 << 22, 4, list(range(8)), SHM, NETWORK
+        )
         for name in ("ring", "hierarchical")
     }
     assert lonely["ring"] < 1.2 * lonely["hierarchical"]
 
 
 def test_without_nodes_it_is_one_node() -> None:
-    operations = [(comm.OPS[op], HIERARCHICAL, 9, 1 if op in ROOTED else -1, False, False, [0, 1, 2]) for op in OPS]
-    assert collective.check(3, operations) == ""
+    operations = [(comm.OPS[op], HIERARCHICAL, 9, 1 if op in ROOTED else -1, False, False, [0, 1, 2], []) for op in OPS]
+    assert _testing.check(3, operations) == ""

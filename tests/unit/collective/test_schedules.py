@@ -8,7 +8,8 @@ import random
 import pytest
 
 import hdpcomm as hdp
-from hdpcomm._core import collective, comm
+from hdpcomm._core import comm
+from tests.native import _testing
 
 GROUP_SIZES = (*range(1, 34), 64, 96, 128)
 CASES = [(op, algorithm) for op in comm.OPS if op != "send/recv" for algorithm in comm.algorithms_of(comm.OPS[op])]
@@ -31,8 +32,8 @@ def test_every_schedule_is_right(op: str, algorithm: str) -> None:
             for root in sorted({0, size // 3, size - 1}) if op in ROOTED else (-1,):
                 for in_place in (False, True) if op in IN_PLACE else (False,):
                     average = op in REDUCING and count == 1
-                    operation = (comm.OPS[op], comm.ALGORITHMS[algorithm], count, root, average, in_place, ranks)
-                    wrong = collective.check(size, [operation], seed=size + count)
+                    operation = (comm.OPS[op], comm.ALGORITHMS[algorithm], count, root, average, in_place, ranks, [])
+                    wrong = _testing.check(size, [operation], seed=size + count)
                     assert wrong == "", (size, count, root, in_place, wrong)
 
 
@@ -47,9 +48,9 @@ def test_random_mixes_of_overlapping_subsets(seed: int) -> None:
         root = generator.randrange(len(ranks)) if op in ROOTED else -1
         in_place = op in IN_PLACE and generator.random() < 0.5
         operations.append(
-            (comm.OPS[op], comm.ALGORITHMS[algorithm], generator.randint(0, 9), root, False, in_place, ranks)
+            (comm.OPS[op], comm.ALGORITHMS[algorithm], generator.randint(0, 9), root, False, in_place, ranks, [])
         )
-    assert collective.check(num_ranks, operations, seed) == ""
+    assert _testing.check(num_ranks, operations, seed) == ""
 
 
 FAULTS = ("drop a send", "drop a receive", "copy instead of reduce", "shift a receive", "blocking sends", "swap steps")
@@ -61,9 +62,9 @@ def test_the_checker_finds_planted_faults(fault: int) -> None:
     for op, algorithm in CASES:
         for size in (3, 5, 8):
             root = 0 if op in ROOTED else -1
-            operation = (comm.OPS[op], comm.ALGORITHMS[algorithm], size + 1, root, False, False, list(range(size)))
+            operation = (comm.OPS[op], comm.ALGORITHMS[algorithm], size + 1, root, False, False, list(range(size)), [])
             try:
-                wrong = collective.check(size, [operation], seed=1, fault=fault)
+                wrong = _testing.check(size, [operation], seed=1, fault=fault)
             except ValueError as error:
                 assert "no place for the fault" in str(error)  # noqa: PT017
                 continue
@@ -75,13 +76,13 @@ def test_the_checker_finds_planted_faults(fault: int) -> None:
 
 def test_an_unknown_algorithm_of_an_operation_is_refused() -> None:
     with pytest.raises(hdp.InvalidUsage, match="it has: ring"):
-        collective.check(2, [(comm.OPS["all_gather"], comm.ALGORITHMS["chain"], 4, -1, False, False, [0, 1])])
+        _testing.check(2, [(comm.OPS["all_gather"], comm.ALGORITHMS["chain"], 4, -1, False, False, [0, 1], [])])
 
 
 def steps_of(
     op: str, algorithm: str, size: int, rank: int, count: int, root: int = -1
 ) -> list[dict[str, list[object]]]:
-    made = collective.schedule(comm.OPS[op], comm.ALGORITHMS[algorithm], size, rank, count, root=root)
+    made = _testing.schedule(comm.OPS[op], comm.ALGORITHMS[algorithm], size, rank, count, root=root)
     assert made["algorithm"] == algorithm
     return made["steps"]  # type: ignore[no-any-return]
 

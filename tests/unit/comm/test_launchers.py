@@ -15,8 +15,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import device
 from hdpcomm.cli.main import main
-from hdpcomm.comm.device import joining
 from hdpcomm.comm.launchers import first_host, joined, local_place, master, place, rank_and_size, tasks_on_node
+from hdpcomm.comm.machine import Machine
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "WORLD_SIZE", "RANK", "LOCAL_")
 
@@ -242,14 +242,13 @@ def test_the_device_is_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(device, "open_cuda", lambda number: f"device {number}")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    world = SimpleNamespace(rank=5, size=8)
-    assert joining.DEVICE_TRANSPORTS["cuda"](world) == "device 1"  # nobody tells: modulo
+    assert Machine().device("cuda", 5, 8) == "device 1"  # nobody tells: modulo
     chosen.clear()
     use(monkeypatch, OMPI_COMM_WORLD_RANK="5", OMPI_COMM_WORLD_SIZE="8", OMPI_COMM_WORLD_LOCAL_RANK="2")
-    assert joining.DEVICE_TRANSPORTS["cuda"](world) == "device 2"  # mpirun --map-by node
+    assert Machine().device("cuda", 5, 8) == "device 2"  # mpirun --map-by node
     chosen.clear()
     use(monkeypatch, LOCAL_RANK="3")
-    assert joining.DEVICE_TRANSPORTS["nccl"](world) == "device 3"
+    assert Machine().device("nccl", 5, 8) == "device 3"
 
 
 def test_the_pool_is_shared_with_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

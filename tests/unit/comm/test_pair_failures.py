@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdpcomm._core.comm import testing
+from tests.native import _testing
 
 NUMBERS = st.integers(1, 12)
 SOME = st.one_of(st.none(), NUMBERS)
@@ -17,7 +17,7 @@ WRAP = 2**32
 
 
 def pair() -> tuple[Any, Any]:
-    return testing.FailureEnd(0, 1), testing.FailureEnd(1, 0)
+    return _testing.FailureEnd(0, 1), _testing.FailureEnd(1, 0)
 
 
 def told(text: str, by: int) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hdpcomm._core.device.testing import SimCheck, launch_failing, launch_with_flags
 
-from hdpcomm._core.device import Device, open_sim
+from hdpcomm._core.device import Device, DeviceCheck, open_sim
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
-from hdpcomm.testing.device_check import SimError, SimReport, check, current_rank, planted_sites
+from hdpcomm.testing.device_check import OrderingError, OrderingReport, check, current_rank, planted_sites
+from tests.native import _testing
 from tests.unit.device.contract import PROGRAMS, words
 
 SOURCE = Path(__file__).read_text().splitlines()
@@ -25,8 +26,8 @@ def line(mark: str) -> int:
     return number
 
 
-def find(program: Callable[..., object], world_size: int = 1, *, seed: int = 0) -> tuple[SimReport, ...]:
-    with pytest.raises(SimError) as caught:
+def find(program: Callable[..., object], world_size: int = 1, *, seed: int = 0) -> tuple[OrderingReport, ...]:
+    with pytest.raises(OrderingError) as caught:
         check(program, world_size, seeds=[seed])
     assert caught.value.seed == seed
     assert f"seeds=[{seed}]" in str(caught.value)
@@ -84,7 +85,7 @@ class PingPong:
         else:
             for turn in range(1, self.turns + 1):
                 device.wait_value(work, flags, turn)  # wait-full
-                device.accumulate(total, slot, count=self.count, stream=work)  # take
+                _testing.accumulate(device, total, slot, count=self.count, stream=work)  # take
                 device.write_value(work, flags + 4, turn)  # signal-empty
         device.synchronize_stream(work)  # end
         device.annotate_read(total, size)  # look
@@ -141,8 +142,9 @@ def test_a_kernel_s_own_flags() -> None:
         device.fill(flags, 0, bytes=64, stream=0)
         device.fill(source, 1, bytes=4 * count, stream=0)
         device.synchronize_stream(0)
-        launch_with_flags(device, memory, source, count, first, [], [(flags, 1)])  # signals
-        launch_with_flags(device, memory, source, count, second, [(flags, 1)], [(flags + 4, 1)])  # waits
+        add = partial(_testing.accumulate_with_flags, device, memory, source, count=count)
+        add(stream=first, waits=[], signals=[(flags, 1)])  # signals
+        add(stream=second, waits=[(flags, 1)], signals=[(flags + 4, 1)])  # waits
         device.wait_value(first, flags + 4, 1)
         device.synchronize_stream(first)
         device.annotate_read(memory, 4 * count)
@@ -281,7 +283,7 @@ def test_never_written() -> None:
         if wait:
             device.wait_value(0, memory + 60, 0)  # nw-flag
         else:
-            device.accumulate(total, memory, count=16, stream=0)  # nw-read
+            _testing.accumulate(device, total, memory, count=16, stream=0)  # nw-read
         device.write_value(0, memory + 60, 0)
         device.synchronize_stream(0)
 
@@ -305,7 +307,7 @@ def test_deadlock_of_two_ranks_ends_at_once() -> None:
         device.write_value(0, other, 1)  # after the wait: the other one waits for it as well
         device.synchronize_stream(0, 1000.0)
 
-    with pytest.raises(SimError) as caught:
+    with pytest.raises(OrderingError) as caught:
         check(program, 2, seeds=[5])
     assert isinstance(caught.value.__cause__, CommTimeout)
     assert "all ranks wait and nothing can run" in str(caught.value.__cause__)
@@ -378,7 +380,7 @@ def test_a_flag_that_is_passed_late_orders_only_what_the_earliest_write_did() ->
 def test_a_kernel_that_fails() -> None:
     def program() -> None:
         device = open_sim(current_rank())
-        launch_failing(device, 0)
+        _testing.launch_failing(device, 0)
         device.synchronize_stream(0)
 
     with pytest.raises(DeviceError, match="kernel failing failed: as the test wants"):
@@ -411,23 +413,27 @@ def test_errors_of_the_program_pass_through() -> None:
 def test_use_of_checks() -> None:
     with pytest.raises(InvalidUsage, match=r"outside of check\(\)"):
         current_rank()
-    run = SimCheck(3)
+    run = DeviceCheck(3)
     with pytest.raises(InvalidUsage, match="a check runs already"):
-        SimCheck(4)
+        DeviceCheck(4)
     device = open_sim(0)
     assert device.name == "sim, checked"
-    for early in (run.reports, run.ordering_sites, lambda: run.num_operations):
+    for early in (run.reports, run.ordering_sites, lambda: _testing.num_operations(run)):
         with pytest.raises(InvalidUsage, match=r"call finish\(\)"):
             early()
     memory = device.allocate(64)
     run.finish()
-    assert run.num_operations == 1
+    assert _testing.num_operations(run) == 1
     assert run.reports() == []
     with pytest.raises(InvalidUsage, match="has ended"):
         device.fill(memory, 0, bytes=64, stream=0)
     device.free(memory)
-    with pytest.raises(SimError) as caught:
-        check(lambda: (new(4)[0].accumulate(*[open_sim(0).allocate(4)] * 2, count=1, stream=0), None), 1, seeds=[0])
+    with pytest.raises(OrderingError) as caught:
+        check(
+            lambda: (_testing.accumulate(new(4)[0], *[open_sim(0).allocate(4)] * 2, count=1, stream=0), None),
+            1,
+            seeds=[0],
+        )
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.seed, copy.reports, str(copy)) == (0, caught.value.reports, str(caught.value))
 

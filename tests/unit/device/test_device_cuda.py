@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hdpcomm._core.device.testing import open_cuda_from
 
 from hdpcomm._core.device import Device, cuda_device_count, open_cuda
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
+from tests.native import _testing
 from tests.unit.device import contract
 from tests.unit.device.contract import words
 
@@ -30,7 +30,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture
 def device(library: ctypes.CDLL) -> Device:
-    return open_cuda_from(library._name, 0)
+    return _testing.open_cuda_from(library._name, 0)
 
 
 def _fail(library: ctypes.CDLL, name: str, code: int) -> None:
@@ -46,7 +46,7 @@ def test_without_a_driver() -> None:
 
 def test_with_a_library_that_is_no_driver() -> None:
     with pytest.raises(DeviceError, match=r"libm\.so\.6 has no cuInit: .* too old"):
-        open_cuda_from("libm.so.6", 0)
+        _testing.open_cuda_from("libm.so.6", 0)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_names_and_peers(device: Device) -> None:
 
 def test_a_device_that_is_not_there(library: ctypes.CDLL) -> None:
     with pytest.raises(InvalidUsage, match="there is no CUDA device 7: this process sees 3"):
-        open_cuda_from(library._name, 7)
+        _testing.open_cuda_from(library._name, 7)
     _fail(library, "cuDeviceGetCount", 100)  # CUDA_ERROR_NO_DEVICE
     with pytest.raises(InvalidUsage, match="sees 0"):
-        open_cuda_from(library._name, 0)
+        _testing.open_cuda_from(library._name, 0)
 
 
 def test_errors_name_the_call_and_the_driver_s_text(library: ctypes.CDLL, device: Device) -> None:
@@ -104,7 +104,7 @@ def test_errors_name_the_call_and_the_driver_s_text(library: ctypes.CDLL, device
         ("cuStreamWaitEvent", lambda: device.wait(0, event)),
         ("cuIpcGetMemHandle", lambda: device.export_memory(memory)),
         ("cuCtxPushCurrent_v2", lambda: device.create_event()),
-        ("cuInit", lambda: open_cuda_from(library._name, 0)),
+        ("cuInit", lambda: _testing.open_cuda_from(library._name, 0)),
     ]
     for name, call in calls:
         _fail(library, name, 999)
@@ -145,7 +145,7 @@ def test_flags(library: ctypes.CDLL, device: Device) -> None:
 
 
 def test_memory_of_another_device_of_this_process(library: ctypes.CDLL, device: Device) -> None:
-    second, third = open_cuda_from(library._name, 1), open_cuda_from(library._name, 2)
+    second, third = _testing.open_cuda_from(library._name, 1), _testing.open_cuda_from(library._name, 2)
     memory = device.allocate(4096)
     handle = device.export_memory(memory)
     before = library.fake_calls(b"cuCtxEnablePeerAccess")
@@ -185,7 +185,7 @@ def test_memory_that_was_freed_is_not_imported_though_its_address_comes_again(de
 
 
 def test_a_closed_device_frees_what_it_left(library: ctypes.CDLL) -> None:
-    device = open_cuda_from(library._name, 0)
+    device = _testing.open_cuda_from(library._name, 0)
     device.allocate(4096)
     device.allocate_pinned(64)
     freed = library.fake_calls(b"cuMemFree_v2"), library.fake_calls(b"cuMemFreeHost")

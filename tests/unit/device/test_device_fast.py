@@ -12,6 +12,7 @@ import pytest
 
 from hdpcomm._core.device import Device, open_sim
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
+from tests.native import _testing
 from tests.unit.device.contract import PROGRAMS, words
 
 
@@ -81,7 +82,7 @@ def test_two_ranks_that_are_threads() -> None:
         device.fill(total, 0, bytes=4 * count, stream=stream)
         for turn in range(1, turns + 1):
             device.wait_value(stream, flags[1], turn)
-            device.accumulate(total, memory[1], count=count, stream=stream)
+            _testing.accumulate(device, total, memory[1], count=count, stream=stream)
             device.write_value(stream, flags[1] + 4, turn)
         device.synchronize_stream(stream)
         results.extend(words(total, count).tolist())
@@ -103,7 +104,7 @@ def _ping(handle: bytes, pipe: Connection) -> None:
     stream = device.create_stream()
     for turn in range(1, 21):
         device.wait_value(stream, mine, turn)
-        device.accumulate(theirs + 64, mine + 64, count=16, stream=stream)
+        _testing.accumulate(device, theirs + 64, mine + 64, count=16, stream=stream)
         device.write_value(stream, theirs, turn)
     device.synchronize_stream(stream)
     device.close_memory(theirs)

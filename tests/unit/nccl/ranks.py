@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from hdpcomm import _core
-from hdpcomm._core import comm, scale
+from hdpcomm._core import comm
+from tests.native import _testing
 
 __all__ = ["NONE", "ROOTED", "Operation", "World"]
 
@@ -65,7 +66,7 @@ class Operation:
             return [np.concatenate([x[block] for x in inputs]) for block in blocks]
         return [None] * n
 
-    def enqueue(self, member: scale.NcclMember, rank: int) -> None:
+    def enqueue(self, member: _testing.NcclMember, rank: int) -> None:
         """On one rank."""
         i = self.ranks.index(rank)
         source, target = self.inputs[i], self.outputs[i]
@@ -89,7 +90,7 @@ class World:
     """All ranks of a fake."""
 
     def __init__(self, size: int) -> None:
-        self.fake = scale.FakeNccl(size)
+        self.fake = _testing.FakeNccl(size)
         self.members = [self.fake.join(rank) for rank in range(size)]
 
     def enqueue(self, operations: list[Operation], swap: tuple[int, int] | None = None) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import hdpcomm as hdp
-from hdpcomm._core import comm, scale
+from hdpcomm._core import comm
+from tests.native import _testing
 from tests.unit.nccl.ranks import ROOTED, Operation, World
 
 CASES = [(op, algorithm) for op in comm.OPS if op != "send/recv" for algorithm in comm.algorithms_of(comm.OPS[op])]
@@ -155,7 +156,7 @@ def test_peers_are_connected_ahead_and_counted() -> None:
     for member in world.members:
         stats = member.stats()
         assert stats["peers"] == 2
-        assert stats["predicted_buffer_bytes"] == 2 * scale.nccl_buffer_bytes(1, 32) == 2 * 32 * 12_582_912
+        assert stats["predicted_buffer_bytes"] == 2 * _testing.nccl_buffer_bytes(1, 32) == 2 * 32 * 12_582_912
     ring = Operation("all_gather", list(range(6)), 4, algorithm="ring")
     world.enqueue([ring])
     assert world.fake.run(1) == ""
@@ -164,7 +165,7 @@ def test_peers_are_connected_ahead_and_counted() -> None:
 
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
 def test_no_group_is_too_large(op: str, algorithm: str) -> None:
-    assert scale.nccl_groups(comm.OPS[op], comm.ALGORITHMS[algorithm], 150, 1) <= 256
+    assert _testing.nccl_groups(comm.OPS[op], comm.ALGORITHMS[algorithm], 150, 1) <= 256
 
 
 def test_too_large_an_exchange_is_refused() -> None:
@@ -213,11 +214,11 @@ def test_asynchronous_errors() -> None:
 
 
 def test_initialisation_has_a_deadline_and_says_what_failed() -> None:
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
     fake.stall_init()
     with pytest.raises(hdp.CommTimeout, match=r"rank 1 waited 0\.05.* communicator of 2 ranks"):
         fake.join(1, 0.05)
-    fake = scale.FakeNccl(2)
+    fake = _testing.FakeNccl(2)
     fake.fail_next("ncclCommInitRankConfig", 0, 2)
     with pytest.raises(hdp.DeviceError, match="ncclCommInitRankConfig failed on rank 0: system error"):
         fake.join(0)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import hdpcomm as hdp
-from hdpcomm._core import scale
+from hdpcomm._core import transport
 from hdpcomm.comm.device import nccl_library
+from tests.native import _testing
 
 
 def compiled(tmp_path: Path, source: str) -> str:
@@ -31,23 +32,23 @@ def source(version: int, functions: list[str]) -> str:
 
 def test_nothing_found() -> None:
     with pytest.raises(hdp.DeviceError, match=r"NCCL was not found.*pip install(.|\n)*/no/such/libnccl.so.2: "):
-        scale.load_nccl(["/no/such/libnccl.so.2"])
+        transport.load_nccl(["/no/such/libnccl.so.2"])
 
 
 def test_a_function_is_missing(tmp_path: Path) -> None:
     library = compiled(tmp_path, source(22809, [name for name in FUNCTIONS.split() if name != "CommAbort"]))
     with pytest.raises(hdp.DeviceError, match="has no function ncclCommAbort"):
-        scale.load_nccl([library])
+        transport.load_nccl([library])
 
 
 def test_too_old_and_new_enough(tmp_path: Path) -> None:
     library = compiled(tmp_path, source(21000, FUNCTIONS.split()))
     with pytest.raises(hdp.DeviceError, match=r"is NCCL 2\.10\.0; at least 2\.18\.4 is needed"):
-        scale.load_nccl([library])
+        transport.load_nccl([library])
     folder = tmp_path / "new"
     folder.mkdir()
-    found = scale.load_nccl(["/no/such/library.so", compiled(folder, source(22809, FUNCTIONS.split()))])
-    assert (found.version, scale.nccl_version_text(found.version)) == (22809, "2.28.9")
+    found = transport.load_nccl(["/no/such/library.so", compiled(folder, source(22809, FUNCTIONS.split()))])
+    assert (found.version, transport.nccl_version_text(found.version)) == (22809, "2.28.9")
     assert found.path.endswith("new/libnccl.so.2")
 
 
@@ -66,11 +67,11 @@ def test_the_real_library_without_a_driver() -> None:
     if not there:
         pytest.skip(f"no NCCL here: {text}")
     library = nccl_library.load()
-    assert library.version >= scale.OLDEST_NCCL
-    first, second = library.unique_id(), library.unique_id()
+    assert library.version >= _testing.OLDEST_NCCL
+    first, second = _testing.nccl_unique_id(library), _testing.nccl_unique_id(library)
     assert len(first) == 128
     assert first != second
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is a driver here")
     with pytest.raises(hdp.DeviceError, match=r"failed on rank 0: .*NCCL 2\.\d+"):
-        library.try_init(20.0)
+        _testing.try_nccl(library, 20.0)

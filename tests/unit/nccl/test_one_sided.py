@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hdpcomm as hdp
-from hdpcomm._core import scale
+from tests.native import _testing
 from tests.unit.nccl.ranks import Operation, World
 
 Message = tuple[int, int, int, int | None]
@@ -168,5 +168,5 @@ def test_what_is_missing() -> None:
     world = World(2)
     world.fake.without_puts()
     assert "devices and networks do not support it" in world.members[0].puts_missing()
-    old = scale.FakeNccl(1, version=22902).join(0)
+    old = _testing.FakeNccl(1, version=22902).join(0)
     assert old.puts_missing() == "the fake NCCL is NCCL 2.29.2, and at least 2.29.7 is needed"

@@ -9,6 +9,7 @@ from hdpcomm._core.device import open_sim
 from hdpcomm._core.offload import CopyEngine
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.testing.device_check import check, current_rank, planted_sites
+from tests.native import _testing
 
 COUNT = 1024  # uint32 of a layer's activations: a page, so that a pool has no more blocks than it was asked for
 LAYERS = 4
@@ -35,7 +36,7 @@ def training() -> None:
             if layer >= 2:
                 engine.finish_store(tickets[layer - 2], compute=compute)  # its memory is this layer's now
             device.fill(place, step + layer, bytes=size, stream=compute)
-            device.accumulate(place, weights, count=COUNT, stream=compute)
+            _testing.accumulate(device, place, weights, count=COUNT, stream=compute)
             tickets.append(engine.store(place, size, compute=compute))
             assert tickets[-1]
         for ticket in tickets:
@@ -45,7 +46,7 @@ def training() -> None:
             if layer:
                 engine.load(tickets[layer - 1], memory[(layer - 1) % 2], compute=compute)
             engine.finish_load(tickets[layer], compute=compute)
-            device.accumulate(total, memory[layer % 2], count=COUNT, stream=compute)
+            _testing.accumulate(device, total, memory[layer % 2], count=COUNT, stream=compute)
             engine.drop(tickets[layer])
     device.synchronize_stream(compute)
     del engine, pool

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from hdpcomm._core import planner as core
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.cost import core_cost
+from tests.native import _testing
 
 
 def random_cost(rng: random.Random) -> CostModel:
@@ -114,6 +114,6 @@ def test_groups_that_fit_into_a_node_lie_in_one_where_they_can() -> None:
 
 
 def test_ring_order_of_nodes_crosses_each_boundary_twice() -> None:
-    ring = core.ring_order(list(range(24)))
+    ring = _testing.ring_order(list(range(24)))
     crossings = sum(ring[i - 1] // 8 != ring[i] // 8 for i in range(24))
     assert crossings == 4

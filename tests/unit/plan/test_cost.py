@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, MemoryModel, ModelSpec
 from hdpcomm.plan.cost import core_cost
+from tests.native import _testing
 
 
 @pytest.mark.parametrize("one_node", [True, False])
@@ -81,10 +81,10 @@ def test_offload_ratio_of_equation_3() -> None:
     priced = core_cost(cost, MemoryModel(capacity, offloadable, copy, host_tokens=1e6), cluster)
     for length in (8193, 10000, 20000, 65536, 262144, 2_000_000):
         ratio = min(1.0, (1e-9 * length**2 + 1e-6 * length) / 3 / (copy * length))
-        assert priced.max_offload([length]) == pytest.approx(ratio)
+        assert _testing.max_offload(priced, [length]) == pytest.approx(ratio)
         expected = (2 + (1 - ratio) * (layers - 2)) * length / (layers * capacity)
-        assert priced.min_ranks(length) == pytest.approx(expected, rel=1e-3, abs=1)
-        assert priced.min_ranks(length) >= expected - 1e-3
+        assert _testing.min_ranks(priced, length) == pytest.approx(expected, rel=1e-3, abs=1)
+        assert _testing.min_ranks(priced, length) >= expected - 1e-3
     assert priced.token_limit(1.0) == 8192 * 16
 
 
@@ -93,7 +93,7 @@ def test_host_memory_limits_offload() -> None:
     memory = MemoryModel(8192, 0.9, 1e-9, host_tokens=10_000)
     priced = core_cost(CostModel(1e-9, 1e-6), memory, cluster)
     assert priced.token_limit(1.0) == memory.token_limit(1.0) == 18_192
-    assert priced.min_ranks(1_000_000) == 55
+    assert _testing.min_ranks(priced, 1_000_000) == 55
     assert memory.token_limit(0.1) == int(8192 / 0.91)
 
 
@@ -101,7 +101,7 @@ def test_ring_order_keeps_peers_few() -> None:
     peers: dict[int, set[int]] = {}
     for first in range(20):
         for count in range(2, 21):
-            ring = core.ring_order(list(range(first, first + count)))
+            ring = _testing.ring_order(list(range(first, first + count)))
             assert sorted(ring) == list(range(first, first + count))
             for place, rank in enumerate(ring):
                 peers.setdefault(rank, set()).update((ring[place - 1], ring[(place + 1) % count]))

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -111,16 +110,5 @@ std::string hostIdentity() {
   HDP_SYS(::stat("/proc/self/ns/pid", &info));
   return boot + "/" + std::to_string(info.st_ino) + "/" + std::to_string(::getuid());
 }
-
-bool processVmReadvWorks() {
-  uint64_t source = 0x5eed;
-  uint64_t target = 0;
-  iovec local{&target, sizeof target};
-  iovec remote{&source, sizeof source};
-  return ::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == sizeof target &&
-         target == source;
-}
-
-bool memfdWorks() { return Fd(::memfd_create("hdpcomm-probe", MFD_CLOEXEC)).get() >= 0; }
 
 }  // namespace hdpcomm

@@ -27,10 +27,6 @@ std::shared_ptr<ShmSegment> openShmSegment(const std::string& address, int num_r
 // Equal in two processes exactly when shared memory can connect them: same boot of the same kernel,
 // same pid namespace, same user.
 std::string hostIdentity();
-// Whether this kernel lets a process read the memory of its siblings (probed on itself), and offers
-// memfd.
-bool processVmReadvWorks();
-bool memfdWorks();
 
 // Marks `rank` as present. Other ranks may be absent until shmWaitAllReady() has returned.
 // `members`: the ranks of the segment that join and exchange messages; empty: all.

@@ -1,4 +1,4 @@
-// SimDevice's check mode, for tests (docs/device.md). While a check runs, the simulated devices
+// SimDevice's check mode (docs/device.md). While a check runs, the simulated devices
 // that are opened take part in it: their operations are run in an order that the seed draws, and
 // written down. At the end the record is replayed with a clock for each stream and host thread, and
 // what no event, flag or synchronize orders is reported.
@@ -13,9 +13,6 @@
 #include "device/device_api.hpp"
 
 namespace hdpcomm {
-
-// Whether the device takes part in a check.
-bool inSimCheck(const DeviceApi& device);
 
 // One operation in a report.
 struct CheckedOp {
@@ -40,18 +37,18 @@ struct OrderingSite {
   size_t uses = 0;
 };
 
-namespace sim {
+namespace simulated {
 class Session;
 }
 
 // One check at a time in a process. Thread-safe.
-class SimCheck {
+class DeviceCheck {
  public:
   // Throws InvalidUsage while another check runs.
-  explicit SimCheck(uint64_t seed);
-  ~SimCheck();
-  SimCheck(const SimCheck&) = delete;
-  SimCheck& operator=(const SimCheck&) = delete;
+  explicit DeviceCheck(uint64_t seed);
+  ~DeviceCheck();
+  DeviceCheck(const DeviceCheck&) = delete;
+  DeviceCheck& operator=(const DeviceCheck&) = delete;
 
   // The calling thread is the host of this rank until it leaves. When all ranks that entered wait
   // for devices and no operation can run, the wait with the shortest timeout ends at once.
@@ -60,14 +57,14 @@ class SimCheck {
   // Runs what is left and ends the check; devices that are still open are then of no use. The other
   // calls below are for afterwards.
   void finish();
-  // What the record shows: each pair of lines once, in an order that depends on the program and the
-  // seed only. `ignore`: replays as if no operation of that site had been called.
+  // Unordered pairs of operations: each pair of lines once, in an order that depends on the program
+  // and the seed only. `ignore`: replays as if no operation of that site had been called.
   std::vector<CheckReport> reports(const std::optional<OrderingSite>& ignore = {}) const;
   std::vector<OrderingSite> orderingSites() const;
   uint64_t numOperations() const;
 
  private:
-  std::shared_ptr<sim::Session> session_;
+  std::shared_ptr<simulated::Session> session_;
 };
 
 }  // namespace hdpcomm

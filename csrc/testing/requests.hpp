@@ -1,11 +1,10 @@
-// What the bindings that make schedules share.
+// Requests for schedules, with the integers of Python.
 #pragma once
 
 #include "collective/schedule.hpp"
 
 namespace hdpcomm {
 
-// With the integers of Python.
 inline ScheduleRequest requestOf(int op, int algorithm, int group_size, int rank, size_t count,
                                  size_t element_bytes, int root, bool average = false) {
   ScheduleRequest request;

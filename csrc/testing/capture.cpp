@@ -1,12 +1,14 @@
-#include "device/simulated/capture.hpp"
+#include "testing/capture.hpp"
 
 #include <algorithm>
 #include <utility>
 
-#include "device/simulated/fast_device.hpp"
+#include "base/error.hpp"
 
-namespace hdpcomm {
-namespace sim {
+namespace hdpcomm::testing {
+
+using simulated::OpKind;
+using simulated::Point;
 
 Capture::Capture(uint64_t number, const FastStream* origin, std::shared_ptr<DeviceState> device)
     : number_(number), device_(std::move(device)), lane_of_{{origin, 0}}, counts_(1) {}
@@ -87,28 +89,4 @@ void Capture::launch(Stream stream) {
   waitFor(*caller, {streams_[0], streams_[0]->submitted()}, {});
 }
 
-}  // namespace sim
-
-namespace {
-
-sim::FastDevice& fastDevice(DeviceApi& device) {
-  auto* fast = dynamic_cast<sim::FastDevice*>(&device);
-  if (fast != nullptr) return *fast;
-  throwInvalidUsage("a simulated capture needs a simulated device outside of a check, not " +
-                    device.name());
-}
-
-}  // namespace
-
-void beginSimCapture(DeviceApi& device, Stream stream) { fastDevice(device).beginCapture(stream); }
-
-std::shared_ptr<SimGraph> endSimCapture(DeviceApi& device, Stream stream) {
-  return fastDevice(device).endCapture(stream);
-}
-
-uint64_t simCaptureOf(DeviceApi& device, Stream stream) {
-  auto* fast = dynamic_cast<sim::FastDevice*>(&device);
-  return fast != nullptr ? fast->captureOf(stream) : 0;
-}
-
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

@@ -1,9 +1,8 @@
 // StreamEngine and its works. Buffers come as addresses and streams as handles;
 // hdpcomm/comm/device/ checks them and keeps them alive.
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "bindings/rooms.hpp"
+#include "bindings/comm_py.hpp"
 #include "comm/stream/join_devices.hpp"
 #include "comm/stream/stream_engine.hpp"
 
@@ -89,8 +88,6 @@ StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communi
   return {engine, work};
 }
 
-using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCosts
-
 LinkJoining linkJoining(size_t slot_bytes, int num_slots, int num_lanes, size_t landing_bytes,
                         size_t window_bytes, const DeviceTransportCosts& costs) {
   return {.arena = {.slot_bytes = slot_bytes,
@@ -101,11 +98,23 @@ LinkJoining linkJoining(size_t slot_bytes, int num_slots, int num_lanes, size_t 
           .costs = costs};
 }
 
-NcclJoining ncclJoining(const std::function<std::shared_ptr<NcclApi>()>& library,
-                        int connect_distance, const LinkCosts& inside, const LinkCosts& between,
-                        NcclJoining::OneSided one_sided, size_t landing_bytes,
-                        const std::string& no_puts) {
-  return {.library = library,
+// The callable is run, and dropped, on threads that do not hold the GIL.
+std::function<std::shared_ptr<const NcclApi>()> libraryFrom(py::function load) {
+  const std::shared_ptr<py::function> held(new py::function(std::move(load)),
+                                           [](py::function* function) {
+                                             const py::gil_scoped_acquire acquire;
+                                             delete function;
+                                           });
+  return [held]() -> std::shared_ptr<const NcclApi> {
+    const py::gil_scoped_acquire acquire;
+    return (*held)().cast<std::shared_ptr<NcclApi>>();
+  };
+}
+
+NcclJoining ncclJoining(py::function library, int connect_distance, const LinkCosts& inside,
+                        const LinkCosts& between, NcclJoining::OneSided one_sided,
+                        size_t landing_bytes, const std::string& no_puts) {
+  return {.library = libraryFrom(std::move(library)),
           .connect_distance = connect_distance,
           .costs = {.inside = std::make_from_tuple<TransportCosts>(inside),
                     .between = std::make_from_tuple<TransportCosts>(between)},
@@ -120,7 +129,7 @@ std::shared_ptr<StreamEngine> attached(const Communicator& comm,
   return engine;
 }
 
-void bindJoining(py::module_& module) {
+void bindEngineOptions(py::module_& module) {
   py::class_<LinkJoining>(module, "LinkJoining")
       .def(py::init(&linkJoining), py::kw_only(), py::arg("slot_bytes"), py::arg("num_slots"),
            py::arg("num_lanes"), py::arg("landing_bytes"), py::arg("window_bytes"),
@@ -138,7 +147,7 @@ void bindJoining(py::module_& module) {
 }  // namespace
 
 void bindStream(py::module_& module) {
-  bindJoining(module);
+  bindEngineOptions(module);
   py::class_<StreamHandle>(module, "StreamWork")
       .def("wait", &StreamHandle::wait, py::arg("timeout") = -1.0)
       .def("wait_on", &StreamHandle::waitOn, py::arg("stream"))
@@ -192,10 +201,6 @@ void bindStream(py::module_& module) {
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
-      .def_property_readonly("arena_bytes", &StreamEngine::arenaBytes)
-      // What takes the engine's lock may wait for a call of NCCL that another thread is in.
-      .def_property_readonly("scratch_bytes",
-                             py::cpp_function(&StreamEngine::scratchBytes, Unlocked()))
       .def("exchange", &exchange, py::arg("comm"), py::arg("sends"), py::arg("recvs"),
            py::arg("stream"), py::arg("background"))
       .def("collective", &collective, py::arg("comm"), py::arg("op"), py::arg("source"),
@@ -204,11 +209,13 @@ void bindStream(py::module_& module) {
       .def("all_to_all", &allToAll, py::arg("comm"), py::arg("source"), py::arg("target"),
            py::arg("dtype"), py::arg("out_counts"), py::arg("in_counts"), py::arg("algorithm"),
            py::arg("stream"), py::arg("background"))
-      .def("synchronize",
-           [](StreamEngine& engine, double timeout_s) {
-             const py::gil_scoped_release release;
-             engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
-           })
+      .def(
+          "synchronize",
+          [](StreamEngine& engine, double timeout_s) {
+            const py::gil_scoped_release release;
+            engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
+          },
+          py::arg("timeout"))
       .def("stats", &StreamEngine::stats, Unlocked());
 }
 

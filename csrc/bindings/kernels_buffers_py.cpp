@@ -1,5 +1,4 @@
-// The part of hdpcomm._core.kernels that works on flat buffers: reductions, casts, and what reads
-// the buffers of several ranks.
+// Kernels on flat buffers: reductions, casts, and those that read the buffers of several ranks.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -52,7 +51,8 @@ void cast(uint64_t out, uint64_t in, int64_t count, int to, int from, bool cuda,
   HDP_RUN_KERNEL(cast, args);
 }
 
-// The number that goes to the check, with no more pointers than the table holds.
+// Fills the table of pointers and returns the number of addresses, which may be more than fit: the
+// check of the arguments refuses that.
 template <typename Pointer>
 int fill(Pointer (&table)[kernels::kMaxPeers], const Addresses& addresses) {
   const size_t count = std::min<size_t>(addresses.size(), kernels::kMaxPeers);
@@ -96,13 +96,12 @@ void put(uint64_t dst, uint64_t src, int64_t bytes, uint64_t flag, uint32_t valu
 
 }  // namespace
 
-void bindKernelBuffers(py::module_& module) {
+void bindKernelsBuffers(py::module_& module) {
   py::dict ops;
   for (const RedOp op : {RedOp::kSum, RedOp::kProd, RedOp::kMin, RedOp::kMax, RedOp::kAvg}) {
     ops[redOpName(op)] = static_cast<int>(op);
   }
   module.attr("OPS") = ops;
-  module.attr("MAX_PEERS") = kernels::kMaxPeers;
   module.def("reduce", &reduce, py::arg("out"), py::arg("a"), py::arg("b"), py::arg("count"),
              py::arg("dtype"), py::arg("op"), py::arg("cuda"), py::arg("stream"));
   module.def("divide", &divide, py::arg("data"), py::arg("count"), py::arg("divisor"),

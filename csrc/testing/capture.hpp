@@ -1,4 +1,8 @@
-// A stream capture of a simulated device, and the graph that it becomes.
+// A captured graph of a TestDevice: what its streams were given during the capture, in order.
+//
+// As with CUDA: a stream joins the capture when it waits for an event that was recorded in it; it
+// must not wait for one from outside; at the end every stream's work has to be joined to the first
+// one's; events of a capture cannot be queried or synchronized with.
 #pragma once
 
 #include <functional>
@@ -7,23 +11,26 @@
 #include <vector>
 
 #include "device/simulated/fast_stream.hpp"
-#include "device/simulated/sim_graph.hpp"
 
-namespace hdpcomm::sim {
+namespace hdpcomm::testing {
+
+using simulated::DeviceState;
+using simulated::FastStream;
+using simulated::Op;
 
 // Guarded by its device's lock until end().
-class Capture final : public SimGraph, public std::enable_shared_from_this<Capture> {
+class Capture : public std::enable_shared_from_this<Capture> {
  public:
   // A point of a captured stream: after the first `count` operations of its lane.
   struct Moment {
-    std::shared_ptr<Capture> capture;  // null: the stream was not captured
+    std::shared_ptr<Capture> capture;
     size_t lane = 0;
     size_t count = 0;
   };
 
   Capture(uint64_t number, const FastStream* origin, std::shared_ptr<DeviceState> device);
 
-  ~Capture() override;
+  ~Capture();
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
 
@@ -36,7 +43,9 @@ class Capture final : public SimGraph, public std::enable_shared_from_this<Captu
   // Throws InvalidUsage unless the first lane waits for all work of the others.
   void end();
   bool ended() const { return ended_; }
-  void launch(Stream stream) override;
+  // Runs the graph behind what the stream holds, and before what it gets next. Launches follow each
+  // other.
+  void launch(Stream stream);
 
   // Tells launch() how to find a stream of the device.
   using Find = std::function<std::shared_ptr<FastStream>(Stream)>;
@@ -60,4 +69,4 @@ class Capture final : public SimGraph, public std::enable_shared_from_this<Captu
   std::vector<std::shared_ptr<FastStream>> streams_;  // by lane, from the first launch on
 };
 
-}  // namespace hdpcomm::sim
+}  // namespace hdpcomm::testing

@@ -1,38 +1,22 @@
-// NCCL's table of functions, a rank's end of its communicator, and the fake one for tests. Buffers
-// cross as addresses.
+// The fake NCCL, and a rank's end of a communicator of it. Buffers cross as addresses.
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 
-#include "base/error.hpp"
-#include "bindings/collective_py.hpp"
-#include "bindings/rooms.hpp"
 #include "testing/fake_nccl.hpp"
+#include "testing/module.hpp"
+#include "testing/requests.hpp"
 #include "transport/stream/nccl/nccl_transfers.hpp"
 
 namespace py = pybind11;
 
-namespace hdpcomm {
+namespace hdpcomm::testing {
 namespace {
 
-using nccl::FakeNccl;
-
-py::bytes uniqueId(const NcclApi& api) {
+NcclUniqueId newId(const NcclApi& api) {
   NcclUniqueId id;
   ncclCheck(api, api.getUniqueId(&id), "ncclGetUniqueId", nullptr, -1);
-  return py::bytes(id.bytes, sizeof id.bytes);
-}
-
-NcclUniqueId idOf(const py::bytes& bytes) {
-  const std::string_view view = bytes;
-  NcclUniqueId id;
-  if (view.size() != sizeof id.bytes) {
-    throwInvalidUsage("an NCCL id has " + std::to_string(sizeof id.bytes) + " bytes, this one " +
-                      std::to_string(view.size()) + "; give what unique_id() returned");
-  }
-  std::memcpy(id.bytes, view.data(), view.size());
   return id;
 }
 
@@ -41,7 +25,7 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// A world and the stream that its operations go to, which is the queue of a fake rank.
+// An NcclWorld and the stream of its operations, which is the queue of a fake rank.
 struct Member {
   std::shared_ptr<FakeNccl> fake;
   std::shared_ptr<NcclWorld> world;
@@ -158,8 +142,8 @@ void bindFake(py::module_& module) {
             const auto api = fake.api();
             const auto size = static_cast<int>(fake.ranks().size());
             return Member{fake.shared_from_this(),
-                          std::make_shared<NcclWorld>(api, idOf(uniqueId(*api)), rank, size,
-                                                      timeout_s, std::move(nodes)),
+                          std::make_shared<NcclWorld>(api, newId(*api), rank, size, timeout_s,
+                                                      std::move(nodes)),
                           fake.stream(rank)};
           },
           py::arg("rank"), py::arg("timeout") = 1.0, py::arg("nodes") = std::vector<int>{})
@@ -170,42 +154,25 @@ void bindFake(py::module_& module) {
 
 void bindNccl(py::module_& module) {
   module.attr("OLDEST_NCCL") = kOldestNccl;
-  module.def("nccl_version_text", &ncclVersionText, py::arg("version"));
   module.def("nccl_buffer_bytes", &ncclBufferBytes, py::arg("local_peers"), py::arg("channels"));
-  // The largest group of three of the ranks.
   module.def(
-      "nccl_groups",
-      [](int op, int algorithm, int group_size, size_t count) {
-        size_t most = 0;
-        for (const int rank : {0, group_size / 2, group_size - 1}) {
-          const auto request = requestOf(op, algorithm, group_size, rank, count, 1, 0);
-          for (const auto& group : nccl::groupsOf(request, makeSchedule(request))) {
-            most = std::max(most, group.sends.size() + group.recvs.size());
-          }
-        }
-        return most;
+      "nccl_unique_id",
+      [](const NcclApi& library) {
+        const NcclUniqueId id = newId(library);
+        return py::bytes(id.bytes, sizeof id.bytes);
       },
-      py::arg("op"), py::arg("algorithm"), py::arg("group_size"), py::arg("count"));
-  py::class_<NcclApi, std::shared_ptr<NcclApi>>(module, "NcclLibrary")
-      .def_readonly("path", &NcclApi::path)
-      .def_readonly("version", &NcclApi::version)
-      .def("unique_id", [](const NcclApi& api) { return uniqueId(api); })
-      .def(
-          "try_init",  // joins a world of one and leaves it: shows what NCCL says on this machine
-          [](const std::shared_ptr<NcclApi>& api, double timeout_s) {
-            const NcclUniqueId id = idOf(uniqueId(*api));
-            const py::gil_scoped_release release;
-            NcclWorld(api, id, 0, 1, timeout_s).retire();
-          },
-          py::arg("timeout"));
+      py::arg("library"));
+  // Joins a world of one and leaves it: shows what NCCL says on this machine.
   module.def(
-      "load_nccl",
-      [](const std::vector<std::string>& candidates) {
-        return std::const_pointer_cast<NcclApi>(loadNccl(candidates));
+      "try_nccl",
+      [](const std::shared_ptr<NcclApi>& library, double timeout_s) {
+        const NcclUniqueId id = newId(*library);
+        const py::gil_scoped_release release;
+        NcclWorld(library, id, 0, 1, timeout_s).retire();
       },
-      py::arg("candidates"));
+      py::arg("library"), py::arg("timeout"));
   bindMember(module);
   bindFake(module);
 }
 
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

@@ -1,4 +1,4 @@
-// Mailbox: messages with labels. Plain CPython functions, as in calls_py.cpp.
+// Mailbox: messages with labels. Plain CPython functions, as in comm_calls_py.cpp.
 #include "bindings/comm_py.hpp"
 #include "comm/mailbox/mailbox.hpp"
 
@@ -7,7 +7,7 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-// What Python holds: the message with its mailbox, so that either may be dropped first.
+// The object that Python holds: the message with its mailbox, so that either may be dropped first.
 struct MailHandle {
   std::shared_ptr<Mailbox> mailbox;
   std::shared_ptr<LabelledWork> work;

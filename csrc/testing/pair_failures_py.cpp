@@ -1,14 +1,14 @@
-// PairFailures alone, for tests: one rank of a pair, whose requests wait in queues and never move.
+// PairFailures alone: one rank of a pair, whose requests wait in queues and never move.
 #include <pybind11/stl.h>
 
 #include <deque>
 
-#include "bindings/comm_py.hpp"
+#include "testing/module.hpp"
 #include "transport/host/pair_failures.hpp"
 
 namespace py = pybind11;
 
-namespace hdpcomm {
+namespace hdpcomm::testing {
 namespace {
 
 struct Outgoing {
@@ -19,7 +19,8 @@ struct Outgoing {
   bool begun() const { return notice || started; }
 };
 
-// A notice on its way: which numbers hold, the sends and the receives that it ends, the text.
+// A notice as it is sent: flags that say which numbers hold, the last send and receive that it
+// ends, its text.
 using Wire = std::tuple<uint32_t, uint32_t, uint32_t, std::string>;
 
 class FailureEnd {
@@ -28,7 +29,7 @@ class FailureEnd {
 
   PairFailures& failures() { return failures_; }
 
-  // `waits`: for room; else it is under way. Returns the request, for failureOf().
+  // `waits`: still queued for room, else already in flight. Returns a number for failureOf().
   size_t send(uint32_t number, bool waits, bool started) {
     Outgoing out;
     out.request.number = number;
@@ -71,7 +72,7 @@ class FailureEnd {
       return notice.concerns(send, recv) ? std::optional<Notice>(notice) : std::nullopt;
     }));
   }
-  // What waits, in order: numbers of messages, texts of notices.
+  // The queue in order: numbers of messages, texts of notices.
   py::list waiting() {
     py::list items;
     for (size_t i = 0; i < queue_.size(); ++i) {
@@ -106,7 +107,9 @@ void bindPairFailures(py::module_& module) {
       .def(py::init<int, int>(), py::arg("rank"), py::arg("peer"))
       .def("next_send", [](FailureEnd& end) { return end.failures().nextSend(); })
       .def("next_recv", [](FailureEnd& end) { return end.failures().nextRecv(); })
-      .def("gave_up", [](FailureEnd& end, uint32_t n) { return end.failures().gaveUp(n); })
+      .def(
+          "gave_up", [](FailureEnd& end, uint32_t n) { return end.failures().gaveUp(n); },
+          py::arg("number"))
       .def("send", &FailureEnd::send, py::arg("number"), py::arg("waits") = false,
            py::arg("started") = false)
       .def("recv", &FailureEnd::recv, py::arg("number"))
@@ -119,4 +122,4 @@ void bindPairFailures(py::module_& module) {
       .def("waiting", &FailureEnd::waiting);
 }
 
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

@@ -1,4 +1,4 @@
-// The part of hdpcomm._core.kernels that is softmax cross-entropy.
+// Softmax cross-entropy.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -72,7 +72,7 @@ void grad(const Shape& shape, int dtype, uint64_t logits, uint64_t labels, uint6
 
 }  // namespace
 
-void bindKernelCrossEntropy(py::module_& module) {
+void bindKernelsCrossEntropy(py::module_& module) {
   module.def("cross_entropy_stats", &stats, py::arg("shape"), py::arg("dtype"), py::arg("logits"),
              py::arg("labels"), py::arg("stats"), py::arg("num_threads"), py::arg("cuda"),
              py::arg("stream"));

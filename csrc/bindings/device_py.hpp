@@ -1,0 +1,25 @@
+// The line of Python that called an operation of a device.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "device/device_api.hpp"
+
+namespace hdpcomm {
+
+// The calling line of Python. Needs the GIL. Visible to hdpcomm._testing, so that a file has one
+// name in both modules.
+[[gnu::visibility("default")]] Site callSite();
+
+// Runs `call(site)` without the GIL, with the site of the Python caller.
+template <typename Call>
+auto atSite(Call call) {
+  const Site site = callSite();
+  const pybind11::gil_scoped_release release;
+  return call(site);
+}
+
+// The check mode of simulated devices (device_check_py.cpp).
+void bindDeviceCheck(pybind11::module_& module);
+
+}  // namespace hdpcomm

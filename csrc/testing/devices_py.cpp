@@ -1,0 +1,122 @@
+// Devices of tests, and kernels whose place in the order of streams shows in their results.
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+
+#include "base/error.hpp"
+#include "bindings/device_py.hpp"
+#include "device/cuda/driver.hpp"
+#include "kernels/reduce.hpp"
+#include "testing/module.hpp"
+#include "testing/test_device.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm::testing {
+namespace {
+
+using Address = uintptr_t;
+using Flags = std::vector<std::pair<Address, uint32_t>>;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+// dst[i] += src[i], uint32_t modulo 2^32: its sums show whether it ran before or after something.
+KernelLaunch accumulateKernel(Address dst, Address src, size_t count) {
+  const kernels::ReduceArgs args{
+      .out = reinterpret_cast<void*>(dst),
+      .a = reinterpret_cast<const void*>(dst),
+      .b = reinterpret_cast<const void*>(src),
+      .count = static_cast<int64_t>(count),
+      .dtype = DType::kUint32,
+      .op = RedOp::kSum,
+  };
+  const size_t bytes = count * sizeof(uint32_t);
+  KernelLaunch kernel;
+  kernel.name = "accumulate";
+  kernel.reads = {{args.b, bytes}, {args.a, bytes}};
+  kernel.writes = {{args.out, bytes}};
+  kernel.cpu = [args] { kernels::reduceCpu(args); };
+#ifdef HDPCOMM_WITH_CUDA
+  kernel.cuda = [args](void* stream) { kernels::reduceCuda(args, stream); };
+#endif
+  return kernel;
+}
+
+std::vector<FlagValue> flagsOf(const Flags& flags) {
+  std::vector<FlagValue> values;
+  for (const auto& [flag, value] : flags) {
+    values.push_back({reinterpret_cast<uint32_t*>(flag), value});
+  }
+  return values;
+}
+
+void bindKernels(py::module_& module) {
+  module.def(
+      "accumulate",
+      [](DeviceApi& device, Address dst, Address src, size_t count, uintptr_t stream) {
+        atSite(
+            [&](Site site) { device.launch(accumulateKernel(dst, src, count), {stream}, site); });
+      },
+      py::arg("device"), py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("count"),
+      py::arg("stream"));
+  // accumulate() with flags that the kernel itself waits for and sets; on simulated devices only.
+  module.def(
+      "accumulate_with_flags",
+      [](DeviceApi& device, Address dst, Address src, size_t count, uintptr_t stream,
+         const Flags& waits, const Flags& signals) {
+        KernelLaunch kernel = accumulateKernel(dst, src, count);
+        kernel.cuda = nullptr;
+        kernel.waits = flagsOf(waits);
+        kernel.signals = flagsOf(signals);
+        atSite([&](Site site) { device.launch(std::move(kernel), {stream}, site); });
+      },
+      py::arg("device"), py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("count"),
+      py::arg("stream"), py::arg("waits"), py::arg("signals"));
+  module.def(
+      "launch_failing",
+      [](DeviceApi& device, uintptr_t stream) {
+        KernelLaunch kernel;
+        kernel.name = "failing";
+        kernel.cpu = [] { throw std::runtime_error("as the test wants"); };
+        atSite([&](Site site) { device.launch(std::move(kernel), {stream}, site); });
+      },
+      py::arg("device"), py::arg("stream"));
+}
+
+void bindTestDevice(py::module_& module) {
+  py::class_<Capture, std::shared_ptr<Capture>>(module, "Graph")
+      .def(
+          "launch", [](Capture& graph, uintptr_t stream) { graph.launch({stream}); },
+          py::arg("stream"), Unlocked());
+  py::class_<TestDevice, DeviceApi, std::shared_ptr<TestDevice>>(module, "TestDevice")
+      .def(py::init([](int ordinal, std::vector<int> out_of_reach) {
+             auto device = std::make_shared<TestDevice>(ordinal);
+             device->keepOutOfReach(std::move(out_of_reach));
+             return device;
+           }),
+           py::arg("ordinal"), py::arg("out_of_reach") = std::vector<int>{}, Unlocked())
+      .def(
+          "begin_capture",
+          [](TestDevice& device, uintptr_t stream) { device.beginCapture({stream}); },
+          py::arg("stream"), Unlocked())
+      .def(
+          "end_capture",
+          [](TestDevice& device, uintptr_t stream) { return device.endCapture({stream}); },
+          py::arg("stream"), Unlocked())
+      .def("limit_threads", &TestDevice::limitThreads, py::arg("count"), Unlocked());
+}
+
+}  // namespace
+
+void bindDevices(py::module_& module) {
+  bindKernels(module);
+  bindTestDevice(module);
+  // A CUDA device whose driver is another library.
+  module.def(
+      "open_cuda_from",
+      [](const std::string& library, int ordinal) {
+        return cuda::openDevice(library.c_str(), ordinal);
+      },
+      py::arg("library"), py::arg("ordinal"), Unlocked());
+}
+
+}  // namespace hdpcomm::testing

@@ -1,0 +1,130 @@
+#include "testing/test_device.hpp"
+
+#include <cerrno>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "base/error.hpp"
+#include "device/simulated/wait.hpp"
+
+namespace hdpcomm::testing {
+
+std::shared_ptr<Capture> TestDevice::capturing(const FastStream* stream) {
+  const std::lock_guard lock(captures_mutex_);
+  const auto found = captures_.find(stream);
+  return found != captures_.end() ? found->second : nullptr;
+}
+
+uint64_t TestDevice::captureOf(Stream stream) {
+  const auto capture = capturing(find(stream).get());
+  return capture != nullptr ? capture->number() : 0;
+}
+
+void TestDevice::beginCapture(Stream stream) {
+  const auto state = find(stream);
+  if (stream == Stream{} || capturing(state.get()) != nullptr) {
+    throwInvalidUsage("a capture begins on a stream that is not the default one, nor captured");
+  }
+  const std::lock_guard lock(captures_mutex_);
+  auto capture = std::make_shared<Capture>(next_capture_++, state.get(), state_);
+  capture->setFind([this](Stream each) { return find(each); });
+  captures_[state.get()] = std::move(capture);
+}
+
+std::shared_ptr<Capture> TestDevice::endCapture(Stream stream) {
+  const auto state = find(stream);
+  const auto capture = capturing(state.get());
+  if (capture == nullptr || !capture->isOrigin(state.get())) {
+    throwInvalidUsage("the end of a capture is on the stream on which it began");
+  }
+  const std::lock_guard lock(captures_mutex_);
+  std::erase_if(captures_, [&](const auto& each) { return each.second == capture; });
+  capture->end();
+  return capture;
+}
+
+void TestDevice::record(Event event, Stream stream, Site site) {
+  const auto state = find(stream);
+  if (const auto capture = capturing(state.get())) {
+    find(event);  // throws where there is no such event
+    const std::lock_guard lock(captures_mutex_);
+    captured_events_[event.handle] = capture->moment(state.get());
+    return;
+  }
+  FastDevice::record(event, stream, site);
+  const std::lock_guard lock(captures_mutex_);
+  captured_events_.erase(event.handle);
+}
+
+void TestDevice::wait(Stream stream, Event event, Site site) {
+  const auto state = find(stream);
+  {
+    const std::lock_guard lock(captures_mutex_);
+    const auto own = captures_.find(state.get());
+    const auto moment = captured_events_.find(event.handle);
+    const bool inside = moment != captured_events_.end();
+    if (own != captures_.end() && (!inside || moment->second.capture != own->second)) {
+      throwInvalidUsage("wait() in a capture got an event that was recorded outside of it");
+    }
+    if (inside) {
+      const std::shared_ptr<Capture> capture = moment->second.capture;
+      if (capture->ended()) {
+        throwInvalidUsage("wait() got an event of a capture that has ended");
+      }
+      capture->wait(state.get(), moment->second, site);
+      captures_[state.get()] = capture;
+      return;
+    }
+  }
+  FastDevice::wait(stream, event, site);
+}
+
+void TestDevice::refuseCaptured(const char* call, Event event) {
+  const std::lock_guard lock(captures_mutex_);
+  if (captured_events_.count(event.handle) == 0) return;
+  throwInvalidUsage(std::string(call) + " got an event that was recorded in a capture");
+}
+
+bool TestDevice::query(Event event) {
+  refuseCaptured("query()", event);
+  return FastDevice::query(event);
+}
+
+void TestDevice::synchronize(Event event, double timeout_s, const InterruptCheck& check,
+                             Site site) {
+  refuseCaptured("synchronize()", event);
+  FastDevice::synchronize(event, timeout_s, check, site);
+}
+
+void TestDevice::synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
+                             Site site) {
+  if (isCapturing(stream)) {
+    throwInvalidUsage("synchronize() got a stream that is being captured");
+  }
+  FastDevice::synchronize(stream, timeout_s, check, site);
+}
+
+void TestDevice::limitThreads(int count) {
+  const std::lock_guard lock(captures_mutex_);
+  threads_left_ = count;
+}
+
+void TestDevice::submit(Op op, Stream stream) {
+  const auto state = find(stream);
+  if (const auto capture = capturing(state.get())) {
+    const std::lock_guard lock(captures_mutex_);
+    capture->add(state.get(), std::move(op));
+    return;
+  }
+  if (op.kind == simulated::OpKind::kWaitValue) {
+    const std::lock_guard lock(captures_mutex_);
+    if (threads_left_ && streams_with_threads_.insert(stream.handle).second &&
+        --*threads_left_ < 0) {
+      throw std::system_error(EAGAIN, std::generic_category(), "no thread for a stream");
+    }
+  }
+  FastDevice::submit(std::move(op), stream);
+}
+
+}  // namespace hdpcomm::testing

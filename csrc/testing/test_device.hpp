@@ -1,0 +1,52 @@
+// A simulated device in fast mode with what only tests ask of one: captures into graphs, and a host
+// that runs out of threads.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+
+#include "device/simulated/fast_device.hpp"
+#include "testing/capture.hpp"
+
+namespace hdpcomm::testing {
+
+class TestDevice final : public simulated::FastDevice {
+ public:
+  using FastDevice::FastDevice;
+
+  // Throw InvalidUsage for what CUDA would refuse.
+  void beginCapture(Stream stream);
+  std::shared_ptr<Capture> endCapture(Stream stream);
+  // A number of the capture that the stream takes part in; 0: none.
+  uint64_t captureOf(Stream stream);
+
+  // From now on only `count` streams that have to wait get a thread; for the others the system has
+  // none left, which is an error of the call.
+  void limitThreads(int count);
+
+  bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
+  void record(Event event, Stream stream, Site site) override;
+  void wait(Stream stream, Event event, Site site) override;
+  bool query(Event event) override;
+  void synchronize(Event event, double timeout_s, const InterruptCheck& check, Site site) override;
+  void synchronize(Stream stream, double timeout_s, const InterruptCheck& check,
+                   Site site) override;
+
+ private:
+  void submit(Op op, Stream stream) override;
+  std::shared_ptr<Capture> capturing(const FastStream* stream);
+  void refuseCaptured(const char* call, Event event);
+
+  std::mutex captures_mutex_;  // all below
+  std::map<const FastStream*, std::shared_ptr<Capture>> captures_;
+  std::map<uintptr_t, Capture::Moment> captured_events_;  // last recorded in a capture
+  uint64_t next_capture_ = 1;
+  std::optional<int> threads_left_;
+  std::set<uintptr_t> streams_with_threads_;
+};
+
+}  // namespace hdpcomm::testing

@@ -1,0 +1,36 @@
+// Values of the core that the product does not ask for, and tests compare.
+#include <pybind11/stl.h>
+
+#include "comm/stream/stream_engine.hpp"
+#include "device/simulated/device_check.hpp"
+#include "planner/cost_model.hpp"
+#include "planner/plan.hpp"
+#include "testing/module.hpp"
+#include "transport/host/framed/frame_link.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm::testing {
+
+void bindViews(py::module_& module) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  module.attr("FRAME_HEAD_BYTES") = kFrameHeadBytes;
+  module.def("arena_bytes", &StreamEngine::arenaBytes, py::arg("engine"));
+  // The engine's lock may be held by a thread that is in a call of NCCL.
+  module.def("scratch_bytes", &StreamEngine::scratchBytes, py::arg("engine"), Unlocked());
+  module.def("num_operations", &DeviceCheck::numOperations, py::arg("check"));
+  module.def("min_ranks", &planner::CostModel::minRanks, py::arg("cost"), py::arg("length"));
+  module.def(
+      "max_offload",
+      [](const planner::CostModel& cost, const std::vector<int64_t>& lengths) {
+        planner::Load load;
+        for (const int64_t length : lengths) load.add(length);
+        return cost.maxOffload(load);
+      },
+      py::arg("cost"), py::arg("lengths"));
+  module.def(
+      "ring_order", [](const std::vector<int32_t>& ranks) { return planner::ringOrder(ranks); },
+      py::arg("ranks"));
+}
+
+}  // namespace hdpcomm::testing

@@ -1,0 +1,84 @@
+"""What a rank asks about the machine that it joins a world on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+from hdpcomm import _core
+from hdpcomm.comm.device.nccl_library import load
+from hdpcomm.comm.launchers import local_place
+from hdpcomm.comm.settings import setting
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Machine", "joining_on", "machine"]
+
+
+class Machine:
+    """Answers for the machine that the process runs on; a subclass may answer for one that is not there.
+
+    All calls are local, and made on the thread of the rank that joins.
+    """
+
+    def host(self, rank: int) -> str:
+        """A text that is equal for ranks with common memory: those of one host, user and container."""
+        del rank  # a process knows its own host only; ranks that are threads share it
+        return f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}"
+
+    def has_gpu(self, rank: int) -> bool:
+        """Whether ``auto`` may give the rank a CUDA device."""
+        del rank
+        return torch.cuda.is_available()
+
+    def device(self, transport: str, rank: int, size: int) -> _core.device.Device:
+        """Opens the rank's device for a device transport.
+
+        A simulated one for ``sim``; else the current CUDA device if the program has chosen one, or the local rank's,
+        modulo their number. Raises: InvalidUsage where torch sees no CUDA device; DeviceError.
+        """
+        if transport == "sim":
+            return _core.device.open_sim(rank)
+        # A pair of ranks has streams that wait for each other's. Streams that share one of the device's queues wait for
+        # whatever is ahead of them; the default of 8 queues is soon used up. Read when CUDA is initialised.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise InvalidUsage(
+                f"rank {rank} asked for a transport of CUDA devices, but torch sees no CUDA device: look at "
+                "nvidia-smi and CUDA_VISIBLE_DEVICES, or take transport='sim' to try the same on the CPU",
+                rank=rank,
+            )
+        if torch.cuda.current_device() == 0:
+            torch.cuda.set_device(local_place(rank, size)[0] % count)
+        return _core.device.open_cuda(torch.cuda.current_device())
+
+    def nccl(self, rank: int, device: _core.device.Device) -> _core.transport.NcclLibrary:
+        """The NCCL that works on the rank's device. Raises: DeviceError, saying what was tried."""
+        del rank, device  # one library serves all GPUs
+        return load()
+
+    def driver_version(self) -> int:
+        """The CUDA version that the driver is for, 12040 for 12.4; 0 without a driver."""
+        return _core.device.cuda_driver_version()
+
+
+_machine: ContextVar[Machine] = ContextVar("hdpcomm machine", default=Machine())  # noqa: B039, it has no state
+
+
+def machine() -> Machine:
+    """The machine that ranks of this thread join on."""
+    return _machine.get()
+
+
+@contextlib.contextmanager
+def joining_on(other: Machine) -> Iterator[None]:
+    """Worlds that this thread joins inside ask another machine."""
+    token = _machine.set(other)
+    try:
+        yield
+    finally:
+        _machine.reset(token)
