@@ -1,13 +1,15 @@
-// The calls of every step: blocking operations and the description of a torch tensor. Plain CPython
+// The calls of every step: operations on tensors, and the description of a tensor. Plain CPython
 // functions, since pybind11's dispatch alone costs more than moving a short message.
 #include <algorithm>
+#include <array>
 #include <climits>
 #include <cstdint>
-#include <new>
+#include <optional>
 
 #include "base/inline_vector.hpp"
 #include "bindings/comm_py.hpp"
 #include "bindings/rooms.hpp"
+#include "comm/host/operations.hpp"
 
 namespace py = pybind11;
 
@@ -71,8 +73,9 @@ bool contiguous(const DLTensorAbi& tensor) {
   return true;
 }
 
-// Whether the memory holds the values with the other sign (a lazy view, `z.conj().imag`). Such a
-// view of more than one element is not contiguous, so only those of one are asked.
+// Whether it is a lazily negated view (`z.conj().imag`), whose memory holds the values with the
+// opposite sign. Such a view of more than one element is not contiguous, so only those of one are
+// asked.
 bool isNegated(PyObject* x) {
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
   PyObject* result = PyObject_CallMethodNoArgs(x, name);
@@ -89,7 +92,7 @@ PyObject* described_types[2] = {nullptr, nullptr};
 
 }  // namespace
 
-bool describePlain(PyObject* x, Message* described) {
+bool describePlain(PyObject* x, TensorView* described) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
   if (exchange_api == nullptr || (type != described_types[0] && type != described_types[1])) {
     return false;
@@ -111,12 +114,21 @@ bool describePlain(PyObject* x, Message* described) {
   return true;
 }
 
+bool describeTuple(PyObject* x, TensorView* described) {
+  if (!PyTuple_Check(x) || PyTuple_GET_SIZE(x) != 3) return false;
+  described->data = PyLong_AsVoidPtr(PyTuple_GET_ITEM(x, 0));
+  if (described->data == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  described->count = static_cast<size_t>(integer(PyTuple_GET_ITEM(x, 1)));
+  described->dtype = static_cast<DType>(integer(PyTuple_GET_ITEM(x, 2)));
+  return true;
+}
+
 namespace {
 
 // describe_torch(x) -> (address, elements, dtype code), or None when x is not a plain tensor: the
 // caller then finds out what it is.
 PyObject* describeTorch(PyObject*, PyObject* x) {
-  Message tensor;
+  TensorView tensor;
   if (!describePlain(x, &tensor)) Py_RETURN_NONE;
   PyObject* result = PyTuple_New(3);
   if (result == nullptr) return nullptr;
@@ -126,162 +138,266 @@ PyObject* describeTorch(PyObject*, PyObject* x) {
   return result;
 }
 
-// --- blocking operations ---
-
-void* address(PyObject* object) {
-  void* value = PyLong_AsVoidPtr(object);
-  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return value;
-}
+// --- arguments -----------------------------------------------------------------------------------
 
 const Communicator& communicator(PyObject* object) {
   return py::cast<const Communicator&>(py::handle(object));
 }
 
-Message message(PyObject* const* parts) {
-  return {address(parts[0]), static_cast<size_t>(integer(parts[1])),
-          static_cast<DType>(integer(parts[2])), static_cast<int>(integer(parts[3]))};
+int rankOf(PyObject* object) {
+  return static_cast<int>(std::clamp<int64_t>(integer(object), -1, INT_MAX));
 }
 
-// (communicator, address, count, dtype, peer)
-PyObject* pointToPoint(PyObject* const* args, Py_ssize_t count, bool send) {
-  return guarded([&] {
-    expect(count, 5);
-    const Communicator& comm = communicator(args[0]);
-    const auto only = message(args + 1);
-    const std::span<const Message> one(&only, 1);
+// What hdpcomm/comm/tensors.py says of a tensor: its describe(x, name, writable=).
+TensorView askedOf(PyObject* describe, PyObject* x, const std::string& name, bool writable) {
+  const py::object told = py::reinterpret_borrow<py::object>(describe)(
+      py::handle(x), name, py::arg("writable") = writable);
+  TensorView tensor;
+  if (!describeTuple(told.ptr(), &tensor)) throw py::type_error("describe() gave no description");
+  return tensor;
+}
+
+// The names that Python passes are interned, so that one look at the pointer is mostly enough.
+template <size_t N>
+class Names {
+ public:
+  explicit Names(const char* (*name)(int)) {
+    for (size_t i = 0; i < N; ++i)
+      names_[i] = PyUnicode_InternFromString(name(static_cast<int>(i)));
+  }
+  // The number of a name, or -1.
+  int find(PyObject* name) const {
+    for (size_t i = 0; i < N; ++i) {
+      if (names_[i] == name) return static_cast<int>(i);
+    }
+    for (size_t i = 0; i < N && PyUnicode_Check(name); ++i) {
+      if (PyUnicode_Compare(names_[i], name) == 0) return static_cast<int>(i);
+    }
+    return -1;
+  }
+  std::string list() const {
+    std::string text;
+    for (PyObject* name : names_) {
+      text += (text.empty() ? "" : ", ") + std::string(PyUnicode_AsUTF8(name));
+    }
+    return text;
+  }
+
+ private:
+  std::array<PyObject*, N> names_;
+};
+
+std::string textOf(PyObject* object) { return py::repr(py::handle(object)).cast<std::string>(); }
+
+RedOp reductionOf(PyObject* name, const OperationRule& rule) {
+  static const Names<static_cast<size_t>(RedOp::kAvg) + 1> names(
+      [](int i) { return redOpName(static_cast<RedOp>(i)); });
+  if (!rule.reduces) return RedOp::kNone;
+  const int found = names.find(name);
+  if (found >= 0) return static_cast<RedOp>(found);
+  throwInvalidUsage(std::string(opName(rule.op)) + "() got op=" + textOf(name) +
+                    "; known are: " + names.list());
+}
+
+Algorithm algorithmOf(PyObject* name) {
+  static const Names<kNumAlgorithms> names(
+      [](int i) { return algorithmName(static_cast<Algorithm>(i)); });
+  const int found = names.find(name);
+  if (found >= 0) return static_cast<Algorithm>(found);
+  throwInvalidUsage("algorithm " + textOf(name) + " is unknown; known are: " + names.list());
+}
+
+std::vector<int64_t> countsOf(PyObject* object) {
+  const auto items =
+      py::reinterpret_steal<py::object>(PySequence_Fast(object, "splits are a sequence of counts"));
+  if (!items) throw py::error_already_set();
+  std::vector<int64_t> counts;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+    counts.push_back(integer(PySequence_Fast_GET_ITEM(items.ptr(), i)));
+  }
+  return counts;
+}
+
+// (out_splits, in_splits) of an all_to_all.
+Splits splitsOf(PyObject* pair) {
+  if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+    throw py::type_error("splits are a pair of sequences");
+  }
+  PyObject* out = PyTuple_GET_ITEM(pair, 0);
+  PyObject* in = PyTuple_GET_ITEM(pair, 1);
+  if (Py_IsNone(out) || Py_IsNone(in)) {
+    throwInvalidUsage("all_to_all() got one of out_splits and in_splits; give both or neither");
+  }
+  return {countsOf(out), countsOf(in)};
+}
+
+// --- collectives ---------------------------------------------------------------------------------
+
+// The arguments of a collective: (communicator, describe, operation, x, out, op, root, algorithm,
+// splits). Only `describe` knows all kinds of tensors; `plain` ones need not be asked about.
+constexpr Py_ssize_t kCollectiveArguments = 9;
+
+CollectiveCall collectiveCall(const Communicator& comm, PyObject* const* args, bool plain) {
+  const OperationRule& rule = ruleOf(static_cast<int>(integer(args[2])));
+  const Communicator::Options options{rule.op, reductionOf(args[5], rule),
+                                      rule.rooted ? rankOf(args[6]) : -1, algorithmOf(args[7])};
+  const bool at_root = rule.rooted && options.root == comm.rank();
+  const bool takes_x = rule.takesX(at_root);
+  const bool takes_out = rule.takesOut(!Py_IsNone(args[4]), at_root);
+  TensorView x;
+  TensorView out;
+  if (takes_x && !(plain && describePlain(args[3], &x))) {
+    x = askedOf(args[1], args[3], "x", rule.writesX(takes_out, at_root));
+  }
+  if (takes_out && !(plain && describePlain(args[4], &out))) {
+    out = askedOf(args[1], args[4], "out", true);
+  }
+  if (!Py_IsNone(args[8])) return makeRaggedCall(options, x, out, splitsOf(args[8]), comm.size());
+  return makeCall(options, takes_x ? &x : nullptr, takes_out ? &out : nullptr, comm.size());
+}
+
+// What is given back for a started operation; null: it has ended.
+PyObject* start(const Communicator& comm, std::shared_ptr<Work> work) {
+  return py::cast(Handle{comm.sharedWorld(), std::move(work)}).release().ptr();
+}
+
+PyObject* run(const Communicator& comm, const CollectiveCall& call, bool in_background) {
+  std::shared_ptr<Work> work;
+  {
     const py::gil_scoped_release release;
-    send ? comm.exchange(one, {}, 0, checkSignals) : comm.exchange({}, one, 0, checkSignals);
+    if (in_background) {
+      work = comm.startCollective(call.operands, call.options);
+    } else {
+      comm.collective(call.operands, call.options, 0, kCheckSignals);
+    }
+  }
+  return in_background ? start(comm, std::move(work)) : nullptr;
+}
+
+// collective(arguments of a collective..., async_op) -> the Work, or None: it has ended
+PyObject* collective(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, kCollectiveArguments + 1);
+    const Communicator& comm = communicator(args[0]);
+    return run(comm, collectiveCall(comm, args, true), Py_IsTrue(args[9]));
   });
 }
 
-PyObject* runSend(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return pointToPoint(args, count, true);
+// describe_collective(arguments of a collective...) -> CollectiveCall, whose tensors may lie
+// anywhere
+PyObject* describeCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, kCollectiveArguments);
+    return py::cast(collectiveCall(communicator(args[0]), args, false)).release().ptr();
+  });
 }
 
-PyObject* runRecv(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return pointToPoint(args, count, false);
+// run_collective(communicator, CollectiveCall, async_op) -> as collective()
+PyObject* runCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 3);
+    return run(communicator(args[0]), py::cast<const CollectiveCall&>(py::handle(args[1])),
+               Py_IsTrue(args[2]));
+  });
 }
+
+// --- messages ------------------------------------------------------------------------------------
 
 using Messages = InlineVector<Message, 8>;
 
-void addMessages(Messages& messages, PyObject* list) {
-  if (!PyList_Check(list)) throw py::type_error("expected a list of messages");
-  const Py_ssize_t count = PyList_GET_SIZE(list);
-  messages.reserve(static_cast<size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* item = PyList_GET_ITEM(list, i);
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 4) {
-      throw py::type_error("a message is (address, count, dtype, peer)");
+PyObject* run(const Communicator& comm, std::span<const Message> sends,
+              std::span<const Message> recvs, bool in_background) {
+  std::shared_ptr<Work> work;
+  {
+    const py::gil_scoped_release release;
+    if (in_background) {
+      work = comm.startExchange(sends, recvs);
+    } else {
+      comm.exchange(sends, recvs, 0, kCheckSignals);
     }
-    messages.push_back(message(&PyTuple_GET_ITEM(item, 0)));
   }
+  return in_background ? start(comm, std::move(work)) : nullptr;
 }
 
-// (communicator, sends, recvs): lists of (address, count, dtype, peer)
-PyObject* runExchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
+template <typename Name>
+Message message(PyObject* describe, PyObject* x, PyObject* peer, bool writable, Name name) {
+  TensorView tensor;
+  if (!describePlain(x, &tensor)) tensor = askedOf(describe, x, name(), writable);
+  return {tensor.data, tensor.count, tensor.dtype, rankOf(peer)};
+}
+
+// (communicator, describe, x, peer, async_op) -> as collective()
+PyObject* pointToPoint(PyObject* const* args, Py_ssize_t count, bool sends) {
   return guarded([&] {
-    expect(count, 3);
+    expect(count, 5);
     const Communicator& comm = communicator(args[0]);
-    Messages sends;
-    Messages recvs;
-    addMessages(sends, args[1]);
-    addMessages(recvs, args[2]);
-    const py::gil_scoped_release release;
-    comm.exchange({sends.begin(), sends.size()}, {recvs.begin(), recvs.size()}, 0, checkSignals);
+    const Message only =
+        message(args[1], args[2], args[3], !sends, [] { return std::string("x"); });
+    const std::span<const Message> one(&only, 1);
+    const std::span<const Message> none;
+    return run(comm, sends ? one : none, sends ? none : one, Py_IsTrue(args[4]));
   });
 }
 
-// Of (tensor, peer) pairs; false where one is anything else.
-bool addPlain(Messages& messages, PyObject* pairs) {
-  if (!PyList_Check(pairs) && !PyTuple_Check(pairs)) return false;
+PyObject* send(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return pointToPoint(args, count, true);
+}
+
+PyObject* recv(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return pointToPoint(args, count, false);
+}
+
+// Of (tensor, peer) pairs. `name`: of the argument.
+void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool writable,
+                 const char* name) {
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(pairs);
   messages.reserve(static_cast<size_t>(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* pair = PySequence_Fast_GET_ITEM(pairs, i);
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) return false;
-    PyObject* peer = PyTuple_GET_ITEM(pair, 1);
-    Message message;
-    if (!PyLong_CheckExact(peer) || !describePlain(PyTuple_GET_ITEM(pair, 0), &message)) {
-      return false;
+    PyObject* item = PySequence_Fast_GET_ITEM(pairs, i);
+    py::object sequence;
+    if (!PyTuple_Check(item)) {
+      sequence = py::reinterpret_steal<py::object>(PySequence_Tuple(item));
+      if (!sequence) throw py::error_already_set();
+      item = sequence.ptr();
     }
-    message.peer = static_cast<int>(std::clamp<int64_t>(integer(peer), -1, INT_MAX));
-    messages.push_back(message);
+    if (PyTuple_GET_SIZE(item) != 2) {
+      throwInvalidUsage(
+          "exchange() got a landing place for host memory; only device messages have one");
+    }
+    messages.push_back(message(describe, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1),
+                               writable,
+                               [&] { return std::string(name) + "[" + std::to_string(i) + "]"; }));
   }
-  return true;
 }
 
-// (communicator, sends, recvs): sequences of (tensor, peer). False, and nothing done, where there
-// is more than plain tensors.
-PyObject* exchangePlain(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  bool ran = false;
-  PyObject* none = guarded([&] {
-    expect(count, 3);
+py::object sequence(PyObject* object) {
+  auto items = py::reinterpret_steal<py::object>(
+      PySequence_Fast(object, "exchange() takes sequences of (tensor, peer)"));
+  if (!items) throw py::error_already_set();
+  return items;
+}
+
+// exchange(communicator, describe, sends, recvs, async_op) -> as collective(). Sequences of
+// (tensor, peer).
+PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 5);
+    const Communicator& comm = communicator(args[0]);
+    const py::object outgoing = sequence(args[2]);
+    const py::object incoming = sequence(args[3]);
     Messages sends;
     Messages recvs;
-    if (!addPlain(sends, args[1]) || !addPlain(recvs, args[2])) return;
-    const Communicator& comm = communicator(args[0]);
-    const py::gil_scoped_release release;
-    comm.exchange({sends.begin(), sends.size()}, {recvs.begin(), recvs.size()}, 0, checkSignals);
-    ran = true;
-  });
-  if (none == nullptr) return nullptr;
-  Py_DECREF(none);
-  return PyBool_FromLong(ran);
-}
-
-// (communicator, op, in, out, count, dtype, redop, root, algorithm)
-PyObject* runCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&] {
-    expect(count, 9);
-    const Communicator& comm = communicator(args[0]);
-    const Communicator::Operands operands{address(args[2]), address(args[3]),
-                                          static_cast<size_t>(integer(args[4])),
-                                          static_cast<DType>(integer(args[5]))};
-    const Communicator::Options options{
-        static_cast<OpCode>(integer(args[1])), static_cast<RedOp>(integer(args[6])),
-        static_cast<int>(integer(args[7])), static_cast<Algorithm>(integer(args[8]))};
-    const py::gil_scoped_release release;
-    comm.collective(operands, options, 0, checkSignals);
+    addMessages(sends, args[1], outgoing.ptr(), false, "sends");
+    addMessages(recvs, args[1], incoming.ptr(), true, "recvs");
+    return run(comm, {sends.begin(), sends.size()}, {recvs.begin(), recvs.size()},
+               Py_IsTrue(args[4]));
   });
 }
 
-// (communicator, op, in, out, parts of in, parts of out, redop, root, algorithm): one block of the
-// collective is a part of either. False, and nothing done, where the tensors are not plain, their
-// sizes or types do not fit each other, or a number is None.
-PyObject* collectivePlain(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  bool ran = false;
-  PyObject* none = guarded([&] {
-    expect(count, 9);
-    Message in;
-    Message out;
-    if (!PyLong_Check(args[6]) || !PyLong_Check(args[7]) || !PyLong_Check(args[8]) ||
-        !describePlain(args[2], &in) || !describePlain(args[3], &out) || in.dtype != out.dtype) {
-      return;
-    }
-    const auto in_parts = static_cast<size_t>(integer(args[4]));
-    const auto out_parts = static_cast<size_t>(integer(args[5]));
-    const size_t block = in.count / in_parts;
-    if (in.count != block * in_parts || out.count != block * out_parts) return;
-    const Communicator& comm = communicator(args[0]);
-    const Communicator::Operands operands{in.data, out.data, block, in.dtype};
-    const Communicator::Options options{
-        static_cast<OpCode>(integer(args[1])), static_cast<RedOp>(integer(args[6])),
-        static_cast<int>(integer(args[7])), static_cast<Algorithm>(integer(args[8]))};
-    const py::gil_scoped_release release;
-    comm.collective(operands, options, 0, checkSignals);
-    ran = true;
-  });
-  if (none == nullptr) return nullptr;
-  Py_DECREF(none);
-  return PyBool_FromLong(ran);
-}
-
-// (communicator, positions) -> (communicator, its rank, its size), or None when this rank is not in
-// it
+// subset(communicator, positions) -> (communicator, its rank, its size), or None when this rank is
+// not in it
 PyObject* subset(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  PyObject* result = nullptr;
-  PyObject* none = guarded([&] {
+  return guarded([&]() -> PyObject* {
     expect(count, 2);
     const py::object positions =
         py::reinterpret_steal<py::object>(PySequence_Fast(args[1], "not a sequence of ranks"));
@@ -290,25 +406,22 @@ PyObject* subset(PyObject*, PyObject* const* args, Py_ssize_t count) {
     InlineVector<int, 64> ranks;
     ranks.reserve(static_cast<size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
-      const int64_t rank = integer(PySequence_Fast_GET_ITEM(positions.ptr(), i));
-      ranks.push_back(static_cast<int>(std::clamp<int64_t>(rank, -1, INT_MAX)));
+      ranks.push_back(rankOf(PySequence_Fast_GET_ITEM(positions.ptr(), i)));
     }
     const auto made = communicator(args[0]).subset({ranks.begin(), ranks.size()});
-    if (made) result = py::make_tuple(made, made->rank(), made->size()).release().ptr();
+    if (!made) return nullptr;
+    return py::make_tuple(made, made->rank(), made->size()).release().ptr();
   });
-  if (result == nullptr) return none;
-  Py_DECREF(none);
-  return result;
 }
 
 PyMethodDef calls[] = {
     {"describe_torch", describeTorch, METH_O, nullptr},
-    {"run_send", function(runSend), METH_FASTCALL, nullptr},
-    {"run_recv", function(runRecv), METH_FASTCALL, nullptr},
-    {"run_exchange", function(runExchange), METH_FASTCALL, nullptr},
-    {"exchange_plain", function(exchangePlain), METH_FASTCALL, nullptr},
+    {"send", function(send), METH_FASTCALL, nullptr},
+    {"recv", function(recv), METH_FASTCALL, nullptr},
+    {"exchange", function(exchange), METH_FASTCALL, nullptr},
+    {"collective", function(collective), METH_FASTCALL, nullptr},
+    {"describe_collective", function(describeCollective), METH_FASTCALL, nullptr},
     {"run_collective", function(runCollective), METH_FASTCALL, nullptr},
-    {"collective_plain", function(collectivePlain), METH_FASTCALL, nullptr},
     {"subset", function(subset), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -320,7 +433,10 @@ void checkSignals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+const World::InterruptCheck kCheckSignals = checkSignals;
+
 void bindCalls(py::module_& module) {
+  py::class_<CollectiveCall>(module, "CollectiveCall");
   if (PyModule_AddFunctions(module.ptr(), calls) != 0) throw py::error_already_set();
   // Tensors of exactly these two types are described by torch itself, in C.
   module.def("use_exchange_api",

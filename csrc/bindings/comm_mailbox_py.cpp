@@ -14,24 +14,13 @@ struct MailHandle {
 
   void wait(double timeout_s) const {
     const py::gil_scoped_release release;
-    mailbox->wait(*work, timeout_s, checkSignals);
+    mailbox->wait(*work, timeout_s, kCheckSignals);
   }
   bool done() const {
     const py::gil_scoped_release release;
     return mailbox->test(*work);
   }
 };
-
-// A plain tensor, or what hdpcomm/comm/tensors.py says of one: (address, count, dtype). False for
-// all else.
-bool describeBuffer(PyObject* x, Message* described) {
-  if (!PyTuple_Check(x) || PyTuple_GET_SIZE(x) != 3) return describePlain(x, described);
-  described->data = PyLong_AsVoidPtr(PyTuple_GET_ITEM(x, 0));
-  if (described->data == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  described->count = static_cast<size_t>(integer(PyTuple_GET_ITEM(x, 1)));
-  described->dtype = static_cast<DType>(integer(PyTuple_GET_ITEM(x, 2)));
-  return true;
-}
 
 // One rank, or a sequence of some.
 std::vector<int> ranksOf(PyObject* object) {
@@ -49,12 +38,12 @@ std::vector<int> ranksOf(PyObject* object) {
 // (mailbox, buffer, rank or ranks, tag, context) -> the message; None, and nothing done, where the
 // buffer is no plain tensor.
 PyObject* start(PyObject* const* args, Py_ssize_t count, bool send) {
-  PyObject* result = nullptr;
-  PyObject* none = guarded([&] {
+  return guarded([&]() -> PyObject* {
     expect(count, 5);
     const auto mailbox = py::cast<std::shared_ptr<Mailbox>>(py::handle(args[0]));
-    Message message;
-    if (!describeBuffer(args[1], &message)) return;
+    TensorView buffer;
+    if (!describePlain(args[1], &buffer) && !describeTuple(args[1], &buffer)) return nullptr;
+    Message message{buffer.data, buffer.count, buffer.dtype, -1};
     const Label label{integer(args[4]), integer(args[3])};
     MailHandle handle{mailbox, nullptr};
     if (send) {
@@ -66,11 +55,8 @@ PyObject* start(PyObject* const* args, Py_ssize_t count, bool send) {
       const py::gil_scoped_release release;
       handle.work = mailbox->receive(message, std::move(sources), label);
     }
-    result = py::cast(std::move(handle)).release().ptr();
+    return py::cast(std::move(handle)).release().ptr();
   });
-  if (result == nullptr) return none;
-  Py_DECREF(none);
-  return result;
 }
 
 PyObject* send(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -83,11 +69,12 @@ PyObject* receive(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // (message, seconds)
 PyObject* wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&] {
+  return guarded([&]() -> PyObject* {
     expect(count, 2);
     const double timeout_s = PyFloat_AsDouble(args[1]);
     if (timeout_s == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
     py::cast<const MailHandle&>(py::handle(args[0])).wait(timeout_s);
+    return nullptr;
   });
 }
 

@@ -14,39 +14,14 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-// The object that Python holds: the work with its world, so that either may be dropped first.
-struct Handle {
-  std::shared_ptr<World> world;
-  std::shared_ptr<Work> work;
-
-  void wait(double timeout_s) const {
-    const py::gil_scoped_release release;
-    world->wait(*work, timeout_s, checkSignals);
-  }
-  bool done() const {
-    const py::gil_scoped_release release;
-    return world->test(*work);
-  }
-};
-
-Handle handleOf(const Communicator& comm, std::shared_ptr<Work> work) {
-  return Handle{comm.sharedWorld(), std::move(work)};
+void wait(const Handle& handle, double timeout_s) {
+  const py::gil_scoped_release release;
+  handle.world->wait(*handle.work, timeout_s, kCheckSignals);
 }
 
-template <typename T = void*>
-T pointer(uintptr_t address) {
-  return reinterpret_cast<T>(address);
-}
-
-using MessageTuple = std::tuple<uintptr_t, size_t, int, int>;  // address, count, dtype, peer
-
-std::vector<Communicator::Message> messagesOf(const std::vector<MessageTuple>& tuples) {
-  std::vector<Communicator::Message> messages;
-  messages.reserve(tuples.size());
-  for (const auto& [address, count, dtype, peer] : tuples) {
-    messages.push_back({pointer(address), count, static_cast<DType>(dtype), peer});
-  }
-  return messages;
+bool done(const Handle& handle) {
+  const py::gil_scoped_release release;
+  return handle.world->test(*handle.work);
 }
 
 void bindCommunicator(py::module_& module) {
@@ -56,44 +31,7 @@ void bindCommunicator(py::module_& module) {
       .def_property_readonly("ranks",
                              [](const Communicator& c) { return py::tuple(py::cast(c.ranks())); })
       .def_property_readonly("hash", &Communicator::hash)
-      .def_property_readonly("world", &Communicator::sharedWorld)
-      .def(
-          "start_exchange",
-          [](const Communicator& c, const std::vector<MessageTuple>& sends,
-             const std::vector<MessageTuple>& recvs) {
-            const auto from = messagesOf(sends);
-            const auto to = messagesOf(recvs);
-            const py::gil_scoped_release release;
-            return handleOf(c, c.startExchange(from, to));
-          },
-          py::arg("sends"), py::arg("recvs"))
-      .def(
-          "start_collective",
-          [](const Communicator& c, int op, uintptr_t in, uintptr_t out, size_t count, int dtype,
-             int redop, int root, int algorithm) {
-            const py::gil_scoped_release release;
-            return handleOf(
-                c, c.startCollective({pointer(in), pointer(out), count, static_cast<DType>(dtype)},
-                                     {static_cast<OpCode>(op), static_cast<RedOp>(redop), root,
-                                      static_cast<Algorithm>(algorithm)}));
-          },
-          py::arg("op"), py::arg("source"), py::arg("target"), py::arg("count"), py::arg("dtype"),
-          py::arg("redop"), py::arg("root"), py::arg("algorithm"))
-      .def(
-          "start_all_to_all",
-          [](const Communicator& c, uintptr_t in, uintptr_t out, int dtype,
-             std::vector<size_t> out_counts, std::vector<size_t> in_counts, int algorithm) {
-            const py::gil_scoped_release release;
-            Communicator::Options options;
-            options.op = OpCode::kAllToAll;
-            options.algorithm = static_cast<Algorithm>(algorithm);
-            return handleOf(
-                c, c.startCollective({pointer(in), pointer(out), 0, static_cast<DType>(dtype),
-                                      std::move(in_counts), std::move(out_counts)},
-                                     options));
-          },
-          py::arg("source"), py::arg("target"), py::arg("dtype"), py::arg("out_counts"),
-          py::arg("in_counts"), py::arg("algorithm"));
+      .def_property_readonly("world", &Communicator::sharedWorld);
 }
 
 // Memory of World::allocate(), as Python's buffer protocol gives it out.
@@ -194,8 +132,8 @@ void bindNames(py::module_& module) {
 
 void bindComm(py::module_& module) {
   py::class_<Handle>(module, "Work")
-      .def("wait", &Handle::wait, py::arg("timeout") = -1.0)
-      .def("done", &Handle::done)
+      .def("wait", &wait, py::arg("timeout") = -1.0)
+      .def("done", &done)
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
   bindCalls(module);

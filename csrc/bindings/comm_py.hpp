@@ -9,14 +9,26 @@
 #include <tuple>
 
 #include "bindings/rooms.hpp"
-#include "comm/host/communicator.hpp"
+#include "comm/host/operations.hpp"
 
 namespace hdpcomm {
 
-// Blocking operations and describe_torch (comm_calls_py.cpp).
+// What Python holds of a started operation: the work with its world, so that either may be dropped
+// first.
+struct Handle {
+  std::shared_ptr<World> world;
+  std::shared_ptr<Work> work;
+};
+
+// checkSignals() in the form that operations take, made once.
+extern const World::InterruptCheck kCheckSignals;
+
+// Operations and describe_torch (comm_calls_py.cpp).
 void bindCalls(pybind11::module_& module);
-// The data, count and type of a plain contiguous CPU tensor of a known type; false for all else.
-bool describePlain(PyObject* x, Message* described);
+// Describes a plain contiguous CPU tensor of a known type; false for all else.
+bool describePlain(PyObject* x, TensorView* described);
+// The same of a description by hdpcomm/comm/tensors.py: (address, count, dtype).
+bool describeTuple(PyObject* x, TensorView* described);
 // Messages with labels (comm_mailbox_py.cpp).
 void bindMailbox(pybind11::module_& module);
 // How worlds begin and end (comm_joining_py.cpp).
@@ -28,12 +40,13 @@ using LinkCosts = std::tuple<double, double, double, double>;  // as TransportCo
 
 // --- for plain CPython functions -----------------------------------------------------------------
 
-// Runs the body of such a function; its exceptions become Python's. Returns None, or null with the
-// exception set.
+// Runs the body of one, which returns a new reference or null for None. Its exceptions become
+// Python's.
 template <typename Function>
 PyObject* guarded(Function function) {
   try {
-    function();
+    PyObject* result = function();
+    if (result != nullptr) return result;
     Py_RETURN_NONE;
   } catch (pybind11::error_already_set& error) {
     error.restore();

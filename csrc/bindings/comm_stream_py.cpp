@@ -59,32 +59,12 @@ StreamHandle exchange(const std::shared_ptr<StreamEngine>& engine, const Communi
 }
 
 StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
-                        int op, uintptr_t in, uintptr_t out, size_t count, int dtype, int redop,
-                        int root, int algorithm, uintptr_t stream, bool background) {
-  const py::gil_scoped_release release;
-  const CollectivePlan plan = comm.plan(
-      {.count = count, .dtype = static_cast<DType>(dtype)},
-      {static_cast<OpCode>(op), static_cast<RedOp>(redop), root, static_cast<Algorithm>(algorithm)},
-      engine->planning(comm.ranks()));
-  const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
-                                       reinterpret_cast<void*>(out), Stream{stream}, background);
-  return {engine, work};
-}
-
-StreamHandle allToAll(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
-                      uintptr_t in, uintptr_t out, int dtype, std::vector<size_t> out_counts,
-                      std::vector<size_t> in_counts, int algorithm, uintptr_t stream,
-                      bool background) {
+                        const CollectiveCall& call, uintptr_t stream, bool background) {
   const py::gil_scoped_release release;
   const CollectivePlan plan =
-      comm.plan({.count = 0,
-                 .dtype = static_cast<DType>(dtype),
-                 .in_counts = std::move(in_counts),
-                 .out_counts = std::move(out_counts)},
-                {OpCode::kAllToAll, RedOp::kNone, -1, static_cast<Algorithm>(algorithm)},
-                engine->planning(comm.ranks()));
-  const auto work = engine->collective(plan, comm.sharedRanks(), reinterpret_cast<const void*>(in),
-                                       reinterpret_cast<void*>(out), Stream{stream}, background);
+      comm.plan(call.operands, call.options, engine->planning(comm.ranks()));
+  const auto work = engine->collective(plan, comm.sharedRanks(), call.operands.in,
+                                       call.operands.out, Stream{stream}, background);
   return {engine, work};
 }
 
@@ -203,12 +183,8 @@ void bindStream(py::module_& module) {
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
       .def("exchange", &exchange, py::arg("comm"), py::arg("sends"), py::arg("recvs"),
            py::arg("stream"), py::arg("background"))
-      .def("collective", &collective, py::arg("comm"), py::arg("op"), py::arg("source"),
-           py::arg("target"), py::arg("count"), py::arg("dtype"), py::arg("redop"), py::arg("root"),
-           py::arg("algorithm"), py::arg("stream"), py::arg("background"))
-      .def("all_to_all", &allToAll, py::arg("comm"), py::arg("source"), py::arg("target"),
-           py::arg("dtype"), py::arg("out_counts"), py::arg("in_counts"), py::arg("algorithm"),
-           py::arg("stream"), py::arg("background"))
+      .def("collective", &collective, py::arg("comm"), py::arg("call"), py::arg("stream"),
+           py::arg("background"))
       .def(
           "synchronize",
           [](StreamEngine& engine, double timeout_s) {

@@ -58,8 +58,6 @@ class World:
     def abort(self, reason: str) -> None: ...
     def close(self, reason: str) -> None: ...
 
-Message = tuple[int, int, int, int]  # address, count, dtype, peer
-
 class Communicator:
     @property
     def rank(self) -> int: ...
@@ -71,19 +69,8 @@ class Communicator:
     def hash(self) -> int: ...
     @property
     def world(self) -> World: ...
-    def start_exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Work: ...
-    def start_collective(
-        self, op: int, source: int, target: int, count: int, dtype: int, redop: int, root: int, algorithm: int
-    ) -> Work: ...
-    def start_all_to_all(
-        self,
-        source: int,
-        target: int,
-        dtype: int,
-        out_counts: Sequence[int],
-        in_counts: Sequence[int],
-        algorithm: int,
-    ) -> Work: ...
+
+class CollectiveCall: ...  # a collective whose tensors were described and fit each other
 
 StreamMessage = tuple[int, int, int, int, int | None]  # address, count, dtype, peer, offset in the landing zone
 
@@ -146,32 +133,7 @@ class StreamEngine:
         stream: int,
         background: bool,
     ) -> StreamWork: ...
-    def collective(
-        self,
-        comm: Communicator,
-        op: int,
-        source: int,
-        target: int,
-        count: int,
-        dtype: int,
-        redop: int,
-        root: int,
-        algorithm: int,
-        stream: int,
-        background: bool,
-    ) -> StreamWork: ...
-    def all_to_all(
-        self,
-        comm: Communicator,
-        source: int,
-        target: int,
-        dtype: int,
-        out_counts: Sequence[int],
-        in_counts: Sequence[int],
-        algorithm: int,
-        stream: int,
-        background: bool,
-    ) -> StreamWork: ...
+    def collective(self, comm: Communicator, call: CollectiveCall, stream: int, background: bool) -> StreamWork: ...
     def synchronize(self, timeout: float) -> None: ...
     def stats(self) -> dict[str, int]: ...
 
@@ -185,12 +147,50 @@ class Mail:
     def source(self) -> int: ...  # world rank of the sender of a receive that has ended; else -1
     def done(self) -> bool: ...
 
-# Plain C functions: positional arguments only; the run_* block.
+# Plain C functions: positional arguments only. Those that run an operation block, or start it if `async_op`: then they
+# return its Work. `describe` is asked about tensors that are not plain: as hdpcomm.comm.tensors.describe.
+Describe = Callable[..., tuple[int, int, int]]
+Splits = tuple[Sequence[int] | None, Sequence[int] | None]  # elements from and for each rank
+
 def subset(comm: Communicator, positions: Sequence[int], /) -> tuple[Communicator, int, int] | None: ...
 def describe_torch(x: object, /) -> tuple[int, int, int] | None: ...
 def use_exchange_api(capsule: object, tensor: type, parameter: type, /) -> bool: ...
-def run_send(comm: Communicator, address: int, count: int, dtype: int, peer: int, /) -> None: ...
-def run_recv(comm: Communicator, address: int, count: int, dtype: int, peer: int, /) -> None: ...
+def send(comm: Communicator, describe: Describe, x: object, peer: int, async_op: bool, /) -> Work | None: ...
+def recv(comm: Communicator, describe: Describe, x: object, peer: int, async_op: bool, /) -> Work | None: ...
+def exchange(
+    comm: Communicator,
+    describe: Describe,
+    sends: Sequence[tuple[Any, ...]],
+    recvs: Sequence[tuple[Any, ...]],
+    async_op: bool,
+    /,
+) -> Work | None: ...
+def collective(
+    comm: Communicator,
+    describe: Describe,
+    operation: int,
+    x: object,
+    out: object,
+    op: str | None,
+    root: int | None,
+    algorithm: str,
+    splits: Splits | None,
+    async_op: bool,
+    /,
+) -> Work | None: ...
+def describe_collective(
+    comm: Communicator,
+    describe: Describe,
+    operation: int,
+    x: object,
+    out: object,
+    op: str | None,
+    root: int | None,
+    algorithm: str,
+    splits: Splits | None,
+    /,
+) -> CollectiveCall: ...
+def run_collective(comm: Communicator, call: CollectiveCall, async_op: bool, /) -> Work | None: ...
 
 # A buffer: a tensor, or (address, count, dtype); None where it is no plain tensor.
 def mail_send(mailbox: Mailbox, buffer: object, peer: int, tag: int, context: int, /) -> Mail | None: ...
@@ -198,31 +198,3 @@ def mail_receive(
     mailbox: Mailbox, buffer: object, sources: int | Sequence[int], tag: int, context: int, /
 ) -> Mail | None: ...
 def mail_wait(mail: Mail, timeout: float, /) -> None: ...
-def run_exchange(comm: Communicator, sends: list[Message], recvs: list[Message], /) -> None: ...
-def exchange_plain(
-    comm: Communicator, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]], /
-) -> bool: ...
-def collective_plain(
-    comm: Communicator,
-    op: int,
-    x: object,
-    out: object,
-    x_parts: int,
-    out_parts: int,
-    redop: int | None,
-    root: int,
-    algorithm: int | None,
-    /,
-) -> bool: ...
-def run_collective(
-    comm: Communicator,
-    op: int,
-    source: int,
-    target: int,
-    count: int,
-    dtype: int,
-    redop: int,
-    root: int,
-    algorithm: int,
-    /,
-) -> None: ...

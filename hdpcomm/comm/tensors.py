@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "code_of", "describe", "dtype_name", "like", "same_type"]
+__all__ = ["Buffer", "code_of", "describe", "dtype_name"]
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
@@ -33,22 +33,6 @@ def code_of(dtype: Any) -> int | None:
 def dtype_name(code: int) -> str:
     """The name of a dtype code of the core."""
     return _NAMES[code]
-
-
-def same_type(expected: Buffer, given: Buffer, name: str) -> Buffer:
-    """``given``, of the tensor ``name``. Raises: InvalidUsage where its dtype is not that of the other tensor."""
-    if given[2] != expected[2]:
-        raise InvalidUsage(
-            f"{name} has dtype {dtype_name(given[2])}, the other tensor {dtype_name(expected[2])}; give equal types"
-        )
-    return given
-
-
-def like(expected: Buffer, given: Buffer, name: str) -> Buffer:
-    """``given``, of the tensor ``name``. Raises: InvalidUsage where its size or dtype is not that of ``x``."""
-    if given[1] != expected[1]:
-        raise InvalidUsage(f"{name} has {given[1]} elements, x {expected[1]}; give equal sizes")
-    return same_type(expected, given, name)
 
 
 def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
@@ -97,7 +81,7 @@ def _bad_torch(x: torch.Tensor, what: str) -> InvalidUsage:
     if x.dtype not in _TORCH:
         return InvalidUsage(f"{what} has dtype {x.dtype}; known are: {', '.join(sorted(_CODES))}")
     if x.is_contiguous():
-        return InvalidUsage(f"{what} is a view whose memory has the other sign (is_neg()); pass x.resolve_neg()")
+        return InvalidUsage(f"{what} is a lazily negated view (is_neg()); pass x.resolve_neg()")
     return InvalidUsage(
         f"{what} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass x.contiguous(), and for an "
         "output copy the result back"

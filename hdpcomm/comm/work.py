@@ -1,25 +1,17 @@
-"""What a started operation returns, and the numbers by which the core takes one."""
+"""What a started operation returns."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 from hdpcomm import _core
-from hdpcomm.errors import InvalidUsage
 
-__all__ = ["ENDED", "Collective", "Ragged", "Work", "algorithm_code", "retain"]
-
-Collective = tuple[int, int, int, int, int, int, int, int]  # op, source, target, count, dtype, redop, root, algorithm
-Ragged = tuple[int, int, int, Sequence[int], Sequence[int], int]  # source, target, dtype, out and in counts, algorithm
-
-_ALGORITHMS = _core.comm.ALGORITHMS
-
+__all__ = ["ENDED", "Work", "retain"]
 
 _dropped: collections.deque[tuple[Any, tuple[Any, ...]]] = collections.deque()
-"""Handles and tensors of operations whose Work was let go of before they had ended: the core still uses the memory."""
+"""Handles and tensors of operations whose Work was dropped before they had ended: the core still uses the memory."""
 
 
 def _sweep() -> None:
@@ -74,12 +66,4 @@ class Work:
 
 
 ENDED = Work(None, ())
-"""Of operations that had ended when they returned."""
-
-
-def algorithm_code(name: str) -> int:
-    """The core's number of an algorithm. Raises: InvalidUsage for an unknown name."""
-    code = _ALGORITHMS.get(name)
-    if code is None:
-        raise InvalidUsage(f"algorithm {name!r} is unknown; known are: {', '.join(_ALGORITHMS)}")
-    return code
+"""The work of every operation that had ended when its call returned."""

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.communicator import Communicator, Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.paths import DevicePath, Devices
 from hdpcomm.comm.tensors import Buffer, describe
-from hdpcomm.comm.work import ENDED, Collective, Ragged, Work
+from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["DeviceCommunicator", "DeviceWork"]
+
+_describe_collective = _core.comm.describe_collective
+_run_collective = _core.comm.run_collective
 
 
 class DeviceWork(Work):
@@ -143,34 +146,39 @@ class DeviceCommunicator(Communicator):
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _plain(*_: Any) -> bool:
-        return False  # the devices say which tensors are theirs
-
-    def _describe(self, x: Any, what: str, *, writable: bool = False) -> Buffer:
-        path = self._devices.path(x)
-        return describe(x, what, writable=writable) if path is None else path.describe(x, what, writable=writable)
-
     def _common_path(self, *tensors: Any) -> DevicePath | None:
         """The path of the tensors of one operation; None: by the host."""
-        paths = [self._devices.path(x) for x in tensors if x is not None]
+        paths = [self._devices.path(x) for x in tensors]
         if any((path is None) != (paths[0] is None) for path in paths):
             raise InvalidUsage(
                 "one operation got tensors in host memory and on a device; give all of one kind (x.cpu(), x.cuda())"
             )
         return paths[0] if paths else self._devices.path(None)
 
-    def _run(self, operands: Collective, async_op: bool, buffers: tuple[Any, ...]) -> Work:
-        path = self._common_path(*buffers)
-        if path is None:
-            return super()._run(operands, async_op, buffers)
-        return _finish(path.collective(self._core, operands, background=async_op), buffers, path, async_op)
+    def _collective(
+        self,
+        operation: int,
+        x: Any,
+        out: Any,
+        op: str | None,
+        root: int | None,
+        algorithm: str,
+        async_op: bool,
+        splits: Splits | None = None,
+    ) -> Work:
+        taken: list[Any] = []
 
-    def _run_ragged(self, operands: Ragged, async_op: bool, buffers: tuple[Any, ...]) -> Work:
-        path = self._common_path(*buffers)
-        if path is None:
-            return super()._run_ragged(operands, async_op, buffers)
-        return _finish(path.all_to_all(self._core, operands, background=async_op), buffers, path, async_op)
+        def described(tensor: Any, what: str, *, writable: bool = False) -> Buffer:
+            path = self._devices.path(tensor)
+            taken.append(tensor)
+            return (describe if path is None else path.describe)(tensor, what, writable=writable)
+
+        call = _describe_collective(self._core, described, operation, x, out, op, root, algorithm, splits)
+        path = self._common_path(*taken)
+        if path is not None:
+            return _finish(path.collective(self._core, call, background=async_op), (x, out), path, async_op)
+        handle = _run_collective(self._core, call, async_op)
+        return ENDED if handle is None else Work(handle, (x, out))
 
 
 def _to(place: Sequence[int]) -> tuple[int, int | None]:

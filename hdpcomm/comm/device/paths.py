@@ -10,7 +10,6 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
-from hdpcomm.comm.work import Collective, Ragged
 
 __all__ = ["DevicePath", "Devices"]
 
@@ -33,11 +32,8 @@ class DevicePath:
     ) -> _core.comm.StreamWork:
         return self._engine.exchange(core, sends, recvs, self._tensors.stream(), background)
 
-    def collective(self, core: Core, operands: Collective, *, background: bool) -> _core.comm.StreamWork:
-        return self._engine.collective(core, *operands, self._tensors.stream(), background)
-
-    def all_to_all(self, core: Core, operands: Ragged, *, background: bool) -> _core.comm.StreamWork:
-        return self._engine.all_to_all(core, *operands, self._tensors.stream(), background)
+    def collective(self, core: Core, call: _core.comm.CollectiveCall, *, background: bool) -> _core.comm.StreamWork:
+        return self._engine.collective(core, call, self._tensors.stream(), background)
 
     def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
         """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""

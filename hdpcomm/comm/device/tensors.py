@@ -73,7 +73,7 @@ class CudaTensors:
                 "for an output copy the result back"
             )
         if x.is_neg():
-            raise InvalidUsage(f"{what} is a view whose memory has the other sign (is_neg()); pass x.resolve_neg()")
+            raise InvalidUsage(f"{what} is a lazily negated view (is_neg()); pass x.resolve_neg()")
         return x.data_ptr(), x.numel(), code
 
     def stream(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,6 +162,57 @@ def strided_and_numpy() -> None:
 
 def test_numpy_and_layouts(ranks: Any) -> None:
     ranks(2, strided_and_numpy)
+
+
+def bad_arguments() -> None:
+    comm = hdp.init()
+    two, four, longs = torch.zeros(2), torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: comm.all_gather(two, two),
+            r"all_gather\(\) got x with 2 and out with 2 .* on 2 ranks out must have 4",
+        ),
+        (lambda: comm.reduce_scatter(four, two), r"got out with 4 and x with 2 elements; on 2 ranks x must have 8"),
+        (lambda: comm.all_gather(longs, two), "out has dtype int64, the other tensor float32; give equal types"),
+        (lambda: comm.reduce_scatter(two, longs), "x has dtype int64, the other tensor float32"),
+        (lambda: comm.all_reduce(two, out=four), "out has 4 elements, x 2; give equal sizes"),
+        (lambda: comm.reduce(two, 0, out=longs[:2]), "out has dtype int64"),
+        (lambda: comm.gather(two, two, comm.rank), "on 2 ranks out must have 4"),
+        (lambda: comm.gather(None, two, comm.rank), "out is a NoneType; give a torch tensor"),
+        (lambda: comm.scatter(four, four, comm.rank), "on 2 ranks x must have 8"),
+        (lambda: comm.all_to_all(torch.zeros(3), torch.zeros(3)), "equal and divisible by the 2 ranks"),
+        (lambda: comm.all_to_all(two, two, [1, 1]), "one of out_splits and in_splits; give both or neither"),
+        (lambda: comm.all_to_all(two, two, [1, 1], [2, 1]), r"in_splits=\[2, 1\]; it must hold 2 counts.* 2 elements"),
+        (lambda: comm.all_to_all(two, two, [3, -1], [1, 1]), r"out_splits=\[3, -1\]; it must hold 2 counts"),
+        (lambda: comm.all_to_all(two, longs[:2], [1, 1], [1, 1]), "out has dtype float32, the other tensor int64"),
+        (lambda: comm.all_reduce(two, "mean"), r"all_reduce\(\) got op='mean'; known are: sum, prod, min, max, avg"),
+        (lambda: comm.all_reduce(two, None), "got op=None; known are"),  # type: ignore[arg-type]
+        (lambda: comm.all_reduce(two, algorithm="best"), "algorithm 'best' is unknown; known are: auto, ring"),
+        (lambda: comm.broadcast(two, 2), "broadcast.. got rank 2, but this communicator has ranks 0..1"),
+        (lambda: comm.broadcast(two, 1 << 40), "got rank 2147483647"),
+        (lambda: comm.send(two, comm.rank), "to itself would wait for ever"),
+        (lambda: comm.exchange([], [(two, 0), ([1.0], 0)]), r"recvs\[1\] is a list"),
+    ]
+    on_the_host: list[tuple[Callable[[], object], str]] = [
+        (lambda: comm.send([1.0], 1 - comm.rank), "x is a list"),
+        (lambda: comm.exchange([(two, 0), (two, 0, 3)], []), "landing place for host memory"),
+    ]
+    for call, message in calls + (on_the_host if comm.transport == "shm" else []):
+        with pytest.raises(hdp.InvalidUsage, match=message):
+            call()
+    for wrong in (lambda: comm.broadcast(two, "0"), lambda: comm.exchange(3), lambda: comm.exchange([3])):  # type: ignore
+        with pytest.raises(TypeError):
+            wrong()
+    comm.exchange([[two + 1, 1 - comm.rank]], [[two, 1 - comm.rank]])  # lists are pairs, too; and it works on
+    assert two.tolist() == [1.0, 1.0]
+    name = "".join(["s", "u", "m"])  # equal to the name that the core keeps, but another object
+    comm.all_reduce(two, name)
+    assert two.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("transport", ["shm", "sim"])
+def test_bad_arguments_are_named(transport: str) -> None:
+    run_threads(bad_arguments, 2, transport=transport)
 
 
 def same_bits() -> list[bytes]:

@@ -14,11 +14,11 @@ import torch
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.device.communicator import DeviceCommunicator
+from hdpcomm.comm.tensors import describe
 
 __all__ = ["PROGRAMS", "Caller", "joined"]
 
 _FLOAT = _core.DTYPES["float32"]
-_SUM, _NONE = _core.comm.REDOPS["sum"], 255
 
 
 @dataclass
@@ -67,17 +67,27 @@ class Caller:
         )
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, algorithm: str) -> _core.comm.StreamWork:
-        count, code = x.numel() // self.comm.size, _core.comm.ALGORITHMS[algorithm]
-        op, place = _core.comm.OPS["all_to_all"], (x.data_ptr(), out.data_ptr(), count, _FLOAT)
-        return self.engine.collective(self.comm._core, op, *place, _NONE, -1, code, self.stream, False)
+        return self._run("all_to_all", out, x, None, algorithm, background=False)
 
     def collective(
         self, op: str, out: torch.Tensor, x: torch.Tensor, count: int, algorithm: str, *, background: bool = False
     ) -> _core.comm.StreamWork:
         """``all_gather``, ``reduce_scatter`` (``count`` of a block) or ``all_reduce``."""
-        place = _core.comm.OPS[op], x.data_ptr(), out.data_ptr(), count, _FLOAT
-        redop, code = _NONE if op == "all_gather" else _SUM, _core.comm.ALGORITHMS[algorithm]
-        return self.engine.collective(self.comm._core, *place, redop, -1, code, self.stream, background)
+        size = self.comm.size
+        to, given = out.view(-1)[: count * size], x.view(-1)[: count * size]
+        if op != "all_gather":
+            to = to[:count]
+        if op != "reduce_scatter":
+            given = given[:count]
+        return self._run(op, to, given, None if op == "all_gather" else "sum", algorithm, background=background)
+
+    def _run(
+        self, op: str, out: torch.Tensor, x: torch.Tensor, redop: str | None, algorithm: str, *, background: bool
+    ) -> _core.comm.StreamWork:
+        call = _core.comm.describe_collective(
+            self.comm._core, describe, _core.comm.OPS[op], x, out, redop, None, algorithm, None
+        )
+        return self.engine.collective(self.comm._core, call, self.stream, background)
 
     def all_reduce(self, x: torch.Tensor, algorithm: str, *, background: bool = False) -> _core.comm.StreamWork:
         return self.collective("all_reduce", x, x, x.numel(), algorithm, background=background)
