@@ -1,7 +1,6 @@
 #include <pybind11/stl.h>
 
 #include "base/dtype.hpp"
-#include "base/env.hpp"
 #include "base/error.hpp"
 #include "bindings/rooms.hpp"
 
@@ -67,13 +66,7 @@ void bindBase(py::module_& module) {
 #endif
     return info;
   });
-  module.def("environment", [] {
-    py::list rows;
-    for (const EnvVariable& row : environmentTable()) {
-      rows.append(py::make_tuple(row.name, row.value, row.fallback, row.meaning));
-    }
-    return rows;
-  });
+  bindSettings(module);
   py::dict dtypes;
   for (int i = 0; i < kNumDTypes; ++i) dtypes[dtypeName(static_cast<DType>(i))] = i;
   module.attr("DTYPES") = dtypes;

@@ -14,6 +14,7 @@ void setPythonError(const Error& error);
 void checkSignals();
 
 void bindBase(pybind11::module_& module);
+void bindSettings(pybind11::module_& module);  // base_settings_py.cpp
 void bindCollective(pybind11::module_& module);
 void bindComm(pybind11::module_& module);
 void bindDevice(pybind11::module_& module);

@@ -1,4 +1,4 @@
-"""``hdpcomm doctor``: what this machine offers and what hdpcomm found of it."""
+"""``hdpcomm doctor``: what this machine offers, and what of it hdpcomm can use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hdpcomm.cli.doctor_settings import environment, settings_lines, unknown_variables
 from hdpcomm.cli.doctor_topology import TOPOLOGY_OPTIONS, add_topology_options, show_topology
 from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.errors import InvalidUsage
@@ -21,7 +22,7 @@ __all__ = ["Check", "add_parser", "checks"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report; ``state``: ``ok``, ``off`` (hdpcomm works without it) or ``bad`` (it does not)."""
+    """One line of the report. ``state``: ``ok``, ``off`` (hdpcomm works without it) or ``bad`` (it does not)."""
 
     topic: str
     name: str
@@ -35,35 +36,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "doctor",
         help="what this machine offers: versions, CUDA, transports, settings",
         description="Prints versions, how the core was built, whether a CUDA driver is there, which CPU transports "
-        "work, and every environment variable that hdpcomm reads. Exit code 1 if something is missing that it needs.",
+        "work, and the environment variables that differ from their defaults. Exit code 1 if something is missing that "
+        "it needs, or a variable has a value that is refused.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    parser.add_argument("--all", action="store_true", help="show every environment variable that hdpcomm reads")
     add_topology_options(parser)
     parser.set_defaults(func=_doctor)
 
 
 def checks() -> list[Check]:
-    """Looks at everything; never raises for what is missing."""
+    """Every check, in the order of the report; never raises for what is missing."""
     return [*_versions(), *_core(), *_cuda(), *_nccl(), *_transports()]
-
-
-def environment() -> list[dict[str, str]]:
-    """Every variable that hdpcomm reads: name, value in force, default, meaning."""
-    rows = [
-        {
-            "name": "HDPCOMM_DEBUG",
-            "value": os.environ.get("HDPCOMM_DEBUG", "0"),
-            "default": "0",
-            "meaning": "1: commands show the traceback of an error",
-        }
-    ]
-    try:
-        from hdpcomm import _core
-    except ImportError:
-        return rows
-    names = ("name", "value", "default", "meaning")
-    return rows + [dict(zip(names, row, strict=True)) for row in _core.environment()]
 
 
 def _versions() -> list[Check]:
@@ -137,7 +122,10 @@ def _nccl() -> list[Check]:
         from hdpcomm.comm.device.nccl_library import describe
     except ImportError:
         return []
-    there, text = describe()
+    try:
+        there, text = describe()
+    except InvalidUsage as error:
+        there, text = False, f"not looked for: {error}"
     return [Check("cuda", "nccl", "ok" if there else "off", text)]
 
 
@@ -210,7 +198,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if given:
         raise InvalidUsage(f"{', '.join(given)} without --topology: only the measured report has ranks; add --topology")
     rows = checks()
-    variables = environment()
+    variables, unknown = environment(), unknown_variables()
     topic = ""
     for row in rows:
         if row.topic != topic:
@@ -218,11 +206,9 @@ def _doctor(options: argparse.Namespace) -> int:
             print(topic)
         print(f"  {row.state:<4}{row.name:<18}{row.detail}")
     print("environment")
-    for variable in variables:
-        print(f"  {variable['name']}={variable['value']} (default {variable['default']})\n      {variable['meaning']}")
-    healthy = all(row.state != "bad" for row in rows)
+    print("\n".join(settings_lines(variables, unknown, everything=options.all)))
+    healthy = all(row.state != "bad" for row in rows) and not any(row["error"] for row in variables)
     if options.json:
-        write_json(
-            options.json, {"healthy": healthy, "checks": [asdict(row) for row in rows], "environment": variables}
-        )
+        report = {"healthy": healthy, "checks": [asdict(row) for row in rows]}
+        write_json(options.json, report | {"environment": variables, "unknown_variables": unknown})
     return 0 if healthy else 1

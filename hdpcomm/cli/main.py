@@ -75,6 +75,16 @@ def exit_code(error: BaseException) -> int:
     return 1
 
 
+def _debug() -> bool:
+    """``HDPCOMM_DEBUG``; false where the settings cannot be read: the error at hand matters more."""
+    try:
+        from hdpcomm import _core
+
+        return _core.settings().debug
+    except (ImportError, InvalidUsage):
+        return False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Errors become one message on stderr."""
     try:
@@ -89,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return PIPE_CLOSED
     except Exception as error:
-        if os.environ.get("HDPCOMM_DEBUG", "0") not in ("", "0"):
+        if _debug():
             traceback.print_exc()
         message = f"{error}" if isinstance(error, Error) else f"internal error: {type(error).__name__}: {error}"
         print(f"hdpcomm: error: {message}", file=sys.stderr)

@@ -24,7 +24,6 @@ from hdpcomm.comm.group_carrier import GroupCarrier, make_group
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.machine import machine
-from hdpcomm.comm.settings import setting
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 
 __all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
@@ -142,12 +141,12 @@ atexit.register(close_all, "its process ended")
 
 def default_timeout() -> float:
     """Seconds for joining and for operations where the program names none."""
-    return float(setting("HDPCOMM_TIMEOUT"))
+    return _core.settings().timeout_s
 
 
 def _chosen(transport: str) -> str:
     """The transport that the program or, for ``auto``, the environment names."""
-    given = transport if transport != "auto" else setting("HDPCOMM_TRANSPORT")
+    given = transport if transport != "auto" else _core.settings().transport
     if given not in TRANSPORTS:
         source = "" if given == transport else " of HDPCOMM_TRANSPORT"
         raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(TRANSPORTS)}")

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hdpcomm import _core
-from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.nccl_costs import link_costs as nccl_link_costs
 from hdpcomm.plan.presets import DEVICES
@@ -19,7 +18,7 @@ __all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
 _DEFAULTS = _core.collective.DEFAULT_COSTS
 _DEVICE = _core.collective.DEVICE_COSTS
 _NCCL_INSIDE, _NCCL_BETWEEN = (asdict(costs) for costs in nccl_link_costs(DEVICES["h100"]))
-# Of transports that nobody calibrated.
+# Costs of transports that nobody calibrated.
 _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     # Estimated, for gloo over TCP. `hdpcomm perf --calibrate --transport torch --ranks 2` measures the loopback of a
     # machine; on ranks of several hosts --calibrate measures their network.
@@ -54,7 +53,7 @@ def _defaults(transport: str) -> dict[str, float]:
 
 def costs_path() -> Path:
     """``HDPCOMM_COSTS``, or ``costs.json`` in the user's cache folder (``XDG_CACHE_HOME``)."""
-    if named := setting("HDPCOMM_COSTS"):
+    if named := _core.settings().costs:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hdpcomm" / "costs.json"
 
@@ -70,7 +69,7 @@ def load_costs(transport: str) -> dict[str, float]:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        if setting("HDPCOMM_COSTS"):
+        if _core.settings().costs:
             raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
         return dict(_defaults(transport))
     except OSError as error:

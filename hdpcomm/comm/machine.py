@@ -12,7 +12,6 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm.device.nccl_library import load
 from hdpcomm.comm.launchers import local_place
-from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["Machine", "joining_on", "machine"]
@@ -27,7 +26,7 @@ class Machine:
     def host(self, rank: int) -> str:
         """A text that is equal for ranks with common memory: those of one host, user and container."""
         del rank  # a process knows its own host only; ranks that are threads share it
-        return f"{_core.comm.host_identity()}/{setting('HDPCOMM_HOSTID')}"
+        return f"{_core.comm.host_identity()}/{_core.settings().host_id}"
 
     def has_gpu(self, rank: int) -> bool:
         """Whether ``auto`` may give the rank a CUDA device."""

@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "base/env.hpp"
+#include "base/settings.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -20,13 +20,13 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
   if (!(timeout_s > 0)) {
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
   }
-  const Env& env = Env::get();
-  yield_s_ = env.yield_us * 1e-6;
-  liveness_s_ = env.liveness_s;
+  const Settings& settings = Settings::get();
+  yield_s_ = settings.yield_us * 1e-6;
+  liveness_s_ = settings.liveness_s;
   wake_ = transport_->waker();
   const bool shared_cores = transport_->oversubscribed();
   spins_ = shared_cores ? 4 : 400;  // some microseconds
-  spin_s_ = shared_cores ? 0 : env.spin_us * 1e-6;
+  spin_s_ = shared_cores ? 0 : settings.spin_us * 1e-6;
 }
 
 World::~World() {

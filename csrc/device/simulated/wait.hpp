@@ -8,7 +8,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "base/env.hpp"
+#include "base/settings.hpp"
 
 namespace hdpcomm::simulated {
 
@@ -40,7 +40,7 @@ bool waitFor(const uint32_t* word, Done done, KeepWaiting keep_waiting,
              std::chrono::nanoseconds slice = std::chrono::milliseconds(20)) {
   if (done()) return true;
   const auto start = std::chrono::steady_clock::now();
-  const auto yields = std::chrono::duration<double, std::micro>(Env::get().yield_us);
+  const auto yields = std::chrono::duration<double, std::micro>(Settings::get().yield_us);
   while (std::chrono::steady_clock::now() - start < yields) {
     ::sched_yield();
     if (done()) return true;

@@ -9,7 +9,6 @@ from hdpcomm import _core
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.paths import Devices
 from hdpcomm.comm.machine import machine
-from hdpcomm.comm.settings import setting
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["AUTOMATIC", "DEVICE_TRANSPORTS", "join_devices"]
@@ -33,13 +32,13 @@ def join_devices(transport: str, world: _core.comm.World) -> Devices:
 
 
 def _links(transport: str) -> _core.comm.LinkJoining:
-    settings = {name: int(value) for name, value, _, _ in _core.environment() if name.startswith("HDPCOMM_DEVICE_")}
+    settings = _core.settings()
     return _core.comm.LinkJoining(
-        slot_bytes=settings["HDPCOMM_DEVICE_SLOT_BYTES"],
-        num_slots=settings["HDPCOMM_DEVICE_SLOTS"],
-        num_lanes=settings["HDPCOMM_DEVICE_LANES"],
-        landing_bytes=settings["HDPCOMM_DEVICE_LANDING_BYTES"],
-        window_bytes=settings["HDPCOMM_DEVICE_WINDOW_BYTES"],
+        slot_bytes=settings.device_slot_bytes,
+        num_slots=settings.device_slots,
+        num_lanes=settings.device_lanes,
+        landing_bytes=settings.device_landing_bytes,
+        window_bytes=settings.device_window_bytes,
         costs=_core.collective.DeviceTransportCosts(**load_costs(transport)),  # rank 0's count
     )
 
@@ -55,19 +54,14 @@ _DRIVER_FOR_PUTS = 12050
 
 
 def _nccl(library: Callable[[], Any], driver: int) -> _core.comm.NcclJoining:
-    distance = setting("HDPCOMM_NCCL_CONNECT")
-    if not distance.isdecimal():
-        raise InvalidUsage(f"HDPCOMM_NCCL_CONNECT={distance!r}; give a distance between ranks, 0 or more")
-    one_sided = setting("HDPCOMM_NCCL_ONE_SIDED")
-    if one_sided not in _ONE_SIDED:
-        raise InvalidUsage(f"HDPCOMM_NCCL_ONE_SIDED={one_sided!r}; give 0, 1 or auto")
+    settings = _core.settings()
     inside, between = (link_costs(load_costs(name)) for name in cost_names("nccl"))  # rank 0's count
     return _core.comm.NcclJoining(
         library=library,
-        connect_distance=int(distance),
+        connect_distance=settings.nccl_connect,
         inside=inside,
         between=between,
-        one_sided=_ONE_SIDED[one_sided],
-        landing_bytes=int(setting("HDPCOMM_DEVICE_LANDING_BYTES")),
+        one_sided=_ONE_SIDED[settings.nccl_one_sided],
+        landing_bytes=settings.device_landing_bytes,
         no_puts="" if driver >= _DRIVER_FOR_PUTS else "the driver is older than that of CUDA 12.5",
     )

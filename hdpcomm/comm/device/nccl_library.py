@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 
 from hdpcomm import _core
-from hdpcomm.comm.settings import setting
 from hdpcomm.errors import DeviceError
 
 __all__ = ["describe", "library_candidates", "load"]
@@ -14,7 +13,7 @@ __all__ = ["describe", "library_candidates", "load"]
 
 def library_candidates() -> list[str]:
     """What to open, in order: paths of files that exist, then the name that the system's loader knows."""
-    named = setting("HDPCOMM_NCCL")
+    named = _core.settings().nccl
     if named:
         return [named]
     found = []

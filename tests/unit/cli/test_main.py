@@ -60,6 +60,9 @@ def test_other_errors_name_their_type_and_debug_shows_the_traceback(monkeypatch,
     told = capsys.readouterr().err
     assert "Traceback" in told
     assert "hdpcomm: error: internal error: KeyError: 'x'\n" in told
+    monkeypatch.setenv("HDPCOMM_DEBUG", "yes")  # refused: 0 or 1
+    run_with(monkeypatch, KeyError("x"))
+    assert capsys.readouterr().err == "hdpcomm: error: internal error: KeyError: 'x'\n"
 
 
 @pytest.mark.parametrize(

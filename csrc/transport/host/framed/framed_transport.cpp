@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/env.hpp"
+#include "base/settings.hpp"
 
 namespace hdpcomm {
 namespace framed {
@@ -16,7 +16,7 @@ bool needsConfirmation(const SendRequest& request) {
 }  // namespace
 
 FramedTransport::FramedTransport(std::shared_ptr<FrameLink> link, std::string name)
-    : link_(std::move(link)), name_(std::move(name)), silence_s_(Env::get().silence_s) {
+    : link_(std::move(link)), name_(std::move(name)), silence_s_(Settings::get().silence_s) {
   peers_.resize(static_cast<size_t>(link_->size()));
   for (int i = 0; i < link_->size(); ++i) at(i).rank = i;
 }

@@ -7,8 +7,8 @@
 #include <cstdio>
 #include <fstream>
 
-#include "base/env.hpp"
 #include "base/error.hpp"
+#include "base/settings.hpp"
 
 namespace hdpcomm {
 namespace shm {
@@ -55,7 +55,7 @@ Layout layoutFor(int num_ranks) {
     throwInvalidUsage("a shared-memory world has 1 to 4096 ranks, not " +
                       std::to_string(num_ranks));
   }
-  size_t payload = Env::get().payload_bytes / 4096 * 4096;
+  size_t payload = Settings::get().shm_payload_bytes / 4096 * 4096;
   if (num_ranks > 256) payload = 65536;
   return Layout{static_cast<uint32_t>(num_ranks), static_cast<uint32_t>(payload)};
 }

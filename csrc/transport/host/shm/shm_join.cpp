@@ -4,8 +4,8 @@
 
 #include <thread>
 
-#include "base/env.hpp"
 #include "base/process.hpp"
+#include "base/settings.hpp"
 #include "transport/host/shm/shm_transport.hpp"
 
 namespace hdpcomm {
@@ -54,7 +54,7 @@ void ShmTransport::waitForMembers(const ShmJoining& joining) {
     return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
   };
   const auto deadline = Clock::now() + seconds(std::min(joining.timeout_s, 1e9));
-  const auto liveness = seconds(Env::get().liveness_s);
+  const auto liveness = seconds(Settings::get().liveness_s);
   auto next_check = Clock::now() + liveness;
   for (const int member : members_) {
     while (!present(member)) {
@@ -113,7 +113,7 @@ void ShmTransport::probePeer(Peer& peer) {
   peer.same_process = peer.control->pid == segment_->control(rank_).pid;
   uint64_t value = 0;
   bool readable = peer.same_process;
-  if (!readable && Env::get().cma) {
+  if (!readable && Settings::get().shm_cma) {
     iovec local{&value, sizeof value};
     iovec remote{reinterpret_cast<void*>(peer.control->probe), sizeof value};
     readable = ::process_vm_readv(peer.control->pid, &local, 1, &remote, 1, 0) == sizeof value &&

@@ -9,8 +9,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "base/env.hpp"
 #include "base/process.hpp"
+#include "base/settings.hpp"
 
 namespace hdpcomm {
 namespace shm {
@@ -37,7 +37,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
     : segment_(std::move(segment)),
       rank_(rank),
       members_(std::move(members)),
-      eager_bytes_(Env::get().eager_bytes) {
+      eager_bytes_(Settings::get().shm_eager_bytes) {
   const int num_ranks = size();
   if (rank < 0 || rank >= num_ranks) {
     throwInvalidUsage("rank " + std::to_string(rank) + " is not in a world of " +
