@@ -26,7 +26,6 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard
 from hdpcomm.testing import RankPool
-from hdpcomm.train.waiting import TimedCommunicator
 
 
 def lengths_of(text: str) -> list[int]:
@@ -64,26 +63,25 @@ def single(lengths: list[int], shape: dict[str, Any], causal: bool) -> dict[str,
 def distributed(lengths: list[int], shape: dict[str, Any], causal: bool, variant: str) -> dict[str, float]:
     """Seconds of the distributed attention on this rank."""
     torch.set_num_threads(1)
-    with hdp.init() as world:
-        comm = TimedCommunicator(world)
+    with hdp.init() as comm:
         cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         q, k, v, dout = (shard(t, cu, rank=comm.rank, size=comm.size) for t in tensors(lengths, shape))
         for x in (q, k, v):
             x.requires_grad_()
         sent = comm.stats()["bytes_sent"]
         comm.barrier()
-        start, waited_before = time.perf_counter(), comm.waited
+        start, waited = time.perf_counter(), comm.stats()["wait_ns"]
         out = ring_attention(q, k, v, comm=comm, cu_seqlens=cu, causal=causal, variant=variant)
         assert isinstance(out, torch.Tensor)
-        middle, exposed = time.perf_counter(), comm.waited - waited_before
+        middle, exposed_ns = time.perf_counter(), comm.stats()["wait_ns"] - waited
         comm.barrier()
-        again, waited_before = time.perf_counter(), comm.waited
+        again, waited = time.perf_counter(), comm.stats()["wait_ns"]
         out.backward(dout)
         end = time.perf_counter()
         return {
             "forward_s": middle - start,
             "backward_s": end - again,
-            "exposed_s": exposed + comm.waited - waited_before,
+            "exposed_s": (exposed_ns + comm.stats()["wait_ns"] - waited) * 1e-9,
             "bytes_sent": comm.stats()["bytes_sent"] - sent,
         }
 

@@ -57,7 +57,11 @@ class Membership:
         return torch.device("cpu")
 
     def stats(self) -> dict[str, int]:
-        """This rank's traffic since ``init()``, over all communicators: bytes, messages, distinct peers."""
+        """This rank's counts since ``init()``, over all communicators.
+
+        Bytes and messages, sent and received; ``peers``, the distinct ranks it sent to; ``wait_ns``, the nanoseconds
+        that its threads waited in operations or ``Work.wait()`` for other ranks (on CUDA tensors: that its host did).
+        """
         return self._core.world.stats()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -28,7 +28,6 @@ from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
 from hdpcomm.train.shards import Fetch, pack_shard
-from hdpcomm.train.waiting import TimedCommunicator
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -146,13 +145,13 @@ class Trainer:
             PeerLost, CommTimeout: another rank died or does not answer.
             Error: the loss is not finite; the parameters are as they were before the step.
         """
-        sent = self._bytes_sent()
+        counts = self.comm.stats()
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
         check_same_plan(plan, self.comm)
         self.gradients.zero()
-        rings = TimedCommunicator(self.comm)
+        waited = self.comm.stats()["wait_ns"]
         loss = torch.zeros(2, dtype=torch.float64)
         scale = 1.0 / max(1, sum(planned.lengths))
         offloading = OffloadedStep(self.offload, self._memory, self._device)
@@ -162,13 +161,12 @@ class Trainer:
             for place, micro_batch in enumerate(own_batches):
                 if sharded is not None and place == len(own_batches) - 1 and len(micro_batch.ranks) == 1:
                     sharded.reduce_early()
-                loss += self._run(micro_batch, fetch, scale, rings, offloading)
+                loss += self._run(micro_batch, fetch, scale, offloading)
         if sharded is not None:
             sharded.start()
         self._synchronize()
-        finished = time.perf_counter()
         self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
-        idle = rings.waited + time.perf_counter() - finished
+        idle = (self.comm.stats()["wait_ns"] - waited) * 1e-9
         total, labels = loss.tolist()
         mean = self._mean(total, labels)
         self.gradients.reduce(1.0 / (scale * labels))
@@ -178,7 +176,8 @@ class Trainer:
         if sharded is not None:
             sharded.publish()
         self._synchronize()
-        own = [time.perf_counter() - started, idle, self._bytes_sent() - sent, time.process_time() - processor]
+        sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"]
+        own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         return offloading.add_to(metrics, self.comm)
 
@@ -215,11 +214,10 @@ class Trainer:
         micro_batch: MicroBatch,
         fetch: Fetch,
         scale: float,
-        rings: TimedCommunicator,
         offloading: OffloadedStep,
     ) -> Tensor:
         """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
-        comm = cast("Communicator", rings.subset(micro_batch.ranks))
+        comm = cast("Communicator", self.comm.subset(micro_batch.ranks))
         packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
         with offloading.micro_batch(micro_batch.offload_ratio, packed.tokens.numel()):
             loss = micro_batch_loss(self.model, packed, comm, self._loss)
@@ -281,9 +279,6 @@ class Trainer:
                 self.comm.broadcast(whole, 0)
                 if whole.data_ptr() != tensor.data_ptr():
                     tensor.copy_(whole)
-
-    def _bytes_sent(self) -> int:
-        return int(self.comm.stats()["bytes_sent"])
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -8,7 +8,7 @@
 namespace hdpcomm {
 namespace {
 
-// Of the ordered list: the splitmix64 finaliser chained over it.
+// Hash of the ordered rank list: the splitmix64 finaliser chained over it.
 uint64_t hashRanks(const std::vector<int>& ranks) {
   uint64_t hash = 0x9e3779b97f4a7c15ULL * (ranks.size() + 1);
   for (const int rank : ranks) {
@@ -21,11 +21,12 @@ uint64_t hashRanks(const std::vector<int>& ranks) {
   return hash;
 }
 
-// For an operation that ends before the call of its owner: counting owners would be two atomic
-// operations for each message.
+// A pointer that owns nothing, for an operation that ends before its caller returns: counting
+// owners would cost two atomic operations a message.
 Ranks borrow(const Ranks& ranks) { return Ranks(Ranks(), ranks.get()); }
 
-// Of an algorithm that the caller named; another operation's is left to makeSchedule().
+// Whether the named algorithm reads peers' memory; names of other operations are left to
+// makeSchedule(), which refuses them.
 bool hasPeerReader(const ScheduleRequest& request) {
   const auto& readers = peerReadersOf(request.op);
   if (std::find(readers.begin(), readers.end(), request.algorithm) == readers.end()) return false;

@@ -59,7 +59,7 @@ class Communicator {
     return plan(operands, options, {});
   }
   Call callOfMessages() const;
-  // Of a position; throws InvalidUsage for one that does not exist.
+  // The global rank of a position; throws InvalidUsage for one that does not exist.
   int globalRank(int position, const char* what) const;
   const Ranks& sharedRanks() const { return ranks_; }
 

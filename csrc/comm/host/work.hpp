@@ -67,7 +67,7 @@ class Work {
   Completion deferred_;    // of sends that may be in flight until the end
   State state_ = State::kQueued;
   std::optional<Error> error_;
-  std::optional<Clock::time_point> seen_;  // running, by a look around; of background works
+  std::optional<Clock::time_point> seen_;  // background: when a health check first saw it run
   Clock::time_point allowed_ = Clock::time_point::min();  // the latest deadline of those who waited
   int64_t seq_ = -1;
   bool background_ = false;

@@ -43,7 +43,9 @@ World::~World() {
 
 Stats World::stats() {
   std::lock_guard lock(mutex_);
-  return transport_->stats();
+  Stats stats = transport_->stats();
+  stats["wait_ns"] = static_cast<uint64_t>(waited_ / std::chrono::nanoseconds(1));
+  return stats;
 }
 
 std::shared_ptr<std::byte> World::allocate(size_t bytes) {
@@ -92,12 +94,12 @@ void World::enqueueLocked(const std::shared_ptr<Work>& work) {
 void World::progressLocked() {
   if (queue_.empty()) return;
   transport_->progress();
-  settleLocked();
+  postAllLocked();
 }
 
-// What was posted may be there already, and then nothing would wake a sleeper for it: goes on until
-// nothing is posted.
-void World::settleLocked() {
+// Advances until nothing more can be posted: what was posted last may have arrived already, and
+// then nothing would wake a sleeper for it.
+void World::postAllLocked() {
   while (advanceLocked() && !queue_.empty()) transport_->progress();
 }
 
@@ -114,7 +116,7 @@ bool World::advanceLocked() {
   for (const auto& each : queue_) {
     Work& work = *each;
     const bool failed = work.failure().has_value();
-    // Of many operations most are like this: no more than a look at each.
+    // Most operations are like this where there are many: they cost one check each.
     if (work.state_ == Work::State::kPosted && work.underWay() && !failed) continue;
     if (!failed) {
       work.state_ = Work::State::kRunning;

@@ -20,7 +20,7 @@
 
 namespace hdpcomm {
 
-// What joined the world beside its transport, and leaves with it.
+// Something that joined the world beside its transport (a stream engine), and leaves with it.
 class WorldPart {
  public:
   virtual ~WorldPart() = default;
@@ -28,11 +28,11 @@ class WorldPart {
   virtual void close(const std::string& reason) = 0;
 };
 
-// Looks at what has arrived in every pass over the operations, under the world's lock.
+// Takes part in every pass over the operations, under the world's lock.
 class WorldListener {
  public:
   virtual ~WorldListener() = default;
-  // Returns true when it posted requests. What it ends or fails is noticed in the same pass.
+  // Returns true when it posted requests. Works that it ends or fails leave in the same pass.
   virtual bool advance(Transport& transport) = 0;
 };
 
@@ -50,6 +50,9 @@ class World {
   int size() const noexcept { return transport_->size(); }
   double timeout() const noexcept { return timeout_s_; }
   const char* transportName() const noexcept { return transport_->name(); }
+  // Counts of the transport, and `wait_ns`: nanoseconds that callers have waited in operations so
+  // far, all threads together. The first few microseconds of each operation are not counted: it
+  // polls without reading the clock.
   Stats stats();
   // See Transport::allocate().
   std::shared_ptr<std::byte> allocate(size_t bytes);
@@ -69,9 +72,9 @@ class World {
   void setCosts(const TransportCosts& costs);
   // The node of each rank, and what kAuto goes by between nodes; equal on all ranks.
   void setNodes(std::vector<int> node_of_rank, const TransportCosts& remote);
-  // Of the given ranks, numbered by first appearance; empty when all share a node.
+  // The nodes of the given ranks, numbered by first appearance; empty when all share one.
   std::vector<int> nodesOf(const std::vector<int>& ranks) const;
-  // Changes when kAuto may choose otherwise than before.
+  // Changes whenever kAuto may choose differently from then on.
   uint64_t planEpoch() const noexcept { return plan_epoch_.load(std::memory_order_relaxed); }
   // The schedule of a request, from a bounded cache.
   std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
@@ -80,7 +83,7 @@ class World {
   void attach(std::shared_ptr<WorldPart> part);
   // At most one, too; before the first operation.
   void listen(std::shared_ptr<WorldListener> listener);
-  // For what a listener shares with others.
+  // Runs a function under the world's lock, for state that a listener shares with others.
   template <typename Function>
   void underLock(Function function) {
     std::lock_guard lock(mutex_);
@@ -107,14 +110,14 @@ class World {
   bool spinLocked(Work& work);
   void forgetLocked(Work& work);
   void progressLocked();
-  void settleLocked();
+  void postAllLocked();
   bool advanceLocked();
   void rejectUnexpectedLocked();
-  void hearFailuresLocked();
+  void pollFailuresLocked();
   void giveUpLateLocked(Clock::time_point now);
-  void lookAroundLocked(Clock::time_point now);
+  void checkHealthLocked(Clock::time_point now);
   Error timeoutError(const Work& work, Clock::duration waited) const;
-  void stopWaitingLocked();
+  void stopWaitingLocked(Clock::time_point start);
   // These two leave the work in the queue until dropEndedLocked().
   void fail(Work& work, const Error& error);
   void finish(Work& work, Work::State state);
@@ -133,7 +136,7 @@ class World {
   std::unique_ptr<Transport> transport_;
   double timeout_s_;
   int pid_;
-  int spins_;  // looks at the transport before the first look at the clock
+  int spins_;  // polls of the transport before the clock is read for the first time
   double spin_s_;
   double yield_s_;
   double liveness_s_;
@@ -161,8 +164,9 @@ class World {
   std::unique_ptr<std::condition_variable> progress_wanted_ =
       std::make_unique<std::condition_variable>();
   std::atomic<int> waiters_{0};
+  Clock::duration waited_{0};
   int background_works_ = 0;
-  bool in_grace_ = false;  // the progress thread looks again soon by itself
+  bool in_grace_ = false;  // the progress thread wakes soon by itself
   bool stop_ = false;
 };
 

@@ -27,8 +27,8 @@ std::chrono::nanoseconds nanoseconds(double seconds) {
 
 }  // namespace
 
-// Two ranks that both send in one operation (each a root, say) would wait for each other's receive
-// until the deadline.
+// Fails an operation whose peer sends where it should receive: two ranks that both send (each a
+// root, say) would wait for each other until the deadline.
 void World::rejectUnexpectedLocked() {
   if (queue_.empty() || !queue_.front()->allPosted()) return;
   Work& work = *queue_.front();
@@ -38,9 +38,9 @@ void World::rejectUnexpectedLocked() {
   }
 }
 
-// Peers that take part without a request at the moment (a third rank is awaited, say) may have
-// given up, too.
-void World::hearFailuresLocked() {
+// Also asks about peers with which no request is under way at the moment (a third rank is awaited,
+// say): they may have given up, too.
+void World::pollFailuresLocked() {
   for (const auto& work : queue_) {
     for (const Work::Numbers& numbers : work->numbers_) {
       if (work->failure() || numbers.peer == rank()) continue;
@@ -50,8 +50,8 @@ void World::hearFailuresLocked() {
   }
 }
 
-// For operations that nobody waits for. The clock of one starts at the first look that finds it
-// running, so that a message that goes well costs no look at the clock.
+// Gives up operations that nobody waits for and that have run too long. Their time starts when a
+// health check first finds them running, so that a message that goes well never reads the clock.
 void World::giveUpLateLocked(Clock::time_point now) {
   const auto timeout = nanoseconds(std::min(timeout_s_, kLongestS));
   for (const auto& work : queue_) {
@@ -64,11 +64,11 @@ void World::giveUpLateLocked(Clock::time_point now) {
   dropEndedLocked();
 }
 
-// What somebody does a few times a second while an operation runs.
-void World::lookAroundLocked(Clock::time_point now) {
+// Periodic health check, run by any waiting thread a few times a second.
+void World::checkHealthLocked(Clock::time_point now) {
   transport_->checkPeers();
   rejectUnexpectedLocked();
-  hearFailuresLocked();
+  pollFailuresLocked();
   progressLocked();
   giveUpLateLocked(now);
   progressLocked();
@@ -133,7 +133,7 @@ void World::run(Work& work, double timeout_s, const InterruptCheck& check_interr
   }
 }
 
-// Nothing of this rank or of another touches the work afterwards.
+// After this neither this rank nor a peer touches the work.
 void World::forgetLocked(Work& work) {
   if (ended(work)) return;
   fail(work, Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " gave up " +
@@ -141,27 +141,27 @@ void World::forgetLocked(Work& work) {
   dropEndedLocked();
 }
 
-// The common case, without a look at the clock, and without a place in the queue: nothing else is
-// under way, and the lock is held. False: the work has failed, or is not complete yet.
+// The common case: nothing else is under way, so the work needs no place in the queue and never
+// reads the clock. False: the work has failed, or is not complete yet.
 bool World::runAloneLocked(Work& work) {
   work.state_ = Work::State::kRunning;
-  for (int looks = spins_; looks > 0;) {
+  for (int polls = spins_; polls > 0;) {
     work.advance(*transport_);
     if (work.failure()) return false;
     if (work.complete()) {
       work.state_ = Work::State::kDone;
       return true;
     }
-    while (--looks > 0 && !transport_->progress()) {
+    while (--polls > 0 && !transport_->progress()) {
     }
   }
   return false;
 }
 
-// The same for one in the queue. Throws its error.
+// The same for a work in the queue. Throws its error.
 bool World::spinLocked(Work& work) {
   for (int i = 0; i < spins_ && !ended(work); ++i) {
-    if (transport_->progress()) settleLocked();
+    if (transport_->progress()) postAllLocked();
   }
   if (work.state_ == Work::State::kFailed) throw *work.error_;
   return work.state_ == Work::State::kDone;
@@ -176,21 +176,23 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
     waitSlowly(work, start, deadline, check_interrupt);
   } catch (...) {
     std::lock_guard lock(mutex_);
-    stopWaitingLocked();
+    stopWaitingLocked(start);
     throw;
   }
   std::lock_guard lock(mutex_);
-  stopWaitingLocked();
+  stopWaitingLocked(start);
   if (work.state_ == Work::State::kFailed) throw *work.error_;
 }
 
-// Under the lock, so that the progress thread does not miss it between its look and its sleep.
-void World::stopWaitingLocked() {
+// Under the lock, so that the progress thread does not miss it between its check and its sleep.
+void World::stopWaitingLocked(Clock::time_point start) {
+  waited_ += Clock::now() - start;
   waiters_.fetch_sub(1, std::memory_order_relaxed);
   if (background_works_ > 0 && !in_grace_) progress_wanted_->notify_one();
 }
 
-// Spins, yields, then sleeps on the futex; looks after deadline, peers and Ctrl-C between sleeps.
+// Spins, yields, then sleeps on the futex; between sleeps checks the deadline, the peers and
+// Ctrl-C.
 void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
                        const InterruptCheck& check) {
   const auto spin_until = start + nanoseconds(spin_s_);
@@ -221,7 +223,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
       next_check = now + liveness;
       {
         std::lock_guard lock(mutex_);
-        lookAroundLocked(now);
+        checkHealthLocked(now);
         if (ended(work)) return;
         if (now >= deadline) {
           fail(work, timeoutError(work, now - start));
@@ -254,18 +256,18 @@ void World::ensureProgressThread() {
   progress_thread_ = std::thread([this] { progressLoop(); });
 }
 
-// Moves background works while no thread waits (one that waits does so itself), and looks after
-// them always: of waits that follow each other, none may last until a look.
+// Moves background works while no thread waits (one that waits does so itself), and always checks
+// their health: many short waits in a row may each end before their own first check.
 void World::progressLoop() {
   const auto liveness = nanoseconds(liveness_s_);
-  auto next_look = Clock::now() + liveness;
+  auto next_check = Clock::now() + liveness;
   int64_t graced = 0;      // operations before this one have had their time
   bool attending = false;  // no operation has any more until somebody waits again
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    if (const auto now = Clock::now(); background_works_ > 0 && now >= next_look) {
-      next_look = now + liveness;
-      lookAroundLocked(now);
+    if (const auto now = Clock::now(); background_works_ > 0 && now >= next_check) {
+      next_check = now + liveness;
+      checkHealthLocked(now);
     }
     if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
       attending = false;

@@ -263,7 +263,9 @@ size_t StreamEngine::scratchBytes() const {
 
 Stats StreamEngine::stats() const {
   const std::lock_guard lock(mutex_);
-  return mover_->stats();
+  Stats stats = mover_->stats();
+  stats["wait_ns"] = wait_ns_.load(std::memory_order_relaxed);
+  return stats;
 }
 
 }  // namespace hdpcomm

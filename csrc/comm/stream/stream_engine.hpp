@@ -6,6 +6,7 @@
 // until they have drained, and from then on refuses device operations (docs/stream-transport.md).
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -68,7 +69,8 @@ class StreamEngine final : public WorldPart {
   // True when the work has ended, well or not: no stream uses its buffers any more.
   bool test(StreamWork& work);
 
-  Stats stats() const;  // the mover's
+  // The mover's counts, and `wait_ns`: nanoseconds that host threads have waited for operations.
+  Stats stats() const;
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
 
@@ -143,6 +145,7 @@ class StreamEngine final : public WorldPart {
   const std::shared_ptr<device::CallBoard> board_;
   std::shared_ptr<EventPool> events_;
   const std::unique_ptr<StreamMover> mover_;
+  std::atomic<uint64_t> wait_ns_{0};  // relaxed: a count
   OwnedStream host_stream_;
   OwnedStream background_stream_;  // collectives in the background
   OwnedStream control_stream_;     // sets flags that the others wait for

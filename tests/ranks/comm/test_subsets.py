@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -70,6 +71,34 @@ def talk_to_one() -> list[int]:
 
 def test_stats_count_the_peers_that_were_used(ranks: Any) -> None:
     assert ranks(3, talk_to_one) == [[0, 1], [0, 0], [0, 1]]
+
+
+def waits(async_op: bool) -> tuple[int, int, int]:
+    """Nanoseconds counted and passed while rank 0 came late, and counted in an operation that timed out."""
+    with hdp.init() as comm:
+        x = torch.zeros(1)
+        comm.barrier()
+        before, started = comm.stats()["wait_ns"], time.perf_counter_ns()
+        if comm.rank == 0:
+            time.sleep(0.2)
+        comm.all_reduce(x, async_op=async_op).wait()
+        passed, after = time.perf_counter_ns() - started, comm.stats()["wait_ns"]
+        if comm.rank == 0:
+            time.sleep(0.3)  # to leave would end rank 1's wait before its time
+        else:
+            with pytest.raises(hdp.CommTimeout):
+                comm.recv(x, 0, async_op=True).wait(timeout=0.05)
+        return after - before, passed, comm.stats()["wait_ns"] - after
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("transport", ["shm", "sim"])
+def test_stats_count_the_time_that_a_rank_waited(transport: str, async_op: bool) -> None:
+    late, on_time = run_threads(waits, 2, async_op, transport=transport)
+    assert 0.15e9 < on_time[0] <= on_time[1]
+    assert late[0] <= late[1] - 0.15e9  # the time that it slept does not count
+    assert on_time[2] >= 0.05e9
+    assert late[2] == 0
 
 
 def churn(count: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
