@@ -1,4 +1,4 @@
-"""Instructions that an 8-byte operation takes from Python, by callgrind: exchange and all_reduce of two ranks.
+"""Instructions that 8-byte operations take from Python, by callgrind: hdpcomm's and torch.distributed's on two ranks.
 
 Rank 0 runs under valgrind, rank 1 beside it without, so that messages are mostly there when rank 0 looks. Blocks of a
 few calls are counted one by one, and blocks of an empty loop; a call's figure is the smallest block's, less the empty
@@ -24,15 +24,18 @@ from typing import Any
 CALLS = 4  # of a block
 BLOCKS = 40  # of an operation
 WARM_UP = 20
-OPERATIONS = ("nothing", "exchange", "all_reduce")
+OPERATIONS = ("nothing", "exchange", "all_reduce", "dist.all_reduce")
 
 
 def run_rank() -> None:
     """Both ranks. Callgrind writes one file a block: it dumps its counts before each call of getppid."""
     import torch
+    import torch.distributed as dist
 
     import hdpcomm as hdp
+    import hdpcomm.torch_backend
 
+    dist.init_process_group("hdpcomm")
     with hdp.init(transport="shm", timeout=600) as comm:
         x, y = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         peer = 1 - comm.rank
@@ -43,7 +46,10 @@ def run_rank() -> None:
         def all_reduce() -> None:
             comm.all_reduce(x)
 
-        for operation in (lambda: None, exchange, all_reduce):
+        def dist_all_reduce() -> None:
+            dist.all_reduce(x)
+
+        for operation in (lambda: None, exchange, all_reduce, dist_all_reduce):
             for _ in range(WARM_UP):
                 operation()
             for _ in range(BLOCKS):
@@ -51,6 +57,7 @@ def run_rank() -> None:
                 for _ in range(CALLS):
                     operation()
             os.getppid()
+    dist.destroy_process_group()
 
 
 def blocks_of(folder: Path) -> list[int]:
@@ -112,10 +119,10 @@ def main() -> None:
     if shutil.which("valgrind") is None:
         parser.error("there is no valgrind here; install it (apt-get install valgrind)")
     results = [measure(python) for python in arguments.python or [sys.executable]]
-    print(f"{'operation':<12}{'instructions a call':>20}  python")
+    print(f"{'operation':<18}{'instructions a call':>20}  python")
     for result in results:
         for name, count in result["instructions"].items():
-            print(f"{name:<12}{count:>20}  {result['python']}")
+            print(f"{name:<18}{count:>20}  {result['python']}")
     if arguments.json:
         document = {"machine": platform.processor() or platform.machine(), "calls": CALLS, "results": results}
         arguments.json.write_text(json.dumps(document, indent=1))

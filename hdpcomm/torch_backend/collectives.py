@@ -10,196 +10,206 @@ import torch
 
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.torch_backend.base import GroupBase, Lists, Tensors
+from hdpcomm.torch_backend.checks import (
+    Lists,
+    Tensors,
+    check_count,
+    check_equal,
+    check_pairs,
+    check_types,
+    elements_of,
+    op_of,
+    root_of,
+    tensor_of_each_rank,
+)
 from hdpcomm.torch_backend.reductions import reduction
 from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.state import GroupState
 from hdpcomm.torch_backend.work import BackendWork
 
 __all__ = ["Collectives"]
 
 
-class Collectives(GroupBase):
+class Collectives:
     """The collectives of a group, by the names of torch's C++ groups; ``opts``: torch's options, or a plain value."""
 
-    def barrier(  # type: ignore[override]
-        self, opts: Any = None, timeout: datetime.timedelta | None = None
-    ) -> BackendWork:
-        operation = self._begin("barrier", opts, timeout)
-        operation.start(self.communicator.barrier)
-        return self._end(operation, [])
+    __slots__ = ("_comm", "_state")
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._comm = state.communicator
+
+    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> BackendWork:
+        operation = self._state.begin("barrier", opts, timeout)
+        operation.start(self._comm.barrier)
+        return self._state.end(operation, [])
 
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: datetime.timedelta | None = None) -> BackendWork:
-        operation = self._begin("broadcast", opts, timeout)
+        operation = self._state.begin("broadcast", opts, timeout)
         tensor = one(tensors, "broadcast", "tensors")
-        root = self._root_of(opts)
-        x = operation.source(tensor) if root == self.communicator.rank else operation.target(tensor)
-        operation.start(self.communicator.broadcast, x, root)
-        return self._end(operation, [tensor])
+        root = root_of(opts)
+        x = operation.source(tensor) if root == self._comm.rank else operation.target(tensor)
+        operation.start(self._comm.broadcast, x, root)
+        return self._state.end(operation, [tensor])
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: datetime.timedelta | None = None) -> BackendWork:
-        operation = self._begin("all_reduce", opts, timeout)
+        operation = self._state.begin("all_reduce", opts, timeout)
         tensor = one(tensors, "all_reduce", "tensors")
-        self._all_reduce(operation, tensor, self._op_of(opts))
-        return self._end(operation, [tensor])
+        self._all_reduce(operation, tensor, op_of(opts))
+        return self._state.end(operation, [tensor])
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> BackendWork:
-        operation = self._begin("all_reduce_coalesced", opts)
+        operation = self._state.begin("all_reduce_coalesced", opts)
         for tensor in tensors:
-            self._all_reduce(operation, tensor, self._op_of(opts))
-        return self._end(operation, tensors)
+            self._all_reduce(operation, tensor, op_of(opts))
+        return self._state.end(operation, tensors)
 
     def _all_reduce(self, operation: Operation, tensor: torch.Tensor, op: Any) -> None:
         kind = reduction(op, operation.reduced(tensor).dtype, operation.call)
         x = operation.target(tensor, read=True)
         if isinstance(kind, str):
-            operation.start(self.communicator.all_reduce, x, kind)
+            operation.start(self._comm.all_reduce, x, kind)
             return
-        everyone = x.new_empty(self.size() * x.numel())
-        operation.start(self.communicator.all_gather, everyone, x)
+        everyone = x.new_empty(self._comm.size * x.numel())
+        operation.start(self._comm.all_gather, everyone, x)
         operation.fold(kind, everyone, x)
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: datetime.timedelta | None = None
     ) -> BackendWork:
-        operation = self._begin("reduce", opts, timeout)
+        operation = self._state.begin("reduce", opts, timeout)
         tensor = one(tensors, "reduce", "tensors")
-        root = self._root_of(opts)
-        given = self._op_of(None if isinstance(opts, int) else opts) if op is None else op
+        root = root_of(opts)
+        given = op_of(None if isinstance(opts, int) else opts) if op is None else op
         kind = reduction(given, operation.reduced(tensor).dtype, "reduce")
-        receives = root == self.communicator.rank
+        receives = root == self._comm.rank
         x = operation.target(tensor, read=True) if receives else operation.source(tensor)
         if isinstance(kind, str):
-            operation.start(self.communicator.reduce, x, root, kind)
+            operation.start(self._comm.reduce, x, root, kind)
         else:
-            everyone = x.new_empty(self.size() * x.numel()) if receives else None
-            operation.start(self.communicator.gather, everyone, x, root)
+            everyone = x.new_empty(self._comm.size * x.numel()) if receives else None
+            operation.start(self._comm.gather, everyone, x, root)
             if everyone is not None:
                 operation.fold(kind, everyone, x)
-        return self._end(operation, [tensor])
+        return self._state.end(operation, [tensor])
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> BackendWork:
-        operation = self._begin("all_gather", opts)
-        outs = self._list_of(outputs, "all_gather", "output")
+        operation = self._state.begin("all_gather", opts)
+        outs = tensor_of_each_rank(operation, outputs, "output")
         tensor = one(inputs, "all_gather", "inputs")
         self._all_gather(operation, outs, tensor)
-        return self._end(operation, outs)
+        return self._state.end(operation, outs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> BackendWork:
-        operation = self._begin("all_gather_coalesced", opts)
-        if len(outputs) != self.size() or any(len(each) != len(inputs) for each in outputs):
+        operation = self._state.begin("all_gather_coalesced", opts)
+        if len(outputs) != self._comm.size or any(len(each) != len(inputs) for each in outputs):
             raise InvalidUsage(
                 f"all_gather_coalesced() got output lists of {[len(each) for each in outputs]} tensors; give "
-                f"{self.size()} lists, one a rank, of {len(inputs)} tensors, one an input"
+                f"{self._comm.size} lists, one a rank, of {len(inputs)} tensors, one an input"
             )
         for i, tensor in enumerate(inputs):
             self._all_gather(operation, [each[i] for each in outputs], tensor)
-        return self._end(operation, [tensor for each in outputs for tensor in each])
+        return self._state.end(operation, [tensor for each in outputs for tensor in each])
 
     def _all_gather(self, operation: Operation, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._check_types(operation, [*outs, tensor])
-        if outs[self.communicator.rank].numel() != tensor.numel():
+        check_types(operation, [*outs, tensor])
+        if outs[self._comm.rank].numel() != tensor.numel():
             raise InvalidUsage(
                 f"{operation.call}() got an input of {tensor.numel()} elements, but this rank's output has "
-                f"{outs[self.communicator.rank].numel()}; give equal sizes"
+                f"{outs[self._comm.rank].numel()}; give equal sizes"
             )
         x = operation.source(tensor)
         if len({out.numel() for out in outs}) == 1:
             flat = tensor.new_empty(len(outs) * tensor.numel())
-            operation.start(self.communicator.all_gather, operation.target(flat), x)
+            operation.start(self._comm.all_gather, operation.target(flat), x)
             operation.copy_parts(outs, flat)
         else:
             targets = [operation.target(out) for out in outs]
             operation.start(
-                self.communicator.exchange,
+                self._comm.exchange,
                 [(x, peer) for peer in range(len(outs))],
                 [(target, peer) for peer, target in enumerate(targets)],
             )
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> BackendWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
-
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> BackendWork:
-        operation = self._begin("all_gather_into_tensor", opts)
-        self._check_pairs(operation, outputs, inputs)
+        operation = self._state.begin("all_gather_into_tensor", opts)
+        check_pairs(operation, outputs, inputs)
         for output, tensor in zip(outputs, inputs, strict=True):
-            operation.start(self.communicator.all_gather, operation.target(output), operation.source(tensor))
-        return self._end(operation, outputs)
+            operation.start(self._comm.all_gather, operation.target(output), operation.source(tensor))
+        return self._state.end(operation, outputs)
 
     def gather(
         self, outputs: Lists, inputs: Tensors, opts: Any = None, timeout: datetime.timedelta | None = None
     ) -> BackendWork:
-        operation = self._begin("gather", opts, timeout)
-        root = self._root_of(opts)
+        operation = self._state.begin("gather", opts, timeout)
+        root = root_of(opts)
         tensor = one(inputs, "gather", "inputs")
         x = operation.source(tensor)
-        if root != self.communicator.rank:
-            operation.start(self.communicator.gather, None, x, root)
-            return self._end(operation, [])
-        outs = self._list_of(outputs, "gather", "output")
-        self._check_equal(operation, outs, tensor)
+        if root != self._comm.rank:
+            operation.start(self._comm.gather, None, x, root)
+            return self._state.end(operation, [])
+        outs = tensor_of_each_rank(operation, outputs, "output")
+        check_equal(operation, outs, tensor)
         flat = tensor.new_empty(len(outs) * tensor.numel())
-        operation.start(self.communicator.gather, operation.target(flat), x, root)
+        operation.start(self._comm.gather, operation.target(flat), x, root)
         operation.copy_parts(outs, flat)
-        return self._end(operation, outs)
+        return self._state.end(operation, outs)
 
     def scatter(
         self, outputs: Tensors, inputs: Lists, opts: Any = None, timeout: datetime.timedelta | None = None
     ) -> BackendWork:
-        operation = self._begin("scatter", opts, timeout)
-        root = self._root_of(opts)
+        operation = self._state.begin("scatter", opts, timeout)
+        root = root_of(opts)
         tensor = one(outputs, "scatter", "outputs")
         flat = None
-        if root == self.communicator.rank:
-            parts = self._list_of(inputs, "scatter", "input")
-            self._check_equal(operation, parts, tensor)
+        if root == self._comm.rank:
+            parts = tensor_of_each_rank(operation, inputs, "input")
+            check_equal(operation, parts, tensor)
             flat = operation.source(_flatten(parts))
-        operation.start(self.communicator.scatter, operation.target(tensor), flat, root)
-        return self._end(operation, [tensor])
+        operation.start(self._comm.scatter, operation.target(tensor), flat, root)
+        return self._state.end(operation, [tensor])
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Lists, opts: Any = None, timeout: datetime.timedelta | None = None
     ) -> BackendWork:
-        operation = self._begin("reduce_scatter", opts, timeout)
+        operation = self._state.begin("reduce_scatter", opts, timeout)
         tensor = one(outputs, "reduce_scatter", "outputs")
-        parts = self._list_of(inputs, "reduce_scatter", "input")
-        self._check_types(operation, [*parts, tensor])
+        parts = tensor_of_each_rank(operation, inputs, "input")
+        check_types(operation, [*parts, tensor])
         if len({part.numel() for part in parts}) == 1:
-            self._reduce_scatter(operation, tensor, _flatten(parts), self._op_of(opts))
-            return self._end(operation, [tensor])
-        kind = reduction(self._op_of(opts), operation.reduced(tensor).dtype, operation.call)
+            self._reduce_scatter(operation, tensor, _flatten(parts), op_of(opts))
+            return self._state.end(operation, [tensor])
+        kind = reduction(op_of(opts), operation.reduced(tensor).dtype, operation.call)
         if not isinstance(kind, str):
             raise NotImplementedError("hdpcomm backend: bitwise reduce_scatter of parts of different sizes")
-        rank = self.communicator.rank
+        rank = self._comm.rank
         for root, part in enumerate(parts):
             out = operation.target(tensor) if root == rank else None
             x = operation.source(part)
-            operation.start(_reduce_into, self.communicator, x, root, kind, out)
-        return self._end(operation, [tensor])
-
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> BackendWork:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+            operation.start(_reduce_into, self._comm, x, root, kind, out)
+        return self._state.end(operation, [tensor])
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> BackendWork:
-        operation = self._begin("reduce_scatter_tensor", opts)
-        self._check_pairs(operation, inputs, outputs)
+        operation = self._state.begin("reduce_scatter_tensor", opts)
+        check_pairs(operation, inputs, outputs)
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter(operation, output, tensor, self._op_of(opts))
-        return self._end(operation, outputs)
+            self._reduce_scatter(operation, output, tensor, op_of(opts))
+        return self._state.end(operation, outputs)
 
     def _reduce_scatter(self, operation: Operation, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
         kind = reduction(op, operation.reduced(tensor).dtype, operation.call)
         x, out = operation.source(tensor), operation.target(output)
         if isinstance(kind, str):
-            operation.start(self.communicator.reduce_scatter, out, x, kind)
+            operation.start(self._comm.reduce_scatter, out, x, kind)
             return
         everyone = torch.empty_like(x)
-        operation.start(self.communicator.all_to_all, everyone, x)
+        operation.start(self._comm.all_to_all, everyone, x)
         operation.fold(kind, everyone, out)
 
     def all_to_all_single(
@@ -210,37 +220,30 @@ class Collectives(GroupBase):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> BackendWork:
-        operation = self._begin("all_to_all_single", opts)
-        self._check_types(operation, [output, input])
+        operation = self._state.begin("all_to_all_single", opts)
+        check_types(operation, [output, input])
         # Splits are rows of dimension 0. Always passed on, since some ranks may leave equal ones out and others not.
         splits = [
-            self._elements_of(operation, tensor, rows, name)
+            elements_of(operation, tensor, rows, name)
             for tensor, rows, name in ((output, output_split_sizes, "output"), (input, input_split_sizes, "input"))
         ]
         x, out = operation.source(input), operation.target(output)
         widths = [_width(out, output), _width(x, input)]
         out_splits, in_splits = ([n * width for n in each] for each, width in zip(splits, widths, strict=True))
-        operation.start(self.communicator.all_to_all, out, x, out_splits, in_splits)
-        return self._end(operation, [output])
+        operation.start(self._comm.all_to_all, out, x, out_splits, in_splits)
+        return self._state.end(operation, [output])
 
     def alltoall(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> BackendWork:
-        operation = self._begin("all_to_all", opts)
+        operation = self._state.begin("all_to_all", opts)
         for name, tensors in (("output", outputs), ("input", inputs)):
-            self._check_count(operation, tensors, name)
-        self._check_types(operation, [*outputs, *inputs])
+            check_count(operation, tensors, name)
+        check_types(operation, [*outputs, *inputs])
         sends = [(operation.source(tensor), peer) for peer, tensor in enumerate(inputs)]
         recvs = [(operation.target(tensor), peer) for peer, tensor in enumerate(outputs)]
-        operation.start(self.communicator.exchange, sends, recvs)
-        return self._end(operation, outputs)
-
-    # Names of torch before 2.13.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
+        operation.start(self._comm.exchange, sends, recvs)
+        return self._state.end(operation, outputs)
 
 
 def _flatten(parts: Sequence[torch.Tensor]) -> torch.Tensor:

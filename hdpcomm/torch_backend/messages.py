@@ -15,13 +15,13 @@ from hdpcomm import _core
 from hdpcomm.comm.tensors import describe
 from hdpcomm.comm.work import retain
 from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.torch_backend.base import Tensors
-from hdpcomm.torch_backend.collectives import Collectives
+from hdpcomm.torch_backend.checks import Tensors
 from hdpcomm.torch_backend.errors import translate
 from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.state import GroupState
 from hdpcomm.torch_backend.work import BackendWork, seconds_of
 
-__all__ = ["Message", "Messages"]
+__all__ = ["MessageWork", "Messages"]
 
 _NOT_GIVEN = datetime.timedelta(0)
 _mail_send = _core.comm.mail_send
@@ -30,10 +30,10 @@ _mail_wait = _core.comm.mail_wait
 _new_work = dist.Work.__init__
 
 
-class Message(BackendWork):
+class MessageWork(BackendWork):
     """A send or a receive that was started."""
 
-    def __init__(self, mail: _core.comm.Mail, group: Messages, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    def __init__(self, mail: _core.comm.Mail, group: GroupState, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         _new_work(self)
         self._parts = ()
         self._mail = mail
@@ -52,12 +52,12 @@ class Message(BackendWork):
         try:
             _mail_wait(self._mail, seconds)
         except Error as error:
-            self._settle(translate(error))
+            self._set_ended(translate(error))
         else:
             if self._finish is None:
                 self._over = True
             else:
-                self._settle(None)
+                self._set_ended(None)
 
     def is_completed(self) -> bool:
         if not self._over and self._mail.done():
@@ -70,7 +70,7 @@ class Message(BackendWork):
     def source_rank(self) -> int:
         if not self._mail.receives:
             return super().source_rank()
-        return self._group._ranks.index(self._mail.source)
+        return self._group.ranks.index(self._mail.source)
 
     _source_rank = source_rank
 
@@ -89,30 +89,33 @@ class Message(BackendWork):
         self._finish = finish
 
 
-class Messages(Collectives):
-    """The point-to-point methods of a group. Ranks that come and go are positions in the group."""
+class Messages:
+    """The point-to-point methods of a group. Ranks in arguments and results are positions in the group."""
+
+    __slots__ = ("_mailbox", "_state")
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._mailbox = state.engine.mailbox
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
         tensor = buffer = one(tensors, "send", "tensors")
         peer = self._world_rank(dst, "send")
         try:
-            mail = _mail_send(self.engine.mailbox, tensor, peer, tag, self._context)
+            mail = _mail_send(self._mailbox, tensor, peer, tag, self._state.context)
             if mail is None:
-                buffer = self._begin("send", None).source(tensor)
-                mail = _mail_send(self.engine.mailbox, describe(buffer, "tensor"), peer, tag, self._context)
+                buffer = self._state.begin("send", None).source(tensor)
+                mail = _mail_send(self._mailbox, describe(buffer, "tensor"), peer, tag, self._state.context)
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        work = Message(mail, self, tensor, buffer)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._state.started(MessageWork(mail, self._state, tensor, buffer))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         return self._receive(tensors, self._world_rank(src, "recv"), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
-        others = tuple(rank for rank in self._ranks if rank != self.communicator.global_rank)
+        others = tuple(rank for rank in self._state.ranks if rank != self._state.communicator.global_rank)
         if not others:
             raise InvalidUsage("recv() from any source in a group of one rank would wait for ever")
         return self._receive(tensors, others, tag)
@@ -121,23 +124,21 @@ class Messages(Collectives):
         tensor = buffer = one(tensors, "recv", "tensors")
         operation: Operation | None = None
         try:
-            mail = _mail_receive(self.engine.mailbox, tensor, sources, tag, self._context)
+            mail = _mail_receive(self._mailbox, tensor, sources, tag, self._state.context)
             if mail is None:
-                operation = self._begin("recv", None)
+                operation = self._state.begin("recv", None)
                 buffer = operation.target(tensor)
-                mail = _mail_receive(self.engine.mailbox, describe(buffer, "tensor"), sources, tag, self._context)
+                mail = _mail_receive(self._mailbox, describe(buffer, "tensor"), sources, tag, self._state.context)
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        work = Message(mail, self, tensor, buffer)
+        work = MessageWork(mail, self._state, tensor, buffer)
         if operation is not None:
             work.finish_with(operation.finish)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._state.started(work)
 
     def _world_rank(self, rank: int, call: str) -> int:
-        ranks = self._ranks
+        ranks = self._state.ranks
         if not 0 <= rank < len(ranks):
             raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{len(ranks) - 1}")
         return ranks[rank]

@@ -47,7 +47,7 @@ class BackendWork(dist.Work):
     _error: BaseException | None = None
     _over = False
     _future: Future[list[torch.Tensor]] | None = None
-    _settling = threading.Lock()  # of all: held for the copies of the end
+    _ending = threading.Lock()  # shared by all works; held for the copies of the end
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class BackendWork(dist.Work):
         if finish is not None:
             self._finish = finish
         if not parts:
-            self._settle(None)
+            self._set_ended(None)
 
     @classmethod
     def ended(cls, outputs: Sequence[torch.Tensor]) -> BackendWork:
@@ -86,22 +86,22 @@ class BackendWork(dist.Work):
         return True
 
     def join(self, seconds: float) -> None:
-        """Waits and settles, but raises only what interrupts the wait itself (Ctrl-C)."""
+        """Waits for the end, keeping an error for ``wait()``; raises only what interrupts the wait itself (Ctrl-C)."""
         deadline = time.monotonic() + seconds
         try:
             for part in self._parts:
                 part.wait(max(1e-3, deadline - time.monotonic()))
         except Error as error:
-            self._settle(translate(error))
+            self._set_ended(translate(error))
         else:
-            self._settle(None)
+            self._set_ended(None)
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _set_ended(self, error: BaseException | None) -> None:
         if error is None and self._finish is None:
             self._over = True
             self._parts = ()
             return
-        with self._settling:
+        with self._ending:
             if self._over:
                 return
             if error is None and self._finish is not None:
