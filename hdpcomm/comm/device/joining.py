@@ -9,7 +9,6 @@ from hdpcomm import _core
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.paths import Devices
 from hdpcomm.comm.machine import machine
-from hdpcomm.errors import InvalidUsage
 
 __all__ = ["AUTOMATIC", "DEVICE_TRANSPORTS", "join_devices"]
 
