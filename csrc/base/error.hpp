@@ -1,6 +1,6 @@
 // Errors of the core. Each says what was given, what was expected and what to do, and carries the
 // coordinates of the operation where they are known; the bindings translate them into the Python
-// classes of hdpcomm.comm.errors.
+// classes of hdpcomm.errors.
 #pragma once
 
 #include <cstdint>

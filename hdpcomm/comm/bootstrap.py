@@ -205,10 +205,10 @@ def _join_processes(
     generation = store.add(f"hdpcomm/inits/{rank}", 1)
     prefix = f"hdpcomm/{generation}"
     joining = Joining(store, prefix, rank, size, seconds, deadline)
-    with joining.telling():
+    with joining.reporting_failure():
         here = machine().host(rank)
-        told = joining.from_all("host", f"{int(machine().has_gpu(rank))} {os.getpid()} {here}")
-        seen, pids, identities = zip(*(each.split(" ", 2) for each in told), strict=True)
+        answers = joining.from_all("host", f"{int(machine().has_gpu(rank))} {os.getpid()} {here}")
+        seen, pids, identities = zip(*(each.split(" ", 2) for each in answers), strict=True)
         near = [int(pid) if identity == here else 0 for pid, identity in zip(pids, identities, strict=True)]
         joining = dataclasses.replace(joining, pids=tuple(near))
         places = [identities.index(identity) for identity in identities]
@@ -259,7 +259,7 @@ def _join_torch(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, l
 
 
 def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
-    joining.from_all("ready", "")  # a group of torch waits for its ranks, and hears of none that dies
+    joining.from_all("ready", "")  # torch's group waits for its ranks and does not notice when one dies
     store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
     group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
     GroupCarrier(group, link, owned=owned)

@@ -67,7 +67,7 @@ class GroupCarrier:
     def _run(self, target: Any, peer: int) -> None:
         try:
             target(peer)
-        except Exception as error:  # whatever a backend raises: the core tells the user when it matters
+        except Exception as error:  # whatever a backend raises: the core reports it when it matters
             self._link.lost(peer, _first_line(error))
 
     def _send(self, peer: int) -> None:
@@ -181,8 +181,8 @@ def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any
 def own_address(store: Any) -> str:
     """The address of this host on the way to the job's store; no packet is sent.
 
-    ``store``: one that is served over TCP tells its host. With another (a file, say) the way to ``MASTER_ADDR`` counts,
-    or else the address that this host's name has. Raises: Error, saying what to set.
+    ``store``: if it is served over TCP, the way to its host counts. With another (a file, say) that to ``MASTER_ADDR``
+    does, or else the address that this host's name has. Raises: Error, saying what to set.
     """
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store

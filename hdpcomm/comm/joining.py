@@ -1,4 +1,4 @@
-"""What ranks tell each other in the job's store while they join a world, and how all hear of one that will not come."""
+"""How ranks exchange values in the job's store while they join a world, and learn of one that will not come."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hdpcomm.errors import CommTimeout, Error, PeerLost
 
 __all__ = ["Joining", "wait_for_all"]
 
-_LOOK_S = 0.1  # between looks at whether all who are awaited can still come
+_CHECK_S = 0.1  # between checks whether all who are awaited can still come
 _HINT = ": look for its error"
 
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """What a rank has to join a world with.
+    """What a rank joins a world with.
 
     Attributes:
         store: key-value store of the job; the world's keys begin with ``prefix``.
         seconds: that the ranks have for joining; ``deadline``: when they are over, by ``time.monotonic()``.
-        pids: the process of each rank, 0 where it runs elsewhere; empty: nobody has told yet.
+        pids: the process of each rank, 0 where it runs elsewhere; empty: not known yet.
     """
 
     store: Any
@@ -42,49 +42,49 @@ class Joining:
         return max(0.1, self.deadline - time.monotonic())
 
     def wait(self, *keys: str) -> None:
-        """Waits for keys of this world. Raises: CommTimeout past the deadline; PeerLost as :meth:`look_around`."""
+        """Waits for keys of this world. Raises: CommTimeout past the deadline; PeerLost as :meth:`check_peers`."""
         full = [f"{self.prefix}/{key}" for key in keys]
-        wait_for_all(self.store, full, self.deadline, self.seconds, self.rank, look_around=self.look_around)
+        wait_for_all(self.store, full, self.deadline, self.seconds, self.rank, check_peers=self.check_peers)
 
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on all ranks; a JSON value. Collective, as the next."""
+        """A JSON value that rank 0 makes, returned on all ranks. Collective."""
         if self.rank == 0:
             self.store.set(f"{self.prefix}/{key}", json.dumps(make()))
         self.wait(key)
         return json.loads(self.store.get(f"{self.prefix}/{key}"))
 
     def from_all(self, key: str, value: str) -> list[str]:
-        """What every rank gives, by rank."""
+        """The values of all ranks, by rank. Collective."""
         self.store.set(f"{self.prefix}/{key}/{self.rank}", value)
         self.wait(*(f"{key}/{peer}" for peer in range(self.size)))
         texts = self.store.multi_get([f"{self.prefix}/{key}/{peer}" for peer in range(self.size)])
         return [text.decode() for text in texts]
 
-    def look_around(self) -> None:
-        """Raises PeerLost when a process of this host has ended, and what another rank has told of any."""
+    def check_peers(self) -> None:
+        """Raises PeerLost when the process of a rank of this host has ended, or another rank has reported a failure."""
         for peer, pid in enumerate(self.pids):
             if pid and not _core.comm.process_runs(pid):
                 raise self._lost(f"rank {peer} died (process {pid}) while the ranks joined the world", peer)
         if self.store.check([self._lost_key]):
-            told = json.loads(self.store.get(self._lost_key))
-            raise self._lost(f"{told['text']} (told by rank {told['by']})", told["peer"])
+            report = json.loads(self.store.get(self._lost_key))
+            raise self._lost(f"{report['text']} (told by rank {report['by']})", report["peer"])
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Whoever joins inside tells the others, on whatever host, why it does not come to an end.
+    def reporting_failure(self) -> Iterator[None]:
+        """Reports an error of the block to the other ranks, on whatever host, so that they stop waiting for this one.
 
-        Not of a timeout: the others' time is over, too, and each names whom it misses.
+        Timeouts are not reported: the others' time is over, too, and each names whom it misses.
         """
         try:
             yield
         except CommTimeout:
             raise
         except PeerLost as error:
-            self._tell(str(error), self.rank if error.peer is None else error.peer)
+            self._report(str(error), self.rank if error.peer is None else error.peer)
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self._tell(
+            self._report(
                 f"rank {self.rank} gave up while the ranks joined the world; its last words: {reason}", self.rank
             )
             raise
@@ -96,8 +96,8 @@ class Joining:
     def _lost(self, text: str, peer: int) -> PeerLost:
         return PeerLost(text + _HINT, rank=self.rank, peer=peer, op="init")
 
-    def _tell(self, text: str, peer: int) -> None:
-        """The first to tell is heard. The store itself may be what is lost."""
+    def _report(self, text: str, peer: int) -> None:
+        """Only the first report counts. The store itself may be what is lost."""
         with contextlib.suppress(RuntimeError):
             if not self.store.check([self._lost_key]):
                 self.store.set(
@@ -112,15 +112,15 @@ def wait_for_all(
     seconds: float,
     rank: int,
     *,
-    look_around: Callable[[], None] = lambda: None,
+    check_peers: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits until all keys are there. Raises: CommTimeout past the deadline, and what ``look_around`` raises.
+    """Waits until all keys are there. Raises: CommTimeout past the deadline, and what ``check_peers`` raises.
 
-    It asks instead of ``store.wait()``, which neither Ctrl-C nor the end of a neighbour ends before its time. Of many
-    keys it comes to ask for one that is missing, again and again, so that a store of many ranks has little to do.
+    It polls, since ``store.wait()`` is ended neither by Ctrl-C nor by the death of a neighbour. Where there are many
+    keys it narrows down to a missing one and polls for that, so that the store of many ranks has little to do.
     """
     started = time.monotonic()
-    next_look = started
+    next_check = started
     few = len(keys)
     try:
         while keys:
@@ -131,9 +131,9 @@ def wait_for_all(
                 few //= 2
             else:
                 now = time.monotonic()
-                if now >= next_look:
-                    next_look = now + _LOOK_S
-                    look_around()
+                if now >= next_check:
+                    next_check = now + _CHECK_S
+                    check_peers()
                 if now > deadline:
                     break
                 time.sleep(min(0.1, 1e-3 + (now - started) / 10))

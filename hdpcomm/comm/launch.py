@@ -1,4 +1,4 @@
-"""Starts ranks on this host: processes that run a function, with their results, errors and ends looked after."""
+"""Starts ranks on this host: processes that run a function; collects results and errors, ends those that hang."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class RankPool:
             if not process.is_alive():
                 raise PeerLost(f"rank {rank} ended {self._end_of(rank)} between two runs of its pool", peer=rank)
         for pipe in self._pipes:
-            # A rank that has died meanwhile is found by its end of the pipe; the others have the job and must be heard.
+            # A rank that has died meanwhile shows when its pipe is read; the others have the job and will answer.
             with contextlib.suppress(OSError):
                 pipe.send_bytes(message)
 
@@ -177,8 +177,8 @@ class RankPool:
         try:
             ok, payload, trace = pickle.loads(answer)
         except Exception as error:
-            told = f"what rank {rank} returned cannot be unpickled here ({type(error).__name__}: {error})"
-            errors[rank] = (InvalidUsage(f"{told}; return objects of importable classes"), traceback.format_exc())
+            text = f"what rank {rank} returned cannot be unpickled here ({type(error).__name__}: {error})"
+            errors[rank] = (InvalidUsage(f"{text}; return objects of importable classes"), traceback.format_exc())
             return
         if ok:
             results[rank] = payload

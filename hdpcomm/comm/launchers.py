@@ -21,13 +21,13 @@ _PORTS = range(20_000, 30_000)  # for jobs whose launcher names none
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place, as its launcher tells.
+    """One rank's place in its job, by the variables of its launcher.
 
     Attributes:
-        local_rank: its number among the ranks of its host; ``None`` if it is not told.
-        local_size: ranks on its host; ``None`` if it is not told.
-        address: of rank 0's host, where the launcher tells it.
-        job: what names the job, equal on all of its ranks and on no other job of the host; empty if it is not told.
+        local_rank: its number among the ranks of its host; ``None`` if the launcher does not say.
+        local_size: ranks on its host; ``None`` if the launcher does not say.
+        address: of rank 0's host; ``None`` if the launcher does not say.
+        job: the job's name, equal on all of its ranks and on no other job of the host; empty if it has none.
     """
 
     launcher: str
@@ -40,10 +40,10 @@ class Place:
 
 
 def place() -> Place | None:
-    """Where this process stands, by srun's or mpirun's variables (torchrun's are not looked at); ``None`` if alone.
+    """Where this process stands, by srun's or mpirun's variables (not torchrun's); ``None`` if alone.
 
     mpirun comes first: in a Slurm allocation it starts its daemons by srun, and ranks inherit the daemon's place. The
-    ``PMI_`` variables alone are also those of ``srun --mpi=pmi2``, which tells more in its own.
+    ``PMI_`` variables alone are also those of ``srun --mpi=pmi2``, whose own variables say more.
 
     Raises: InvalidUsage for a variable that is no integer, or a rank outside its world.
     """
@@ -72,7 +72,7 @@ def _of_slurm() -> Place:
 
 
 def _of_mpi(launcher: str, names: list[str], job: str) -> Place:
-    """``names``: of the variables with rank, size, local rank and local size. ``job``: empty if it is not told."""
+    """A place by MPI's variables; ``names``: those with rank, size, local rank and local size."""
     rank, size = _integer(names[0]), _integer(names[1])
     local_rank, local_size = _integer_or_none(names[2]), _integer_or_none(names[3])
     one_host = local_size == size
@@ -113,7 +113,7 @@ def joined() -> bool:
 def local_place(rank: int, size: int) -> tuple[int, int]:
     """The number of this rank among the ranks of its host, and how many those are. Local.
 
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; else what srun or mpirun tells of a world of ``size`` ranks; else as if all
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; else what srun or mpirun says of a world of ``size`` ranks; else as if all
     ranks were on this host. Raises: InvalidUsage for a variable that is no such number.
     """
     local_rank, local_size = _integer_or_none("LOCAL_RANK"), _integer_or_none("LOCAL_WORLD_SIZE")
@@ -151,7 +151,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def master() -> tuple[str, int]:
-    """Address and port of the job's store: ``MASTER_ADDR`` and ``MASTER_PORT``, else what the launcher tells.
+    """Address and port of the job's store: ``MASTER_ADDR`` and ``MASTER_PORT``, else what the launcher says.
 
     Raises: InvalidUsage, saying what to set.
     """
@@ -174,7 +174,7 @@ def master() -> tuple[str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """Of a Slurm node list: ``gpu[007-009,12],login1`` begins with ``gpu007``."""
+    """The first host of a Slurm node list: of ``gpu[007-009,12],login1`` that is ``gpu007``."""
     match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     assert match is not None
     prefix, number, suffix = match.groups()
@@ -182,7 +182,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_on_node(counts: str, node: int) -> int | None:
-    """Of Slurm's task counts: ``4(x2),3`` are 4, 4 and 3. ``None`` if they do not tell."""
+    """How many ranks run on a node, by Slurm's task counts: ``4(x2),3`` are 4, 4 and 3. ``None`` if it is not there."""
     for part in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
@@ -194,7 +194,7 @@ def tasks_on_node(counts: str, node: int) -> int | None:
 
 
 def _checked(names: tuple[str, str], found: Place) -> Place:
-    """``names``: of the variables with rank and size."""
+    """The place, if its rank is inside its world; ``names``: the variables with rank and size."""
     if found.size < 1 or not 0 <= found.rank < found.size:
         raise InvalidUsage(f"{names[0]}={found.rank} is not in 0..{found.size - 1} ({names[1]}={found.size})")
     return found

@@ -21,8 +21,8 @@ from hdpcomm.plan import DEVICES, ClusterSpec
 
 __all__ = ["Host", "LinkCost", "Topology", "cores_of_rank", "host_facts", "measure_topology", "nodes_of"]
 
-_FACT_BYTES = 4096  # of a rank's description
-_PAIRS = 3  # measured of each class
+_FACT_BYTES = 4096  # length of a rank's description of its host
+_PAIRS = 3  # as many are measured inside and between hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Host:
     Attributes:
         ranks: global ranks on it.
         gpus: names of its GPUs.
-        links: network interfaces with their speed in Gbit/s (0: not told), by sysfs: ``("eth0", 25.0)``.
+        links: network interfaces with their speed in Gbit/s (0: unknown), by sysfs: ``("eth0", 25.0)``.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """Of the messages of a class of pairs: one way; medians over the pairs that were measured.
+    """What messages cost one way between ranks of one host, or of two; medians over the pairs that were measured.
 
     Attributes:
-        pairs: how many.
-        latency_s: of 8 bytes.
-        bandwidth: bytes/s of 16 MiB.
+        pairs: how many were measured.
+        latency_s: of a message of 8 bytes.
+        bandwidth: bytes/s of a message of 16 MiB.
     """
 
     pairs: int
@@ -59,7 +59,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Of a world; ``intra`` and ``inter`` are ``None`` where there is no such pair."""
+    """The hosts of a world, and message costs inside (``intra``) and between hosts; ``None`` where no such pair is."""
 
     transport: str
     hosts: tuple[Host, ...]

@@ -8,7 +8,7 @@ Importing this module registers the backend; DDP, FSDP2, DeviceMesh and torch's 
     dist.init_process_group("hdpcomm")      # or "cpu:hdpcomm"; under torchrun or hdpcomm.testing.spawn
     group = dist.new_group([3, 0, 1])       # a subset of the world: nothing is created
 
-docs/torch-backend.md tells what differs from gloo.
+docs/torch-backend.md says what differs from gloo.
 """
 
 from __future__ import annotations

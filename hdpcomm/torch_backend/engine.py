@@ -76,7 +76,7 @@ class Engine:
         threading.Thread(target=work.complete_future, name="hdpcomm-future", daemon=True).start()
 
     def abort(self, reason: str) -> None:
-        """Ends all pending operations of this rank; the other ranks concerned are told."""
+        """Ends all pending operations of this rank; the other ranks concerned are notified."""
         self.world.abort(reason)
         self._messages.abort(reason)
         self.close()

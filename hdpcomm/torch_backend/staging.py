@@ -21,7 +21,7 @@ _CARRIED = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(to
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the core takes it as it is. Cheap; false also where torch cannot tell (before 2.10)."""
+    """Whether the core takes it as it is. Cheap; false also where torch cannot describe tensors in C (before 2.10)."""
     return _describe_torch(tensor) is not None
 
 

@@ -177,7 +177,7 @@ def test_an_ended_process_is_named_before_it_was_there() -> None:
 def ends_for(rank: int, store: Any, ends: Callable[[], None]) -> None:
     """One of four ranks comes to its end; the others wait for it."""
     place = joining(store, rank, 4)
-    with place.telling():
+    with place.reporting_failure():
         if rank == 2:
             ends()
         place.from_all("host", "")
@@ -212,9 +212,9 @@ def test_all_ranks_hear_of_one_that_gives_up(error: BaseException, peer: int, wo
 def test_a_timeout_is_not_told() -> None:
     """Each rank finds out for itself whom it misses."""
     store = dist.HashStore()
-    with pytest.raises(hdp.CommTimeout), joining(store, 0, 2).telling():
+    with pytest.raises(hdp.CommTimeout), joining(store, 0, 2).reporting_failure():
         raise hdp.CommTimeout("rank 0 waited")
-    joining(store, 1, 2).look_around()
+    joining(store, 1, 2).check_peers()
 
 
 def test_who_left_after_all_had_come_is_no_error_of_joining() -> None:

@@ -159,8 +159,9 @@ void Mailbox::wait(LabelledWork& work, double timeout_s, const World::InterruptC
                        std::to_string(waited_s) + " s " + work.purpose() +
                        ", its tag and its group, or raise timeout=";
     if (work.receives()) {
-      world_->underLock(
-          [&] { text += ". Messages that came and no receive wanted: " + state_->describeKept(); });
+      world_->underLock([&] {
+        text += ". Messages that came and no receive wanted: " + state_->describeUnexpected();
+      });
     }
     throw Error(ErrorKind::kTimeout, text,
                 {.rank = world_->rank(),

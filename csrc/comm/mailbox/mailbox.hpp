@@ -4,9 +4,9 @@
 // A send is two messages of the transport: a header (label, count, type) and the payload. Where a
 // receive is posted, the channel of each rank from which it may come takes one header, finds the
 // first posted receive that wants it, and receives the payload straight into its buffer; what none
-// wants is kept for a later one. A channel takes messages only while a posted receive could want
-// one of its rank's, so what a rank must keep is bounded by what its peers send while it waits for
-// something else.
+// wants is kept (an unexpected message) for a later one. A channel takes messages only while a
+// posted receive could want one of its rank's, so what a rank must keep is bounded by what its
+// peers send while it waits for something else.
 //
 // There is no thread for this: whoever moves the world (a caller that waits, the world's thread for
 // what nobody waits for) also matches, under the world's lock.
@@ -22,7 +22,7 @@ namespace hdpcomm {
 
 class MailboxState;  // mailbox_state.hpp
 
-// What a send and its receive have alike, beside ranks, size and type.
+// What a send and its receive must have in common, beside ranks, size and type.
 struct Label {
   int64_t context = 0;
   int64_t tag = 0;
@@ -71,8 +71,8 @@ class Mailbox {
   std::shared_ptr<LabelledWork> receive(const Message& buffer, std::vector<int> sources,
                                         const Label& label) const;
 
-  // As of the world; a timeout names what was awaited, and what came that no receive wanted. One
-  // that no message had matched is withdrawn: a message for it is kept.
+  // As World::wait(); the error of a timeout names what was awaited and lists the unexpected
+  // messages. A receive that no message had matched is withdrawn: a later message for it is kept.
   void wait(LabelledWork& work, double timeout_s, const World::InterruptCheck& check) const;
   bool test(LabelledWork& work) const { return world_->test(work); }
 

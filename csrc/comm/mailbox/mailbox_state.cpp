@@ -24,23 +24,23 @@ Call MailboxState::callOf(uint64_t count, DType dtype) const {
 
 void MailboxState::post(const std::shared_ptr<LabelledReceive>& receive) {
   receive->unmatch();
-  for (auto it = kept_.begin(); it != kept_.end();) {
+  for (auto it = unexpected_.begin(); it != unexpected_.end();) {
     if (it->local && it->local->failed()) {
-      it = kept_.erase(it);
+      it = unexpected_.erase(it);
       continue;
     }
     if (!receive->wants(it->message.peer, it->label)) {
       ++it;
       continue;
     }
-    const Kept kept = std::move(*it);
-    kept_.erase(it);
+    const Unexpected kept = std::move(*it);
+    unexpected_.erase(it);
     const bool taken = receive->take(kept.message.peer, kept.message);
     if (kept.local && taken) kept.local->end();
-    if (kept.local && !taken) kept.local->end(*receive->trouble());
+    if (kept.local && !taken) kept.local->end(*receive->payloadFailure());
     return;
   }
-  if (const Error* error = hopeless(*receive)) {
+  if (const Error* error = lossOf(*receive)) {
     receive->end(*error);
     return;
   }
@@ -51,19 +51,19 @@ void MailboxState::post(const std::shared_ptr<LabelledReceive>& receive) {
 void MailboxState::sendToSelf(const std::shared_ptr<LabelledSend>& send) {
   const auto receive = match(rank_, send->label());
   if (!receive) {
-    kept_.push_back({send->message(), send->label(), nullptr, send});
+    unexpected_.push_back({send->message(), send->label(), nullptr, send});
   } else if (receive->take(rank_, send->message())) {
     send->end();
   } else {
-    send->end(*receive->trouble());
+    send->end(*receive->payloadFailure());
   }
 }
 
-std::string MailboxState::describeKept() const {
+std::string MailboxState::describeUnexpected() const {
   constexpr size_t kMost = 8;
   std::string text;
   size_t count = 0;
-  for (const Kept& kept : kept_) {
+  for (const Unexpected& kept : unexpected_) {
     if (kept.local && kept.local->failed()) continue;
     if (++count > kMost) return text + ", ...";
     text += (count > 1 ? ", (rank " : "(rank ") + std::to_string(kept.message.peer) + ", tag " +
@@ -96,7 +96,7 @@ bool MailboxState::advance(int peer, Transport& transport) {
     switch (channel.stage) {
       case Stage::kIdle:
         if (channel.lost || !wanted(peer)) return posted;
-        askHeader(peer, transport);
+        receiveHeader(peer, transport);
         posted = true;
         break;
       case Stage::kHeader:
@@ -104,7 +104,7 @@ bool MailboxState::advance(int peer, Transport& transport) {
         posted |= channel.stage == Stage::kPayload;
         break;
       case Stage::kPayload:
-        if (!(channel.receive ? takePayload(peer, transport) : takeKept(peer, transport))) {
+        if (!(channel.receive ? takePayload(peer, transport) : takeUnexpected(peer, transport))) {
           return posted;
         }
         break;
@@ -112,7 +112,7 @@ bool MailboxState::advance(int peer, Transport& transport) {
   }
 }
 
-void MailboxState::askHeader(int peer, Transport& transport) {
+void MailboxState::receiveHeader(int peer, Transport& transport) {
   Channel& channel = channels_[static_cast<size_t>(peer)];
   channel.stage = Stage::kHeader;
   channel.completion = {};
@@ -134,15 +134,15 @@ bool MailboxState::takeHeader(int peer, Transport& transport) {
     channel.stage = Stage::kIdle;
     // Else the sender gave a message up. What it had sent before has been taken: its notice came
     // behind that.
-    if (error.kind() == ErrorKind::kPeerLost && transport.departure(peer)) lose(peer, error);
+    if (error.kind() == ErrorKind::kPeerLost && transport.departure(peer)) markLost(peer, error);
     return true;
   }
   if (channel.completion.pending > 0) return false;
-  askPayload(peer, transport);
+  receivePayload(peer, transport);
   return true;
 }
 
-void MailboxState::askPayload(int peer, Transport& transport) {
+void MailboxState::receivePayload(int peer, Transport& transport) {
   Channel& channel = channels_[static_cast<size_t>(peer)];
   const MailHeader& header = channel.header;
   channel.stage = Stage::kPayload;
@@ -171,13 +171,13 @@ void MailboxState::askPayload(int peer, Transport& transport) {
 bool MailboxState::takePayload(int peer, Transport& transport) {
   Channel& channel = channels_[static_cast<size_t>(peer)];
   LabelledReceive& receive = *channel.receive;
-  if (!receive.gaveUp() && receive.trouble() && wasGivenUp(*receive.trouble())) {
+  if (!receive.hasFailed() && receive.payloadFailure() && wasGivenUp(*receive.payloadFailure())) {
     receive.withdraw(transport);
     receive.unmatch();
     // It was the first of those that want such a message.
     posted_.push_front(channel.receive);
     for (const int source : receive.sources()) activate(source);
-  } else if (!receive.gaveUp() && !receive.trouble() && !receive.idle()) {
+  } else if (!receive.hasFailed() && !receive.payloadFailure() && !receive.idle()) {
     return false;
   }
   channel.receive = nullptr;
@@ -185,7 +185,7 @@ bool MailboxState::takePayload(int peer, Transport& transport) {
   return true;
 }
 
-bool MailboxState::takeKept(int peer, Transport& transport) {
+bool MailboxState::takeUnexpected(int peer, Transport& transport) {
   Channel& channel = channels_[static_cast<size_t>(peer)];
   if (!channel.completion.failure && channel.completion.pending > 0) return false;
   channel.stage = Stage::kIdle;
@@ -199,7 +199,7 @@ bool MailboxState::takeKept(int peer, Transport& transport) {
   if (const auto late = match(peer, header.label)) {  // posted meanwhile
     late->take(peer, message);
   } else {
-    kept_.push_back({message, header.label, std::move(payload), nullptr});
+    unexpected_.push_back({message, header.label, std::move(payload), nullptr});
   }
   return true;
 }
@@ -232,16 +232,16 @@ void MailboxState::activate(int peer) {
   active_.push_back(peer);
 }
 
-void MailboxState::lose(int peer, const Error& error) {
+void MailboxState::markLost(int peer, const Error& error) {
   channels_[static_cast<size_t>(peer)].lost = error;
   std::erase_if(posted_, [&](const auto& receive) {
-    const Error* why = receive->failed() ? nullptr : hopeless(*receive);
+    const Error* why = receive->failed() ? nullptr : lossOf(*receive);
     if (why != nullptr) receive->end(*why);
     return receive->failed();
   });
 }
 
-const Error* MailboxState::hopeless(const LabelledReceive& receive) const {
+const Error* MailboxState::lossOf(const LabelledReceive& receive) const {
   const auto lost = [this](int source) {
     return channels_[static_cast<size_t>(source)].lost.has_value();
   };

@@ -12,7 +12,7 @@
 
 namespace hdpcomm {
 
-// What travels before the payload.
+// The message of the transport that precedes the payload.
 struct MailHeader {
   Label label;
   uint64_t count = 0;
@@ -61,12 +61,12 @@ class LabelledReceive final : public LabelledWork,
   void unmatch();
   // The request of the payload of a message that it wants.
   RecvRequest match(int source, uint32_t number);
-  // Takes a message that lies in memory; false, and failed, where size or type differ.
+  // Copies a message out of memory; false, and the receive has failed, where size or type differ.
   bool take(int source, const Message& message);
-  // Nothing of its payload is under way any more.
+  // True when no part of its payload is under way.
   bool idle() const { return completion_.pending == 0; }
-  bool gaveUp() const { return state_ == State::kFailed; }
-  const std::optional<Error>& trouble() const { return completion_.failure; }
+  bool hasFailed() const { return state_ == State::kFailed; }
+  const std::optional<Error>& payloadFailure() const { return completion_.failure; }
   void withdraw(Transport& transport) { transport.cancel(&completion_); }
 
  protected:
@@ -88,13 +88,13 @@ class MailboxState final : public WorldListener {
   // What both ends of a message of the transport name.
   Call callOf(uint64_t count, DType dtype) const;
 
-  // Gives a new receive what was kept for it, or lets it wait.
+  // Gives a new receive its unexpected message, if there is one, or lets it wait.
   void post(const std::shared_ptr<LabelledReceive>& receive);
   // A message of this rank to itself.
   void sendToSelf(const std::shared_ptr<LabelledSend>& send);
   bool advance(Transport& transport) override;
-  // What came and no receive wanted, for messages.
-  std::string describeKept() const;
+  // The unexpected messages, for the text of an error.
+  std::string describeUnexpected() const;
 
  private:
   enum class Stage : uint8_t { kIdle, kHeader, kPayload };
@@ -109,8 +109,8 @@ class MailboxState final : public WorldListener {
     std::optional<Error> lost;                 // the rank has left or died
   };
 
-  // A message that no receive had wanted when it came.
-  struct Kept {
+  // A message that no posted receive wanted when it came.
+  struct Unexpected {
     Message message;  // from its peer
     Label label;
     std::unique_ptr<std::byte[]> payload;
@@ -118,26 +118,26 @@ class MailboxState final : public WorldListener {
   };
 
   bool advance(int peer, Transport& transport);
-  // Each returns whether the channel may go on at once.
+  // These return whether the channel may go on at once.
   bool takeHeader(int peer, Transport& transport);
   bool takePayload(int peer, Transport& transport);
-  bool takeKept(int peer, Transport& transport);
-  void askHeader(int peer, Transport& transport);
-  void askPayload(int peer, Transport& transport);
+  bool takeUnexpected(int peer, Transport& transport);
+  void receiveHeader(int peer, Transport& transport);
+  void receivePayload(int peer, Transport& transport);
 
   bool wanted(int peer) const;
   std::shared_ptr<LabelledReceive> match(int source, const Label& label);
   void activate(int peer);
-  void lose(int peer, const Error& error);
-  // Why none of its sources can send any more.
-  const Error* hopeless(const LabelledReceive& receive) const;
+  void markLost(int peer, const Error& error);
+  // Why no source of a receive can send any more; null while one can.
+  const Error* lossOf(const LabelledReceive& receive) const;
 
   int rank_;
   Call call_;
   std::vector<Channel> channels_;  // by rank; never resized, since requests point there
   std::vector<int> active_;
   std::deque<std::shared_ptr<LabelledReceive>> posted_;  // in the order of the calls
-  std::deque<Kept> kept_;                                // in the order of arrival
+  std::deque<Unexpected> unexpected_;                    // in the order of arrival
 };
 
 }  // namespace hdpcomm
