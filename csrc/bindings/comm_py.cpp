@@ -137,6 +137,7 @@ void bindComm(py::module_& module) {
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
   bindCalls(module);
+  bindTensors(module);
   bindMailbox(module);
   bindWorld(module);
   bindJoining(module);

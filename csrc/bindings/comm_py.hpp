@@ -23,8 +23,10 @@ struct Handle {
 // checkSignals() in the form that operations take, made once.
 extern const World::InterruptCheck kCheckSignals;
 
-// Operations and describe_torch (comm_calls_py.cpp).
+// Operations on tensors (comm_calls_py.cpp).
 void bindCalls(pybind11::module_& module);
+// Descriptions of tensors (comm_tensors_py.cpp).
+void bindTensors(pybind11::module_& module);
 // Describes a plain contiguous CPU tensor of a known type; false for all else.
 bool describePlain(PyObject* x, TensorView* described);
 // The same of a description by hdpcomm/comm/tensors.py: (address, count, dtype).
