@@ -75,6 +75,11 @@ struct Notice {
   }
 };
 
+// Whether a peer's notice can name this kind of error and this rank as its cause.
+inline bool noticeFits(uint8_t kind, int cause, int num_ranks) {
+  return kind <= static_cast<uint8_t>(ErrorKind::kDevice) && cause >= -1 && cause < num_ranks;
+}
+
 // The notice that `peer` sent to `rank`. `ours`: what it ends here, `cause`: the rank that the
 // error concerns.
 inline Notice noticeFrom(int peer, int rank, ErrorKind kind, const std::string& text, int cause,

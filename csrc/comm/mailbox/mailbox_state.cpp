@@ -7,6 +7,8 @@
 namespace hdpcomm {
 namespace {
 
+constexpr uint64_t kMaxElements = uint64_t{1} << 48;  // more than an address space holds
+
 // Whether a failure of the payload means that there was no message after all: its sender gave it
 // up, and the receive goes on waiting.
 bool wasGivenUp(const Error& error) {
@@ -138,6 +140,16 @@ bool MailboxState::takeHeader(int peer, Transport& transport) {
     return true;
   }
   if (channel.completion.pending > 0) return false;
+  const MailHeader& header = channel.header;
+  if (header.dtype >= kNumDTypes || header.count > kMaxElements) {
+    channel.stage = Stage::kIdle;
+    markLost(peer, Error(ErrorKind::kPeerLost,
+                         "rank " + std::to_string(peer) + " was cut off: its message has " +
+                             std::to_string(header.count) + " elements of type " +
+                             std::to_string(header.dtype) + ", which no rank sends",
+                         {.rank = rank_, .peer = peer, .op = {}, .ranks = {}, .seq = -1}));
+    return true;
+  }
   receivePayload(peer, transport);
   return true;
 }

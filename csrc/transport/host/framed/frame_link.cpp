@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "transport/host/framed/frame.hpp"
+#include "transport/host/framed/frame_check.hpp"
 
 namespace hdpcomm {
 
@@ -63,9 +63,14 @@ FramePtr FrameLink::next(int peer_rank) {
 }
 
 bool FrameLink::deliver(int peer_rank, FramePtr frame) {
+  if (const auto wrong = framed::badFrame(*frame, size())) {
+    cutOff(peer_rank, *wrong);
+    return false;
+  }
   const Kind kind = framed::readHeader(*frame).kind;
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
+  if (peer.ended || !peer.loss.empty()) return false;
   peer.last_heard = Clock::now();
   peer.awaits_pong = false;
   if (kind == Kind::kPing) {
@@ -90,8 +95,19 @@ void FrameLink::waitClosed() {
 void FrameLink::lost(int peer_rank, const std::string& why) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
+  lose(lock, peer,
+       "was lost: " + (why.empty() ? "the connection broke" : why) +
+           " (its process or its host died, or the network between them)");
+}
+
+void FrameLink::cutOff(int peer_rank, const std::string& why) {
+  std::unique_lock lock(mutex_);
+  lose(lock, peers_.at(static_cast<size_t>(peer_rank)), "was cut off: " + why);
+}
+
+void FrameLink::lose(std::unique_lock<std::mutex>& lock, Peer& peer, const std::string& what) {
   if (peer.ended || !peer.loss.empty()) return;
-  peer.loss = why.empty() ? "the connection broke" : why;
+  peer.loss = what;
   peer.for_carrier.notify_all();
   signal(lock);
 }

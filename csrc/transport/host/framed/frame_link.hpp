@@ -63,7 +63,8 @@ class FrameLink {
   // Waits for the next frame to send to `peer`. Null after the last one (the goodbye), or if the
   // peer was lost.
   FramePtr next(int peer);
-  // Passes on a frame from `peer`, in order. False: it was the peer's last frame.
+  // Passes on a frame from `peer`, in order. False: no more is wanted: it was the peer's last
+  // frame, or one that no rank sends, and the peer is lost.
   bool deliver(int peer, FramePtr frame);
   // Returns when no more frames will be posted.
   void waitClosed();
@@ -79,6 +80,8 @@ class FrameLink {
   bool hasRoom(int peer) const;
   // Appends the frames that have arrived since the last call.
   void collect(std::vector<Arrival>& arrivals);
+  // Breaks the connection: the peer sent what no rank sends, and nothing more is taken from it.
+  void cutOff(int peer, const std::string& why);
   // Why the connection broke; empty while it holds.
   std::string lossOf(int peer) const;
   // Seconds since an unanswered ping; sends one if the peer has been silent. 0: the peer answers.
@@ -106,6 +109,7 @@ class FrameLink {
     bool awaits_pong = false;
   };
   void signal(std::unique_lock<std::mutex>& lock);
+  void lose(std::unique_lock<std::mutex>& lock, Peer& peer, const std::string& what);
 
   int rank_;
   mutable std::mutex mutex_;

@@ -13,8 +13,29 @@ std::string textOf(Frame& frame, const Header& header) {
 
 }  // namespace
 
+std::optional<std::string> FramedTransport::outOfPlace(Peer& peer, const Header& header) const {
+  const auto wrong = [](const char* what, uint64_t value) {
+    return std::string("it ") + what + " (" + std::to_string(value) + " units)";
+  };
+  if (header.consumed > peer.sent_units) {
+    return wrong("consumed more than was sent to it", header.consumed);
+  }
+  if (header.kind != Kind::kData) return std::nullopt;
+  if (auto broken = peer.arriving.add(header)) return broken;
+  if (const uint64_t waiting = peer.arriving.units() - peer.consumed_units; waiting > kWindow) {
+    return wrong("sent more than may be under way", waiting);
+  }
+  return std::nullopt;
+}
+
 void FramedTransport::route(Peer& peer, FramePtr frame) {
   const Header header = readHeader(*frame);
+  if (peer.cut_off) return;
+  if (const auto why = outOfPlace(peer, header)) {
+    peer.cut_off = true;
+    link_->cutOff(peer.rank, *why);
+    return;
+  }
   peer.credited_units = std::max(peer.credited_units, header.consumed);
   switch (header.kind) {
     case Kind::kData:

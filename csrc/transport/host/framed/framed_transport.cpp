@@ -167,8 +167,8 @@ std::optional<Error> FramedTransport::goneError(const Peer& peer, bool awaited) 
     what = " closed its communicator" + waited +
            (peer.farewell.empty() ? "" : "; its last words: " + peer.farewell);
   } else if (const std::string loss = link_->lossOf(peer.rank); !loss.empty()) {
-    what = " was lost" + waited + ": " + loss +
-           " (its process or its host died, or the network between them)";
+    const size_t colon = loss.find(':');
+    what = " " + loss.substr(0, colon) + waited + loss.substr(colon);
   } else if (const double silent = link_->silence(peer.rank); silent > silence_s_) {
     what = " gave no sign of life for " + std::to_string(silent) + " s" + waited +
            ": its host is cut off or its process is stopped (HDPCOMM_SILENCE_S)";

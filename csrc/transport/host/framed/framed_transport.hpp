@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/ring_queue.hpp"
-#include "transport/host/framed/frame.hpp"
+#include "transport/host/framed/frame_check.hpp"
 #include "transport/host/pair_failures.hpp"
 
 namespace hdpcomm::framed {
@@ -33,7 +33,9 @@ struct Peer {
   PairFailures failures;
   std::string farewell;  // text of the peer's goodbye
   bool gone = false;     // the goodbye has arrived
+  bool cut_off = false;  // it sent what no rank sends: its further frames are ignored
 
+  ArrivingMessages arriving;
   uint64_t next_index = 0;  // of the next message to the peer
   uint64_t sent_units = 0;
   uint64_t credited_units = 0;      // that the peer has consumed, as it announced
@@ -92,6 +94,8 @@ class FramedTransport final : public Transport {
 
   // framed_receive.cpp
   void route(Peer& peer, FramePtr frame);
+  // What is wrong with a frame after those before it.
+  std::optional<std::string> outOfPlace(Peer& peer, const Header& header) const;
   void endAccepted(Peer& peer, const Header& header);
   void endRejected(Peer& peer, const Header& header);
   void drain(Peer& peer);

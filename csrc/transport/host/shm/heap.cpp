@@ -9,6 +9,7 @@
 #include <string>
 
 #include "base/error.hpp"
+#include "transport/host/shm/shared_file.hpp"
 
 namespace hdpcomm::shm {
 namespace {
@@ -22,8 +23,7 @@ Mapping map(int fd, int protection) {
 }  // namespace
 
 std::shared_ptr<Heap> Heap::create() {
-  Fd fd(HDP_SYS(::memfd_create("hdpcomm-heap", MFD_CLOEXEC)));
-  HDP_SYS(::ftruncate(fd.get(), static_cast<off_t>(kHeapBytes)));
+  Fd fd = createSharedFile("hdpcomm-heap", kHeapBytes);
   Mapping mapping = map(fd.get(), PROT_READ | PROT_WRITE);
   return std::shared_ptr<Heap>(new Heap(std::move(fd), std::move(mapping)));
 }
@@ -98,9 +98,13 @@ size_t Heap::usedBytes() const {
 }
 
 PeerHeap::PeerHeap(int pid, int descriptor) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
-  Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (fd.get() < 0) throwSystemError(("open of " + path).c_str(), __FILE__, __LINE__, errno);
+  size_t bytes = 0;
+  const Fd fd = openSharedFile(pid, descriptor, O_RDONLY, &bytes);
+  if (bytes != kHeapBytes) {
+    throw Error(ErrorKind::kInternal, "the heap of process " + std::to_string(pid) + " has " +
+                                          std::to_string(bytes) + " bytes, not " +
+                                          std::to_string(kHeapBytes));
+  }
   mapping_ = map(fd.get(), PROT_READ);
 }
 

@@ -21,6 +21,7 @@ inline constexpr size_t kSlots = 64;  // descriptors in flight on a channel; a p
 inline constexpr size_t kInlineBytes = 16;
 inline constexpr size_t kFragmentBytes = 32 * 1024;  // of a fragmented message
 inline constexpr size_t kFailureText = 768;
+inline constexpr size_t kMinPayloadBytes = 65536;
 
 enum class Kind : uint8_t {
   kInline,    // payload in the descriptor
@@ -64,6 +65,12 @@ struct Slot {
   uint8_t detail;  // kFailure: ErrorKind
 };
 static_assert(sizeof(Slot) == 64);
+
+// One read of what a peer may change at any time: what was checked is what is used.
+template <typename T>
+T readOnce(const T& field) {
+  return *const_cast<const volatile T*>(&field);
+}
 
 // Copies up to kInlineBytes without a function call, as two words that may overlap.
 inline void copyInline(void* to, const void* from, size_t bytes) {

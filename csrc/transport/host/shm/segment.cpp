@@ -9,6 +9,7 @@
 
 #include "base/error.hpp"
 #include "base/settings.hpp"
+#include "transport/host/shm/shared_file.hpp"
 
 namespace hdpcomm {
 namespace shm {
@@ -56,7 +57,7 @@ Layout layoutFor(int num_ranks) {
                       std::to_string(num_ranks));
   }
   size_t payload = Settings::get().shm_payload_bytes / 4096 * 4096;
-  if (num_ranks > 256) payload = 65536;
+  if (num_ranks > 256) payload = shm::kMinPayloadBytes;
   return Layout{static_cast<uint32_t>(num_ranks), static_cast<uint32_t>(payload)};
 }
 
@@ -65,9 +66,8 @@ Layout layoutFor(int num_ranks) {
 
 std::shared_ptr<ShmSegment> createShmSegment(int num_ranks) {
   const shm::Layout layout = shm::layoutFor(num_ranks);
-  Fd fd(HDP_SYS(::memfd_create("hdpcomm", MFD_CLOEXEC)));
-  HDP_SYS(::ftruncate(fd.get(), static_cast<off_t>(layout.totalBytes())));
-  auto segment = std::make_shared<shm::Segment>(std::move(fd), layout);
+  auto segment =
+      std::make_shared<shm::Segment>(shm::createSharedFile("hdpcomm", layout.totalBytes()), layout);
   segment->header() = shm::Header{shm::kMagic, layout.num_ranks, layout.payload_bytes};
   return segment;
 }
@@ -78,29 +78,35 @@ std::shared_ptr<ShmSegment> openShmSegment(const std::string& address, int num_r
   if (std::sscanf(address.c_str(), "%d:%d", &pid, &remote_fd) != 2) {
     throwInvalidUsage("'" + address + "' is not the address of a shared segment (pid:descriptor)");
   }
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(remote_fd);
-  Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (fd.get() < 0) {
-    const int error = errno;
-    throw Error(
-        ErrorKind::kInternal,
-        "cannot open the shared segment of process " + std::to_string(pid) + " (" + path +
-            ", errno " + std::to_string(error) +
-            "): all ranks of the shm transport must run as the same user in one pid namespace");
+  const std::string who = "the shared segment of process " + std::to_string(pid);
+  Fd fd;
+  size_t bytes = 0;
+  try {
+    fd = shm::openSharedFile(pid, remote_fd, O_RDWR, &bytes);
+  } catch (const Error& error) {
+    throw Error(ErrorKind::kInternal, "cannot open " + who + " (" + error.what() +
+                                          "): all ranks of the shm transport must run as the same "
+                                          "user in one pid namespace");
   }
   // The creator chooses the payload size: the environments may differ.
   shm::Header header{};
   if (::pread(fd.get(), &header, sizeof header, 0) != static_cast<ssize_t>(sizeof header) ||
       header.magic != shm::kMagic) {
-    throwInvalidUsage(path + " is not a shared segment of this version of hdpcomm");
+    throwInvalidUsage(who + " is none of this version of hdpcomm");
   }
   if (header.num_ranks != static_cast<uint32_t>(num_ranks)) {
     throwInvalidUsage("the shared segment was made for " + std::to_string(header.num_ranks) +
                       " ranks, this rank expects " + std::to_string(num_ranks) +
                       ": start all ranks with the same world size");
   }
-  return std::make_shared<shm::Segment>(std::move(fd),
-                                        shm::Layout{header.num_ranks, header.payload_bytes});
+  const shm::Layout layout{header.num_ranks, header.payload_bytes};
+  if (layout.payload_bytes < shm::kMinPayloadBytes || layout.payload_bytes % 4096 != 0 ||
+      layout.totalBytes() != bytes) {
+    throwInvalidUsage(who + " says that its channels have " + std::to_string(layout.payload_bytes) +
+                      " bytes of payload, but has " + std::to_string(bytes) + " bytes for " +
+                      std::to_string(num_ranks) + " ranks: it is none of this version of hdpcomm");
+  }
+  return std::make_shared<shm::Segment>(std::move(fd), layout);
 }
 
 std::string hostIdentity() {

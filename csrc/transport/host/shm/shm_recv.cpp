@@ -39,7 +39,8 @@ void ShmTransport::postRecv(const RecvRequest& request) {
 }
 
 void ShmTransport::consume(Peer& peer, const Slot& slot) {
-  if (slot.kind == Kind::kEager || slot.kind == Kind::kFragment || slot.kind == Kind::kFailure) {
+  const Kind kind = readOnce(slot.kind);
+  if (kind == Kind::kEager || kind == Kind::kFragment || kind == Kind::kFailure) {
     peer.payload_received = slot.at.address + (slot.at.fragment + 63) / 64 * 64;
     peer.in->payload_consumed.store(peer.payload_received, std::memory_order_release);
   }
@@ -60,8 +61,13 @@ Slot* ShmTransport::published(const Peer& peer, uint64_t index) const {
 bool ShmTransport::drain(Peer& peer) {
   const uint64_t before = peer.received;
   while (Slot* slot = published(peer, peer.received)) {
-    if (slot->kind == Kind::kFailure) {
-      receiveNotice(peer, *slot);
+    if (readOnce(slot->kind) == Kind::kFailure) {
+      const std::optional<Notice> notice = noticeIn(peer, *slot);
+      if (!notice) {
+        cutOff(peer, "length, place or cause of the failure notice", slot->at.fragment);
+        break;
+      }
+      peer.failures.receive(*notice, peer.recvs, peer.inflight, peer.queue);
       consume(peer, *slot);
     } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
       break;
@@ -83,28 +89,42 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
     reject(peer, slot, request);
     return true;
   }
-  switch (slot.kind) {
+  // From here on the size is the request's: the peer can change the slot's.
+  const size_t bytes = request.bytes;
+  switch (const Kind kind = readOnce(slot.kind)) {
     case Kind::kInline:
+      if (bytes > kInlineBytes) {
+        cutOff(peer, "size (without payload)", bytes);
+        return false;
+      }
       if (request.reduce == nullptr) {
-        copyInline(request.data, slot.inline_data, slot.bytes);
+        copyInline(request.data, slot.inline_data, bytes);
       } else {
-        request.store(0, slot.inline_data, slot.bytes);
+        request.store(0, slot.inline_data, bytes);
       }
       break;
-    case Kind::kEager:
-      request.store(0, peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
-                    slot.bytes);
+    case Kind::kEager: {
+      const std::byte* piece = payloadOf(peer, slot, bytes);
+      if (piece == nullptr) return false;
+      request.store(0, piece, bytes);
       break;
-    case Kind::kFragment:
-      request.store(peer.fragment_offset,
-                    peer.in_payload + slot.at.address % segment_->layout().payload_bytes,
-                    slot.at.fragment);
-      peer.fragment_offset += slot.at.fragment;
-      if (peer.fragment_offset < slot.bytes) {
+    }
+    case Kind::kFragment: {
+      const size_t piece_bytes = std::min(kFragmentBytes, bytes - peer.fragment_offset);
+      if (const uint64_t told = readOnce(slot.at.fragment); told != piece_bytes) {
+        cutOff(peer, "fragment size", told);
+        return false;
+      }
+      const std::byte* piece = payloadOf(peer, slot, piece_bytes);
+      if (piece == nullptr) return false;
+      request.store(peer.fragment_offset, piece, piece_bytes);
+      peer.fragment_offset += piece_bytes;
+      if (peer.fragment_offset < bytes) {
         consume(peer, slot);
         return true;
       }
       break;
+    }
     case Kind::kDirect:
     case Kind::kShared: {
       SlotState posted = SlotState::kPosted;
@@ -119,11 +139,13 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
       }
       break;
     }
-    case Kind::kFailure:
-      break;  // handled by drain()
+    case Kind::kFailure:  // handled by drain(), so the peer has just written it
+    default:
+      cutOff(peer, "kind", static_cast<uint64_t>(kind));
+      return false;
   }
   ++stats_.messages_received;
-  stats_.bytes_received += slot.bytes;
+  stats_.bytes_received += bytes;
   consume(peer, slot);
   --request.completion->pending;
   peer.fragment_offset = 0;
@@ -131,8 +153,18 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
   return true;
 }
 
+const std::byte* ShmTransport::payloadOf(Peer& peer, const Slot& slot, size_t bytes) {
+  const uint64_t capacity = segment_->layout().payload_bytes;
+  const uint64_t address = readOnce(slot.at.address);
+  if (bytes <= capacity && address % capacity <= capacity - bytes) {
+    return peer.in_payload + address % capacity;
+  }
+  cutOff(peer, "place in the payload ring", address);
+  return nullptr;
+}
+
 // The address in this process of a message in the sender's heap; null if the heap cannot be mapped.
-const std::byte* ShmTransport::sharedBytes(Peer& peer, const Slot& slot) {
+const std::byte* ShmTransport::sharedBytes(Peer& peer, uint64_t address, size_t bytes) {
   if (!peer.heap.mapped()) {
     const int descriptor = peer.control->heap_descriptor.load(std::memory_order_acquire);
     try {
@@ -141,31 +173,37 @@ const std::byte* ShmTransport::sharedBytes(Peer& peer, const Slot& slot) {
       return nullptr;  // the caller tries process_vm_readv, which reports the reason if it fails
     }
   }
-  return peer.heap.base() + (slot.at.address - peer.control->heap_base);
+  const uint64_t offset = address - readOnce(peer.control->heap_base);
+  if (offset <= kHeapBytes && bytes <= kHeapBytes - offset) return peer.heap.base() + offset;
+  cutOff(peer, "address in the shared heap", address);
+  return nullptr;
 }
 
 // One copy from the sender's memory; a reduction from another process runs in pieces that fit the
 // cache.
 bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request) {
+  const uint64_t address = readOnce(slot.at.address);
+  const size_t size = request.bytes;
   if (peer.same_process) {
-    request.store(0, reinterpret_cast<const std::byte*>(slot.at.address), slot.bytes);
+    request.store(0, reinterpret_cast<const std::byte*>(address), size);
     return true;
   }
-  if (slot.kind == Kind::kShared) {
-    if (const std::byte* bytes = sharedBytes(peer, slot)) {
-      request.store(0, bytes, slot.bytes);
+  if (readOnce(slot.kind) == Kind::kShared) {
+    if (const std::byte* bytes = sharedBytes(peer, address, size)) {
+      request.store(0, bytes, size);
       return true;
     }
+    if (!peer.broken.empty()) return false;
   }
   const int pid = peer.control->pid;
   bool ok = true;
   if (request.reduce == nullptr) {
-    ok = readProcess(pid, static_cast<std::byte*>(request.data), slot.at.address, slot.bytes);
+    ok = readProcess(pid, static_cast<std::byte*>(request.data), address, size);
   } else {
     if (scratch_.empty()) scratch_.resize(kScratchBytes);
-    for (size_t done = 0; ok && done < slot.bytes; done += kScratchBytes) {
-      const size_t bytes = std::min(kScratchBytes, slot.bytes - done);
-      ok = readProcess(pid, scratch_.data(), slot.at.address + done, bytes);
+    for (size_t done = 0; ok && done < size; done += kScratchBytes) {
+      const size_t bytes = std::min(kScratchBytes, size - done);
+      ok = readProcess(pid, scratch_.data(), address + done, bytes);
       if (ok) request.store(done, scratch_.data(), bytes);
     }
   }
@@ -221,18 +259,19 @@ void ShmTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& 
   reject(peer, slot, request);
 }
 
-Notice ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
-  const std::string text(reinterpret_cast<const char*>(
-                             peer.in_payload + slot.at.address % segment_->layout().payload_bytes),
-                         slot.at.fragment);
+std::optional<Notice> ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
+  const uint64_t capacity = segment_->layout().payload_bytes;
+  const uint64_t place = readOnce(slot.at.address) % capacity;
+  const uint64_t length = readOnce(slot.at.fragment);
+  const uint8_t kind = readOnce(slot.detail);
+  const int16_t cause = readOnce(slot.call.root);
+  if (length > kFailureText || place > capacity - length || !noticeFits(kind, cause, size())) {
+    return std::nullopt;
+  }
+  const std::string text(reinterpret_cast<const char*>(peer.in_payload + place), length);
   const GiveUp ours = endsHere(static_cast<uint32_t>(slot.call.count), slot.number,
                                static_cast<uint32_t>(slot.bytes));
-  return noticeFrom(peer.rank, rank_, static_cast<ErrorKind>(slot.detail), text, slot.call.root,
-                    ours);
-}
-
-void ShmTransport::receiveNotice(Peer& peer, const Slot& slot) {
-  peer.failures.receive(noticeIn(peer, slot), peer.recvs, peer.inflight, peer.queue);
+  return noticeFrom(peer.rank, rank_, static_cast<ErrorKind>(kind), text, cause, ours);
 }
 
 // The notice of this very operation, anywhere on the channel.
@@ -243,8 +282,8 @@ std::optional<Notice> ShmTransport::noticeAhead(const Peer& peer,
     const Slot* slot = published(peer, i);
     if (slot == nullptr) break;
     if (slot->kind != Kind::kFailure) continue;
-    Notice notice = noticeIn(peer, *slot);
-    if (notice.concerns(send_number, recv_number)) return notice;
+    std::optional<Notice> notice = noticeIn(peer, *slot);
+    if (notice && notice->concerns(send_number, recv_number)) return notice;
   }
   return std::nullopt;
 }

@@ -37,7 +37,12 @@ std::byte* ShmTransport::claimPayload(Peer& peer, size_t bytes, uint64_t* offset
   uint64_t start = peer.payload_sent;
   if (start % capacity + rounded > capacity) start += capacity - start % capacity;
   if (start + rounded - peer.payload_taken_seen > capacity) {
-    peer.payload_taken_seen = peer.out->payload_consumed.load(std::memory_order_acquire);
+    const uint64_t taken = peer.out->payload_consumed.load(std::memory_order_acquire);
+    if (taken > peer.payload_sent) {
+      cutOff(peer, "count of consumed payload", taken);
+      return nullptr;
+    }
+    peer.payload_taken_seen = taken;
     if (start + rounded - peer.payload_taken_seen > capacity) return nullptr;
   }
   *offset = start;
@@ -157,7 +162,12 @@ bool ShmTransport::pushFailure(Peer& peer, PendingSend& send) {
 // Ends the requests whose messages the receiver has consumed, and fails those that it rejected.
 void ShmTransport::completeInflight(Peer& peer) {
   // Acquire: sees the state that the receiver stored before it counted the message as consumed.
-  peer.consumed_seen = peer.out->consumed.load(std::memory_order_acquire);
+  const uint64_t consumed = peer.out->consumed.load(std::memory_order_acquire);
+  if (consumed > peer.sent && peer.broken.empty()) {
+    cutOff(peer, "count of consumed messages", consumed);
+    return;
+  }
+  peer.consumed_seen = consumed;
   while (!peer.inflight.empty() && peer.inflight.front().index < peer.consumed_seen) {
     const Slot& slot = peer.out->slots[peer.inflight.front().index % kSlots];
     // A receiver that gave up the operation sent a notice before it dropped the message: receives

@@ -148,7 +148,23 @@ std::string ShmTransport::closingReason(const Control& control) const {
          std::string(control.reason, ::strnlen(control.reason, kFailureText));
 }
 
+void ShmTransport::cutOff(Peer& peer, const char* field, uint64_t value) {
+  if (!peer.broken.empty()) return;
+  peer.broken = std::string("the ") + field + " of its message is " + std::to_string(value) +
+                ", which no rank of this version of hdpcomm writes";
+  peer.dead = std::make_unique<Channel>();
+  peer.dead->consumed.store(peer.sent - kSlots, std::memory_order_relaxed);
+  peer.consumed_seen = peer.sent - kSlots;
+  peer.out = peer.in = peer.dead.get();
+  peer.failures.failAll(*goneError(peer), peer.recvs, peer.inflight, peer.queue);
+}
+
 std::optional<Error> ShmTransport::goneError(const Peer& peer, bool awaited) const {
+  if (!peer.broken.empty()) {
+    return Error(ErrorKind::kPeerLost,
+                 "rank " + std::to_string(peer.rank) + " was cut off: " + peer.broken,
+                 {.rank = rank_, .peer = peer.rank, .op = {}, .ranks = {}, .seq = -1});
+  }
   const RankState state = peer.control->state.load(std::memory_order_acquire);
   const bool closed = state == RankState::kClosed || state == RankState::kLate;
   if (!closed && processAlive(*peer.control)) return std::nullopt;

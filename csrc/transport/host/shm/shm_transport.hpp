@@ -52,6 +52,11 @@ struct Peer {
 
   PeerHeap heap;  // mapped at the first message from it
 
+  // Set when the peer wrote what no rank of this version writes: it is lost from then on, and
+  // `out` and `in` are this, where nothing ever arrives and there is never room.
+  std::string broken;
+  std::unique_ptr<Channel> dead;
+
   bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
 };
 
@@ -101,18 +106,24 @@ class ShmTransport final : public Transport {
   void publish(Peer& peer, Slot& slot);
   void completeInflight(Peer& peer);
   void withdraw(Peer& peer, const Inflight& inflight);
+  void cutOff(Peer& peer, const char* field, uint64_t value);  // for such a value
 
   // shm_recv.cpp
   Slot* published(const Peer& peer, uint64_t index) const;
   bool drain(Peer& peer);                // true: something was consumed
   bool deliver(Peer& peer, Slot& slot);  // false: nothing more can be consumed now
-  const std::byte* sharedBytes(Peer& peer, const Slot& slot);
+  // Null if the heap cannot be mapped, or if the message would not lie in it: then the peer is cut
+  // off.
+  const std::byte* sharedBytes(Peer& peer, uint64_t address, size_t bytes);
   bool copyDirect(Peer& peer, const Slot& slot, const RecvRequest& request);
   void drop(Peer& peer, Slot& slot);
-  Notice noticeIn(const Peer& peer, const Slot& slot) const;
+  // Where a piece of a message lies in the payload ring; null, and the peer cut off, where it would
+  // not lie there as a whole.
+  const std::byte* payloadOf(Peer& peer, const Slot& slot, size_t bytes);
+  // Null where it is malformed.
+  std::optional<Notice> noticeIn(const Peer& peer, const Slot& slot) const;
   std::optional<Notice> noticeAhead(const Peer& peer, std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) const;
-  void receiveNotice(Peer& peer, const Slot& slot);
   bool takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request);
   void reject(Peer& peer, Slot& slot, const RecvRequest& request);
   void consume(Peer& peer, const Slot& slot);

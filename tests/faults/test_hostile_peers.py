@@ -1,0 +1,391 @@
+"""A peer that writes what no rank writes: frames and slots made by hand, segments of others. It is lost, and named; no
+byte beside a buffer changes."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm import _core
+from hdpcomm._core import comm as core_comm
+from hdpcomm._core import transport
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.testing import spawn
+from tests.faults.cases import LONG_S, caught, wait_for
+
+HUGE = 2**63 + 5
+GUARD = 4096  # elements on either side of a buffer
+
+
+class Guarded:
+    """A buffer of ``count`` floats between others that must not change."""
+
+    def __init__(self, count: int) -> None:
+        self.all = torch.full((count + 2 * GUARD,), -1.0)
+        self.buffer = self.all[GUARD : GUARD + count]
+
+    def check(self) -> None:
+        assert (self.all[:GUARD] == -1).all()
+        assert (self.all[-GUARD:] == -1).all()
+
+
+# --- frames
+
+FIELDS = [
+    "magic",
+    "kind",
+    "detail",
+    "cause",
+    "consumed",
+    "index",
+    "bytes",
+    "offset",
+    "piece",
+    "flags",
+    "number",
+    "other",
+]
+HEAD = struct.Struct("<IBBhQQQQIIII")
+DATA, FAILURE, GOODBYE = 0, 3, 7
+
+
+def changed(frame: transport.Frame, **values: int) -> None:
+    head = dict(zip(FIELDS, HEAD.unpack_from(frame.head), strict=True))
+    assert head.keys() >= values.keys()
+    HEAD.pack_into(frame.head, 0, *(head | values).values())
+
+
+def framed_pair() -> tuple[list[transport.FrameLink], list[Communicator]]:
+    links = [transport.FrameLink(rank, 2) for rank in range(2)]
+    worlds = [core_comm.join_framed_world(link, "torch", 5.0) for link in links]
+    return links, [Communicator(world.communicator(), world.rank, world.size) for world in worlds]
+
+
+@pytest.mark.parametrize("count", [4, 400_000], ids=["one frame", "pieces"])
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("magic", {"magic": 7}),
+        ("kind", {"kind": 8}),
+        ("kind", {"kind": 255}),
+        ("index", {"index": 1}),
+        ("index", {"index": HUGE}),
+        ("offset", {"offset": HUGE}),
+        ("offset", {"offset": 1 << 20, "bytes": 8}),
+        ("piece", {"offset": 8}),
+        ("piece", {"piece": 12}),
+        ("piece", {"piece": 2**32 - 1}),
+        ("piece", {"bytes": 3}),
+        ("text length", {"kind": GOODBYE, "piece": 900}),
+        ("error kind or cause", {"kind": FAILURE, "piece": 16, "detail": 99}),
+        ("error kind or cause", {"kind": FAILURE, "piece": 16, "cause": 2}),
+        ("error kind or cause", {"kind": FAILURE, "piece": 16, "cause": -2}),
+        ("consumed more", {"consumed": HUGE}),
+    ],
+)
+def test_frames(count: int, field: str, values: dict[str, int]) -> None:
+    links, comms = framed_pair()
+    work = comms[1].send(torch.ones(count), 0, async_op=True)
+    frame = links[1].next(0)
+    assert frame is not None
+    guarded = Guarded(count)
+    changed(frame, **values)
+    links[0].deliver(1, frame)
+    error = caught(lambda: comms[0].recv(guarded.buffer, 1))
+    guarded.check()
+    assert isinstance(error, hdp.PeerLost)
+    assert error.peer == 1
+    assert "rank 1 was cut off" in str(error)
+    assert field in str(error) or (count > 4 and "the index of" in str(error))
+    assert not links[0].deliver(1, frame)  # nothing more of it is taken
+    for comm in comms:
+        comm.close()
+    assert isinstance(caught(work.wait), hdp.Error)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("index", {"index": 1}),
+        ("offset", {"offset": 2 << 19}),
+        ("piece", {"offset": HUGE}),
+        ("size", {"bytes": 3 << 19}),
+        ("number or call", {"number": 9}),
+    ],
+)
+def test_later_pieces(field: str, values: dict[str, int]) -> None:
+    links, comms = framed_pair()
+    count = (2 << 20) // 4
+    comms[1].send(torch.ones(count), 0, async_op=True)
+    guarded = Guarded(count)
+    for i in range(2):
+        frame = links[1].next(0)
+        assert frame is not None
+        if i == 1:
+            changed(frame, **values)
+        links[0].deliver(1, frame)
+    error = caught(lambda: comms[0].recv(guarded.buffer, 1))
+    guarded.check()
+    assert isinstance(error, hdp.PeerLost)
+    assert "cut off" in str(error)
+    assert field in str(error) or "offset" in str(error)
+    for comm in comms:
+        comm.close()
+
+
+def test_more_than_the_window() -> None:
+    links, comms = framed_pair()
+    comms[1].send(torch.ones((512 << 10) // 4), 0, async_op=True)
+    frame = links[1].next(0)
+    assert frame is not None
+    for index in range(9):
+        copy = transport.Frame()
+        copy.head[:] = frame.head
+        changed(copy, index=index)
+        copy.expect_bulk()
+        links[0].deliver(1, copy)
+
+    def receive() -> None:
+        for _ in range(9):
+            comms[0].recv(torch.zeros((512 << 10) // 4), 1)
+
+    error = caught(receive)
+    assert isinstance(error, hdp.PeerLost)
+    assert "more than may be under way" in str(error)
+    for comm in comms:
+        comm.close()
+
+
+@pytest.mark.parametrize(("at", "value"), [(24, 13), (24, HUGE), (16, 2**49)])
+def test_headers_of_labelled_messages(at: int, value: int) -> None:
+    links, comms = framed_pair()
+    boxes = [_core.comm.Mailbox(comm._core.world) for comm in comms]
+    x, y = torch.ones(4), torch.zeros(4)
+    _core.comm.mail_send(boxes[1], x, 0, 5, 0)
+    receive = _core.comm.mail_receive(boxes[0], y, 1, 5, 0)
+    assert receive is not None
+    frame = links[1].next(0)
+    assert frame is not None
+    struct.pack_into("<Q", frame.head, HEAD.size + 24 + at, value)  # behind the frame's head with its call
+    links[0].deliver(1, frame)
+    with pytest.raises(hdp.PeerLost, match=f"rank 1 was cut off: its message has .*{value}"):
+        _core.comm.mail_wait(receive, 5.0)
+    for comm in comms:
+        comm.close()
+
+
+# --- slots
+
+MAGIC = 0x68647063_6F6D6D32
+KINDS = {"inline": 0, "eager": 1, "direct": 2, "shared": 3, "fragment": 4, "failure": 5}
+COUNTS = {"inline": 2, "eager": 500, "direct": 100_000, "shared": 100_000, "fragment": 100_000}
+SLOT_FIELDS = {"bytes": (32, 8), "address": (40, 8), "fragment": (48, 8), "kind": (62, 1), "detail": (63, 1)}
+SLOT_FIELDS |= {"root": (28, 2)}
+
+
+class Channel:
+    """The channel from rank ``src`` to ``dst`` of the segment that this process has mapped last."""
+
+    def __init__(self, src: int, dst: int, size: int = 2) -> None:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        mapped = [line for line in lines if line[5:] == ["/memfd:hdpcomm", "(deleted)"]]
+        start = int(max(mapped, key=lambda line: int(line[4]))[0].split("-")[0], 16)  # by inode: the newest
+        assert self.word(start, 8) == MAGIC
+        payload = self.word(start + 12, 4)
+        channels = (64 + 896 * size + 4095) // 4096 * 4096
+        each = (64 + 64 * 64 + payload + 4095) // 4096 * 4096
+        self.at = start + channels + each * (src * size + dst)
+
+    @staticmethod
+    def word(address: int, size: int, value: int | None = None) -> int:
+        kind = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}[size]
+        word: Any = kind.from_address(address)
+        if value is not None:
+            word.value = value
+        return int(word.value)
+
+    def first_slot(self) -> int:
+        return self.at + 64
+
+
+def hostile_slot(folder: str, way: str, values: dict[str, int]) -> str:
+    comm = hdp.init("shm", timeout=LONG_S)
+    count = COUNTS[way]
+    written, over = Path(folder, "written"), Path(folder, "over")
+    if comm.rank == 1:
+        x = comm.empty(count).fill_(1.0) if way == "shared" else torch.ones(count)
+        comm.send(x, 0, async_op=True)
+        channel = Channel(1, 0)
+        slot = channel.first_slot()
+        assert channel.word(slot, 8) == 1
+        assert channel.word(slot + 62, 1) == KINDS[way]
+        for name, value in values.items():
+            offset, size = SLOT_FIELDS[name]
+            channel.word(slot + offset, size, value % 2 ** (8 * size))
+        written.touch()
+        wait_for(over)
+        comm.abort()
+        return ""
+    guarded = Guarded(count)
+    wait_for(written)
+    error = caught(lambda: comm.recv(guarded.buffer, 1))
+    guarded.check()
+    assert error.peer == 1
+    if isinstance(error, hdp.PeerLost):  # it stays lost, for messages in both directions
+        again = caught(lambda: comm.exchange([(guarded.buffer, 1)], [(guarded.buffer, 1)]))
+        assert isinstance(again, hdp.Error)
+        assert again.peer == 1
+    over.touch()
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("way", "values", "told"),
+    [
+        ("inline", {"kind": 6}, "kind of its message is 6"),
+        ("inline", {"kind": 255}, "kind of its message is 255"),
+        ("eager", {"kind": 0}, "size .* is 2000"),
+        ("eager", {"address": 2**62 - 64}, "place in the payload ring"),
+        ("eager", {"kind": 5, "detail": 1, "fragment": 2**40}, "failure notice"),
+        ("eager", {"kind": 5, "detail": 1, "fragment": 769}, "failure notice"),
+        ("eager", {"kind": 5, "detail": 77, "fragment": 16}, "failure notice"),
+        ("eager", {"kind": 5, "detail": 1, "fragment": 16, "root": 2}, "failure notice"),
+        ("eager", {"kind": 5, "detail": 1, "fragment": 700, "address": -64}, "failure notice"),
+        ("eager", {"kind": 4, "fragment": 2004}, "fragment size"),
+        ("inline", {"kind": 4, "fragment": 2**63}, "fragment size"),
+        ("shared", {"address": HUGE}, "address in the shared heap"),
+        ("fragment", {"fragment": 2**40}, "fragment size"),
+        ("fragment", {"fragment": 1}, "fragment size"),
+        ("fragment", {"address": -64}, "place in the payload ring"),
+        ("fragment", {"kind": 0}, "size .* is 400000"),
+        ("fragment", {"kind": 1}, "place in the payload ring"),
+    ],
+)
+def test_slots(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, values: dict[str, int], told: str
+) -> None:
+    if way == "fragment":
+        monkeypatch.setenv("HDPCOMM_SHM_CMA", "0")
+        monkeypatch.setenv("HDPCOMM_SHM_PAYLOAD_BYTES", "65536")
+        text = spawn(hostile_slot, 2, str(tmp_path), way, values, timeout=60)[0]
+    else:
+        text = ranks(2, hostile_slot, str(tmp_path), way, values)[0]
+    assert text.startswith("PeerLost: rank 1 was cut off: ")
+    assert re.search(told, text), text
+
+
+@pytest.mark.parametrize(
+    ("way", "values", "kind"),
+    [
+        ("direct", {"address": 8}, "Error"),
+        ("direct", {"bytes": 2**62}, "Mismatch"),
+        ("eager", {"bytes": 2004}, "Mismatch"),
+    ],
+)
+def test_slots_with_wrong_sizes_and_addresses(
+    ranks: Any, tmp_path: Path, way: str, values: dict[str, int], kind: str
+) -> None:
+    text = ranks(2, hostile_slot, str(tmp_path), way, values)[0]
+    assert text.startswith(f"{kind}: ")
+
+
+def hostile_counts(folder: str, offset: int) -> str:
+    """Rank 1 says that it has consumed what was never sent to it."""
+    comm = hdp.init("shm", timeout=LONG_S)
+    written, over = Path(folder, "written"), Path(folder, "over")
+    if comm.rank == 1:
+        channel = Channel(0, 1)
+        channel.word(channel.at + offset, 8, HUGE)
+        written.touch()
+        wait_for(over)
+        comm.abort()
+        return ""
+    wait_for(written)
+
+    def send() -> None:
+        x = torch.ones(500)
+        works = [comm.send(x, 1, async_op=True) for _ in range(100)]  # more than a ring of either kind holds
+        for work in works:
+            work.wait()
+
+    error = caught(send)
+    over.touch()
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(("offset", "told"), [(0, "consumed messages"), (8, "consumed payload")])
+def test_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, told: str) -> None:
+    monkeypatch.setenv("HDPCOMM_SHM_PAYLOAD_BYTES", "65536")
+    (text, _) = spawn(hostile_counts, 2, str(tmp_path), offset, timeout=60)
+    assert text.startswith(f"PeerLost: rank 1 was cut off: the count of {told} of its message is {HUGE}")
+
+
+# --- segments
+
+
+def memory_file(write: bytes, *, size: int = 1 << 20, seal: bool = True) -> int:
+    fd = os.memfd_create("hdpcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    os.pwrite(fd, write, 0)
+    if seal:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def header(num_ranks: int = 2, payload: int = 65536) -> bytes:
+    return struct.pack("<QII", MAGIC, num_ranks, payload)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: memory_file(b"nothing"), "is none of this version"),
+        (lambda: memory_file(header(), seal=False), "no memory file of sealed size"),
+        (lambda: memory_file(header(3)), "was made for 3 ranks, this rank expects 2"),
+        (lambda: memory_file(header()), "65536 bytes of payload, but has 1048576 bytes"),
+        (lambda: memory_file(header(payload=4096)), "4096 bytes of payload"),
+        (lambda: memory_file(header(payload=2**32 - 4096)), "4294963200 bytes of payload"),
+        (lambda: os.open("/dev/zero", os.O_RDWR), "no memory file|another user|is none"),
+    ],
+)
+def test_segments(make: Callable[[], int], told: str) -> None:
+    fd = make()
+    try:
+        with pytest.raises(hdp.Error, match=told):
+            _core.transport.open_segment(f"{os.getpid()}:{fd}", 2)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_segment_of_another_user() -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setresuid(12345, 12345, 12345)
+            fd = memory_file(header(), size=16 << 20)
+            os.write(write, f"{os.getpid()}:{fd}".encode())
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    try:
+        address = os.read(read, 100).decode()
+        with pytest.raises(hdp.Error, match="belongs to user 12345, this process to user 0"):
+            _core.transport.open_segment(address, 2)
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(read)
+        os.close(write)
