@@ -22,9 +22,18 @@ class CMakeExtension(Extension):
 class CMakeBuild(build_ext):
     """Runs CMake in ``build/``, which is kept between builds so that an edit recompiles only what it touches."""
 
+    def run(self) -> None:
+        # setuptools builds elsewhere and copies the modules that it knows; `inplace` is cleared meanwhile.
+        self.into_source = bool(self.inplace or self.editable_mode)
+        super().run()
+
+    def copy_extensions_to_source(self) -> None:
+        """Nothing to copy: CMake has put the modules into the source tree."""
+
     def build_extension(self, ext: Extension) -> None:
         source = Path(__file__).parent.resolve()
-        output = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        package = source / ext.name.split(".")[0]
+        output = package if self.into_source else Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         build = source / "build" / f"cmake-{sys.implementation.cache_tag}"
         self._drop_stale(build)
         build.mkdir(parents=True, exist_ok=True)
@@ -34,7 +43,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}",
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
-            *(() if self.inplace or self.editable_mode else ("-DHDPCOMM_TESTING=OFF",)),  # no wheel has _testing
+            *(() if self.into_source else ("-DHDPCOMM_TESTING=OFF",)),  # no wheel has _testing
         ]
         if ninja := shutil.which("ninja"):
             arguments += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
