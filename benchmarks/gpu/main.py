@@ -100,7 +100,7 @@ def find_gpu() -> tuple[dict[str, str], str]:
 
 def environment() -> dict[str, str]:
     """The environment of every part: this tree's package, the tools of this Python and of the CUDA toolkit, and enough
-    hardware queues for several ranks in a process (docs/architecture.md)."""
+    hardware queues for several ranks in a process (docs/stream-transport.md)."""
     packages = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH", ""))))
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     return os.environ | {"PYTHONPATH": packages, "PATH": tools, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
