@@ -225,7 +225,7 @@ PyObject* recv(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return pointToPoint(args, count, false);
 }
 
-// Of (tensor, peer) pairs. `name`: of the argument.
+// Describes (tensor, peer) pairs; `name` is the argument that errors name.
 void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool writable,
                  const char* name) {
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(pairs);

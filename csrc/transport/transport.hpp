@@ -5,7 +5,8 @@
 // what the sender called; a receive whose call differs fails on both sides. Every operation has a
 // number on each ordered pair (the sender's n-th operation towards the receiver is the receiver's
 // n-th from the sender): a message with a lower number than the receive's belongs to an operation
-// that the receiver gave up, and is dropped. So a pair is usable again after any failure.
+// that the receiver gave up, and is dropped. So a pair is usable again after a failure, if
+// both programs go on at the same place (docs/errors.md).
 //
 // Only idle() blocks, and cancel() while a receiver copies from the memory of a request: until the
 // copy has ended or that rank has died, 10 s at most. The owner serialises all calls: they are made

@@ -86,7 +86,7 @@ class LogitRows(Protocol):
     losses: Tensor
 
     def gradient(self, scale: float, *, in_place: bool) -> Tensor:
-        """Of ``scale * sum(losses)`` in the logits, of their type; ``in_place``: it takes their memory."""
+        """Gradient of ``scale * sum(losses)`` by the logits, in their type; ``in_place``: it takes their memory."""
 
 
 class FusedRows:

@@ -180,7 +180,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, memo
 
 
 def _logit_gradient(rows: LogitRows, logits: Tensor, job: _Job) -> Tensor:
-    """Of the linear layer's own result; in the place of the logits where nothing else needs them."""
+    """Gradient of the linear layer's own result; takes the logits' memory where nothing else needs them."""
     gradient = rows.gradient(job.scale, in_place=not job.softcap)
     if job.softcap:  # the derivative of softcap * tanh(x / softcap), from its result
         gradient *= logits.div_(job.softcap).square_().neg_().add_(1.0)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hdpcomm.errors import Error, InvalidUsage
 
-__all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "open_checkpoint"]
+__all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "newest_checkpoint", "open_checkpoint"]
 
 #: Raised when a reader of today could not make sense of what is written.
 FORMAT = 1
@@ -90,18 +90,11 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are there, the newest first; not looked into."""
-        names = (_NAME.fullmatch(path.name) for path in self.path.iterdir() if path.is_dir())
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+        return _steps_in(self.path)
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest sound checkpoint, and what is wrong with each newer one."""
-        damaged: list[str] = []
-        for step in self.steps():
-            try:
-                return open_checkpoint(self.path / f"step-{step}"), damaged
-            except InvalidUsage as error:
-                damaged.append(str(error))
-        return None, damaged
+        return newest_checkpoint(self.path)
 
     def save(self, step: int, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
         """Writes a checkpoint in the background, from a copy of ``state`` that is taken now.
@@ -163,6 +156,24 @@ class CheckpointFolder:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest sound checkpoint of a folder, and what is wrong with each newer one. Only reads: the folder may belong
+    to a run that is still going on. Local.
+    """
+    damaged: list[str] = []
+    for step in _steps_in(folder):
+        try:
+            return open_checkpoint(folder / f"step-{step}"), damaged
+        except InvalidUsage as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def _steps_in(folder: Path) -> list[int]:
+    names = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

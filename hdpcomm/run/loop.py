@@ -20,7 +20,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, adapt
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, PlanAhead, Planner
-from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
+from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, newest_checkpoint, open_checkpoint
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer, profile_cost_model
@@ -170,11 +170,11 @@ class _Run:
     def _costs(self, found: Checkpoint | None) -> tuple[CostModel, MemoryModel | None, PinnedPool | None]:
         """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums."""
         config, comm = self.config, self.comm
-        model = _new_model(comm, config).to(_DTYPES[config.dtype])
         pool = _host_memory(comm, config)
         if found is not None:
             memory = found.facts.get("memory_model")
             return CostModel(**found.facts["cost_model"]), MemoryModel(**memory) if memory else None, pool
+        model = _new_model(comm, config).to(_DTYPES[config.dtype])
         longest = min(int(self.corpus.lengths.max()), config.capacity, PROFILE_TOKENS)
         cost_model = profile_cost_model(model, comm, longest=longest)
         if pool is None:
@@ -299,7 +299,7 @@ def _find_checkpoint(folder: CheckpointFolder, saving: Saving) -> str:
     nested = path / "checkpoints"
     for candidate in (path, nested):
         if candidate.is_dir() and any(candidate.glob("step-*")):
-            newest, damaged = CheckpointFolder(candidate, keep=1).newest()
+            newest, damaged = newest_checkpoint(candidate)
             for text in damaged:
                 print(f"hdpcomm: warning: {text}", file=sys.stderr)
             if newest is not None:

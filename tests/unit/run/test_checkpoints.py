@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.run import CheckpointFolder, MetricsLog, open_checkpoint, read_metrics
+from hdpcomm.run.checkpoints import newest_checkpoint
 from hdpcomm.train import StepMetrics
 
 
@@ -152,6 +153,10 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     (tmp_path / ".step-2.partial").mkdir()
     (tmp_path / ".step-2.partial" / "__0_0.distcp").write_bytes(b"half")
+    found, _ = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert (tmp_path / ".step-2.partial").exists()  # who only reads leaves what another run may be writing
     assert CheckpointFolder(tmp_path, keep=3).steps() == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
