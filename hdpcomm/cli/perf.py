@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,9 @@ OPS = (
     ("gather", "the root gets all parts"),
     ("scatter", "every rank gets its part of the root's"),
     ("alltoall", "every rank sends a part to every rank"),
+    ("alltoallv", "the same with unequal parts"),
     ("sendrecv", "every rank sends to the next one"),
+    ("hypercube", "an all-gather by pairwise exchanges"),
     ("ring", "keys and values go round the ring, as in ring attention"),
     ("subset", "making communicators and first using them"),
     ("mixed", "several overlapping subsets at once"),
@@ -63,10 +66,21 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
-def _one(text: str) -> int:
-    if text != "1":
-        raise argparse.ArgumentTypeError(f"{text!r}: a rank is one process with one device here; give 1, and --ranks N")
-    return 1
+def _only(value: str, why: str) -> Callable[[str], str]:
+    """An option of nccl-tests of which one value is possible here."""
+
+    def check(text: str) -> str:
+        if text != value:
+            raise argparse.ArgumentTypeError(f"{text!r}: {why}; give {value}, or leave it out")
+        return text
+
+    return check
+
+
+def _operation(text: str) -> str:
+    """The name of an operation, also as nccl-tests and other libraries spell it: allreduce, all-gather_perf."""
+    plain = text.lower().replace("-", "_").removesuffix("_perf").replace("_", "")
+    return next((name for name, _ in OPS if name.replace("_", "") == plain), text)
 
 
 def _ranks_list(text: str) -> tuple[int, ...]:
@@ -100,7 +114,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("op", metavar="OP", nargs="?", choices=[name for name, _ in OPS], help="one of the above")
+    names = [name for name, _ in OPS]
+    parser.add_argument("op", metavar="OP", nargs="?", type=_operation, choices=names, help="one of the above")
     _add_nccl_options(parser.add_argument_group("as in nccl-tests"))
     _add_own_options(parser.add_argument_group("of hdpcomm"))
     parser.set_defaults(func=lambda options: _perf(options, parser.parse_args([])))
@@ -108,8 +123,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("-t", "--nthreads", type=_one, metavar="1", help="threads of a process: only 1")
-    add("-g", "--ngpus", type=_one, metavar="1", help="devices of a thread: only 1")
+    one = _only("1", "a rank is one process with one device here, and --ranks N starts N of them")
+    add("-t", "--nthreads", type=one, metavar="1", help="threads of a process: only 1")
+    add("-g", "--ngpus", type=one, metavar="1", help="devices of a thread: only 1")
     add("-b", "--minbytes", type=num_bytes, default="32M", metavar="SIZE", help="first size (default 32M)")
     add("-e", "--maxbytes", type=num_bytes, metavar="SIZE", help="last size (default 32M, or -b if that is larger)")
     step = group.add_mutually_exclusive_group()
@@ -165,6 +181,24 @@ def _add_nccl_options(group: argparse._ArgumentGroup) -> None:
     add(
         "-I", "--per_iter_timing", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="percentiles"
     )
+    add(
+        "-K",
+        "--per_iter_skip",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="leave the first N iterations out of the percentiles (default 0)",
+    )
+    add("-S", "--report_timestamps", type=_switch, default=False, metavar="0/1", help="the time at the end of a row")
+    for short, long, why in (
+        ("-p", "--parallel_init", "ranks are processes, which always join at the same time"),
+        ("-y", "--stream_null", "operations run on streams of hdpcomm's own"),
+        ("-G", "--cudagraph", "each iteration is started by itself; docs/device.md shows operations in a CUDA graph"),
+        ("-x", "--cta_policy", "no operation holds thread blocks while it waits"),
+        ("-D", "--device_implementation", "choose by --transport and --algorithm"),
+        ("-V", "--device_cta_count", "choose by --transport and --algorithm"),
+    ):
+        add(short, long, type=_only("0", why), metavar="0", help=f"only 0: {why}")
     add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON (version 3 of nccl-tests' format)")
 
 
@@ -262,6 +296,8 @@ def _config(options: argparse.Namespace) -> PerfConfig:
         unalign=options.unalign,
         register=options.local_register,
         per_iter=options.per_iter_timing,
+        per_iter_skip=options.per_iter_skip,
+        timestamps=options.report_timestamps,
         subsets=tuple(options.subset or ()),
         algorithm=options.algorithm,
         transport=options.transport,

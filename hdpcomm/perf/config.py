@@ -56,6 +56,8 @@ class PerfConfig:
     unalign: int = 0
     register: bool = False
     per_iter: bool = False
+    per_iter_skip: int = 0
+    timestamps: bool = False
     subsets: tuple[tuple[int, ...], ...] = ()
     algorithm: str = "auto"
     transport: str = "auto"
@@ -82,6 +84,10 @@ class PerfConfig:
         ):
             if value < least:
                 raise InvalidUsage(f"{flag} {value}; give at least {least}")
+        if not 0 <= self.per_iter_skip < self.iters:
+            raise InvalidUsage(f"-K {self.per_iter_skip}; give 0 to {self.iters - 1}, which is less than -n")
+        if self.per_iter_skip and not self.per_iter:
+            raise InvalidUsage(f"-K {self.per_iter_skip} leaves iterations out of the statistics of -I; give -I, too")
         if not 0 <= self.blocking <= 3:
             raise InvalidUsage(f"-z {self.blocking}; give 0 to 3")
         if not 0 <= self.average < len(AVERAGES):

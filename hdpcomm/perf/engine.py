@@ -43,7 +43,7 @@ def measure_side(
     per_rank = [[None if math.isnan(t) else t * scale for t in row[1:]] for row in mine]
     known = [[t for t in row if t is not None] for row in per_rank]
     time_us = average([sum(row) / len(row) for row in known if row], config.average)
-    stats = IterationStats.of(per_rank) if config.per_iter else None
+    stats = IterationStats.of(per_rank, config.per_iter_skip) if config.per_iter else None
     details = _shared_details(world, details, members)
     return _side(operation, case, world, members, time_us, [int(row[0]) for row in mine], config, stats, details)
 

@@ -118,9 +118,18 @@ class Gloo:
         parts = None if x is None else list(x.chunk(self.size)) if x.numel() else [x] * self.size
         return dist.scatter(out, parts, self.ranks[root], group=self._group, async_op=async_op)
 
-    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Any:
         del algorithm
-        return dist.all_to_all_single(out, x, group=self._group, async_op=async_op)
+        return dist.all_to_all_single(out, x, out_splits, in_splits, group=self._group, async_op=async_op)
 
     def exchange(
         self,

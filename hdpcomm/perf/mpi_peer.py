@@ -24,7 +24,7 @@ WORLD = MPI.COMM_WORLD
 NUMPY = {"float": "float32", "double": "float64", "half": "uint16", "bfloat16": "uint16"}  # 16 bits are only moved
 REDOPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 REDUCING = ("all_reduce", "reduce_scatter", "reduce", "subset")
-NO_IN_PLACE = ("alltoall", "sendrecv", "ring", "mixed")
+NO_IN_PLACE = ("alltoall", "alltoallv", "sendrecv", "ring", "mixed")
 
 
 def array(count: int, kind: Any, value: int) -> Any:
@@ -83,6 +83,25 @@ def call_of(op: str, comm: Any, row: dict[str, Any], in_place: bool) -> Callable
         return lambda: comm.Scatter(x if rooted else None, target, root)
     if op == "alltoall":
         return lambda: comm.Alltoall(x, out)
+    if op == "alltoallv":
+        distances = max(1, comm.size * (comm.size - 1) // 2)
+        sizes = [part * comm.size * d // distances for d in range(comm.size)] if comm.size > 1 else [part]
+        to = [sizes[(peer - comm.rank) % comm.size] for peer in range(comm.size)]
+        come = [sizes[(comm.rank - peer) % comm.size] for peer in range(comm.size)]
+        return lambda: comm.Alltoallv([x, to], [out, come])
+    if op == "hypercube":
+
+        def double() -> None:
+            if not in_place:
+                out[comm.rank * part : (comm.rank + 1) * part] = x
+            bit = 1
+            while bit < comm.size:
+                peer = comm.rank ^ bit
+                mine, theirs = (comm.rank & -bit) * part, (peer & -bit) * part
+                comm.Sendrecv(out[mine : mine + bit * part], peer, 0, out[theirs : theirs + bit * part], peer, 0)
+                bit *= 2
+
+        return double
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if op == "sendrecv":
         return lambda: comm.Sendrecv(x, after, 0, out, before, 0)

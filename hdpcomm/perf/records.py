@@ -136,6 +136,7 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
             "graph": 0,
             "blocking_collectives": _truth(bool(c.blocking)),
             "per_iter_timing": _truth(c.per_iter),
+            "per_iter_skip": c.per_iter_skip,
             "parallel_init": _truth(False),
             "unalign": c.unalign,
             "local_register": int(c.register),

@@ -15,6 +15,7 @@ __all__ = ["Device", "IterationStats", "Report", "Row", "Side", "average"]
 class IterationStats:
     """Microseconds of the iterations (``-I``), of the slowest rank in each; percentiles by the nearest-rank method."""
 
+    skipped_iterations: int  # the first ones, which only times_us and per_process_max_times_us have
     min_us: float
     max_us: float
     avg_us: float
@@ -27,17 +28,19 @@ class IterationStats:
     per_process_max_times_us: tuple[tuple[float | None, ...], ...]  # None: an iteration without the rank
 
     @staticmethod
-    def of(times_us: Sequence[Sequence[float | None]]) -> IterationStats:
-        """``times_us[rank][iteration]``."""
+    def of(times_us: Sequence[Sequence[float | None]], skip: int = 0) -> IterationStats:
+        """``times_us[rank][iteration]``; ``skip``: the first iterations that do not count."""
         slowest = [max(time for time in column if time is not None) for column in zip(*times_us, strict=True)]
-        ordered, number = sorted(slowest), len(slowest)
-        mean = sum(slowest) / number
-        deviation = math.sqrt(sum((t - mean) ** 2 for t in slowest) / number)
+        ordered = sorted(slowest[skip:])
+        number = len(ordered)
+        mean = sum(ordered) / number
+        deviation = math.sqrt(sum((t - mean) ** 2 for t in ordered) / number)
 
         def percentile(percent: int) -> float:
             return float(ordered[min(number - 1, -(-number * percent // 100) - 1)])
 
         return IterationStats(
+            skipped_iterations=skip,
             min_us=ordered[0],
             max_us=ordered[-1],
             avg_us=mean,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from typing import TextIO
 
@@ -49,7 +50,8 @@ class TableWriter:
         elif c.blocking:
             self._line("# Blocking Enabled: wait for completion after each collective (no barrier) ")
         if c.per_iter:
-            self._line("# Per-Iteration Report: host timing; i_* uses max over process rows ")
+            skipped = f"; summary skips first {c.per_iter_skip} iterations" if c.per_iter_skip else ""
+            self._line(f"# Per-Iteration Report: host timing; i_* uses max over process rows{skipped} ")
         note = operation(c.op).note
         if note:
             self._line(f"# {note}")
@@ -76,8 +78,9 @@ class TableWriter:
             title = ("out-of-place (+ per-iteration)", "in-place (+ per-iteration)")
         self._line("#")
         self._line(left + "".join(f"{text:^{len(side)}}" for text in title))
-        self._line(names + side + side)
-        self._line(units + unit + unit)
+        stamp = ("timestamp", "%Y-%m-%d %H:%M:%S") if self._config.timestamps else ("", "")
+        self._line(names + side + side + (f"  {stamp[0]:>19}" if stamp[0] else ""))
+        self._line(units + unit + unit + (f"  {stamp[1]:>19}" if stamp[1] else ""))
 
     def row(self, row: Row) -> None:
         """Writes a row of hdpcomm; rows of other libraries are in the comparison at the end."""
@@ -85,6 +88,8 @@ class TableWriter:
             return
         text = f"{row.size:12d}  {row.count:12d}  {row.type:>8}  {row.redop:>6}  {row.root:6d}"
         text += self._side(row.out_of_place) + self._side(row.in_place)
+        if self._config.timestamps:
+            text += datetime.datetime.now().strftime("  %Y-%m-%d %H:%M:%S")
         self._line(text)
         details = row.out_of_place.details if row.out_of_place else {}
         if "create_us" in details:

@@ -5,8 +5,10 @@ from hdpcomm.perf.operation import Operation
 from hdpcomm.perf.ops.all_gather import AllGather
 from hdpcomm.perf.ops.all_reduce import AllReduce
 from hdpcomm.perf.ops.alltoall import AllToAll
+from hdpcomm.perf.ops.alltoallv import AllToAllV
 from hdpcomm.perf.ops.broadcast import Broadcast
 from hdpcomm.perf.ops.gather import Gather
+from hdpcomm.perf.ops.hypercube import Hypercube
 from hdpcomm.perf.ops.mixed import Mixed
 from hdpcomm.perf.ops.reduce import Reduce
 from hdpcomm.perf.ops.reduce_scatter import ReduceScatter
@@ -28,7 +30,9 @@ OPERATIONS: dict[str, Operation] = {
         Gather,
         Scatter,
         AllToAll,
+        AllToAllV,
         SendRecv,
+        Hypercube,
         Ring,
         Subset,
         Mixed,

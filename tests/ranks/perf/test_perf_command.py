@@ -45,7 +45,7 @@ def perf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
 
 def test_table_and_file(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    arguments = ("all_reduce", "--ranks", "2", "-b", "8", "-e", "1K", "-f", "128", "-n", "2", "-I", "-M", "-t", "1")
+    arguments = ("allreduce_perf", "--ranks", "2", "-b", "8", "-e", "1K", "-f", "128", "-n", "2", "-I", "-M", "-t", "1")
     done = perf(*arguments, "-J", str(path), SECRET_TOKEN="s3cret", HDPCOMM_LIVENESS_S="0.3")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

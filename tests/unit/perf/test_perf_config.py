@@ -19,6 +19,7 @@ from hdpcomm.perf.data import contribution, reduced, values
 from hdpcomm.perf.dtypes import ALL, element_type
 from hdpcomm.perf.environment import recorded, without_launcher
 from hdpcomm.perf.ops import OPERATIONS, operation
+from hdpcomm.perf.ops.alltoallv import parts
 from hdpcomm.perf.ops.mixed import windows
 from hdpcomm.perf.ops.subset import members
 from hdpcomm.perf.records import json_document, records
@@ -97,6 +98,8 @@ def test_eight_bit_floats_are_not_implemented() -> None:
         ("all_gather", 3 / 4),
         ("reduce_scatter", 3 / 4),
         ("alltoall", 3 / 4),
+        ("alltoallv", 3 / 4),
+        ("hypercube", 3 / 4),
         ("all_reduce", 6 / 4),
         ("broadcast", 1),
         ("reduce", 1),
@@ -113,15 +116,46 @@ def test_bus_factors_of_four_ranks(op: str, factor: float) -> None:
     assert set(OPERATIONS) >= {op}
 
 
+def test_skipped_iterations_leave_the_statistics_only() -> None:
+    times = [[90.0, 2.0, 4.0], [1.0, 3.0, None]]
+    stats = IterationStats.of(times, 1)
+    assert (stats.skipped_iterations, stats.min_us, stats.max_us, stats.avg_us, stats.p50_us) == (1, 3.0, 4.0, 3.5, 4.0)
+    assert stats.times_us == (90.0, 3.0, 4.0)
+    assert IterationStats.of(times).max_us == 90.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_iter_skip": 2}, "give -I, too"),
+        ({"per_iter_skip": 20, "per_iter": True}, "give 0 to 19"),
+        ({"per_iter_skip": -1, "per_iter": True}, "give 0 to 19"),
+    ],
+)
+def test_skips_that_leave_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidUsage, match=message):
+        PerfConfig("all_reduce", **options)
+
+
 @given(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 10_000), st.integers(1, 9))
 def test_shapes(op: str, elements: int, ranks: int) -> None:
+    if op == "hypercube" and ranks & (ranks - 1):
+        with pytest.raises(InvalidUsage, match="power of two"):
+            operation(op).shape(elements, ranks)
+        return
     shape = operation(op).shape(elements, ranks)
     assert (shape.total == 0) == (elements == 0)
     assert shape.total <= max(elements, ranks, 2)
-    if op in ("all_gather", "gather"):
+    if op in ("all_gather", "gather", "hypercube"):
         assert (shape.count, shape.recv, shape.total) == (shape.send, shape.send * ranks, shape.recv)
     elif op in ("reduce_scatter", "scatter"):
         assert (shape.count, shape.send, shape.total) == (shape.recv, shape.recv * ranks, shape.send)
+    elif op == "alltoallv":
+        # What a rank sends to the others is what it receives from them, and no more than size(B) asked for.
+        sizes = parts(shape.count, ranks)
+        assert shape.send == shape.recv == shape.total == sum(sizes)
+        assert sizes == sorted(sizes)
+        assert ranks == 1 or sizes[0] == 0
     elif op == "alltoall":
         assert shape.send == shape.recv == shape.total == shape.count * ranks
 
