@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import shtab
 
 from hdpcomm import __version__
 from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, PeerLost
@@ -37,11 +41,35 @@ HDPCOMM_DEBUG=1 shows the traceback of an error.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Exits with 6 for a bad option, since argparse's own exit code, 2, means a device here."""
+    """Exits with 6 for a bad option, since argparse's own exit code, 2, means a device here. Suggests near names."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # argparse lets the outer parser refuse what a command does not know, which knows none of the command's options.
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(BAD_USAGE, f"{self.prog}: error: {message}\n")
+        self.exit(BAD_USAGE, f"{self.prog}: error: {message}{self._suggestion(message)}\n")
+
+    def _suggestion(self, message: str) -> str:
+        unknown, known = "", list[str]()
+        if found := re.search(r"unrecognized arguments: (--?[\w-]+)", message):
+            unknown, known = found[1], list(self._option_string_actions)
+        elif found := re.search(r"argument (\S+): invalid choice: '([^']*)'", message):
+            unknown = found[2]
+            names = (action.choices for action in self._actions if found[1] in _names(action))
+            known = [str(choice) for choices in names for choice in choices or ()]
+        near = difflib.get_close_matches(unknown, known, n=1) if unknown else []
+        return f"; did you mean {near[0]}?" if near else ""
+
+
+def _names(action: argparse.Action) -> list[str]:
+    """The names by which argparse's messages call an option or a place."""
+    metavar = action.metavar if isinstance(action.metavar, str) else None
+    return [name for name in (metavar, action.dest, "/".join(action.option_strings)) if name]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hdpcomm {__version__}")
+    shtab.add_argument_to(
+        parser, ["--print-completion"], help="print the completion of a shell (docs/install.md says where it goes)"
+    )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
     for command in COMMANDS:
         module = f"hdpcomm.cli.{command}"
