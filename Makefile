@@ -40,12 +40,12 @@ REQUIRES := $(BIN)/python -c "from pip._vendor import tomli; print('\n'.join(tom
 $(VENV)/.tools: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
-	$(REQUIRES) | grep -v '^nvidia-' > $(VENV)/build-requires.txt
+	$(REQUIRES) > $(VENV)/build-requires.txt
 	$(PIP) install --progress-bar off -c constraints.txt -r $(VENV)/build-requires.txt
 	touch $@
 
-$(VENV)/.nvcc: $(VENV)/.tools
-	$(REQUIRES) | grep '^nvidia-' > $(VENV)/nvcc-requires.txt
+$(VENV)/.nvcc: $(VENV)/.tools tools/hdpcomm_build.py
+	$(BIN)/python tools/hdpcomm_build.py > $(VENV)/nvcc-requires.txt
 	$(PIP) install --progress-bar off -c constraints.txt -r $(VENV)/nvcc-requires.txt
 	touch $@
 

@@ -90,8 +90,8 @@ py::array_t<int64_t> zigzagBounds(const Int64Array& cu_seqlens, int64_t ranks) {
 
 void throwNoCuda() {
   throw Error(ErrorKind::kDevice,
-              "this build of hdpcomm has no CUDA kernels (no CUDA compiler was found when it was "
-              "built); install a CUDA toolkit or the nvidia-cuda-nvcc wheel and build again");
+              "this build of hdpcomm has no CUDA kernels (no driver, toolkit or CUDA compiler was "
+              "found when it was built); set CMAKE_ARGS=-DHDPCOMM_CUDA=ON and install it again");
 }
 
 void bindKernels(py::module_& module) {

@@ -63,7 +63,7 @@ def _versions() -> list[Check]:
             f"{platform.system()} {platform.release()}, {platform.machine()}, {libc}, {cores} cores",
         )
     )
-    for package in ("hdpcomm", "torch", "numpy", "rich", "matplotlib", "PyYAML"):
+    for package in ("hdpcomm", "torch", "numpy", "rich", "PyYAML", "matplotlib"):
         try:
             rows.append(Check("versions", package, "ok", importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
@@ -71,6 +71,8 @@ def _versions() -> list[Check]:
                 from hdpcomm import __version__
 
                 rows.append(Check("versions", package, "ok", f"{__version__}, run from its source tree"))
+            elif package == "matplotlib":
+                rows.append(Check("versions", package, "off", "not installed; for --plot: pip install hdpcomm[plot]"))
             else:
                 rows.append(Check("versions", package, "bad", f"not installed; pip install {package}"))
     return rows

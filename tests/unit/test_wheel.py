@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,36 @@ def test_only_a_tree_for_development_gets_the_module_of_the_tests(tree: Path, ed
     # Beside the package's sources, where both modules are imported from; setuptools would copy _core only.
     (output,) = (each.partition("=")[2] for each in arguments if "CMAKE_LIBRARY_OUTPUT_DIRECTORY" in each)
     assert output == str(tree / "hdpcomm" if editable else tree / "lib/hdpcomm")
+
+
+def test_the_source_distribution_has_all_that_building_takes(tmp_path: Path) -> None:
+    """.ci/packages builds and installs it, which takes minutes."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=TOP, capture_output=True, text=True, check=False)
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout")
+    names = [
+        name for name in tracked.stdout.split("\0") if name and not name.startswith(("benchmarks/", "tests/", "docs/"))
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if (TOP / name).exists():  # else deleted, and not committed yet
+            shutil.copy(TOP / name, tmp_path / name)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "sdist"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    needed = {name for name in names if name.startswith(("csrc/", "hdpcomm/", "tools/"))}
+    needed |= {"CMakeLists.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE", ".ci/keep-ptxas-report"}
+    assert needed - packed == {"hdpcomm/_testing.pyi"}
+    assert [name for name in packed if name.startswith(("tests/", "benchmarks/"))] == []
 
 
 def test_the_core_has_no_fake() -> None:
