@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from hypothesis import HealthCheck, settings
 from hdpcomm.testing import RankPool
 
 torch.set_num_threads(1)
+
+# Tokens that a test makes are not those of the user of this machine.
+_CACHE = tempfile.TemporaryDirectory(prefix="hdpcomm-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # What the user of this machine has calibrated chooses no algorithm of a test.
 os.environ["HDPCOMM_COSTS"] = str(Path(__file__).with_name("no_costs.json"))

@@ -20,7 +20,7 @@ from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsag
 
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
-COMMANDS = ("train", "plan", "simulate", "perf", "doctor")
+COMMANDS = ("train", "data", "plan", "simulate", "perf", "doctor")
 """Modules of this package with ``add_parser(subparsers)``; the parser leaves out those that are not installed."""
 
 BAD_USAGE = 6

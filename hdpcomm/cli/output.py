@@ -11,13 +11,15 @@ from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
+MOST = 1 << 53
+
 __all__ = ["check_writable", "count", "num_bytes", "positive", "ranks_here", "refuse_others", "write_json"]
 
 
 def count(text: str) -> int:
     """argparse type: a whole number of at least 1, such as ``8192``, ``8,192``, ``8k`` (of 1024) or ``2M``."""
     units = {"k": 1024, "m": 1024**2, "g": 1024**3}
-    digits = text.replace(",", "").strip().lower()
+    digits = text.replace(",", "").strip().lower()[:400]
     unit = units.get(digits[-1:], 1)
     try:
         value = int(digits[:-1] if unit > 1 else digits) * unit
@@ -25,6 +27,8 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (like 8192 or 8k)") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1; at least 1 was expected")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"{text} is above 2^53, the most that was expected")
     return value
 
 

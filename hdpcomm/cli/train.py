@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_writable, count, num_bytes, positive, ranks_here, write_json
+from hdpcomm.cli.train_data import TrainData
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm.launch import RankPool
-    from hdpcomm.data import Corpus
+    from hdpcomm.data import Corpus, CorpusSummary
     from hdpcomm.run import RunConfig, RunResult
 
 __all__ = ["add_parser"]
@@ -49,9 +50,23 @@ def _add_data_options(add: Callable[..., object]) -> None:
         "--data",
         nargs="+",
         metavar="PATH",
-        help="files or folders of text or JSONL; without it, Python's standard library",
+        help="text, JSONL, Parquet, folders of these, Hugging Face datasets, folders of hdpcomm data build; "
+        "without it, Python's standard library",
     )
-    add("--text-field", default="text", metavar="NAME", help="field of a JSONL line that holds the text")
+    add("--text-field", default="text", metavar="NAME", help="field or column that holds the text")
+    add(
+        "--messages-field",
+        default="messages",
+        metavar="NAME",
+        help="field or column with the messages of a chat; the assistant's tokens alone are trained",
+    )
+    add("--tokenizer", type=Path, metavar="FOLDER", help="folder of a model; without it, tokens are bytes")
+    add(
+        "--data-cache",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for tokens that are made once (hdpcomm/data in the user's cache)",
+    )
     add(
         "--context",
         type=count,
@@ -146,7 +161,7 @@ def _add_output_options(add: Callable[..., object]) -> None:
 class _Job:
     """The arguments of :func:`run_rank`."""
 
-    corpus: Corpus
+    data: TrainData
     config: RunConfig
     log: Path | None
     transport: str
@@ -168,12 +183,12 @@ def _train(options: argparse.Namespace) -> int:
     rank, ranks = ranks_here(options.ranks, default=4)
     job = _job(options, ranks)
     if rank is not None:
-        result = run_rank(job)
+        result, corpus = run_rank(job)
         if rank != 0:
             return 0
     else:
-        result = _start_ranks(job, ranks)
-    _report(options, job, result)
+        result, corpus = _start_ranks(job, ranks)
+    _report(options, job, result, corpus)
     return 128 + result.stopped_by if result.stopped_by else 0
 
 
@@ -196,8 +211,7 @@ def _check_saving(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace, ranks: int) -> _Job:
-    """Indexes the data and checks all limits, so that a bad path or value is reported once, before any rank starts."""
-    from hdpcomm.data import open_corpus, standard_library
+    """Looks at the data and checks all limits, so that a bad path or value is reported once, before any rank starts."""
     from hdpcomm.models import LlamaConfig
     from hdpcomm.run import RunConfig, check_limits
 
@@ -206,8 +220,17 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     if options.compare == options.policy:
         raise InvalidUsage(f"--compare {options.compare} is the policy of the run itself; give another one")
     policies = [options.policy] if options.compare is None else [options.policy, options.compare]
+    data = TrainData(
+        paths=tuple(options.data or ()),
+        context=context,
+        text_field=options.text_field,
+        messages_field=options.messages_field,
+        tokenizer=options.tokenizer,
+        cache=options.data_cache,
+    )
     config = RunConfig(
         model=LlamaConfig(
+            vocabulary=data.encoder().vocabulary,
             layers=options.layers,
             hidden=options.hidden,
             heads=options.heads,
@@ -226,13 +249,10 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
         zero=options.zero,
         recompute=options.recompute,
     )
-    if options.data:
-        corpus = open_corpus(options.data, context=context, text_field=options.text_field)
-    else:
-        corpus = standard_library(context=context)
-    check_limits(corpus, config, ranks=ranks)
+    if data.in_place():
+        check_limits(data.open(), config, ranks=ranks)
     return _Job(
-        corpus=corpus,
+        data=data,
         config=config,
         log=options.log,
         transport=options.transport,
@@ -243,10 +263,11 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     )
 
 
-def run_rank(job: _Job) -> RunResult:
-    """Runs one rank of the job; rank 0 shows the progress on stderr and writes the log."""
+def run_rank(job: _Job) -> tuple[RunResult, CorpusSummary]:
+    """Runs one rank of the job; rank 0 shows the progress on stderr and writes the log. Collective over the world."""
     import torch
 
+    from hdpcomm.cli.data import data_progress
     from hdpcomm.cli.train_report import Progress
     from hdpcomm.comm import init
     from hdpcomm.comm.topology import cores_of_rank
@@ -257,12 +278,14 @@ def run_rank(job: _Job) -> RunResult:
         saving = Saving(job.out / "checkpoints", every=job.save_every, keep=job.keep, resume=job.resume)
     with init(transport=job.transport) as comm:
         torch.set_num_threads(cores_of_rank(comm))
+        with data_progress(comm.rank == 0) as on_progress:
+            corpus = job.data.open(comm, on_progress)
         if comm.rank != 0:
-            return train(comm, job.corpus, job.config, saving=saving)
+            return train(comm, corpus, job.config, saving=saving), corpus.summary()
         if job.out is not None:
-            save_config(job.out, job.config, job.corpus)
+            save_config(job.out, job.config, corpus)
         with Progress(job.config, logs=job.logs) as progress:
-            return train(comm, job.corpus, job.config, saving=saving, on_step=progress.step)
+            return train(comm, corpus, job.config, saving=saving, on_step=progress.step), corpus.summary()
 
 
 def save_config(out: Path, config: RunConfig, corpus: Corpus) -> None:
@@ -277,13 +300,13 @@ def save_config(out: Path, config: RunConfig, corpus: Corpus) -> None:
     (out / "config.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
 
-def _start_ranks(job: _Job, ranks: int) -> RunResult:
+def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult, CorpusSummary]:
     """Runs the job on new processes of this host; raises what a rank raised, or PeerLost when one died."""
     from hdpcomm.comm.launch import RankPool
 
     try:
         with RankPool(ranks, preload=("torch._dynamo",)) as pool, _handing_on_signals(pool, job):  # AdamW needs it
-            result: RunResult = pool.run(run_rank, job)[0]
+            result: tuple[RunResult, CorpusSummary] = pool.run(run_rank, job)[0]
             return result
     except BaseException:
         from rich.console import Console
@@ -319,12 +342,12 @@ def _handing_on_signals(pool: RankPool, job: _Job) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _report(options: argparse.Namespace, job: _Job, result: RunResult) -> None:
+def _report(options: argparse.Namespace, job: _Job, result: RunResult, corpus: CorpusSummary) -> None:
     from hdpcomm.cli.train_report import print_report, to_json
 
     trained = bool(result.steps[job.config.policies[0]])
     if trained:
-        print_report(job.corpus, job.config, result)
+        print_report(corpus, job.config, result)
     else:
         print(f"nothing was left to do: {result.saved} is of step {result.first_step}")
     if result.saved is not None:
@@ -335,4 +358,4 @@ def _report(options: argparse.Namespace, job: _Job, result: RunResult) -> None:
         export_llama(job.config.model, result.state, options.export)
         print(f"exported: {options.export} (transformers.AutoModelForCausalLM.from_pretrained opens it)")
     if options.json and trained:
-        write_json(options.json, to_json(job.corpus, job.config, result))
+        write_json(options.json, to_json(corpus, job.config, result))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hdpcomm.data import Corpus
+from hdpcomm.data import CorpusSummary
 from hdpcomm.run import MetricsLog, RunConfig, RunResult
 from hdpcomm.train import StepMetrics, totals
 
@@ -76,7 +76,7 @@ def size_text(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
+def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> None:
     """Prints on stdout what was trained, each step of the first policy, and a comparison of all policies."""
     from rich.console import Console
 
@@ -84,7 +84,7 @@ def print_report(corpus: Corpus, config: RunConfig, result: RunResult) -> None:
     if not console.is_terminal:
         console = Console(file=sys.stdout, highlight=False, width=100)
     policy = config.policies[0]
-    console.print(corpus.describe())
+    console.print(corpus.text)
     console.print(
         f"Llama of {result.parameters:,} parameters on {_ranks_text(result.ranks)} ({result.transport}), capacity "
         f"{config.capacity:,} tokens a rank"
@@ -195,7 +195,7 @@ def _verdict(policy: str, rival: str, result: RunResult) -> str:
     return text
 
 
-def to_json(corpus: Corpus, config: RunConfig, result: RunResult) -> dict[str, object]:
+def to_json(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> dict[str, object]:
     """The content of ``--json``: the first policy at the top level, the others under ``comparison``."""
     first, *others = config.policies
     content: dict[str, object] = {
@@ -225,10 +225,10 @@ def to_json(corpus: Corpus, config: RunConfig, result: RunResult) -> dict[str, o
         },
         "data": {
             "name": corpus.name,
-            "documents": len(corpus.documents),
-            "sequences": len(corpus),
-            "tokens": corpus.num_tokens,
-            "cut_documents": corpus.num_cut,
+            "documents": corpus.documents,
+            "sequences": corpus.sequences,
+            "tokens": corpus.tokens,
+            "cut_documents": corpus.cut_documents,
         },
     }
     return content

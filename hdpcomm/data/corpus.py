@@ -1,15 +1,15 @@
 """A corpus: an index of documents whose lengths are known before any of their tokens is read.
 
-Planning a step needs the lengths of the whole global batch, while a rank needs only the tokens of its own sequences. So
-the index holds lengths and positions in files, is small enough to be sent to every rank, and :meth:`Corpus.read` reads
+Planning a step needs the lengths of the whole global batch, while a rank needs only the tokens of its own shards. So
+the index holds lengths and places, is small enough to be sent to every rank, and :meth:`Corpus.part` reads a part of
 one sequence.
 """
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,35 +17,84 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hdpcomm.data.text import check_text, json_text, jsonl_documents, text_files
+from hdpcomm.data.text import text_files
+from hdpcomm.data.token_store import TokenStore
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Corpus", "open_corpus", "standard_library"]
+__all__ = ["IGNORE", "BatchReader", "Corpus", "CorpusSummary", "TextFiles", "corpus_of", "standard_library"]
 
 Index = npt.NDArray[np.int64]
+IGNORE = -100
+"""The label of a token that has no loss."""
 
-_JSONL = {".jsonl", ".ndjson"}
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """Files that are a document each, read in place: their tokens are their bytes."""
+
+    files: tuple[Path, ...]
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def lengths(self) -> Index:
+        """``[documents]``: tokens of each document."""
+        return np.array(self.sizes, dtype=np.int64)
+
+    @property
+    def masked(self) -> npt.NDArray[np.bool_]:
+        """``[documents]``: of none."""
+        return np.zeros(len(self), dtype=np.bool_)
+
+    def tokens(self, document: int, first: int, length: int) -> Index:
+        """``length`` bytes of a file from its byte ``first`` on. Raises: InvalidUsage if the file has changed."""
+        path = self.files[document]
+        try:
+            with path.open("rb") as handle:
+                handle.seek(first)
+                data = handle.read(length)
+        except OSError as error:
+            raise InvalidUsage(
+                f"{path}: cannot be read any more ({error.strerror}); do not change the data while a run reads it"
+            ) from error
+        if len(data) != length:
+            raise InvalidUsage(
+                f"{path}: {length} bytes were expected and {len(data)} found; the file changed since it was "
+                "indexed, start again"
+            )
+        return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+
+    def counted(self, document: int, first: int, length: int) -> npt.NDArray[np.bool_]:
+        """Every token counts for the loss."""
+        del document, first
+        return np.ones(length, dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Sequences cut from documents; made by :func:`open_corpus`. Small when pickled: it holds positions, no tokens.
+    """Sequences cut from documents; made by :func:`open_corpus`. Small when pickled: it holds places, no tokens.
 
     Attributes:
         name: the source of the documents, for messages.
         context: the longest sequence, in tokens; longer documents were cut into pieces of this size.
-        files: the files that hold the documents.
-        documents: ``[documents, 4]``: file, byte offset, bytes in the file, length in tokens.
+        sources: what holds the documents.
+        documents: ``[documents, 3]``: source, document in it, length in tokens.
         sequences: ``[sequences, 3]``: document, first token inside it, length in tokens.
-        text_field: the field of JSONL lines that holds the text.
+        encoder: fingerprint of what makes the tokens; ``encoder_name`` is its name for messages.
+        vocabulary: every token is below it.
     """
 
     name: str
     context: int
-    files: tuple[Path, ...]
+    sources: tuple[TextFiles | TokenStore, ...]
     documents: Index
     sequences: Index
-    text_field: str
+    encoder: str = "bytes"
+    encoder_name: str = "byte"
+    vocabulary: int = 256
+    _masked: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_), repr=False)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -63,43 +112,89 @@ class Corpus:
     @property
     def num_cut(self) -> int:
         """Documents that were longer than ``context`` and so became several sequences."""
-        return int((self.documents[:, 3] > self.context).sum())
+        return int((self.documents[:, 2] > self.context).sum())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files and folders that hold the documents."""
+        return tuple(
+            path
+            for source in self.sources
+            for path in (source.files if isinstance(source, TextFiles) else (source.path,))
+        )
 
     def read(self, sequence: int) -> Tensor:
-        """The tokens of one sequence, ``[length]`` int64 (bytes, 0 to 255). Local; reads one file.
+        """The tokens of one sequence, ``[length]`` int64. Local.
 
         Raises:
-            InvalidUsage: no such sequence, or the file changed since it was indexed.
+            InvalidUsage: no such sequence; the file changed since it was indexed, or is damaged.
         """
+        source, document, first, length = self._place(sequence)
+        return torch.from_numpy(source.tokens(document, first, length))
+
+    def part(self, sequence: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels) ``[stop - start]`` int64 of a part of one sequence. Local; reads no more than that.
+
+        The label of a token is the next one of the sequence; :data:`IGNORE` for the last one, and where the next one
+        does not count for the loss. Raises: of :meth:`read`.
+        """
+        source, document, first, length = self._place(sequence)
+        if not 0 <= start <= stop <= length:
+            raise InvalidUsage(f"tokens {start} to {stop} were asked for; sequence {sequence} has {length}")
+        end = min(stop + 1, length)
+        read = torch.from_numpy(source.tokens(document, first + start, end - start))
+        labels = torch.full((stop - start,), IGNORE, dtype=torch.int64)
+        if end > start + 1:
+            labels[: end - start - 1] = read[1:]
+            if self._masked.size and self._masked[self.sequences[sequence, 0]]:
+                counted = torch.from_numpy(source.counted(document, first + start + 1, end - start - 1))
+                labels[: end - start - 1][~counted] = IGNORE
+        return read[: stop - start], labels
+
+    def _place(self, sequence: int) -> tuple[TextFiles | TokenStore, int, int, int]:
         if not 0 <= sequence < len(self):
             raise InvalidUsage(f"sequence {sequence} was asked for; this corpus has 0 to {len(self) - 1}")
-        document, first, length = (int(value) for value in self.sequences[sequence])
-        file, offset, size, _ = (int(value) for value in self.documents[document])
-        path = self.files[file]
-        jsonl = path.suffix in _JSONL
-        try:
-            with path.open("rb") as handle:
-                handle.seek(offset if jsonl else offset + first)
-                data = handle.read(size if jsonl else length)
-        except OSError as error:
+        place, first, length = (int(value) for value in self.sequences[sequence])
+        source, document, _ = (int(value) for value in self.documents[place])
+        return self.sources[source], document, first, length
+
+    def split(self, fraction: float, *, seed: int) -> tuple[Corpus, Corpus]:
+        """(the rest, held out): whole documents drawn by ``seed`` alone, at least one. Local.
+
+        Raises: InvalidUsage for a fraction that is not between 0 and 1, or that leaves nothing to train on.
+        """
+        if not 0 < fraction < 1:
+            raise InvalidUsage(f"{fraction} of the documents were to be held out; give a number between 0 and 1")
+        used = np.unique(self.sequences[:, 0])
+        count = max(1, round(fraction * len(used)))
+        if count >= len(used):
             raise InvalidUsage(
-                f"{path}: cannot be read any more ({error.strerror}); do not change the data while a run reads it"
-            ) from error
-        if jsonl:
-            data = json_text(data, where=f"{path} at byte {offset}", field=self.text_field)[first : first + length]
-        if len(data) != length:
-            raise InvalidUsage(
-                f"{path}: {length} bytes were expected and {len(data)} found; the file changed since it was "
-                "indexed, start again"
+                f"{fraction} of {_many(len(used), 'document')} leaves nothing to train on; give other text by "
+                "--eval-data"
             )
-        return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).astype(np.int64))
+        drawn = np.random.Generator(np.random.PCG64([seed, 0x5EED])).permutation(used)[:count]
+        held = np.isin(self.sequences[:, 0], drawn)
+        return replace(self, sequences=self.sequences[~held]), replace(self, sequences=self.sequences[held])
+
+    def summary(self) -> CorpusSummary:
+        """What is said of this corpus after a run."""
+        return CorpusSummary(
+            name=self.name,
+            context=self.context,
+            documents=len(self.documents),
+            sequences=len(self),
+            tokens=self.num_tokens,
+            cut_documents=self.num_cut,
+            text=self.describe(),
+        )
 
     def describe(self) -> str:
         """One readable line: size of the corpus, lengths of the sequences, and how many documents were cut."""
         quantiles = np.quantile(self.lengths, (0.5, 0.9))
+        kind = "byte token" if self.encoder == "bytes" else f"{self.encoder_name} token"
         text = (
             f"{self.name}: {_many(len(self.documents), 'document')}, "
-            f"{_many(self.num_tokens, 'byte token')} in {_many(len(self), 'sequence')} (median "
+            f"{_many(self.num_tokens, kind)} in {_many(len(self), 'sequence')} (median "
             f"{quantiles[0]:,.0f}, 90% below {quantiles[1]:,.0f}, longest "
             f"{int(self.lengths.max()):,})"
         )
@@ -109,43 +204,73 @@ class Corpus:
         return text
 
 
-def open_corpus(
-    paths: Sequence[str | Path], *, context: int, text_field: str = "text", name: str | None = None
-) -> Corpus:
-    """Indexes text files, JSONL files (``.jsonl``, ``.ndjson``) and folders of both. Local.
+@dataclass(frozen=True, slots=True)
+class CorpusSummary:
+    """Figures of a corpus, in numbers and, as :meth:`Corpus.describe`, in a line of text."""
 
-    Args:
-        paths: files and folders. The text files of a folder are taken in a fixed order, without empty and binary ones;
-            a file that is named here must not be empty or binary.
-        context: the longest sequence in tokens; longer documents are cut into pieces of this size.
-        text_field: the field of a JSONL line that holds the text.
+    name: str
+    context: int
+    documents: int
+    sequences: int
+    tokens: int
+    cut_documents: int
+    text: str
 
-    Raises:
-        InvalidUsage: a path that does not exist, an empty or binary file, a folder with no text, a line that is no JSON
-            object (``file:line``) or has no such field.
 
-    Example:
-        >>> corpus = open_corpus([Path(__file__).parent], context=4096)
-        >>> len(corpus.read(0)) - int(corpus.lengths[0])
-        0
+@dataclass(frozen=True, slots=True)
+class BatchReader:
+    """What :meth:`hdpcomm.train.Trainer.step` fetches with: the sequences of a batch, whole or in parts.
+
+    Attributes:
+        ids: numbers of the sequences in the corpus.
     """
-    if context < 1:
-        raise InvalidUsage(f"context is {context}; a sequence needs at least 1 token")
-    if not paths:
-        raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
-    files: list[Path] = []
-    documents: list[tuple[int, int, int, int]] = []
-    for path in map(Path, paths):
-        before = len(documents)
-        for file in _files_of(path):
-            documents.extend(_documents_of(file, len(files), text_field))
-            files.append(file)
-        if len(documents) == before:
-            raise InvalidUsage(
-                f"{path}: {'every line has an empty text' if path.is_file() else 'no text was found'}; give files "
-                "with text in them"
-            )
-    return _cut(name or ", ".join(map(str, paths)), files, documents, context, text_field)
+
+    corpus: Corpus
+    ids: tuple[int, ...]
+
+    def __call__(self, place: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels) of the sequence at ``place`` of the batch."""
+        sequence = self.ids[place]
+        return self.corpus.part(sequence, 0, int(self.corpus.sequences[sequence, 2]))
+
+    def part(self, place: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels) of a part of it."""
+        return self.corpus.part(self.ids[place], start, stop)
+
+
+def corpus_of(name: str, sources: Sequence[TextFiles | TokenStore], *, context: int) -> Corpus:
+    """A corpus of these sources, cut into sequences of at most ``context`` tokens. Local.
+
+    Pieces of a conversation in which no token counts for the loss are left out.
+
+    Raises: InvalidUsage if sources have tokens of different encoders.
+    """
+    stores = [source for source in sources if isinstance(source, TokenStore)]
+    kinds = {(store.encoder, store.encoder_name, store.vocabulary) for store in stores}
+    if any(isinstance(source, TextFiles) for source in sources):
+        kinds.add(("bytes", "byte", 256))
+    if len(kinds) > 1:
+        names = ", ".join(sorted(name for _, name, _ in kinds))
+        raise InvalidUsage(f"the data has tokens of several tokenizers ({names}); build all of it with one")
+    encoder, encoder_name, vocabulary = next(iter(kinds))
+    tables = [
+        np.stack((np.full(len(each), number), np.arange(len(each)), each.lengths), axis=1)
+        for number, each in enumerate(sources)
+    ]
+    documents = np.concatenate(tables).astype(np.int64)
+    masked = np.concatenate([each.masked for each in sources])
+    corpus = Corpus(
+        name=name,
+        context=context,
+        sources=tuple(sources),
+        documents=documents,
+        sequences=_cut(documents[:, 2], context),
+        encoder=encoder,
+        encoder_name=encoder_name,
+        vocabulary=vocabulary,
+        _masked=masked if masked.any() else np.zeros(0, dtype=np.bool_),
+    )
+    return _without_empty_pieces(corpus)
 
 
 def standard_library(*, context: int) -> Corpus:
@@ -155,47 +280,32 @@ def standard_library(*, context: int) -> Corpus:
         InvalidUsage: this Python has no source files on disk.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = list(text_files(root, suffix=".py", without=("site-packages", "dist-packages", "__pycache__")))
+    files = tuple(text_files(root, suffix=".py", without=("site-packages", "dist-packages", "__pycache__")))
     if not files:
         raise InvalidUsage(
             f"{root}: the standard library of this Python has no source files here; give a corpus with --data"
         )
-    documents = [(index, 0, size, size) for index, size in enumerate(path.stat().st_size for path in files)]
-    return _cut("Python's standard library", files, documents, context, "text")
+    sizes = tuple(path.stat().st_size for path in files)
+    return corpus_of("Python's standard library", [TextFiles(files, sizes)], context=context)
 
 
 def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _files_of(path: Path) -> Iterable[Path]:
-    if path.is_dir():
-        found = list(text_files(path))
-        if not found:
-            raise InvalidUsage(f"{path}: this folder holds no text file; give one with text or JSONL files in it")
-        return found
-    if not path.exists():
-        raise InvalidUsage(f"{path}: no such file or folder; check the path given with --data")
-    check_text(path)
-    return [path]
-
-
-def _documents_of(path: Path, file: int, text_field: str) -> Iterable[tuple[int, int, int, int]]:
-    if path.suffix in _JSONL:
-        return [(file, offset, size, length) for offset, size, length in jsonl_documents(path, field=text_field)]
-    size = path.stat().st_size
-    return [(file, 0, size, size)]
-
-
-def _cut(
-    name: str, files: list[Path], documents: list[tuple[int, int, int, int]], context: int, text_field: str
-) -> Corpus:
-    table = np.array(documents, dtype=np.int64).reshape(-1, 4)
-    pieces = -(-table[:, 3] // context)
-    document = np.repeat(np.arange(len(table), dtype=np.int64), pieces)
+def _cut(lengths: Index, context: int) -> Index:
+    pieces = -(-lengths // context)
+    document = np.repeat(np.arange(len(lengths), dtype=np.int64), pieces)
     first = (np.arange(len(document), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * context
-    length = np.minimum(table[document, 3] - first, context)
-    sequences = np.stack((document, first, length), axis=1)
-    return Corpus(
-        name=name, context=context, files=tuple(files), documents=table, sequences=sequences, text_field=text_field
-    )
+    return np.stack((document, first, np.minimum(lengths[document] - first, context)), axis=1)
+
+
+def _without_empty_pieces(corpus: Corpus) -> Corpus:
+    if not corpus._masked.size:
+        return corpus
+    kept = np.ones(len(corpus), dtype=np.bool_)
+    cut = corpus._masked & (corpus.documents[:, 2] > corpus.context)
+    for sequence in np.flatnonzero(cut[corpus.sequences[:, 0]]).tolist():
+        source, document, first, length = corpus._place(sequence)
+        kept[sequence] = source.counted(document, first + 1, length - 1).any()
+    return replace(corpus, sequences=corpus.sequences[kept])

@@ -17,6 +17,7 @@ Between the published quantiles each bin holds a truncated power law whose mean 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,14 +108,16 @@ def read_lengths(path: str | Path) -> list[int]:
         InvalidUsage: no such file, nothing in it, or something that is not a positive integer.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise InvalidUsage(f"{path} is no file, expected one with numbers of tokens separated by white space")
         words = Path(path).read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InvalidUsage(f"cannot read lengths from {path}: {error}") from error
     lengths = []
     for position, word in enumerate(words):
-        if not word.isdecimal() or int(word) < 1:
+        if not word.isdecimal() or len(word) > 15 or int(word) < 1:
             raise InvalidUsage(
-                f"{path}: entry {position + 1} is {word[:40]!r}, expected a number of tokens, at least 1"
+                f"{path}: entry {position + 1} is {word[:40]!r}, expected a number of tokens from 1 to 10^15"
             )
         lengths.append(int(word))
     if not lengths:
@@ -130,7 +133,11 @@ def _draw(name: str, rng: np.random.Generator, count: int) -> NDArray[np.float64
         try:
             mu, sigma = (float(value) for value in rest.split(":")) if rest else (6.5, 1.6)
         except ValueError:
-            raise InvalidUsage(f"distribution is {name!r}, expected lognormal:MU:SIGMA with two numbers") from None
+            mu = sigma = math.nan
+        if not (math.isfinite(mu) and math.isfinite(sigma) and sigma >= 0):
+            raise InvalidUsage(
+                f"distribution is {name!r}, expected lognormal:MU:SIGMA with two numbers, SIGMA not negative"
+            )
         return rng.lognormal(mu, sigma, size=count)
     if name not in ("byted", "github"):
         raise InvalidUsage(f"distribution is {name!r}, expected one of {', '.join(DISTRIBUTIONS)}")

@@ -73,8 +73,8 @@ class BatchSampler:
             raise InvalidUsage(
                 f"a sequence of {int(self._lengths.min())} tokens was given; every sequence needs at least 1"
             )
-        if seed < 0:
-            raise InvalidUsage(f"seed is {seed}; it must not be below 0")
+        if not 0 <= seed < 1 << 63:
+            raise InvalidUsage(f"seed is {seed}; it must be from 0 to 2^63 - 1")
         longest = int(self._lengths.max())
         if tokens < longest:
             raise InvalidUsage(

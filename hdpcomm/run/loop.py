@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from hdpcomm.comm.launchers import local_place
-from hdpcomm.data import BatchSampler, Corpus, GlobalBatch
+from hdpcomm.data import BatchReader, BatchSampler, Corpus
+from hdpcomm.data.agree import on_rank_0
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, adapt
 from hdpcomm.offload import ActivationOffload, PinnedPool
@@ -92,6 +92,11 @@ def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
             f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
             f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
             f"{-(-longest // config.capacity):,}, or lower --context to {room:,}"
+        )
+    if corpus.vocabulary > config.model.vocabulary:
+        raise InvalidUsage(
+            f"the data has tokens up to {corpus.vocabulary - 1:,} ({corpus.encoder_name}), and the model has a "
+            f"vocabulary of {config.model.vocabulary:,}; give the tokenizer that belongs to the model"
         )
     _sampler(corpus, config)
 
@@ -204,7 +209,7 @@ class _Run:
             for policy, trainer in self.trainers.items():
                 for group in trainer.optimizer.param_groups:
                     group["lr"] = learning_rate(self.config, step)
-                metrics = trainer.step(next(self.plans[policy]), partial(_read, self.corpus, batch))
+                metrics = trainer.step(next(self.plans[policy]), BatchReader(self.corpus, batch.ids))
                 self.steps[policy].append(metrics)
                 if on_step is not None:
                     on_step(policy, metrics)
@@ -270,20 +275,12 @@ def _agree_on_checkpoint(
     """The checkpoint to go on from: rank 0 looks and checks it, all read the same one. Collective."""
     if saving is None or saving.resume is None:
         return None
-    word = ""
-    if comm.rank == 0:
-        assert folder is not None
-        try:
-            word = _find_checkpoint(folder, saving)
-        except InvalidUsage as error:
-            word = f"!{error}"
-    word = _from_rank_0(comm, word)
-    if word.startswith("!"):
-        raise InvalidUsage(word[1:])
-    return open_checkpoint(Path(word)) if word else None
+    found = on_rank_0(comm, lambda: _find_checkpoint(folder, saving))
+    return open_checkpoint(Path(found)) if found else None
 
 
-def _find_checkpoint(folder: CheckpointFolder, saving: Saving) -> str:
+def _find_checkpoint(folder: CheckpointFolder | None, saving: Saving) -> str:
+    assert folder is not None
     assert saving.resume is not None
     if saving.resume == "auto":
         found, damaged = folder.newest()
@@ -307,20 +304,6 @@ def _find_checkpoint(folder: CheckpointFolder, saving: Saving) -> str:
     return str(open_checkpoint(path).path.resolve())
 
 
-def _from_rank_0(comm: Communicator, text: str) -> str:
-    """Rank 0's text on every rank. Collective."""
-    data = text.encode()
-    size = torch.tensor([len(data)], dtype=torch.int64)
-    comm.broadcast(size, 0)
-    if not int(size):
-        return ""
-    buffer = torch.zeros(int(size), dtype=torch.uint8)
-    if comm.rank == 0:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    comm.broadcast(buffer, 0)
-    return bytes(buffer.tolist()).decode()
-
-
 def _check_same_run(found: Checkpoint, corpus: Corpus, config: RunConfig) -> None:
     """What must be as it was, so that the checkpoint's step means the same batches and the same model."""
     then, now = found.facts.get("config"), asdict(config)
@@ -336,14 +319,15 @@ def _check_same_run(found: Checkpoint, corpus: Corpus, config: RunConfig) -> Non
     saved_on, data = found.facts.get("data"), _data_facts(corpus)
     if saved_on != data:
         raise InvalidUsage(
-            f"{found.path} was saved on other data ({saved_on}) than this run's ({data}); give the same --data and "
-            "--context, or start anew with another --out"
+            f"{found.path} was saved on other data ({saved_on}) than this run's ({data}); give the same --data, "
+            "--tokenizer and --context, or start anew with another --out"
         )
 
 
 def _data_facts(corpus: Corpus) -> dict[str, Any]:
     digest = hashlib.sha256(corpus.sequences.tobytes()).hexdigest()[:16]
-    return {"sequences": len(corpus), "tokens": corpus.num_tokens, "context": corpus.context, "places": digest}
+    facts = {"sequences": len(corpus), "tokens": corpus.num_tokens, "context": corpus.context, "places": digest}
+    return facts | {"encoder": corpus.encoder}
 
 
 def _gather_generators(comm: Communicator) -> torch.Tensor:
@@ -375,10 +359,6 @@ def _lengths(corpus: Corpus, config: RunConfig, first: int) -> Iterator[Sequence
     """Lengths of each step's sequences; for a thread of its own, so with a sampler of its own."""
     sampler = _sampler(corpus, config)
     return (sampler.batch(step).lengths for step in range(first, config.steps))
-
-
-def _read(corpus: Corpus, batch: GlobalBatch, place: int) -> torch.Tensor:
-    return corpus.read(batch.ids[place])
 
 
 def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -5,12 +5,13 @@ from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.sharded import ShardedParameters
-from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
+from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
 from hdpcomm.train.trainer import Trainer
 
 __all__ = [
     "IGNORE",
     "Fetch",
+    "FetchParts",
     "GradientBuffer",
     "PackedShard",
     "ShardedParameters",

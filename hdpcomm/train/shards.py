@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.attention import shard
+from hdpcomm.attention.layout import layout_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.loss import next_token_labels
 
@@ -18,12 +20,23 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import MicroBatch
 
-__all__ = ["Fetch", "PackedShard", "pack_shard"]
+__all__ = ["Fetch", "FetchParts", "PackedShard", "pack_shard"]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor]"]
 """Gives the tokens ``[length]`` (int64) of a sequence of the global batch by its place in the lengths.
 
 It may also give (tokens, labels)."""
+
+
+@runtime_checkable
+class FetchParts(Protocol):
+    """A :data:`Fetch` that can also read a part of a sequence: then a rank reads no more than its shards."""
+
+    def __call__(self, place: int, /) -> tuple[Tensor, Tensor]:
+        """(tokens, labels) of a whole sequence."""
+
+    def part(self, place: int, start: int, stop: int, /) -> tuple[Tensor, Tensor]:
+        """(tokens, labels) ``[stop - start]`` of a part of it; the label of the last token is still the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +63,33 @@ def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, dev
     Raises:
         InvalidUsage: ``fetch`` gave something else than a sequence of the planned length.
     """
-    tokens, labels, bounds = [], [], [0]
-    for sequence in micro_batch.sequences:
-        text, wanted = _checked(fetch(sequence.id), sequence.id, sequence.length)
-        tokens.append(text)
-        labels.append(wanted)
-        bounds.append(bounds[-1] + sequence.length)
+    bounds = [0, *itertools.accumulate(sequence.length for sequence in micro_batch.sequences)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     rank, size = comm.rank, comm.size
+    if size > 1 and isinstance(fetch, FetchParts):
+        tokens, labels = _own_parts(micro_batch, fetch, cu_seqlens, rank=rank, size=size)
+    else:
+        whole = [_checked(fetch(each.id), each.id, each.length) for each in micro_batch.sequences]
+        tokens, labels = (shard(torch.cat(each), cu_seqlens, rank=rank, size=size) for each in zip(*whole, strict=True))
     return PackedShard(
-        tokens=shard(torch.cat(tokens), cu_seqlens, rank=rank, size=size).to(device),
-        labels=shard(torch.cat(labels), cu_seqlens, rank=rank, size=size).to(device),
+        tokens=tokens.to(device),
+        labels=labels.to(device),
         positions=positions_of(cu_seqlens, rank=rank, size=size, device=device),
         cu_seqlens=cu_seqlens,
     )
+
+
+def _own_parts(
+    micro_batch: MicroBatch, fetch: FetchParts, cu_seqlens: Tensor, *, rank: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) of this rank's shard, of which no other token is read."""
+    spans = layout_of(cu_seqlens, size=size).spans(rank).tolist()
+    parts = [
+        _checked(fetch.part(sequence.id, start, stop), sequence.id, stop - start)
+        for sequence, heads_and_tails in zip(micro_batch.sequences, spans, strict=True)
+        for start, stop in heads_and_tails
+    ]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
 def _checked(fetched: Tensor | tuple[Tensor, Tensor], sequence: int, length: int) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another policy": ({"policies": ("naive",)}, "was saved with policies=.'balanced'., and this run has .'naive'."),
     "other data": (
         {"context": 200},
-        "was saved on other data .* than this run's .* give the same --data and --context",
+        "was saved on other data .* than this run's .* give the same --data, --tokenizer and --context",
     ),
     "fewer steps": ({"steps": 3}, "was saved after step 4 and --steps is 3; give more steps"),
 }

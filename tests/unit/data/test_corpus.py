@@ -18,6 +18,11 @@ from hdpcomm.data.text import looks_like_text
 from hdpcomm.errors import InvalidUsage
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 def text_of(corpus, sequence):
     tokens = corpus.read(sequence)
     assert tokens.dtype == torch.int64
@@ -152,7 +157,7 @@ def test_unreadable_file(tmp_path):
 LINES = {
     "{bad": "this line is not JSON",
     "[1, 2]": "this line holds a JSON list, an object with the field 'text' was expected",
-    '{"body": "a"}': r"there is no field 'text' \(fields: 'body'\); choose one with --text-field",
+    '{"body": "a"}': r"there is no field 'text' or 'messages' \(fields: 'body'\); choose one with --text-field",
     '{"text": 7}': "the field 'text' holds a int, text was expected",
 }
 

@@ -1,0 +1,139 @@
+"""``hdpcomm data``: turns text into memory maps of tokens, and checks them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hdpcomm.cli.output import count, ranks_here
+
+__all__ = ["add_parser", "data_progress"]
+
+_BUILD = """Turns text, JSONL, Parquet and Hugging Face datasets into a folder of tokens that hdpcomm train --data reads
+in place. Several processes share the work; under torchrun, srun or mpirun the ranks of the given world do."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("data", help="turn text into memory maps of tokens", allow_abbrev=False)
+    kinds = parser.add_subparsers(title="what to do", metavar="WHAT", required=True, parser_class=type(parser))
+    build = kinds.add_parser(
+        "build",
+        help="turn files into tokens",
+        description=_BUILD,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    build.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, folders, Hugging Face datasets")
+    build.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the tokens go; must be new")
+    build.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="folder of a model; without it, tokens are bytes"
+    )
+    build.add_argument("--text-field", default="text", metavar="NAME", help="field or column that holds the text")
+    build.add_argument(
+        "--messages-field", default="messages", metavar="NAME", help="field or column with the messages of a chat"
+    )
+    build.add_argument("--ranks", type=count, default=None, metavar="N", help="processes that share the work (1)")
+    build.set_defaults(func=_build)
+    check = kinds.add_parser("check", help="read all tokens of a folder and check them", allow_abbrev=False)
+    check.add_argument("path", type=Path, metavar="FOLDER", help="folder of hdpcomm data build")
+    check.set_defaults(func=_check)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The arguments of :func:`run_rank`."""
+
+    paths: tuple[Path, ...]
+    out: Path
+    tokenizer: Path | None
+    text_field: str
+    messages_field: str
+
+
+def run_rank(job: _Job) -> str:
+    """Builds this rank's part; what was built, in words. Collective over the world."""
+    from hdpcomm.comm import init
+    from hdpcomm.data import build_data, encoder_of
+
+    encoder = encoder_of(job.tokenizer)
+    with init() as comm, data_progress(comm.rank == 0) as on_progress:
+        store = build_data(
+            job.paths,
+            job.out,
+            encoder=encoder,
+            text_field=job.text_field,
+            messages_field=job.messages_field,
+            comm=comm,
+            on_progress=on_progress,
+        )
+    return (
+        f"{store.path}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens of {store.encoder_name}, longest "
+        f"{int(store.lengths.max()):,}"
+    )
+
+
+def data_progress(wanted: bool) -> AbstractContextManager[Callable[[int, int], None] | None]:
+    """What ``on_progress`` takes while it is entered; ``None`` unless wanted."""
+    return DataProgress() if wanted else nullcontext()
+
+
+class DataProgress:
+    """Shows how far a build is: a bar on a terminal; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("tokenizing"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task("tokens", total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar.__enter__()
+        return self._show
+
+    def _show(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *failure: Any) -> None:
+        self._bar.__exit__(*failure)
+
+
+def _build(options: argparse.Namespace) -> int:
+    job = _Job(
+        paths=tuple(options.paths),
+        out=options.out,
+        tokenizer=options.tokenizer,
+        text_field=options.text_field,
+        messages_field=options.messages_field,
+    )
+    rank, ranks = ranks_here(options.ranks, default=1)
+    if rank is None and ranks > 1:
+        from hdpcomm.comm.launch import run_ranks
+
+        told = run_ranks(run_rank, ranks, job)[0]
+    else:
+        told = run_rank(job)
+    if not rank:
+        print(told)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from hdpcomm.data import open_store
+
+    store = open_store(options.path)
+    print(f"{options.path}: {store.check():,} bytes are as they were written")
+    return 0

@@ -1,0 +1,69 @@
+"""The data of ``hdpcomm train``: what its options name, opened by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.data import Corpus, Encoder
+
+__all__ = ["TrainData"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainData:
+    """Where the text is, and what turns it into tokens.
+
+    Attributes:
+        paths: empty: Python's standard library.
+        tokenizer: folder of a model; ``None``: bytes.
+    """
+
+    paths: tuple[str, ...]
+    context: int
+    text_field: str = "text"
+    messages_field: str = "messages"
+    tokenizer: Path | None = None
+    cache: Path | None = None
+
+    def encoder(self) -> Encoder:
+        """Makes the tokens. Raises: InvalidUsage if the folder holds no tokenizer."""
+        from hdpcomm.data import encoder_of
+
+        return encoder_of(self.tokenizer)
+
+    def in_place(self) -> bool:
+        """Whether :meth:`open` has nothing to build. Raises: InvalidUsage for what cannot be read."""
+        from hdpcomm.data import is_indexed
+
+        return self._library() or is_indexed(
+            self.paths,
+            text_field=self.text_field,
+            messages_field=self.messages_field,
+            encoder=self.encoder(),
+            cache=self.cache,
+        )
+
+    def open(self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None) -> Corpus:
+        """The corpus. Collective over ``comm``, if there is one. Raises: InvalidUsage, see ``open_corpus``."""
+        from hdpcomm.data import open_corpus, standard_library
+
+        if self._library():
+            return standard_library(context=self.context)
+        return open_corpus(
+            self.paths,
+            context=self.context,
+            text_field=self.text_field,
+            messages_field=self.messages_field,
+            encoder=self.encoder(),
+            cache=self.cache,
+            comm=comm,
+            on_progress=on_progress,
+        )
+
+    def _library(self) -> bool:
+        return not self.paths and self.tokenizer is None

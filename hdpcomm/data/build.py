@@ -1,0 +1,182 @@
+"""Builds a store of tokens: all ranks of a communicator share out the units of the input and write a part each."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hdpcomm.data.agree import on_rank_0, raise_together
+from hdpcomm.data.encoders import Encoder
+from hdpcomm.data.records import Fields, Unit, records
+from hdpcomm.data.store_writer import PartWriter, partial_of, publish
+from hdpcomm.data.token_store import TokenStore, open_store
+from hdpcomm.errors import Error, InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["build_store", "cache_folder", "store_key"]
+
+_ROUND_S = 0.5  # between two looks at how far the other ranks are
+_STALE_S = 86400.0  # after which what a killed process left is removed
+
+
+def cache_folder() -> Path:
+    """Where indexes are kept unless the caller says: ``hdpcomm/data`` in the user's cache (``XDG_CACHE_HOME``)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hdpcomm" / "data"
+
+
+def store_key(files: Sequence[Path], encoder: Encoder, fields: Fields) -> str:
+    """Name of the store of these files in a cache: changes with any of them, with the tokenizer and the fields."""
+    digest = hashlib.sha256(json.dumps([encoder.fingerprint, asdict(fields)]).encode())
+    for path in files:
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            status = file.stat()
+            digest.update(
+                f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape")
+            )
+    return digest.hexdigest()[:24]
+
+
+def build_store(
+    units: Sequence[Unit],
+    encoder: Encoder,
+    final: Path,
+    *,
+    comm: Communicator | None,
+    fields: Fields,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> TokenStore:
+    """Writes the store ``final``, there whole or not at all, and opens it. Collective: equal arguments on every rank.
+
+    The order of the documents is that of ``units``, on any number of ranks. Documents without a token, and
+    conversations in which the assistant says nothing, are left out.
+
+    Args:
+        final: on a file system that all ranks see. One that is there already is replaced.
+        on_progress: called on this rank about twice a second with what is done and the whole, in sizes of units.
+
+    Raises: InvalidUsage, on every rank the same: of the first unit that is wrong, or no document at all.
+    """
+    partial = Path(on_rank_0(comm, lambda: _make_partial(final)))
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    worker = _Worker(units, encoder, fields, partial, rank, size)
+    total = sum(unit.size for unit in units)
+    try:
+        worker.start()
+        while not _round(worker, comm, on_progress, total):
+            pass
+        error = worker.failure
+        raise_together(comm, error[1] if error else None, order=error[0] if error else 0)
+        facts = {
+            "encoder": encoder.fingerprint,
+            "encoder_name": encoder.name,
+            "vocabulary": encoder.vocabulary,
+        }
+        on_rank_0(comm, lambda: _publish(partial, final, size, facts))
+    except BaseException:
+        worker.stop = True
+        worker.join()
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return open_store(final)
+
+
+def _make_partial(final: Path) -> str:
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for left in final.parent.glob(f".{final.name}.*.partial"):
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(left, ignore_errors=True)
+        partial = partial_of(final, uuid.uuid4().hex[:8])
+        partial.mkdir()
+    except OSError as error:
+        raise InvalidUsage(
+            f"{final}: cannot be made ({error.strerror}); give a folder that this user may write to"
+        ) from None
+    return str(partial)
+
+
+def _publish(partial: Path, final: Path, parts: int, facts: dict[str, object]) -> str:
+    for part in range(parts):
+        if not (partial / f"rows-{part}.npz").exists():
+            raise InvalidUsage(f"{final}: rank {part} wrote to another file system; give a folder that all ranks see")
+    documents = publish(partial, final, parts=parts, facts=facts)
+    return str(documents)
+
+
+def _round(
+    worker: _Worker, comm: Communicator | None, on_progress: Callable[[int, int], None] | None, total: int
+) -> bool:
+    """Waits a little for this rank's work; whether all ranks have ended theirs, or one has failed."""
+    worker.join(_ROUND_S)
+    state = torch.tensor([worker.is_alive(), worker.failure is not None, worker.done], dtype=torch.int64)
+    if comm is not None:
+        comm.all_reduce(state)
+    working, failed, done = state.tolist()
+    if on_progress is not None:
+        on_progress(done, total)
+    if failed:
+        worker.stop = True
+        worker.join()
+    return bool(failed) or not working
+
+
+class _Worker(threading.Thread):
+    """Encodes this rank's units beside the thread that keeps in touch with the other ranks."""
+
+    def __init__(
+        self, units: Sequence[Unit], encoder: Encoder, fields: Fields, folder: Path, rank: int, size: int
+    ) -> None:
+        super().__init__(name="hdpcomm-data", daemon=True)
+        self._units = list(enumerate(units))[rank::size]
+        self._encoder, self._fields = encoder, fields
+        self._folder, self._rank = folder, rank
+        self.stop = False
+        self.done = 0
+        self.failure: tuple[int, Error] | None = None
+
+    def run(self) -> None:
+        place = 0
+        try:
+            writer = PartWriter(self._folder, self._rank, vocabulary=self._encoder.vocabulary)
+            for place, unit in self._units:
+                if self.stop:
+                    return
+                self._encode(writer, place, unit)
+                self.done += unit.size
+            writer.close()
+        except InvalidUsage as error:
+            self.failure = place, error
+        except OSError as error:
+            where = error.filename or self._folder
+            self.failure = place, Error(f"{where}: {error.strerror}; make room, or check that the file can be read")
+        except Exception as error:
+            self.failure = place, Error(f"{self._units[0][1].path}: {type(error).__name__}: {error}")
+
+    def _encode(self, writer: PartWriter, place: int, unit: Unit) -> None:
+        for where, content in records(unit, self._fields):
+            if self.stop:
+                return
+            if isinstance(content, list):
+                tokens, counted = self._encoder.chat(content, where)
+                if counted[1:].any():
+                    writer.add(place, tokens, counted)
+            else:
+                tokens = self._encoder.text(content)
+                if len(tokens):
+                    writer.add(place, tokens, None)

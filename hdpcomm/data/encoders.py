@@ -1,0 +1,161 @@
+"""From text and conversations to tokens: bytes, or the tokenizer of a model folder."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hdpcomm.data.chat import Message, assistant_spans, checked_messages, plain_chat
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["ByteEncoder", "Encoder", "FolderEncoder", "encoder_of", "has_tokenizer"]
+
+Tokens = npt.NDArray[np.int64]
+Counted = npt.NDArray[np.bool_]
+_FILES = ("tokenizer*.json", "tokenizer*.model", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+_VOCABULARIES = ("vocab.*", "merges.txt", "spiece.model", "sentencepiece*.model")
+
+
+class Encoder(Protocol):
+    """Makes tokens. Equal fingerprints mean equal tokens for equal texts."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that its tokens depend on."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Every token is below it."""
+
+    def text(self, text: str | bytes) -> Tokens:
+        """The tokens of a document."""
+
+    def chat(self, messages: Sequence[Any], where: object) -> tuple[Tokens, Counted]:
+        """(tokens, which of them the assistant wrote) of a conversation. Raises: InvalidUsage, see ``where``."""
+
+
+class ByteEncoder:
+    """A token a byte of UTF-8."""
+
+    name = "byte"
+    fingerprint = "bytes"
+    vocabulary = 256
+
+    def text(self, text: str | bytes) -> Tokens:
+        return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int64)
+
+    def chat(self, messages: Sequence[Any], where: object) -> tuple[Tokens, Counted]:
+        text, spans = plain_chat(checked_messages(messages, where))
+        tokens = self.text(text)
+        counted = np.zeros(len(tokens), dtype=np.bool_)
+        for begin, end in spans:
+            first = len(_utf8(text[:begin]))
+            counted[first : first + len(_utf8(text[begin:end]))] = True
+        return tokens, counted
+
+
+class FolderEncoder:
+    """The tokenizer of a model folder, by transformers. A document ends with the tokenizer's end of sequence.
+
+    Args:
+        folder: as ``save_pretrained`` writes it; nothing is downloaded, and no code of the folder is run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise InvalidUsage("transformers is needed; pip install 'hdpcomm[huggingface]'") from error
+        if not folder.is_dir():
+            raise InvalidUsage(f"{folder}: no such folder; give the folder of a model with its tokenizer")
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers and tokenizers raise many kinds, down to bare Exception
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InvalidUsage(f"{folder} holds no tokenizer that transformers can load: {reason}") from None
+        self.folder = folder
+        self.name = folder.resolve().name
+        self.fingerprint = _fingerprint(folder)
+        self.vocabulary = len(self._tokenizer)
+        template = self._tokenizer.chat_template
+        self._marked = isinstance(template, str) and bool(re.search(r"{%-?\s*generation\b", template))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FolderEncoder, (self.folder,)
+
+    def text(self, text: str | bytes) -> Tokens:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        tokens = list(self._tokenizer(text, verbose=False)["input_ids"])
+        end = self._tokenizer.eos_token_id
+        if text and end is not None and (not tokens or tokens[-1] != end):
+            tokens.append(end)
+        return np.array(tokens, dtype=np.int64)
+
+    def chat(self, messages: Sequence[Any], where: object) -> tuple[Tokens, Counted]:
+        checked = checked_messages(messages, where)
+        if not self._tokenizer.chat_template:
+            return self._spans(*plain_chat(checked), where)
+        if self._marked:
+            out = self._template(
+                checked, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, verbose=False
+            )
+            return np.array(out["input_ids"], dtype=np.int64), np.array(out["assistant_masks"], dtype=np.bool_)
+        return self._spans(*assistant_spans(lambda part, ask: self._render(part, where, ask), checked, where), where)
+
+    def _render(self, messages: Sequence[Message], where: object, ask: bool) -> str:
+        return str(self._template(messages, where, tokenize=False, add_generation_prompt=ask))
+
+    def _template(self, messages: Sequence[Message], where: object, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except Exception as error:  # templates raise what they like, as for roles that do not alternate
+            raise InvalidUsage(f"{where}: the chat template refuses this conversation: {error}") from None
+
+    def _spans(self, text: str, spans: Sequence[tuple[int, int]], where: object) -> tuple[Tokens, Counted]:
+        if not self._tokenizer.is_fast:
+            raise InvalidUsage(
+                f"{where}: the tokenizer of {self.name} does not tell which characters a token has; give one with a "
+                "tokenizer.json, or a chat template that marks the assistant's turns by {% generation %}"
+            )
+        out = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begins = np.array([begin for begin, _ in out["offset_mapping"]], dtype=np.int64)
+        counted = np.zeros(len(begins), dtype=np.bool_)
+        for begin, end in spans:
+            counted |= (begins >= begin) & (begins < end)
+        return np.array(out["input_ids"], dtype=np.int64), counted
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder brings a tokenizer."""
+    return any(any(folder.glob(name)) for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"))
+
+
+@lru_cache(maxsize=8)
+def encoder_of(folder: Path | None) -> Encoder:
+    """The encoder of a model folder; ``None``: bytes. Raises: InvalidUsage if the folder has no tokenizer."""
+    return ByteEncoder() if folder is None else FolderEncoder(folder)
+
+
+def _fingerprint(folder: Path) -> str:
+    import transformers
+
+    digest = hashlib.sha256(transformers.__version__.encode())
+    for path in sorted({path for name in (*_FILES, *_VOCABULARIES) for path in folder.glob(name) if path.is_file()}):
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]
+
+
+def _utf8(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,204 @@
+"""Opens what the user names as data: in place, from a store of tokens, or by building one in the cache."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hdpcomm.data.agree import on_rank_0, raise_together
+from hdpcomm.data.build import build_store, cache_folder, store_key
+from hdpcomm.data.corpus import Corpus, TextFiles, corpus_of
+from hdpcomm.data.encoders import ByteEncoder, Encoder
+from hdpcomm.data.records import Fields, Unit, input_files, is_text, units_of
+from hdpcomm.data.token_store import TokenStore, is_store, open_store
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["build_data", "is_indexed", "open_corpus"]
+
+Progress = Callable[[int, int], None]
+
+
+def open_corpus(
+    paths: Sequence[str | Path],
+    *,
+    context: int,
+    text_field: str = "text",
+    messages_field: str = "messages",
+    name: str | None = None,
+    encoder: Encoder | None = None,
+    cache: Path | None = None,
+    comm: Communicator | None = None,
+    on_progress: Progress | None = None,
+) -> Corpus:
+    """Indexes text, JSONL and Parquet files, folders of these, Hugging Face datasets and stores of tokens.
+
+    Collective over ``comm``, if there is one: rank 0 looks at the files, and all ranks share the work. Text as bytes is
+    read in place, a store of ``hdpcomm data build`` as it is. All else is turned into tokens once, into a store in the
+    cache that later runs find again as long as the files, the tokenizer and the fields are the same.
+
+    Args:
+        paths: files and folders. The files of a folder are taken in a fixed order, without empty and binary ones; a
+            file that is named here must not be empty or binary.
+        context: the longest sequence in tokens; longer documents are cut into pieces of this size.
+        text_field, messages_field: names of the field (or column) of a text, or of the messages of a conversation, of
+            which the assistant's tokens alone count for the loss.
+        encoder: makes the tokens; ``None``: they are bytes.
+        cache: folder of the built stores; default: :func:`hdpcomm.data.build.cache_folder`.
+        on_progress: see :func:`hdpcomm.data.build.build_store`.
+
+    Raises:
+        InvalidUsage: a path that does not exist, an empty or binary file, a folder with no text, a record that is wrong
+            (``file:line``) or has no such field, a damaged store, tokens of another tokenizer.
+
+    Example:
+        >>> corpus = open_corpus([Path(__file__).parent], context=4096)
+        >>> len(corpus.read(0)) - int(corpus.lengths[0])
+        0
+    """
+    if context < 1:
+        raise InvalidUsage(f"context is {context}; a sequence needs at least 1 token")
+    if not paths:
+        raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
+    encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
+    found = json.loads(on_rank_0(comm, lambda: json.dumps(_look(paths, encoder, fields, cache or cache_folder()))))
+    sources = [_open(each, encoder, fields, comm, on_progress) for each in found]
+    return corpus_of(name or ", ".join(map(str, paths)), sources, context=context)
+
+
+def is_indexed(
+    paths: Sequence[str | Path],
+    *,
+    text_field: str = "text",
+    messages_field: str = "messages",
+    encoder: Encoder | None = None,
+    cache: Path | None = None,
+) -> bool:
+    """Whether :func:`open_corpus` would find all of it in place, so that one process alone can open it at once. Local.
+
+    Raises: InvalidUsage for paths that cannot be read.
+    """
+    looked = _look(paths, encoder or ByteEncoder(), Fields(text_field, messages_field), cache or cache_folder())
+    return all(each["kind"] != "build" for each in looked)
+
+
+def build_data(
+    paths: Sequence[str | Path],
+    out: Path,
+    *,
+    text_field: str = "text",
+    messages_field: str = "messages",
+    encoder: Encoder | None = None,
+    comm: Communicator | None = None,
+    on_progress: Progress | None = None,
+) -> TokenStore:
+    """Turns files into the store ``out``, which :func:`open_corpus` takes. Collective; arguments as there.
+
+    Raises: InvalidUsage, also if ``out`` is there and not empty.
+    """
+    encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
+
+    def look() -> str:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InvalidUsage(f"{out} is there already; give another folder, or delete it")
+        if not paths:
+            raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
+        return json.dumps(_described(_units([file for path in paths for file in input_files(Path(path))])))
+
+    units = _undescribed(json.loads(on_rank_0(comm, look)))
+    store = build_store(units, encoder, out, comm=comm, fields=fields, on_progress=on_progress)
+    _refuse_empty(store, ", ".join(map(str, paths)))
+    return store
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What stands behind a path: ``text``, ``store`` or ``build``."""
+
+    kind: str
+    name: str
+    store: str = ""
+    files: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    units: tuple[list[Any], ...] = ()
+
+
+def _look(paths: Sequence[str | Path], encoder: Encoder, fields: Fields, cache: Path) -> list[dict[str, Any]]:
+    return [asdict(_look_at(Path(path), encoder, fields, cache)) for path in paths]
+
+
+def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> _Found:
+    if is_store(path):
+        store = open_store(path)
+        if store.encoder != encoder.fingerprint:
+            raise InvalidUsage(
+                f"{path} holds tokens of {store.encoder_name}, and this run's are of {encoder.name}; build it again "
+                "with this tokenizer (hdpcomm data build --tokenizer), or give the other one"
+            )
+        _refuse_empty(store, str(path))
+        return _Found("store", str(path), store=str(path))
+    files = input_files(path)
+    if isinstance(encoder, ByteEncoder) and all(map(is_text, files)):
+        return _Found(
+            "text", str(path), files=tuple(map(str, files)), sizes=tuple(file.stat().st_size for file in files)
+        )
+    kept = cache / store_key(files, encoder, fields)
+    if kept.exists():
+        try:
+            open_store(kept)
+            return _Found("store", str(path), store=str(kept))
+        except InvalidUsage as error:
+            print(f"hdpcomm: warning: {error}; it is built again now", file=sys.stderr)
+    return _Found("build", str(path), store=str(kept), units=tuple(_described(_units(files))))
+
+
+def _open(
+    found: dict[str, Any], encoder: Encoder, fields: Fields, comm: Communicator | None, on_progress: Progress | None
+) -> TextFiles | TokenStore:
+    if found["kind"] == "text":
+        return TextFiles(tuple(map(Path, found["files"])), tuple(found["sizes"]))
+    if found["kind"] == "build":
+        store: TokenStore | None = build_store(
+            _undescribed(found["units"]),
+            encoder,
+            Path(found["store"]),
+            comm=comm,
+            fields=fields,
+            on_progress=on_progress,
+        )
+    else:
+        store, error = None, None
+        try:
+            store = open_store(Path(found["store"]))
+        except InvalidUsage as failure:  # rank 0 has opened it: this rank sees another file system
+            error = failure
+        raise_together(comm, error)
+    assert store is not None
+    _refuse_empty(store, found["name"])
+    return store
+
+
+def _refuse_empty(store: TokenStore, name: str) -> None:
+    if not len(store):
+        raise InvalidUsage(
+            f"{name}: no document with a token to train on (every line has an empty text, or conversations without an "
+            "answer); give files with text in them"
+        )
+
+
+def _units(files: Sequence[Path]) -> list[Unit]:
+    return [unit for file in files for unit in units_of(file)]
+
+
+def _described(units: Sequence[Unit]) -> list[list[Any]]:
+    return [[unit.kind, str(unit.path), unit.start, unit.stop, unit.size] for unit in units]
+
+
+def _undescribed(rows: Sequence[Sequence[Any]]) -> list[Unit]:
+    return [Unit(kind, Path(path), start, stop, size) for kind, path, start, stop, size in rows]

@@ -1,0 +1,247 @@
+"""Documents in files: text, JSONL, Parquet and Hugging Face datasets, in units that ranks share out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hdpcomm.data.text import check_text, text_files
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["Fields", "Unit", "input_files", "is_text", "json_record", "records", "units_of"]
+
+_JSONL = {".jsonl", ".ndjson"}
+_UNIT_BYTES = 4 << 20
+_UNIT_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Names of the fields (or columns) of a record: its text, or the messages of a conversation."""
+
+    text: str = "text"
+    messages: str = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a file that one rank turns into tokens.
+
+    Attributes:
+        kind: ``text`` (a whole file), ``jsonl`` (lines that begin in a range of bytes), ``parquet`` (a row group) or
+            ``dataset`` (a range of rows).
+    """
+
+    kind: str
+    path: Path
+    start: int
+    stop: int
+    size: int
+    """What it counts for in progress bars: bytes, or rows of a dataset."""
+
+
+def input_files(path: Path) -> list[Path]:
+    """The files of a path that the user named: itself, or the text, JSONL and Parquet files of a folder.
+
+    A Hugging Face dataset is named as its folder. Links that lead out of a folder are left out.
+
+    Raises: InvalidUsage for what is not there, not a file, empty, binary, or a folder without such files.
+    """
+    if path.is_dir():
+        if _is_dataset(path):
+            return [path]
+        found = list(text_files(path, also=(".parquet",)))
+        if not found:
+            raise InvalidUsage(
+                f"{path}: this folder holds no text file; give one with text, JSONL or Parquet files in it, a Hugging "
+                "Face dataset (save_to_disk) or a folder of hdpcomm data build"
+            )
+        return found
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise InvalidUsage(f"{path}: no such file or folder; check the path given with --data") from None
+    except (OSError, ValueError) as error:
+        raise InvalidUsage(f"{path}: cannot be read ({error}); check the path given with --data") from None
+    if not stat.S_ISREG(mode):
+        raise InvalidUsage(
+            f"{path}: this is a pipe, a socket or a device; give a file, since data is read in any order and again"
+        )
+    if path.suffix != ".parquet":
+        check_text(path)
+    return [path]
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file of :func:`input_files` is one document of plain text."""
+    return path.is_file() and path.suffix not in _JSONL and path.suffix != ".parquet"
+
+
+def _is_dataset(path: Path) -> bool:
+    if (path / "dataset_dict.json").is_file():
+        try:
+            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            splits = []
+        names = ", ".join(str(path / str(name)) for name in splits) or f"a folder below {path}"
+        raise InvalidUsage(f"{path}: this is a dataset of several splits; give one of them: {names}")
+    return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+
+
+def units_of(path: Path) -> list[Unit]:
+    """The units of a file of :func:`input_files`, in the order of its documents. Local."""
+    if path.is_dir():
+        rows = len(_dataset(path))
+        return [
+            Unit("dataset", path, start, min(rows, start + _UNIT_ROWS), min(rows, start + _UNIT_ROWS) - start)
+            for start in range(0, rows, _UNIT_ROWS)
+        ]
+    size = path.stat().st_size
+    if path.suffix == ".parquet":
+        file = _parquet(path)
+        groups = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+        return [Unit("parquet", path, group, group + 1, nbytes) for group, nbytes in enumerate(groups)]
+    if path.suffix in _JSONL:
+        starts = range(0, size, _UNIT_BYTES)
+        return [Unit("jsonl", path, s, min(size, s + _UNIT_BYTES), min(size - s, _UNIT_BYTES)) for s in starts]
+    return [Unit("text", path, 0, size, size)]
+
+
+def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | list[Any]]]:
+    """(where, text or messages) of each document of a unit; ``where`` names its place in messages. Local."""
+    if unit.kind == "text":
+        yield str(unit.path), _read(unit.path, 0, unit.stop)
+    elif unit.kind == "jsonl":
+        for offset, line in _lines(unit):
+            if line.strip():
+                line_place = _Line(unit.path, offset)
+                yield line_place, _content(json_record(line, line_place, fields.text), line_place, fields, "field")
+    elif unit.kind == "parquet":
+        file = _parquet(unit.path)
+        column = _column(file.schema_arrow.names, unit.path, fields)
+        row = sum(file.metadata.row_group(group).num_rows for group in range(unit.start))
+        for batch in file.iter_batches(batch_size=1024, row_groups=[unit.start], columns=[column]):
+            for value in batch.column(0).to_pylist():
+                where = f"{unit.path} row {row}"
+                yield where, _content({column: value}, where, fields, "column")
+                row += 1
+    else:
+        dataset = _dataset(unit.path)
+        column = _column(dataset.column_names, unit.path, fields)
+        for row, value in enumerate(dataset.select_columns([column])[unit.start : unit.stop][column], unit.start):
+            where = f"{unit.path} row {row}"
+            yield where, _content({column: value}, where, fields, "column")
+
+
+class _Line:
+    """``file:line`` of a byte offset, counted only when a message needs it."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path, self._offset = path, offset
+
+    def __str__(self) -> str:
+        number, left = 1, self._offset
+        with self._path.open("rb") as file:
+            while left > 0 and (chunk := file.read(min(left, 1 << 20))):
+                number += chunk.count(b"\n")
+                left -= len(chunk)
+        return f"{self._path}:{number}"
+
+
+def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin inside a unit's range of bytes, with their offsets."""
+    with unit.path.open("rb") as file:
+        offset = unit.start
+        if offset:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
+        while offset < unit.stop and (line := file.readline()):
+            yield offset, line
+            offset += len(line)
+
+
+def _read(path: Path, start: int, stop: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
+
+
+def json_record(line: bytes, where: object, field: str) -> Mapping[str, Any]:
+    """The object of one line of JSONL. Raises: InvalidUsage that begins with ``where``."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise InvalidUsage(f"{where}: this JSON is nested too deeply; give one object a line") from None
+    except ValueError as error:  # also UnicodeDecodeError
+        raise InvalidUsage(f"{where}: this line is not JSON ({error}); JSONL holds one JSON object a line") from error
+    if not isinstance(record, dict):
+        raise InvalidUsage(
+            f"{where}: this line holds a JSON {type(record).__name__}, an object with the field {field!r} was expected"
+        )
+    return record
+
+
+def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str) -> str | list[Any]:
+    if fields.text in record:
+        text = record[fields.text]
+        if not isinstance(text, str):
+            raise InvalidUsage(
+                f"{where}: the {kind} {fields.text!r} holds a {type(text).__name__}, text was expected; choose one "
+                "with --text-field"
+            )
+        return text
+    if fields.messages in record:
+        messages = record[fields.messages]
+        if not isinstance(messages, list):
+            raise InvalidUsage(
+                f"{where}: the {kind} {fields.messages!r} holds a {type(messages).__name__}, a list of messages was "
+                "expected"
+            )
+        return messages
+    names = ", ".join(repr(name) for name in list(record)[:8]) or "none"
+    raise InvalidUsage(
+        f"{where}: there is no {kind} {fields.text!r} or {fields.messages!r} ({kind}s: {names}); choose one with "
+        "--text-field or --messages-field"
+    )
+
+
+def _column(names: Sequence[str], path: Path, fields: Fields) -> str:
+    for name in (fields.text, fields.messages):
+        if name in names:
+            return name
+    listed = ", ".join(repr(name) for name in names[:8]) or "none"
+    raise InvalidUsage(
+        f"{path}: there is no column {fields.text!r} or {fields.messages!r} (columns: {listed}); choose one with "
+        "--text-field or --messages-field"
+    )
+
+
+def _parquet(path: Path) -> Any:
+    parquet = _library("pyarrow.parquet", path)
+    try:
+        return parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow has many, some of them of OSError and ValueError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidUsage(f"{path}: no Parquet file, or a damaged one ({reason}); give another file") from None
+
+
+def _dataset(path: Path) -> Any:
+    datasets = _library("datasets", path)
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidUsage(f"{path}: this dataset cannot be opened ({reason}); save it again by save_to_disk") from None
+
+
+def _library(name: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise InvalidUsage(f"{path}: {package} is needed to read it; pip install 'hdpcomm[data]'") from None

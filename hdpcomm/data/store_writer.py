@@ -1,0 +1,141 @@
+"""Writing a store of tokens: each rank writes a part, then one rank publishes all of them under the store's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hdpcomm.data.token_store import BLOCK_BYTES, FORMAT, KIND, META, fingerprint_of, token_dtype
+
+__all__ = ["PartWriter", "partial_of", "publish"]
+
+
+def partial_of(final: Path, key: str) -> Path:
+    """The hidden folder in which a store is written before it gets its name; ``key`` tells builders apart."""
+    return final.with_name(f".{final.name}.{key}.partial")
+
+
+class _BlockFile:
+    """Appends to a file and keeps the CRC-32 of each of its blocks. The file is made with its first byte."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sums: list[int] = []
+        self.size = 0
+        self._waiting = bytearray()
+        self._file: Any = None
+
+    def append(self, data: bytes | bytearray) -> None:
+        self.size += len(data)
+        self._waiting += data
+        if len(self._waiting) >= 16 * BLOCK_BYTES:
+            self._flush(len(self._waiting) // BLOCK_BYTES * BLOCK_BYTES)
+
+    def _flush(self, size: int) -> None:
+        if not size:
+            return
+        if self._file is None:
+            self._file = self.path.open("wb")
+        view = memoryview(self._waiting)
+        for start in range(0, size, BLOCK_BYTES):
+            self.sums.append(zlib.crc32(view[start : min(size, start + BLOCK_BYTES)]))
+        self._file.write(view[:size])
+        view.release()
+        del self._waiting[:size]
+
+    def close(self) -> None:
+        self._flush(len(self._waiting))
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+class PartWriter:
+    """One rank's part of a store. Rows of documents carry the number of their unit, so that the order of the whole does
+    not depend on who wrote what.
+
+    Args:
+        folder: of all parts, :func:`partial_of` the store.
+        part: number of this part.
+        vocabulary: every token is below it.
+    """
+
+    def __init__(self, folder: Path, part: int, *, vocabulary: int) -> None:
+        self._folder, self._part = folder, part
+        self._dtype = token_dtype(vocabulary)
+        self._tokens = _BlockFile(folder / f"tokens-{part}.bin")
+        self._mask = _BlockFile(folder / f"mask-{part}.bin")
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._first = 0
+
+    def add(self, unit: int, tokens: npt.NDArray[Any], counted: npt.NDArray[np.bool_] | None) -> None:
+        """Appends a document. ``counted``: which tokens count for the loss; ``None``: all."""
+        masked = -1 if counted is None else self._mask.size
+        self._rows.append((unit, self._part, self._first, len(tokens), masked))
+        self._tokens.append(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
+        if counted is not None:
+            self._mask.append(np.ascontiguousarray(counted, dtype=np.uint8).tobytes())
+        self._first += len(tokens)
+
+    def close(self) -> None:
+        """Writes what is left, and the rows and checksums that :func:`publish` collects."""
+        for file in (self._tokens, self._mask):
+            file.close()
+        np.savez(
+            self._folder / f"rows-{self._part}.npz",
+            rows=np.array(self._rows, dtype=np.int64).reshape(-1, 5),
+            tokens=np.array(self._tokens.sums, dtype=np.uint32),
+            mask=np.array(self._mask.sums, dtype=np.uint32),
+        )
+
+
+def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) -> int:
+    """Collects what ``parts`` writers have closed, and renames the folder to ``final``; returns the documents.
+
+    The documents stand in the order of their units. A store that is there already is replaced. Called by one rank.
+    """
+    tables, sums, sizes = [], [], {}
+    for part in range(parts):
+        with np.load(partial / f"rows-{part}.npz") as found:
+            tables.append(found["rows"])
+            for kind in ("tokens", "mask"):
+                if len(found[kind]):
+                    name = f"{kind}-{part}.bin"
+                    sizes[name] = (partial / name).stat().st_size
+                    sums.append(found[kind])
+        (partial / f"rows-{part}.npz").unlink()
+    rows = np.concatenate(tables)
+    documents = rows[np.argsort(rows[:, 0], kind="stable"), 1:]
+    np.save(partial / "documents.npy", documents)
+    np.save(partial / "checksums.npy", np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint32))
+    tables_on_disk = {name: fingerprint_of(partial / name) for name in ("documents.npy", "checksums.npy")}
+    meta = {"kind": KIND, "format": FORMAT, **facts, "tables": tables_on_disk, "parts": sizes}
+    with (partial / META).open("w") as file:
+        json.dump(meta, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _rename(partial, final)
+    return len(documents)
+
+
+def _rename(partial: Path, final: Path) -> None:
+    aside = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
+    partial.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
