@@ -3,6 +3,7 @@
 from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
+from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
 from hdpcomm.attention.pack_context import (
     Pack,
@@ -13,11 +14,14 @@ from hdpcomm.attention.pack_context import (
     scaled_dot_product_attention,
 )
 from hdpcomm.attention.variants import AttentionCosts
+from hdpcomm.plan.tree import Tree
 
 __all__ = [
     "AttentionCosts",
+    "BlockMask",
     "Pack",
     "Problem",
+    "Tree",
     "available_backends",
     "carry_pack",
     "current_pack",

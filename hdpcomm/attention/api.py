@@ -10,10 +10,12 @@ import torch
 
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
+from hdpcomm.attention.block_mask import MaskLayout
 from hdpcomm.attention.call_check import agree
 from hdpcomm.attention.engine import Call, backward, forward
-from hdpcomm.attention.layout import CuSeqlens, Layout, layout_of
-from hdpcomm.attention.tiles import Band, band_of
+from hdpcomm.attention.layout import AnyLayout, CuSeqlens, layout_of
+from hdpcomm.attention.pieces import Pieces
+from hdpcomm.attention.tiles import Band, band_of, window_pair
 from hdpcomm.attention.variants import AttentionCosts, choose_variant
 from hdpcomm.errors import InvalidUsage
 
@@ -109,11 +111,15 @@ def _check_numbers(options: Options) -> None:
         raise InvalidUsage(f"softcap={options.softcap}; expected a finite number above 0, or 0 for none")
 
 
-def _layouts(cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, size: int) -> tuple[Layout, Layout]:
+def _layouts(cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, size: int) -> tuple[AnyLayout, AnyLayout]:
     q_layout = layout_of(cu_seqlens, size=size)
     if cu_seqlens_k is None:
         return q_layout, q_layout
     kv_layout = layout_of(cu_seqlens_k, size=size, name="cu_seqlens_k")
+    if isinstance(q_layout, Pieces) or isinstance(kv_layout, Pieces):
+        raise InvalidUsage(
+            "cu_seqlens_k was given with a tree or a mask, where queries and keys are the same tokens; leave it out"
+        )
     if len(q_layout.bounds) != len(kv_layout.bounds):
         raise InvalidUsage(
             f"cu_seqlens has {len(q_layout.bounds)} sequences, cu_seqlens_k {len(kv_layout.bounds)}; expected as many"
@@ -121,7 +127,9 @@ def _layouts(cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, size: int) -
     return q_layout, kv_layout
 
 
-def _check_lengths(layout: Layout) -> None:
+def _check_lengths(layout: AnyLayout) -> None:
+    if isinstance(layout, Pieces):
+        return
     lengths = layout.lengths.tolist()
     if 0 in lengths:
         first = lengths.index(0)
@@ -131,8 +139,19 @@ def _check_lengths(layout: Layout) -> None:
         )
 
 
+def _band(layout: AnyLayout, options: Options) -> Band:
+    """The mask inside a sequence, or of a position relative to those on its way from the root."""
+    if isinstance(layout, MaskLayout):
+        if options.window is not None and window_pair(options.window) != (-1, -1):
+            raise InvalidUsage(f"window={options.window} was given with a mask, which says by itself what is visible")
+        return Band(None, None)
+    if isinstance(layout, Pieces) and not options.causal:
+        raise InvalidUsage("causal=False was given with a tree, whose tokens see only what is before them")
+    return band_of(options.causal, options.window)
+
+
 def _make_call(
-    q: torch.Tensor, k: torch.Tensor, comm: Communicator | None, layouts: tuple[Layout, Layout], options: Options
+    q: torch.Tensor, k: torch.Tensor, comm: Communicator | None, layouts: tuple[AnyLayout, AnyLayout], options: Options
 ) -> Call:
     """Checks the token counts and chooses variant and backend. ``q``, ``k``: the batch is folded into the heads."""
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
@@ -142,7 +161,8 @@ def _make_call(
             raise InvalidUsage(
                 f"{name} has {x.shape[0]} tokens; under cu_seqlens, rank {rank} of {size} holds {rows} (see shard())"
             )
-    band: Band = band_of(options.causal, options.window)
+    band = _band(layouts[0], options)
+    masked = isinstance(layouts[0], MaskLayout)
     problem = Problem(
         device=q.device.type,
         dtype=q.dtype,
@@ -151,6 +171,7 @@ def _make_call(
         head_dim=q.shape[2],
         windowed=band.low is not None,
         softcap=options.softcap,
+        masked=masked,
     )
     variant = choose_variant(options.variant, problem, layouts, band, options.costs)
     return Call(
@@ -190,12 +211,11 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
 
 def _facts(call: Call, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> tuple[str, str]:
     """Text of all that must be the same on all ranks, and a summary of it for messages."""
-    lengths = call.q_layout.lengths.tolist(), call.kv_layout.lengths.tolist()
+    packs = call.q_layout.facts, call.kv_layout.facts
     shapes = f"q {(*q.shape[:-3], *q.shape[-2:])} k {(*k.shape[:-3], *k.shape[-2:])} {q.dtype} {q.device.type}"
     settings = f"{call.band} {call.score} gather={call.gather} head_group={call.head_group} sinks={sinks is not None}"
-    facts = f"{lengths} {shapes} {settings}"
-    shown = str(lengths[0]) if len(lengths[0]) <= 12 else f"{lengths[0][:12]}..."
-    summary = f"{len(lengths[0])} sequences with {sum(lengths[0])} tokens, lengths {shown}, {shapes}, {settings}"
+    facts = f"{packs[0][0]} {packs[1][0]} {shapes} {settings}"
+    summary = f"{packs[0][1]}, {shapes}, {settings}"
     return facts, summary
 
 
@@ -296,8 +316,10 @@ def ring_attention(
     same lengths. ``comm``: the ranks that share the pack; None or a communicator of one rank means no communication.
 
     ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks, with no empty sequence (best on
-    the CPU: a CUDA tensor has to be waited for). ``cu_seqlens_k``: the same for the keys, where their lengths differ
-    (a sequence may have 0 keys); queries and keys are then aligned at their ends. ``window``: how many keys a query
+    the CPU: a CUDA tensor has to be waited for). Or a :class:`Tree` (a query sees its ancestors and, causally, its own
+    segment), or a :class:`BlockMask` (what its function says; ``causal`` is not asked). ``cu_seqlens_k``: the same for
+    the keys, where their lengths differ (a sequence may have 0 keys); queries and keys are then aligned at their ends.
+    Not with a tree or a mask. ``window``: how many keys a query
     sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in flash-attn, -1 for
     no limit. ``scale``: default head_dim ** -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the
     backend can. ``sinks``: [heads], one more score per head that takes part in the softmax without a value; each rank

@@ -10,7 +10,7 @@ import torch
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
 from hdpcomm.attention.gather import GatherPlan, gather_backward, gather_forward, gather_plan
 from hdpcomm.attention.heads import HeadGroup, grouped_layout, head_shares, token_shares
-from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.layout import AnyLayout
 from hdpcomm.attention.ring import ring_backward, ring_forward
 from hdpcomm.attention.routes import RingPlan, ring_plan
 from hdpcomm.attention.tiles import Band
@@ -27,8 +27,8 @@ _Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Call:
     """The settings that forward and backward share. ``comm`` is None for a group of one."""
 
-    q_layout: Layout
-    kv_layout: Layout
+    q_layout: AnyLayout
+    kv_layout: AnyLayout
     band: Band
     comm: Communicator | None
     backend: Backend

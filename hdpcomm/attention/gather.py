@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
+from hdpcomm.attention.atoms import Int64, atom_spans
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
-from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.routes import Int64, atom_spans, find_atoms, spans_of
-from hdpcomm.attention.tiles import Band, Tile, tiles_of
+from hdpcomm.attention.layout import AnyLayout
+from hdpcomm.attention.routes import find_atoms, rank_tiles
+from hdpcomm.attention.tiles import Band, Tile
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -59,7 +60,7 @@ def _packed(row: Int64, rows: Int64) -> Int64:
 
 
 @lru_cache(maxsize=128)
-def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> GatherPlan:
+def gather_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: int) -> GatherPlan:
     """The plan of ``rank``; pure and local."""
     atoms = find_atoms(q_layout, kv_layout, band)
     chosen = np.nonzero(atoms.needed[:, rank] | (atoms.owner == rank))[0]
@@ -70,13 +71,6 @@ def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -
     taken = {peer: atoms.needed[chosen, peer] & mine for peer in peers}
     sends = [(peer, source[here], rows[here]) for peer, here in taken.items()]
     recvs = [(peer, place[owner == peer], rows[owner == peer]) for peer in peers]
-    q_spans = spans_of(q_layout, rank)
-    shift = (kv_layout.lengths - q_layout.lengths).tolist()
-    tiles = [
-        tile
-        for s, k_spans in atom_spans(atoms, chosen, place).items()
-        for tile in tiles_of(q_spans[s], k_spans, shift[s], band)
-    ]
     return GatherPlan(
         rank=rank,
         size=q_layout.size,
@@ -86,7 +80,7 @@ def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -
         own=Rows(np.stack([place[mine], source[mine], rows[mine]], axis=1)),
         sends=tuple((peer, Rows(_packed(start, count))) for peer, start, count in sends if len(count)),
         recvs=tuple((peer, Rows(_packed(start, count)).inverse()) for peer, start, count in recvs if len(count)),
-        tiles=tuple(tiles),
+        tiles=rank_tiles(q_layout, kv_layout, band, rank, atom_spans(atoms, chosen, place)),
     )
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from hdpcomm.attention._kernels import Rows, copy_rows
-from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.layout import AnyLayout, Layout
+from hdpcomm.attention.pieces import Pieces
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ __all__ = ["HeadGroup", "TokenShares", "grouped_layout", "head_shares", "token_s
 
 
 @lru_cache(maxsize=128)
-def grouped_layout(layout: Layout, size: int) -> Layout:
-    """The zigzag of the groups: group g holds the pieces of ranks g * size .. g * size + size - 1."""
+def grouped_layout(layout: AnyLayout, size: int) -> AnyLayout:
+    """The layout of the groups: group g holds the pieces of ranks g * size .. g * size + size - 1."""
+    if isinstance(layout, Pieces):
+        return layout.grouped(size)
     bounds = np.ascontiguousarray(layout.bounds[:, ::size])
     bounds.setflags(write=False)
     return Layout(bounds, layout.size // size)
@@ -44,9 +47,13 @@ class TokenShares:
 
 
 @lru_cache(maxsize=128)
-def token_shares(layout: Layout, size: int, group: int) -> TokenShares:
+def token_shares(layout: AnyLayout, size: int, group: int) -> TokenShares:
     """The shares of the tokens of ``group``, one of ``layout.size // size``; pure and local."""
     pieces = grouped_layout(layout, size)
+    if isinstance(pieces, Pieces):
+        assert isinstance(layout, Pieces)
+        return TokenShares(layout.member_rows(pieces, group, size), pieces.rows(group))
+    assert not isinstance(layout, Pieces)
     spans, first = pieces.spans(group), pieces.local_cu(group)
     tail_row = first[:-1] + spans[:, 0, 1] - spans[:, 0, 0]
     members = []

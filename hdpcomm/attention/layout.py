@@ -6,7 +6,9 @@ longer pieces are distributed so that the ranks' totals over the pack differ by 
 without padding. A rank's rows are [head of sequence 0, tail of sequence 0, head of sequence 1, ...]. Source: ByteScale
 (arXiv 2502.21231) section 7.
 
-All functions are local: every rank computes the same from ``cu_seqlens``.
+All functions are local: every rank computes the same from ``cu_seqlens``. They also take a
+:class:`hdpcomm.plan.Tree` or a :class:`hdpcomm.attention.BlockMask` in its place, whose layouts are in tree_layout.py
+and block_mask.py.
 """
 
 from __future__ import annotations
@@ -22,20 +24,28 @@ import torch
 
 from hdpcomm._core import kernels as _core
 from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and_positions
+from hdpcomm.attention.block_mask import BlockMask
+from hdpcomm.attention.pieces import Pieces
+from hdpcomm.attention.tree_layout import tree_layout
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.tree import Tree
 
 __all__ = [
+    "AnyLayout",
     "CuSeqlens",
     "Layout",
+    "as_cu_seqlens",
+    "as_pack",
     "layout_of",
     "local_cu_seqlens",
+    "longest_length",
     "positions",
     "shard",
     "shard_with_positions",
     "unshard",
 ]
 
-CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]"
+CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | Tree | BlockMask"
 Int64: TypeAlias = "npt.NDArray[np.int64]"
 
 
@@ -52,6 +62,22 @@ class Layout:
     def lengths(self) -> Int64:
         """[sequences]"""
         return self.bounds[:, -1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pack."""
+        return int(self.lengths.sum())
+
+    @property
+    def facts(self) -> tuple[str, str]:
+        """Text that is the same on two ranks only if they mean the same pack, and a summary of it for messages."""
+        lengths = self.lengths.tolist()
+        shown = str(lengths) if len(lengths) <= 12 else f"{lengths[:12]}..."
+        return str(lengths), f"{len(lengths)} sequences with {sum(lengths)} tokens, lengths {shown}"
+
+    def first_positions(self, rank: int) -> Int64:
+        """[2 * sequences]: position, inside its sequence, of the first token of every head and tail of ``rank``."""
+        return self.spans(rank)[:, :, 0].reshape(-1)
 
     def spans(self, rank: int) -> Int64:
         """[sequences, 2, 2]: (start, stop) of the head and of the tail of ``rank``, as positions in the sequence."""
@@ -77,13 +103,36 @@ class Layout:
         return np.stack([np.cumsum(counts) - counts, source, counts], axis=1)
 
 
+AnyLayout: TypeAlias = "Layout | Pieces"
+"""Of a pack of sequences; of a tree or a mask of one's own."""
+
+
 @lru_cache(maxsize=1024)
 def _rows_of(layout: Layout, rank: int) -> int:
     return int(layout.local_cu(rank)[-1])
 
 
+def as_pack(cu_seqlens: CuSeqlens) -> Int64 | Tree | BlockMask:
+    """A tree or a mask as it is, and :func:`as_cu_seqlens` of all else."""
+    return cu_seqlens if isinstance(cu_seqlens, Tree | BlockMask) else as_cu_seqlens(cu_seqlens)
+
+
+def longest_length(cu_seqlens: CuSeqlens) -> int:
+    """One more than the last position of a pack."""
+    if isinstance(cu_seqlens, Tree):
+        return cu_seqlens.depth
+    if isinstance(cu_seqlens, BlockMask):
+        return cu_seqlens.num_tokens if cu_seqlens.positions is None else int(cu_seqlens.positions.max()) + 1
+    return int(np.diff(as_cu_seqlens(cu_seqlens)).max(initial=0))
+
+
 def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:
     """``cu_seqlens`` as a checked int64 array: one dimension, begins with 0, never falls. Waits for a CUDA tensor."""
+    if isinstance(cu_seqlens, Tree | BlockMask):
+        raise InvalidUsage(
+            f"{name} is a {type(cu_seqlens).__name__}, and only packs of plain sequences are possible here: give the "
+            "running sum of their lengths"
+        )
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
             raise InvalidUsage(f"{name} has type {cu_seqlens.dtype}; expected int32 or int64")
@@ -108,10 +157,14 @@ def _cached_layout(cu_seqlens: bytes, size: int) -> Layout:
     return Layout(bounds, size)
 
 
-def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> Layout:
-    """The zigzag layout of a pack over ``size`` ranks."""
+def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> AnyLayout:
+    """The layout of a pack over ``size`` ranks: a zigzag of sequences, or that of a tree or a mask."""
     if size < 1:
         raise InvalidUsage(f"size is {size}; expected at least 1 rank")
+    if isinstance(cu_seqlens, Tree):
+        return tree_layout(cu_seqlens, size)
+    if isinstance(cu_seqlens, BlockMask):
+        return cu_seqlens.layout(size)
     return _cached_layout(as_cu_seqlens(cu_seqlens, name=name).tobytes(), size)
 
 
@@ -134,22 +187,31 @@ def shard_with_positions(
     x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`shard` and :func:`positions` in one kernel; the positions are on the device of ``x``."""
+    if _given_positions(cu_seqlens) is not None:
+        places = positions(cu_seqlens, rank=rank, size=size, device=x.device)
+        return shard(x, cu_seqlens, rank=rank, size=size, dim=dim), places
     return take_rows_and_positions(x, _rows_to_take(x, cu_seqlens, rank=rank, size=size, dim=dim), dim=dim)
 
 
 def _rows_to_take(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int) -> Rows:
     layout = layout_of(cu_seqlens, size=size)
     _check_rank(rank, size)
-    total = int(layout.lengths.sum())
+    total = layout.tokens
     if not -x.ndim <= dim < x.ndim or x.shape[dim] != total:
+        told = "cu_seqlens ends with" if isinstance(layout, Layout) else "the tokens of the pack are"
         raise InvalidUsage(
-            f"x has shape {tuple(x.shape)}, but cu_seqlens ends with {total}; dimension {dim} must be the pack's tokens"
+            f"x has shape {tuple(x.shape)}, but {told} {total}; dimension {dim} must be the pack's tokens"
         )
     return _rows_with_positions(layout, rank)
 
 
-def _rows_with_positions(layout: Layout, rank: int) -> Rows:
-    return Rows(layout.segments(rank), positions=layout.spans(rank)[:, :, 0].reshape(-1))
+def _rows_with_positions(layout: AnyLayout, rank: int) -> Rows:
+    return Rows(layout.segments(rank), positions=layout.first_positions(rank))
+
+
+def _given_positions(cu_seqlens: CuSeqlens) -> torch.Tensor | None:
+    """[tokens]: the positions that were given with a mask; None: they follow from the layout."""
+    return cu_seqlens.positions if isinstance(cu_seqlens, BlockMask) else None
 
 
 def unshard(shards: Sequence[torch.Tensor], cu_seqlens: CuSeqlens, *, dim: int = 0) -> torch.Tensor:
@@ -169,16 +231,25 @@ def unshard(shards: Sequence[torch.Tensor], cu_seqlens: CuSeqlens, *, dim: int =
 
 
 def local_cu_seqlens(cu_seqlens: CuSeqlens, *, rank: int, size: int) -> torch.Tensor:
-    """int32 [num_sequences + 1]: running sum of the tokens that ``rank`` holds of each sequence (maybe 0 of some)."""
-    layout = layout_of(cu_seqlens, size=size)
+    """int32 [num_sequences + 1]: running sum of the tokens that ``rank`` holds of each sequence (maybe 0 of some).
+
+    Raises InvalidUsage for a tree or a mask, whose tokens belong to no single sequence.
+    """
+    layout = layout_of(as_cu_seqlens(cu_seqlens), size=size)
+    assert isinstance(layout, Layout)
     _check_rank(rank, size)
     return torch.from_numpy(layout.local_cu(rank).astype(np.int32))
 
 
 def positions(cu_seqlens: CuSeqlens, *, rank: int, size: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """int64 [T_local]: position of each local token inside its own sequence (what RoPE needs), made on ``device``."""
+    """int64 [T_local]: position of each local token inside its own sequence (what RoPE needs), made on ``device``.
+
+    In a tree it is the number of tokens before it on the way from the root.
+    """
     layout = layout_of(cu_seqlens, size=size)
     _check_rank(rank, size)
+    if (given := _given_positions(cu_seqlens)) is not None:
+        return shard(given, cu_seqlens, rank=rank, size=size).to(device)
     rows = _rows_with_positions(layout, rank)
     out = torch.empty(rows.total, dtype=torch.int64, device=device)
     nothing = out.new_empty(rows.total, 0)

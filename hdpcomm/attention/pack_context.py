@@ -24,7 +24,7 @@ import torch
 
 from hdpcomm.attention.api import Options, attend, plan_call
 from hdpcomm.attention.engine import backward, retrace
-from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.attention.layout import CuSeqlens, as_pack
 from hdpcomm.attention.tiles import window_pair
 from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
@@ -87,7 +87,7 @@ def packing(
     Local. May be nested; the innermost applies. Backward may run after the block. An activation checkpoint inside it
     needs ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=carry_pack)``.
     """
-    pack = Pack(comm, as_cu_seqlens(cu_seqlens), variant, backend, costs, check, next(_tickets), padded)
+    pack = Pack(comm, as_pack(cu_seqlens), variant, backend, costs, check, next(_tickets), padded)
     _drop_packs_of_ended_worlds()
     with _CurrentPack(pack):
         yield pack

@@ -23,30 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hdpcomm.attention._kernels import Rows
-from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.atoms import Atoms, atom_spans, run_starts
+from hdpcomm.attention.layout import AnyLayout, Layout
+from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.tiles import Band, Span, Tile, tiles_of
 
-__all__ = ["Atoms", "RingMessage", "RingPlan", "Step", "atom_spans", "find_atoms", "ring_plan", "spans_of"]
+__all__ = ["RingMessage", "RingPlan", "Step", "build_plan", "find_atoms", "own_spans", "rank_tiles", "ring_plan"]
 
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Atoms:
-    """Runs of keys of one sequence and one owner that the same ranks need, ordered by (sequence, position)."""
-
-    sequence: Int64
-    start: Int64
-    stop: Int64
-    owner: Int64
-    row: Int64
-    """First row on the owner."""
-    needed: npt.NDArray[np.bool_]
-    """[atoms, N]: whether the rank needs the atom; False for the owner."""
-
-    @property
-    def rows(self) -> Int64:
-        return self.stop - self.start
 
 
 def _needs(q_layout: Layout, kv_layout: Layout, band: Band) -> Int64:
@@ -68,8 +52,11 @@ def _needs(q_layout: Layout, kv_layout: Layout, band: Band) -> Int64:
 
 
 @lru_cache(maxsize=128)
-def find_atoms(q_layout: Layout, kv_layout: Layout, band: Band) -> Atoms:
+def find_atoms(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band) -> Atoms:
     """All atoms of a pack."""
+    if isinstance(kv_layout, Pieces):
+        return kv_layout.atoms(band)
+    assert not isinstance(q_layout, Pieces)
     size = kv_layout.size
     needs = _needs(q_layout, kv_layout, band)
     cuts = np.sort(np.concatenate([kv_layout.bounds, needs.reshape(len(needs), 4 * size)], axis=1), axis=1)
@@ -219,19 +206,15 @@ class _MessagesByStep:
         return self._until.get(step, step)
 
 
-def _runs(*joints: npt.NDArray[np.bool_]) -> Int64:
-    """Where runs begin; each of ``joints`` says, for items 1, 2, ..., whether they continue the item before."""
-    return np.concatenate(([0], np.flatnonzero(~np.logical_and.reduce(joints)) + 1))
-
-
 def _as_rows(row: Int64, rows: Int64) -> Rows:
     """Copies from buffer rows to rows 0, 1, ... of a message."""
-    first = _runs(row[1:] == row[:-1] + rows[:-1])
+    first = run_starts(row[1:] == row[:-1] + rows[:-1])
     counts = np.add.reduceat(rows, first)
     return Rows(np.stack([np.cumsum(counts) - counts, row[first], counts], axis=1))
 
 
-def spans_of(layout: Layout, rank: int) -> list[list[Span]]:
+@lru_cache(maxsize=256)
+def _spans_of(layout: Layout, rank: int) -> list[list[Span]]:
     """For each sequence: the head and the tail of ``rank``, with their rows."""
     spans, first = layout.spans(rank).tolist(), layout.local_cu(rank).tolist()
     return [
@@ -240,17 +223,23 @@ def spans_of(layout: Layout, rank: int) -> list[list[Span]]:
     ]
 
 
-def atom_spans(atoms: Atoms, chosen: Int64, row: Int64) -> dict[int, list[Span]]:
-    """For each sequence: runs of the atoms ``chosen`` that are consecutive both in the sequence and in the buffer."""
-    if not len(chosen):
-        return {}
-    sequence, start, stop = atoms.sequence[chosen], atoms.start[chosen], atoms.stop[chosen]
-    first = _runs(sequence[1:] == sequence[:-1], start[1:] == stop[:-1], row[1:] == row[:-1] + stop[:-1] - start[:-1])
-    last = np.concatenate((first[1:], [len(chosen)])) - 1
-    spans: dict[int, list[Span]] = {}
-    for s, a, b, r in np.stack([sequence[first], start[first], stop[last], row[first]], axis=1).tolist():
-        spans.setdefault(s, []).append(Span(a, b, r))
-    return spans
+def own_spans(layout: AnyLayout, rank: int) -> dict[int, list[Span]]:
+    """By sequence (segment): the tokens of ``rank``, with their rows."""
+    if isinstance(layout, Pieces):
+        return layout.own_spans(rank)
+    return dict(enumerate(_spans_of(layout, rank)))
+
+
+def rank_tiles(
+    q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, rank: int, k_spans: dict[int, list[Span]]
+) -> tuple[Tile, ...]:
+    """What the queries of ``rank`` see of the keys ``k_spans`` (by sequence) of a buffer."""
+    if isinstance(q_layout, Pieces):
+        return tuple(q_layout.tiles(rank, k_spans, band))
+    assert not isinstance(kv_layout, Pieces)
+    q_spans = _spans_of(q_layout, rank)
+    shift = (kv_layout.lengths - q_layout.lengths).tolist()
+    return tuple(tile for s, spans in k_spans.items() for tile in tiles_of(q_spans[s], spans, shift[s], band))
 
 
 def _neighbours_only(atoms: Atoms, size: int) -> bool:
@@ -260,7 +249,7 @@ def _neighbours_only(atoms: Atoms, size: int) -> bool:
     return bool((needed[:, 1:] <= needed[:, :-1]).all())
 
 
-def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
+def build_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: int) -> RingPlan:
     """The plan of ``rank``; :func:`ring_plan` caches it."""
     size = q_layout.size
     atoms = find_atoms(q_layout, kv_layout, band)
@@ -273,20 +262,15 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
     grads_in = _MessagesByStep(hops, foreign & (hops.before > 0), hops.me, previous)
     sums_out = _MessagesByStep(hops, foreign & ~goes_on, hops.me + 1, hops.owner)
     sums_in = _MessagesByStep(hops, ~foreign & (hops.last > 0), hops.last + 1, (hops.owner - hops.last) % size)
-    q_spans = spans_of(q_layout, rank)
-    shift = (kv_layout.lengths - q_layout.lengths).tolist()
     steps = []
     for t in range(size + 1):
         here = hops.me == t if 0 < t < size else np.zeros_like(foreign)
-        k_spans = atom_spans(atoms, hops.atom[here], hops.row[here])
-        if t == 0:
-            k_spans = dict(enumerate(spans_of(kv_layout, rank)))
-        tiles = [tile for s, spans in k_spans.items() for tile in tiles_of(q_spans[s], spans, shift[s], band)]
+        k_spans = own_spans(kv_layout, rank) if t == 0 else atom_spans(atoms, hops.atom[here], hops.row[here])
         steps.append(
             Step(
                 source=(rank + t) % size,
                 kv_rows=kv_layout.rows(rank) if t == 0 else int(hops.rows[here].sum()),
-                tiles=tuple(tiles),
+                tiles=rank_tiles(q_layout, kv_layout, band, rank, k_spans),
                 kv_sends=kv_out.due(t),
                 kv_recvs=kv_in.due(t),
                 grad_sends=grads_out.due(t) + sums_out.due(t),
@@ -309,6 +293,6 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
 _cached_plan = lru_cache(maxsize=128)(build_plan)
 
 
-def ring_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
+def ring_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: int) -> RingPlan:
     """The plan of ``rank`` for these layouts of queries and keys; cached, so the layers of a micro-batch share one."""
     return _cached_plan(q_layout, kv_layout, band, rank=rank)

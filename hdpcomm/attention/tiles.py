@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Band", "Span", "Tile", "band_of", "tiles_of", "window_pair"]
+__all__ = ["Band", "Span", "Tile", "Visible", "band_of", "band_tile", "join_tiles", "tiles_of", "window_pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,20 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Visible:
+    """Which pairs of a tile a mask of one's own allows."""
+
+    pairs: npt.NDArray[np.bool_]
+    """[queries, keys]"""
+
+
 class Tile(NamedTuple):
     """Queries [q_start, q_stop) x keys [k_start, k_stop), as rows of the tensors that a backend gets.
 
     The a-th query of the tile sees its b-th key iff ``low <= b - a <= high`` (None: no limit). Every query of the
-    tile sees at least one of its keys, every key is seen, and a limit that hides nothing is None.
+    tile sees at least one of its keys, every key is seen, and a limit that hides nothing is None. With ``visible`` it
+    sees the pairs allowed there instead, which may be none for some queries and keys.
     """
 
     q_start: int
@@ -81,10 +93,11 @@ class Tile(NamedTuple):
     k_stop: int
     low: int | None = None
     high: int | None = None
+    visible: Visible | None = None
 
     @property
     def full(self) -> bool:
-        return self.low is None and self.high is None
+        return self.low is None and self.high is None and self.visible is None
 
     @property
     def num_q(self) -> int:
@@ -99,13 +112,15 @@ class Tile(NamedTuple):
         """Number of (query, key) pairs that the mask allows."""
         if self.full:
             return self.num_q * self.num_k
+        if self.visible is not None:
+            return int(self.visible.pairs.sum())
         low = -self.num_q if self.low is None else self.low
         high = self.num_k if self.high is None else self.high
         return sum(min(self.num_k - 1, a + high) - max(0, a + low) + 1 for a in range(self.num_q))
 
 
-def _tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
-    """The part of q x k inside the band, or None; ``shift`` = length_k - length_q."""
+def band_tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
+    """The part of q x k inside the band, or None; ``shift`` = length_k - length_q, 0 in a tree."""
     n, m = q.rows, k.rows
     offset = q.start + shift - k.start
     if band.low is None and (band.high is None or offset + band.high >= m - 1):
@@ -144,7 +159,8 @@ def _joined(first: Tile, second: Tile) -> Tile | None:
     return None
 
 
-def _join(tiles: Iterable[Tile]) -> list[Tile]:
+def join_tiles(tiles: Iterable[Tile]) -> list[Tile]:
+    """The tiles, neighbours in the list joined where their union is an unmasked tile."""
     joined: list[Tile] = []
     for tile in tiles:
         together = _joined(joined[-1], tile) if joined else None
@@ -181,5 +197,5 @@ def tiles_of(q_spans: Sequence[Span], k_spans: Sequence[Span], shift: int, band:
         return []
     if (triangle := _one_triangle(q_spans, k_spans, shift, band)) is not None:
         return [triangle]
-    by_query = [_join(t for k in k_spans if (t := _tile(q, k, shift, band)) is not None) for q in q_spans]
-    return _join(tile for tiles in by_query for tile in tiles)
+    by_query = [join_tiles(t for k in k_spans if (t := band_tile(q, k, shift, band)) is not None) for q in q_spans]
+    return join_tiles(tile for tiles in by_query for tile in tiles)

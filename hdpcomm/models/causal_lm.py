@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import packing
-from hdpcomm.attention.layout import as_cu_seqlens
+from hdpcomm.attention.layout import longest_length
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
 from hdpcomm.models.huggingface import PACK_ARGUMENT, passes_arguments, set_attention
@@ -109,7 +108,7 @@ class AdaptedCausalLM(nn.Module):
                 each labelled token adds the coefficient times that of its sequence.
         """
         if self._longest is not None:
-            _check_length(as_cu_seqlens(cu_seqlens), *self._longest)
+            _check_length(longest_length(cu_seqlens), *self._longest)
         hidden, router_logits = self._hidden(tokens, positions, cu_seqlens, comm)
         if labels is None:
             return self._logits(hidden)
@@ -231,8 +230,7 @@ def _longest_length(config: Any) -> tuple[str, int] | None:
     return (min(limits)[1], min(limits)[0]) if limits else None
 
 
-def _check_length(cu_seqlens: Any, kind: str, limit: int) -> None:
-    longest = int(np.diff(cu_seqlens).max(initial=0))
+def _check_length(longest: int, kind: str, limit: int) -> None:
     if longest > limit:
         raise InvalidUsage(
             f"a sequence of {longest:,} tokens was given, and the rotary embedding of this model ({kind}) changes its "

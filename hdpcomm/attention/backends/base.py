@@ -27,6 +27,8 @@ class Problem:
     windowed: bool = False
     """Whether a mask limits the keys on the left."""
     softcap: float = 0.0
+    masked: bool = False
+    """Whether tiles have masks of one's own (:class:`hdpcomm.attention.BlockMask`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class Backend(Protocol):
 
 def refuses_tensors(problem: Problem, dtypes: Sequence[torch.dtype], max_dim: int) -> str | None:
     """Why a fused CUDA kernel cannot take such tensors, or None."""
+    if problem.masked:
+        return "it has no masks of one's own"
     if problem.device != "cuda":
         return f"it computes on CUDA devices; the tensors are on {problem.device}"
     if problem.dtype not in dtypes:

@@ -30,8 +30,10 @@ def _part(tile: Tile, q: tuple[int, int], k: tuple[int, int], low: int | None = 
 
 
 def lower(tile: Tile) -> Iterator[Tile]:
-    """Splits a tile into shapes that the operator has: unmasked, causal from the top left, or small and banded."""
-    if tile.full:
+    """Splits a tile into shapes that the operator has: unmasked, causal from the top left, or small and banded.
+
+    Tiles with a mask of one's own stay whole."""
+    if tile.full or tile.visible is not None:
         yield tile
     elif tile.low is None and tile.high is not None:  # keys up to a diagonal: a rectangle beside a triangle
         if tile.high > 0:
@@ -54,7 +56,7 @@ def _band_parts(tile: Tile) -> Iterator[Tile]:
 
 def cut(tile: Tile, block: int) -> Iterator[Tile]:
     """Cuts a result of :func:`lower` into blocks of at most ``block`` queries and keys; banded ones stay whole."""
-    if tile.low is not None:
+    if tile.low is not None or tile.visible is not None:
         yield tile
         return
     for first_k in range(0, tile.num_k, block):
@@ -81,6 +83,10 @@ def batched(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 def _masking(tile: Tile, dtype: torch.dtype) -> tuple[bool, torch.Tensor | None]:
     if tile.full:
         return False, None
+    if tile.visible is not None:
+        return False, torch.zeros(tile.num_q, tile.num_k, dtype=dtype).masked_fill_(
+            torch.from_numpy(~tile.visible.pairs), -torch.inf
+        )
     if tile.low is None or tile.high is None:
         return True, None
     return False, _mask(tile.num_q, tile.num_k, tile.low, tile.high, dtype)
@@ -118,8 +124,11 @@ class CpuBackend:
                 batched(v, tile.k_start, tile.k_stop),
                 0.0, causal, attn_mask=mask, scale=score.scale,
             )  # fmt: skip
-            block = out[0].transpose(0, 1).contiguous()
-            result.merge(block, lse[0].transpose(0, 1), slice(tile.q_start, tile.q_stop))
+            block, block_lse = out[0].transpose(0, 1).contiguous(), lse[0].transpose(0, 1)
+            if tile.visible is not None and (blind := torch.from_numpy(~tile.visible.pairs.any(axis=1))).any():
+                block_lse = block_lse.masked_fill(blind[:, None], -torch.inf)
+                block.masked_fill_(blind[:, None, None], 0.0)
+            result.merge(block, block_lse, slice(tile.q_start, tile.q_stop))
 
     def backward(
         self,
@@ -136,9 +145,12 @@ class CpuBackend:
         for tile in (block for whole in tiles for part in lower(whole) for block in cut(part, _BACKWARD_BLOCK)):
             causal, mask = _masking(tile, q.dtype)
             q_rows, k_rows = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
+            row_lse = lse[slice(*q_rows)]
+            if tile.visible is not None:  # a query that sees no key at all has the lse -inf; all its weights are 0
+                row_lse = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 batched(dout, *q_rows), batched(q, *q_rows), batched(k, *k_rows), batched(v, *k_rows),
-                batched(out, *q_rows), lse[slice(*q_rows)].transpose(0, 1).unsqueeze(0),
+                batched(out, *q_rows), row_lse.transpose(0, 1).unsqueeze(0),
                 0.0, causal, attn_mask=mask, scale=score.scale,
             )  # fmt: skip
             for grad, part, rows in zip(grads, parts, (q_rows, k_rows, k_rows), strict=True):

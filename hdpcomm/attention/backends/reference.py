@@ -30,6 +30,8 @@ def _hidden(tile: Tile, rows: slice, device: torch.device) -> torch.Tensor | Non
     if tile.full:
         return None
     first = rows.start - tile.q_start
+    if tile.visible is not None:
+        return torch.from_numpy(~tile.visible.pairs[first : first + rows.stop - rows.start]).to(device)
     queries = torch.arange(first, first + rows.stop - rows.start, device=device)[:, None]
     gap = torch.arange(tile.num_k, device=device)[None, :] - queries
     hidden = torch.zeros_like(gap, dtype=torch.bool)
@@ -83,7 +85,7 @@ class ReferenceBackend:
         for tile, rows, keys in _blocks(tiles):
             scores, _ = _scores(q[rows], k[keys], _hidden(tile, rows, q.device), score)
             lse = torch.logsumexp(scores, dim=-1)
-            weights = torch.exp(scores - lse[..., None])
+            weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
             out = torch.einsum("hgqk,khd->qhgd", weights, v[keys]).flatten(1, 2)
             lse = lse.permute(2, 0, 1).flatten(1)
             kept = result.out.dtype
@@ -106,6 +108,7 @@ class ReferenceBackend:
         for tile, rows, keys in _blocks(tiles):
             scores, slope = _scores(q[rows], k[keys], _hidden(tile, rows, q.device), score)
             row_lse = _grouped(lse[rows].to(scores.dtype), heads).permute(1, 2, 0)
+            row_lse = torch.where(row_lse == -torch.inf, 0.0, row_lse)  # a query that sees no key: all weights are 0
             weights = torch.exp(scores - row_lse[..., None])
             grad_out = _grouped(dout[rows], heads)
             delta = _grouped((dout[rows] * out[rows]).sum(-1), heads).permute(1, 2, 0)

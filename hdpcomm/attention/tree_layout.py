@@ -1,0 +1,234 @@
+"""Sharding of prefix trees: every rank gets the same share of the work and as many tokens.
+
+Whole subtrees go to one rank each, so that their keys stay there. Where that leaves the ranks unequal, the heaviest
+subtree is opened: its first segment is cut in 2N pieces, of which rank r holds r and 2N-1-r (a zigzag, as of a plain
+sequence), and its child subtrees are dealt anew. The work of a query is its position, which grows evenly along a
+segment, so such a segment is equal work for all ranks wherever it hangs in the tree. The pieces of the longest opened
+segment are sized so that the ranks' tokens differ by at most one.
+
+Pure and local: every rank computes the same from the tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hdpcomm._core import kernels as _core
+from hdpcomm.attention.atoms import Atoms
+from hdpcomm.attention.pieces import Pieces, local_rows
+from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, join_tiles, tiles_of
+from hdpcomm.plan.tree import Tree
+
+__all__ = ["TreeLayout", "tree_layout"]
+
+Int64 = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+_ALL_RANKS = -1
+"""Owner of a segment of which all ranks hold a share."""
+_SLACK = 1 / 32
+"""How far the busiest rank's work may be above the mean before another subtree is opened."""
+_NEVER = np.iinfo(np.int64).max // 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeLayout(Pieces):
+    """Which rank holds which tokens of a tree; the tokens of one segment are in one or in 2N pieces."""
+
+    tree: Tree
+
+    @property
+    def facts(self) -> tuple[str, str]:
+        digest = hashlib.sha256(self.tree.parents.tobytes() + self.tree.lengths.tobytes()).hexdigest()
+        return digest, f"a tree of {len(self.tree)} segments with {self.tree.num_tokens} tokens, {self.tree!r}"
+
+    def atoms(self, band: Band) -> Atoms:
+        start, stop = self.start, self.start + self.count
+        first_piece = np.searchsorted(self.segment, np.arange(len(self.tree) + 1))
+        low = np.empty((len(start), self.size), dtype=np.int64)
+        following, last = np.arange(len(start)) + 1, first_piece[self.tree.ends[self.segment]]
+        for rank in range(self.size):
+            # All later pieces of the subtree see this one, the lowest position the furthest back.
+            seen_from = _range_min(np.where(self.owner == rank, start, _NEVER), following, last)
+            nearest = start if band.low is None else np.maximum(seen_from + band.low, start)
+            low[:, rank] = np.where(seen_from < _NEVER, np.minimum(nearest, stop), stop)
+        cuts = np.sort(np.concatenate([start[:, None], low, stop[:, None]], axis=1), axis=1)
+        piece, column = np.nonzero(cuts[:, :-1] < cuts[:, 1:])
+        first, end, owner = cuts[piece, column], cuts[piece, column + 1], self.owner[piece]
+        needed = low[piece] <= first[:, None]
+        needed[np.arange(len(owner)), owner] = False
+        return Atoms(self.segment[piece], first, end, owner, self.row[piece] + first - start[piece], needed)
+
+    def tiles(self, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:
+        mine = np.flatnonzero(self.owner == rank)
+        segment, ends = self.segment[mine].tolist(), self.tree.ends
+        queries = [
+            Span(a, a + n, row)
+            for a, n, row in np.stack([self.start[mine], self.count[mine], self.row[mine]], axis=1).tolist()
+        ]
+        tiles: list[Tile] = []
+        for s, keys in k_spans.items():
+            first, below, last = bisect_left(segment, s), bisect_right(segment, s), bisect_left(segment, int(ends[s]))
+            tiles += tiles_of(queries[first:below], keys, 0, band)
+            if below == last:
+                continue
+            if band.low is None:  # descendants follow each other in the rows, and see all
+                q_start, q_stop = queries[below].row, queries[last - 1].row + queries[last - 1].rows
+                seen = [Tile(q_start, q_stop, key.row, key.row + key.rows) for key in keys]
+            else:
+                near = [q for q in queries[below:last] if q.start + band.low < keys[-1].stop]
+                seen = [tile for q in near for key in keys if (tile := band_tile(q, key, 0, band)) is not None]
+            tiles += join_tiles(seen)
+        return tiles
+
+    def pairs(self, band: Band) -> float:
+        first, end = self.tree.starts, self.tree.starts + self.tree.lengths
+        return float((_pairs_before(end, band) - _pairs_before(first, band)).sum())
+
+
+def _pairs_before(position: Int64, band: Band) -> Int64:
+    """Pairs of the queries at positions 0 to ``position`` - 1 of one way through the tree."""
+    window = _NEVER if band.low is None else 1 - band.low
+    inside = np.minimum(position, window)
+    pairs: Int64 = inside * (inside + 1) // 2 + (position - inside) * (0 if band.low is None else window)
+    return pairs
+
+
+def _range_min(values: Int64, first: Int64, last: Int64) -> Int64:
+    """The least of ``values[first:last]`` for each pair; :data:`_NEVER` for an empty range."""
+    levels = [values]
+    while 2 ** len(levels) <= len(values):
+        step = 2 ** (len(levels) - 1)
+        levels.append(np.minimum(levels[-1][:-step], levels[-1][step:]))
+    found = np.full(len(first), _NEVER)
+    length = np.maximum(last - first, 0)
+    level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of 2 in the length
+    for at, least in enumerate(levels):
+        here = (level == at) & (length > 0)
+        found[here] = np.minimum(least[first[here]], least[last[here] - 2**at])
+    return found
+
+
+@lru_cache(maxsize=256)
+def tree_layout(tree: Tree, size: int) -> TreeLayout:
+    """The layout of a tree over ``size`` ranks; their numbers of tokens differ by at most one."""
+    owner, bounds = _split(tree, size)
+    shared, whole = np.flatnonzero(owner == _ALL_RANKS), np.flatnonzero(owner != _ALL_RANKS)
+    segment = np.concatenate([whole, np.repeat(shared, 2 * size)])
+    inside = np.concatenate([np.zeros_like(whole), bounds[:, :-1].reshape(-1)])
+    count = np.concatenate([tree.lengths[whole], np.diff(bounds, axis=1).reshape(-1)])
+    rank = np.concatenate([owner[whole], np.tile(_zigzag_holders(size), len(shared))])
+    order = np.lexsort((inside, segment))
+    order = order[count[order] > 0]
+    segment, inside, count, rank = segment[order], inside[order], count[order], rank[order]
+    return TreeLayout(
+        size=size,
+        segment=segment,
+        start=tree.starts[segment] + inside,
+        source=tree.rows[segment] + inside,
+        count=count,
+        owner=rank,
+        row=local_rows(rank, count, size),
+        tree=tree,
+    )
+
+
+def _zigzag_holders(size: int) -> Int64:
+    """The ranks of the 2N pieces of a segment."""
+    return np.concatenate([np.arange(size), np.arange(size)[::-1]])
+
+
+def _split(tree: Tree, size: int) -> tuple[Int64, Int64]:
+    """[segments]: the rank that holds the whole segment, or :data:`_ALL_RANKS`; and the bounds of the pieces of the
+    latter, [shared segments, 2N + 1]."""
+    if size == 1:
+        return np.zeros(len(tree), dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
+    below = [np.concatenate(([0], np.cumsum(x))) for x in (_squares(tree.starts, tree.lengths), tree.lengths)]
+    work, tokens = ((x[tree.ends] - x[:-1]) * (size / max(1, x[-1])) for x in below)  # of subtrees; a rank's mean is 1
+    weight = np.maximum(work, tokens)
+    subtrees = [(-float(weight[root]), root) for root in np.flatnonzero(tree.parents < 0).tolist()]
+    heapq.heapify(subtrees)  # the heaviest first
+    opened, best = 0, (np.inf, np.zeros(0, dtype=np.int64), np.zeros((0, 2 * size + 1), dtype=np.int64))
+    while True:
+        too_heavy = bool(subtrees) and -subtrees[0][0] > 1 + _SLACK
+        if not too_heavy:
+            owner = _deal(tree, [root for _, root in sorted(subtrees)], work, tokens, size)
+            bounds = _piece_bounds(tree, owner, size)
+            excess = np.inf if bounds is None else _excess(tree, owner, bounds, size)
+            if bounds is not None and excess < best[0]:
+                best = (excess, owner, bounds)
+            if excess <= _SLACK or not subtrees:
+                return best[1:]
+        for _ in range(1 if too_heavy else min(len(subtrees), 1 + opened // 8)):
+            _, root = heapq.heappop(subtrees)
+            opened += 1
+            child = root + 1
+            while child < tree.ends[root]:
+                heapq.heappush(subtrees, (-float(weight[child]), child))
+                child = int(tree.ends[child])
+
+
+def _squares(start: Int64, length: Int64) -> Int64:
+    """Twice the pairs of ``length`` queries from position ``start`` on; of a whole sequence, length^2."""
+    return length * (2 * start + length)
+
+
+def _deal(tree: Tree, subtrees: list[int], work: Floats, tokens: Floats, size: int) -> Int64:
+    """The owners of the segments of ``subtrees``, by falling weight to the rank with the least; all ranks share the
+    others."""
+    owner = np.full(len(tree), _ALL_RANKS, dtype=np.int64)
+    loads = [[0.0, 0.0] for _ in range(size)]
+    for root in subtrees:
+        w, t = float(work[root]), float(tokens[root])
+        rank = min(range(size), key=lambda r: max(loads[r][0] + w, loads[r][1] + t))
+        loads[rank][0] += w
+        loads[rank][1] += t
+        owner[root : tree.ends[root]] = rank
+    return owner
+
+
+def _piece_bounds(tree: Tree, owner: Int64, size: int) -> Int64 | None:
+    """The bounds of the shared segments' pieces; those of the longest one make the ranks' tokens equal. None: it is too
+    short for that."""
+    shared = np.flatnonzero(owner == _ALL_RANKS)
+    bounds = _core.zigzag_bounds(np.concatenate(([0], np.cumsum(tree.lengths[shared]))), size)
+    pieces = np.diff(bounds, axis=1)
+    held = _by_rank(
+        np.concatenate([owner, *[_zigzag_holders(size)] * len(shared)]), np.append(tree.lengths, pieces), size
+    )
+    if held.max() - held.min() <= 1:
+        return bounds
+    if not len(shared):
+        return None
+    longest = int(np.argmax(tree.lengths[shared]))
+    total = int(held.sum())
+    wanted = total // size + (np.arange(size) < total % size) - held
+    wanted += _by_rank(_zigzag_holders(size), pieces[longest], size)
+    if wanted.min() < 0:
+        return None
+    heads = wanted // 2
+    bounds[longest, 1:] = np.cumsum(np.concatenate([heads, (wanted - heads)[::-1]]))
+    return bounds
+
+
+def _by_rank(owner: Int64, amount: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """The sum of ``amount`` of each rank; :data:`_ALL_RANKS` is left out."""
+    mine = owner >= 0
+    total: npt.NDArray[Any] = np.bincount(owner[mine], weights=amount[mine], minlength=size).astype(amount.dtype)
+    return total
+
+
+def _excess(tree: Tree, owner: Int64, bounds: Int64, size: int) -> float:
+    """By how much the work of the busiest rank exceeds the mean."""
+    shared = owner == _ALL_RANKS
+    pieces = _squares(tree.starts[shared, None] + bounds[:, :-1], np.diff(bounds, axis=1))
+    holders = np.tile(_zigzag_holders(size), len(pieces))
+    work = _by_rank(np.append(owner, holders), np.append(_squares(tree.starts, tree.lengths), pieces.reshape(-1)), size)
+    return float(work.max() * size / max(1, work.sum()) - 1)
