@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.attention import shard
-from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention.layout import Layout, layout_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.loss import next_token_labels
 
@@ -83,7 +83,9 @@ def _own_parts(
     micro_batch: MicroBatch, fetch: FetchParts, cu_seqlens: Tensor, *, rank: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of this rank's shard, of which no other token is read."""
-    spans = layout_of(cu_seqlens, size=size).spans(rank).tolist()
+    layout = layout_of(cu_seqlens, size=size)
+    assert isinstance(layout, Layout)  # of plain sequences
+    spans = layout.spans(rank).tolist()
     parts = [
         _checked(fetch.part(sequence.id, start, stop), sequence.id, stop - start)
         for sequence, heads_and_tails in zip(micro_batch.sequences, spans, strict=True)
