@@ -53,7 +53,10 @@ class Mismatch(Error):
 
 
 class Aborted(Error):
-    """``abort()`` was called while the operation ran."""
+    """The operation was ended by ``abort()``, ``close()`` or Ctrl-C, or refused because of an earlier error.
+
+    A refusal names that error; :meth:`hdpcomm.Communicator.resync` makes the ranks usable again.
+    """
 
 
 class DeviceError(Error):

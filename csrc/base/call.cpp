@@ -26,6 +26,8 @@ const char* opName(OpCode op) {
       return "scatter";
     case OpCode::kAllToAll:
       return "all_to_all";
+    case OpCode::kResync:
+      return "resync";
   }
   return "unknown operation";
 }

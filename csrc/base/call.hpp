@@ -23,6 +23,7 @@ enum class OpCode : uint8_t {
   kGather,
   kScatter,
   kAllToAll,
+  kResync,  // no collective: brings pairs of ranks into step again
 };
 
 enum class RedOp : uint8_t { kSum, kProd, kMin, kMax, kAvg, kNone = 255 };

@@ -8,6 +8,7 @@
 
 #include "bindings/rooms.hpp"
 #include "collective/peer_reads.hpp"
+#include "transport/failures.hpp"
 
 namespace py = pybind11;
 
@@ -31,7 +32,14 @@ void bindCommunicator(py::module_& module) {
       .def_property_readonly("ranks",
                              [](const Communicator& c) { return py::tuple(py::cast(c.ranks())); })
       .def_property_readonly("hash", &Communicator::hash)
-      .def_property_readonly("world", &Communicator::sharedWorld);
+      .def_property_readonly("world", &Communicator::sharedWorld)
+      .def(
+          "resync",
+          [](const Communicator& c, double timeout_s) {
+            const py::gil_scoped_release release;
+            c.resync(timeout_s, kCheckSignals);
+          },
+          py::arg("timeout"));
 }
 
 // Memory of World::allocate(), as Python's buffer protocol gives it out.
@@ -131,6 +139,7 @@ void bindNames(py::module_& module) {
 }  // namespace
 
 void bindComm(py::module_& module) {
+  module.attr("OUT_OF_STEP_ADVICE") = kOutOfStepAdvice;
   py::class_<Handle>(module, "Work")
       .def("wait", &wait, py::arg("timeout") = -1.0)
       .def("done", &done)

@@ -142,6 +142,7 @@ double estimateSeconds(const ScheduleRequest& request, Algorithm algorithm,
                  : t.steps * (t.a + 1.5 * whole * t.beta);
     case OpCode::kBarrier:
     case OpCode::kPointToPoint:
+    case OpCode::kResync:
       return t.steps * t.a;
   }
   return 0;

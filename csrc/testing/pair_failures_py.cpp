@@ -25,7 +25,7 @@ using Wire = std::tuple<uint32_t, uint32_t, uint32_t, std::string>;
 
 class FailureEnd {
  public:
-  FailureEnd(int rank, int peer) : rank_(rank), peer_(peer) {}
+  FailureEnd(int rank, int peer) : rank_(rank), peer_(peer) { failures_.connect(rank, peer); }
 
   PairFailures& failures() { return failures_; }
 
@@ -49,15 +49,25 @@ class FailureEnd {
     return textOf(requests_.at(request).failure);
   }
 
-  Wire giveUp(const std::string& text, std::optional<uint32_t> sends,
-              std::optional<uint32_t> recvs) {
+  // None: the peer needs no notice.
+  std::optional<Wire> giveUp(const std::string& text, std::optional<uint32_t> sends,
+                             std::optional<uint32_t> recvs) {
+    const auto notice = failures_.giveUp(Error(ErrorKind::kAborted, text), {sends, recvs}, sends,
+                                         recvs_, inflight_, queue_);
+    if (!notice) return std::nullopt;
     Outgoing out;
-    out.notice = failures_.giveUp(Error(ErrorKind::kAborted, text), {sends, recvs});
-    const Wire wire(out.notice->flags(), sends.value_or(0), recvs.value_or(0), out.notice->text);
+    out.notice = notice;
     queueNotice(queue_, std::move(out), sends);
-    return wire;
+    return Wire(notice->flags(), sends.value_or(0), recvs.value_or(0), notice->text);
+  }
+  void queue(const std::string& text, std::optional<uint32_t> sends) {
+    Outgoing out;
+    out.notice = OwnNotice{};
+    out.notice->text = text;
+    queueNotice(queue_, std::move(out), sends);
   }
   void hear(const Wire& wire) { failures_.receive(noticeIn(wire), recvs_, inflight_, queue_); }
+  std::optional<std::string> outOfStep() const { return textOf(failures_.outOfStep()); }
   void failAll(const std::string& text) {
     failures_.failAll(Error(ErrorKind::kPeerLost, text), recvs_, inflight_, queue_);
   }
@@ -107,14 +117,15 @@ void bindPairFailures(py::module_& module) {
       .def(py::init<int, int>(), py::arg("rank"), py::arg("peer"))
       .def("next_send", [](FailureEnd& end) { return end.failures().nextSend(); })
       .def("next_recv", [](FailureEnd& end) { return end.failures().nextRecv(); })
-      .def(
-          "gave_up", [](FailureEnd& end, uint32_t n) { return end.failures().gaveUp(n); },
-          py::arg("number"))
+      .def("restart", [](FailureEnd& end) { end.failures().restart(); })
+      .def("resynced", [](FailureEnd& end) { end.failures().resynced(); })
+      .def("out_of_step", &FailureEnd::outOfStep)
       .def("send", &FailureEnd::send, py::arg("number"), py::arg("waits") = false,
            py::arg("started") = false)
       .def("recv", &FailureEnd::recv, py::arg("number"))
       .def("failure_of", &FailureEnd::failureOf, py::arg("request"))
       .def("give_up", &FailureEnd::giveUp, py::arg("text"), py::arg("sends"), py::arg("recvs"))
+      .def("queue", &FailureEnd::queue, py::arg("text"), py::arg("sends"))
       .def("hear", &FailureEnd::hear, py::arg("notice"))
       .def("fail_all", &FailureEnd::failAll, py::arg("text"))
       .def("lost", &FailureEnd::lost, py::arg("send"), py::arg("recv"), py::arg("needed"),

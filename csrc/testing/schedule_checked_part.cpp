@@ -160,6 +160,7 @@ void CheckedPart::checkResult() {
       }
       return;
     case OpCode::kPointToPoint:
+    case OpCode::kResync:
       return;
   }
 }

@@ -17,6 +17,10 @@ struct GiveUp {
   std::optional<uint32_t> recvs;
 };
 
+// How the error of a refused operation ends.
+inline constexpr const char* kOutOfStepAdvice =
+    "call resync() on all ranks of the communicator (or of a subset() without those that died)";
+
 inline bool upTo(uint32_t number, std::optional<uint32_t> limit) {
   return limit && static_cast<int32_t>(*limit - number) >= 0;
 }
@@ -42,6 +46,16 @@ inline Error mismatchError(const Called& own, const Called& other, bool sent) {
       {.rank = own.rank, .peer = other.rank, .op = opName(own.call.op), .ranks = {}, .seq = -1});
 }
 
+// The error of a sender whose peer went on without its message.
+inline Error droppedError(int rank, int peer, const Call& call) {
+  return Error(ErrorKind::kAborted,
+               "rank " + std::to_string(peer) + " went on without the message of " +
+                   describe(call) + " from rank " + std::to_string(rank) +
+                   ": it called something else there, or is out of step since an error; " +
+                   kOutOfStepAdvice,
+               {.rank = rank, .peer = peer, .op = opName(call.op), .ranks = {}, .seq = -1});
+}
+
 // A notice on the wire has two numbers; these flags say which of them are valid.
 inline constexpr uint32_t kEndsSends = 2;
 inline constexpr uint32_t kEndsRecvs = 4;
@@ -49,6 +63,7 @@ inline constexpr uint32_t kEndsRecvs = 4;
 // The notice that this rank sends to a peer when it gives up an operation.
 struct OwnNotice {
   GiveUp ends;
+  std::optional<uint32_t> first_send;  // the messages from this one on are withdrawn
   ErrorKind kind = ErrorKind::kInternal;
   int16_t cause = -1;  // the rank that the error concerns
   std::string text;

@@ -5,8 +5,8 @@
 // what the sender called; a receive whose call differs fails on both sides. Every operation has a
 // number on each ordered pair (the sender's n-th operation towards the receiver is the receiver's
 // n-th from the sender): a message with a lower number than the receive's belongs to an operation
-// that the receiver gave up, and is dropped. So a pair is usable again after a failure, if
-// both programs go on at the same place (docs/errors.md).
+// that the receiver did not receive, and is dropped. After any failure of an operation its pairs
+// are out of step: requests on them are refused until postResync() has ended on both sides.
 //
 // Only idle() blocks, and cancel() while a receiver copies from the memory of a request: until the
 // copy has ended or that rank has died, 10 s at most. The owner serialises all calls: they are made
@@ -99,10 +99,19 @@ class Transport {
   virtual void cancel(const Completion* completion) = 0;
   // The peers of the operation's requests that have not ended.
   virtual std::vector<int> awaited(const Completion* completion) = 0;
-  // Notifies `peer` that this rank gave up an operation, and why: its sends up to one number, its
-  // receives up to another.
-  virtual void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+  // This rank gave up an operation: its sends to `peer` from `first_send` up to one number, its
+  // receives up to another. Notifies the peer of the reason, and puts the pair out of step.
+  virtual void notifyFailure(int peer, const Error& error, std::optional<uint32_t> first_send,
+                             std::optional<uint32_t> send_number,
                              std::optional<uint32_t> recv_number) = 0;
+  // The error of refused operations with `peer`; none while the pair is in step.
+  virtual std::optional<Error> outOfStep(int peer) = 0;
+  // Numbers of operations with `peer` start again for those submitted from now on, which must not
+  // be posted before a postResync() has ended.
+  virtual void restartNumbers(int peer) = 0;
+  // A request that ends when the peer has posted its own: then the pair is in step, and nothing
+  // that was sent before is received any more.
+  virtual void postResync(int peer, Completion* completion) = 0;
   // Why an operation with these numbers on its pairs with `peer` cannot end: the peer gave up this
   // very operation; or, if requests to or from the peer are still `needed`, it gave up a later one,
   // is dead, or is closed. Also receives notices of peers without requests. As expensive as

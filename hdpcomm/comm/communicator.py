@@ -28,6 +28,15 @@ _collective = _core.comm.collective
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]  # elements from and for each rank
 
 
+def _seconds(name: str, timeout: float | None) -> float:
+    """A timeout as the core takes it: 0 stands for the communicator's."""
+    if timeout is None:
+        return 0.0
+    if not timeout > 0:
+        raise InvalidUsage(f"{name}() got timeout={timeout!r}; give seconds, a number above 0, or None")
+    return timeout
+
+
 class Communicator(Membership):
     """An ordered set of ranks.
 
@@ -207,6 +216,20 @@ class Communicator(Membership):
         Raises: what the first of them raises that failed.
         """
         del timeout  # host operations have been waited for already, or have a Work
+
+    def resync(self, timeout: float | None = None) -> None:
+        """Makes this communicator usable again after an error. Collective over its ranks.
+
+        After a failed operation a rank is out of step with the members: which of their next operations belong together
+        is unknown, so these are refused with Aborted, which names the first error. This call fails what is under way
+        between the ranks of this communicator, also in other communicators, and drops what was sent before. Operations
+        on device tensors stay over.
+
+        ``timeout``: seconds; the communicator's by default.
+        Raises: CommTimeout, which names the ranks that have not called it; PeerLost if a rank has died: then call it on
+        the :meth:`subset` of the others. After an error the ranks are out of step still.
+        """
+        self._core.resync(_seconds("resync", timeout))
 
     @staticmethod
     def algorithms(op: str) -> tuple[str, ...]:

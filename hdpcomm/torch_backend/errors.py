@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from hdpcomm import _core
 from hdpcomm.errors import Aborted, CommTimeout, Error, Mismatch, PeerLost
 
 __all__ = [
@@ -40,6 +41,7 @@ class BackendAborted(Aborted, dist.DistBackendError):
     """The group was aborted or destroyed while the operation ran."""
 
 
+_OUT_OF_STEP_ADVICE = _core.comm.OUT_OF_STEP_ADVICE
 _TWINS: dict[type[Error], type[Error]] = {
     Error: BackendError,
     CommTimeout: BackendTimeout,
@@ -50,13 +52,17 @@ _TWINS: dict[type[Error], type[Error]] = {
 
 
 def translate(error: Error) -> Error:
-    """The error that torch's user sees: same message and fields. InvalidUsage stays, it is a ValueError already."""
+    """The error that torch's user sees: the same fields, and a message with advice for that user.
+
+    InvalidUsage stays, it is a ValueError already.
+    """
     twin = _TWINS.get(type(error))
     if twin is None:
         return error
-    return twin(
-        str(error), rank=error.rank, peer=error.peer, op=error.op, ranks=error.ranks, seq=error.seq
-    ).with_traceback(error.__traceback__)
+    text = str(error).replace(_OUT_OF_STEP_ADVICE, "destroy the process group on all ranks and make a new one")
+    return twin(text, rank=error.rank, peer=error.peer, op=error.op, ranks=error.ranks, seq=error.seq).with_traceback(
+        error.__traceback__
+    )
 
 
 @contextmanager

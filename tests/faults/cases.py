@@ -29,6 +29,19 @@ def still_works(comm: hdp.Communicator) -> None:
         assert out.view(comm.size, count).eq(torch.arange(comm.size)[:, None]).all()
 
 
+def refused(error: hdp.Error, comm: hdp.Communicator) -> None:
+    """Asserts that an operation failed because this rank was out of step with another one."""
+    assert isinstance(error, hdp.Aborted), error
+    assert f"rank {comm.rank} is out of step with rank " in str(error)
+    assert "call resync() on all ranks" in str(error)
+
+
+def works_again(comm: hdp.Communicator) -> None:
+    """Collective: resync() after an error, then all is right."""
+    comm.resync(timeout=30.0)
+    still_works(comm)
+
+
 def wait_for(path: Path) -> None:
     """Until another rank has made the file, whatever the machine has to do meanwhile."""
     until = time.monotonic() + 15

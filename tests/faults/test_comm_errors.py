@@ -25,6 +25,7 @@ from tests.faults.cases import (
     exit_by_exception,
     interrupt_soon,
     late_after_a_timeout,
+    refused,
     still_works,
     sums,
     survives,
@@ -32,13 +33,14 @@ from tests.faults.cases import (
     told_survivors,
     until,
     wait_for,
+    works_again,
 )
 
 
 def disagree(name: str) -> str:
     with hdp.init(timeout=LONG_S) as comm:
         told = told_mismatch(comm, lambda: DISAGREEMENTS[name](comm))
-        still_works(comm)
+        works_again(comm)
         return told
 
 
@@ -53,15 +55,17 @@ def test_both_sides_raise_mismatch(ranks: Any, name: str) -> None:
 def one_of_three_disagrees() -> None:
     comm = hdp.init(timeout=LONG_S)
     differs_from_rank_1(comm)
-    still_works(comm)
-    # The operations after a failed one are not mixed up with it.
+    works_again(comm)
+    # The operations after a failed one are refused.
     work = comm.all_reduce(torch.zeros(3 + (comm.rank == 2)), async_op=True)
     x = torch.ones(70_000)
     next_work = comm.all_reduce(x, async_op=True)
     assert isinstance(caught(work.wait), hdp.Mismatch)
-    next_work.wait()
+    refused(caught(next_work.wait), comm)
+    comm.resync()
+    comm.all_reduce(x.fill_(1))
     assert (x == 3).all()
-    still_works(comm)
+    works_again(comm)
 
 
 def test_all_members_hear_of_a_mismatch(ranks: Any) -> None:
@@ -70,7 +74,7 @@ def test_all_members_hear_of_a_mismatch(ranks: Any) -> None:
 
 
 def one_of_many_disagrees() -> None:
-    """The operations before and after it, which are under way at the same time, end as if nothing had been."""
+    """The operations before it, which are under way at the same time, end well; later ones are refused."""
     with hdp.init(timeout=LONG_S) as comm:
         count, odd = 300, 77
         x = [torch.full((5 + (comm.rank == 1 and i == odd),), float(i)) for i in range(count)]
@@ -79,12 +83,14 @@ def one_of_many_disagrees() -> None:
         else:
             works = [comm.recv(each.zero_(), 1, async_op=True) for each in x]
         for i, work in reversed(list(enumerate(works))):
-            if i == odd:
+            if i > odd:
+                refused(caught(work.wait), comm)
+            elif i == odd:
                 assert isinstance(caught(work.wait), hdp.Mismatch)
             else:
                 work.wait()
                 assert (x[i] == i).all()
-        still_works(comm)
+        works_again(comm)
 
 
 def test_one_of_many_operations_disagrees(ranks: Any) -> None:
@@ -96,7 +102,7 @@ def late_rank(folder: str) -> None:
     error = late_after_a_timeout(comm, folder)
     assert error.peer == 1 - comm.rank
     assert "for rank 1: look for" in str(error)
-    still_works(comm)
+    works_again(comm)
 
 
 def test_timeout_reaches_the_late_rank(ranks: Any, tmp_path: Path) -> None:
@@ -135,7 +141,7 @@ def third_rank_is_absent(folder: str) -> None:
                 wait_for(heard)
                 error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
                 assert isinstance(error, hdp.CommTimeout)
-            still_works(comm)
+            works_again(comm)
 
 
 def test_failure_while_a_third_rank_is_absent(ranks: Any, tmp_path: Path) -> None:
@@ -151,6 +157,8 @@ def stale_message() -> None:
             with pytest.raises(hdp.CommTimeout, match="told by rank 1"):
                 comm.broadcast(x, 0)
             time.sleep(1.0)
+            refused(caught(lambda: comm.gather(torch.zeros(8), x, 0)), comm)
+            comm.resync()
             out = torch.zeros(8)
             comm.gather(out, x, 0)
             assert out.tolist() == [1.0] * 4 + [2.0] * 4
@@ -158,41 +166,45 @@ def stale_message() -> None:
             with pytest.raises(hdp.CommTimeout):
                 comm.broadcast(x, 0, async_op=True).wait(timeout=0.2)
             time.sleep(0.7)
-            comm.gather(None, x, 0)  # sends only; the late message of the broadcast lies there meanwhile
-        still_works(comm)
+            # sends only; the late message of the broadcast lies there meanwhile
+            refused(caught(lambda: comm.gather(None, x, 0)), comm)
+            comm.resync()
+            comm.gather(None, x, 0)
+        works_again(comm)
 
 
 def test_stale_message(ranks: Any) -> None:
     ranks(2, stale_message)
 
 
-def withdrawn_before_another() -> None:
-    """A send that is given up fails its own receive, and not the send behind it."""
+def withdrawn_before_another(folder: str) -> None:
+    """A send that is given up fails its own receive, and the send behind it is refused on both ranks."""
     with hdp.init(timeout=LONG_S) as comm:
         for count in (100_000, 12_000_000):  # the second is more than may be under way
-            first, second = torch.ones(count), torch.full((3,), 7.0)
+            gave_up = Path(folder, f"gave up {count}")
             if comm.rank == 0:
-                given_up = comm.send(first, 1, async_op=True)
-                kept = comm.send(second, 1, async_op=True)
-                with contextlib.suppress(hdp.CommTimeout):  # the torch transport may have handed it over
-                    given_up.wait(timeout=0.3)
-                kept.wait()
+                first = comm.send(torch.ones(count), 1, async_op=True)
+                second = comm.send(torch.full((3,), 7.0), 1, async_op=True)
+                with pytest.raises(hdp.CommTimeout):
+                    first.wait(timeout=0.3)
+                refused(caught(second.wait), comm)
+                gave_up.touch()
             else:
-                time.sleep(0.8)
-                with contextlib.suppress(hdp.CommTimeout):
+                wait_for(gave_up)
+                time.sleep(0.2)  # for the notice, over a network
+                with pytest.raises(hdp.CommTimeout, match=r"\(told by rank 0\)"):
                     comm.recv(torch.zeros(count), 0)
-                received = torch.zeros(3)
-                comm.recv(received, 0)
-                assert received.tolist() == [7.0] * 3
-            still_works(comm)
+                refused(caught(lambda: comm.recv(torch.zeros(3), 0)), comm)
+            works_again(comm)
 
 
-def test_withdrawn_before_another(ranks: Any) -> None:
-    ranks(2, withdrawn_before_another)
+def test_withdrawn_before_another(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, withdrawn_before_another, str(tmp_path))
 
 
 def failure_behind_a_message(folder: str) -> None:
-    """Rank 0 hears that rank 1 gave up an operation although a message of a later one is before the notice."""
+    """Rank 0 learns that rank 1 gave up an operation although a message of a later one is before the notice. That
+    message is refused on both ranks."""
     with hdp.init(timeout=LONG_S) as comm:
         x, out = torch.zeros(2), torch.zeros(6)
         if comm.rank == 0:
@@ -200,19 +212,18 @@ def failure_behind_a_message(folder: str) -> None:
             Path(folder, "heard").touch()
             assert isinstance(error, hdp.CommTimeout)
             assert "(told by rank 1)" in str(error)
-            comm.recv(x, 1)
-            assert x.tolist() == [5.0, 5.0]
+            refused(caught(lambda: comm.recv(x, 1)), comm)
         elif comm.rank == 1:
             gathered = comm.all_gather(out, x, algorithm="direct", async_op=True)
             sent = comm.send(torch.full((2,), 5.0), 0, async_op=True)
             with pytest.raises(hdp.CommTimeout):
                 gathered.wait(timeout=0.3)
-            sent.wait()
+            refused(caught(sent.wait), comm)
         else:
             wait_for(Path(folder, "heard"))
             with contextlib.suppress(hdp.CommTimeout):  # what the others sent to it may be all that it needs
                 comm.all_gather(out, x, algorithm="direct")
-        still_works(comm)
+        works_again(comm)
 
 
 def test_failure_behind_a_message(ranks: Any, tmp_path: Path) -> None:
@@ -278,7 +289,7 @@ def interrupted() -> None:
         time.sleep(2.0)  # rank 0 looks for signals every 0.2 s, later when cores are busy
         with pytest.raises(hdp.Aborted, match="interrupted"):
             comm.send(torch.zeros(1), 0)
-    still_works(comm)
+    works_again(comm)
 
 
 def test_ctrl_c_ends_a_wait(ranks: Any) -> None:

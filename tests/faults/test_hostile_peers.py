@@ -3,6 +3,7 @@ byte beside a buffer changes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -22,7 +23,7 @@ from hdpcomm._core import comm as core_comm
 from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, wait_for
+from tests.faults.cases import LONG_S, caught, wait_for, works_again
 
 HUGE = 2**63 + 5
 GUARD = 4096  # elements on either side of a buffer
@@ -77,7 +78,7 @@ def framed_pair() -> tuple[list[transport.FrameLink], list[Communicator]]:
     ("field", "values"),
     [
         ("magic", {"magic": 7}),
-        ("kind", {"kind": 8}),
+        ("kind", {"kind": 9}),
         ("kind", {"kind": 255}),
         ("index", {"index": 1}),
         ("index", {"index": HUGE}),
@@ -191,7 +192,8 @@ MAGIC = 0x68647063_6F6D6D32
 KINDS = {"inline": 0, "eager": 1, "direct": 2, "shared": 3, "fragment": 4, "failure": 5}
 COUNTS = {"inline": 2, "eager": 500, "direct": 100_000, "shared": 100_000, "fragment": 100_000}
 SLOT_FIELDS = {"bytes": (32, 8), "address": (40, 8), "fragment": (48, 8), "kind": (62, 1), "detail": (63, 1)}
-SLOT_FIELDS |= {"root": (28, 2)}
+SLOT_FIELDS |= {"root": (28, 2), "number": (56, 4)}
+MARKER = 6
 
 
 class Channel:
@@ -250,10 +252,34 @@ def hostile_slot(folder: str, way: str, values: dict[str, int]) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def forged_marker(folder: str, attempts: tuple[int, int]) -> None:
+    with hdp.init("shm", timeout=LONG_S) as comm:
+        written = Path(folder, "written")
+        if comm.rank == 1:
+            work = comm.send(torch.ones(4), 0, async_op=True)
+            channel = Channel(1, 0)
+            for name, value in zip(("number", "bytes", "kind"), (*attempts, MARKER), strict=True):
+                offset, size = SLOT_FIELDS[name]
+                channel.word(channel.first_slot() + offset, size, value)
+            written.touch()
+            with contextlib.suppress(hdp.Error):  # rank 0 has consumed it
+                work.wait()
+        else:
+            wait_for(written)
+            assert "rank 1 called resync()" in str(caught(lambda: comm.recv(torch.zeros(4), 1)))
+        works_again(comm)
+
+
+@pytest.mark.parametrize("attempts", [(0, 0), (1, 1), (2**32 - 1, 2**64 - 1)])
+def test_a_marker_that_no_resync_sent(ranks: Any, tmp_path: Path, attempts: tuple[int, int]) -> None:
+    """It puts the pair out of step, whatever it says, and a resync of both ranks ends that."""
+    ranks(2, forged_marker, str(tmp_path), attempts)
+
+
 @pytest.mark.parametrize(
     ("way", "values", "told"),
     [
-        ("inline", {"kind": 6}, "kind of its message is 6"),
+        ("inline", {"kind": 7}, "kind of its message is 7"),
         ("inline", {"kind": 255}, "kind of its message is 255"),
         ("eager", {"kind": 0}, "size .* is 2000"),
         ("eager", {"address": 2**62 - 64}, "place in the payload ring"),

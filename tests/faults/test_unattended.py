@@ -59,6 +59,7 @@ def test_an_operation_that_nobody_waits_for_is_given_up(algorithm: str) -> None:
             heard.set()
             assert_given_up_by_rank_0(error, "all_reduce", "rank 2")
             assert "(told by rank " in str(error)
+        comm.resync(timeout=LONG_S)
         comm.all_reduce(x.fill_(1), async_op=True).wait(timeout=LONG_S)
         assert x.tolist() == [3.0] * 3000
 
@@ -98,8 +99,8 @@ def test_a_wait_gives_an_operation_more_time() -> None:
     on_threads([1.0, LONG_S], program)
 
 
-def test_operations_go_on_behind_one_that_was_given_up() -> None:
-    """They are in no hurry before they can start, however long they are queued."""
+def test_operations_behind_one_that_was_given_up_are_refused() -> None:
+    """At once, before they have started; after resync() they go on."""
     late = threading.Event()
 
     def program(comm: Communicator) -> None:
@@ -110,11 +111,13 @@ def test_operations_go_on_behind_one_that_was_given_up() -> None:
             assert until(given_up.done)
             late.set()
             assert isinstance(caught(given_up.wait), hdp.CommTimeout)
-            behind.wait(timeout=LONG_S)
+            assert "rank 0 is out of step with rank 1 since: rank 0 waited" in str(caught(behind.wait))
         else:
             assert late.wait(LONG_S)
             assert "(told by rank 0)" in str(caught(lambda: comm.all_reduce(first, algorithm="ring")))
-            comm.all_reduce(second, algorithm="ring")
+            assert isinstance(caught(lambda: comm.all_reduce(second, algorithm="ring")), hdp.Aborted)
+        comm.resync(timeout=LONG_S)
+        comm.all_reduce(second.fill_(1), algorithm="ring")
         assert second.tolist() == [2.0] * 1000
 
     on_threads([2.0, LONG_S], program)

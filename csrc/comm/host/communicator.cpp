@@ -211,6 +211,12 @@ std::shared_ptr<Work> Communicator::startExchange(std::span<const Message> sends
   return work;
 }
 
+void Communicator::resync(double timeout_s, const InterruptCheck& check_interrupt) const {
+  Call call = callOfMessages();
+  call.op = OpCode::kResync;
+  world_->resync(call, ranks_, timeout_s, check_interrupt);
+}
+
 void Communicator::exchange(std::span<const Message> sends, std::span<const Message> recvs,
                             double timeout_s, const InterruptCheck& check_interrupt) const {
   checkPositions(sends, recvs);

@@ -72,6 +72,8 @@ class Communicator {
                   const InterruptCheck& check_interrupt) const;
   void exchange(std::span<const Message> sends, std::span<const Message> recvs, double timeout_s,
                 const InterruptCheck& check_interrupt) const;
+  // Collective; see World::resync().
+  void resync(double timeout_s, const InterruptCheck& check_interrupt) const;
 
  private:
   Communicator(std::shared_ptr<World> world, Ranks ranks, int rank);

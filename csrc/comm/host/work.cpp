@@ -131,6 +131,27 @@ bool MessageWork::advance(Transport& transport) {
   return true;
 }
 
+void ResyncWork::takeNumbers(Transport& transport) {
+  for (const int peer : *ranks_) {
+    transport.restartNumbers(peer);
+    numbers_.push_back({peer, {}, {}});
+  }
+}
+
+bool ResyncWork::advance(Transport& transport) {
+  if (!posted_) {
+    posted_ = true;
+    for (const int peer : *ranks_) transport.postResync(peer, &completion_);
+    return true;
+  }
+  if (completion_.pending > 0 || completion_.failure) return false;
+  // A peer that was in step with this rank may have failed with another one since.
+  for (const int peer : *ranks_) {
+    if (const auto error = transport.outOfStep(peer)) completion_.failure = error;
+  }
+  return false;
+}
+
 ExchangeWork::ExchangeWork(const Call& call, Ranks ranks, std::span<const Message> sends,
                            std::span<const Message> recvs)
     : Work(call, std::move(ranks)) {
@@ -170,6 +191,13 @@ void ExchangeWork::takeNumbers(Transport& transport) {
     recv.number = transport.nextRecvNumber(recv.peer);
     numbersOf(recv.peer).recv = recv.number;
   }
+}
+
+std::optional<uint32_t> ExchangeWork::firstSend(const Numbers& numbers) const {
+  for (const SendRequest& send : sends_) {
+    if (send.peer == numbers.peer) return send.number;
+  }
+  return std::nullopt;
 }
 
 bool ExchangeWork::advance(Transport& transport) {

@@ -59,6 +59,8 @@ class Work {
   virtual bool allPosted() const = 0;
   // Whether a transfer to or from the peer (a global rank) is still to be posted.
   virtual bool willNeed(int peer) const = 0;
+  // The number of its first message to the peer of `numbers`.
+  virtual std::optional<uint32_t> firstSend(const Numbers& numbers) const { return numbers.send; }
 
   Call call_;
   Ranks ranks_;
@@ -128,6 +130,22 @@ class MessageWork final : public Work {
   bool posted_ = false;
 };
 
+// Brings the pairs of this rank with all of the ranks into step again.
+class ResyncWork final : public Work {
+ public:
+  using Work::Work;
+
+ protected:
+  void takeNumbers(Transport& transport) override;
+  bool advance(Transport& transport) override;
+  // Later operations wait until it has ended: their messages count in the new numbers.
+  bool allPosted() const override { return posted_ && completion_.pending == 0; }
+  bool willNeed(int) const override { return true; }
+
+ private:
+  bool posted_ = false;
+};
+
 // Sends and receives, all posted at once.
 class ExchangeWork final : public Work {
  public:
@@ -139,6 +157,7 @@ class ExchangeWork final : public Work {
   bool advance(Transport& transport) override;
   bool allPosted() const override { return posted_; }
   bool willNeed(int) const override { return !posted_; }
+  std::optional<uint32_t> firstSend(const Numbers& numbers) const override;
 
  private:
   template <typename Request>

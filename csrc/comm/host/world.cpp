@@ -159,9 +159,9 @@ void World::fail(Work& work, const Error& error) {
   transport_->cancel(&work.completion_);
   transport_->cancel(&work.deferred_);
   for (const Work::Numbers& numbers : work.numbers_) {
-    if (numbers.peer != rank()) {
-      transport_->notifyFailure(numbers.peer, *work.error_, numbers.send, numbers.recv);
-    }
+    if (!usesPair(work, numbers.peer)) continue;
+    transport_->notifyFailure(numbers.peer, *work.error_, work.firstSend(numbers), numbers.send,
+                              numbers.recv);
   }
   finish(work, Work::State::kFailed);
 }

@@ -65,6 +65,11 @@ class World {
   void wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
   // Submits an operation and waits for it, on this thread alone; `work` may lie on the stack.
   void run(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
+  // Collective over the given ranks: brings their pairs into step again (transport.hpp). Fails the
+  // operations that are under way between them, and drops what was sent before. Deadline as for
+  // wait().
+  void resync(const Call& call, const Ranks& ranks, double timeout_s,
+              const InterruptCheck& check_interrupt);
   // True when the work has ended (an error is thrown by wait()). Never blocks.
   bool test(Work& work);
 
@@ -109,6 +114,7 @@ class World {
   bool runAloneLocked(Work& work);
   bool spinLocked(Work& work);
   void forgetLocked(Work& work);
+  void failAllWithLocked(const std::vector<int>& ranks, const Error& error);
   void progressLocked();
   void postAllLocked();
   bool advanceLocked();
@@ -129,6 +135,11 @@ class World {
   void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
   void waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
                   const InterruptCheck& check);
+  // Whether the operation sends messages on the pair of this rank with `peer`: only messages go to
+  // the own rank.
+  bool usesPair(const Work& work, int peer) const {
+    return peer != rank() || work.call_.op == OpCode::kPointToPoint;
+  }
   bool ended(const Work& work) const {
     return work.state_ == Work::State::kDone || work.state_ == Work::State::kFailed;
   }

@@ -133,6 +133,41 @@ void World::run(Work& work, double timeout_s, const InterruptCheck& check_interr
   }
 }
 
+void World::resync(const Call& call, const Ranks& ranks, double timeout_s,
+                   const InterruptCheck& check_interrupt) {
+  const auto work = std::make_shared<ResyncWork>(call, ranks);
+  {
+    std::lock_guard lock(mutex_);
+    if (over()) throwUnusable();
+    failAllWithLocked(
+        *ranks, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) + " called resync()"));
+    enterLocked(*work);
+    enqueueLocked(work);
+  }
+  try {
+    waitSlowly(*work, timeout_s, check_interrupt);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    forgetLocked(*work);
+    throw;
+  }
+}
+
+// Fails the operations that use the pairs of this rank with the given ones. A resync() of another
+// thread stays: they run one after the other.
+void World::failAllWithLocked(const std::vector<int>& ranks, const Error& error) {
+  for (const auto& work : queue_) {
+    if (ended(*work) || work->call_.op == OpCode::kResync) continue;
+    const bool concerned =
+        std::any_of(work->numbers_.begin(), work->numbers_.end(), [&](const Work::Numbers& each) {
+          return usesPair(*work, each.peer) &&
+                 std::find(ranks.begin(), ranks.end(), each.peer) != ranks.end();
+        });
+    if (concerned) fail(*work, work->failure().value_or(error));
+  }
+  dropEndedLocked();
+}
+
 // After this neither this rank nor a peer touches the work.
 void World::forgetLocked(Work& work) {
   if (ended(work)) return;
@@ -228,6 +263,7 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         if (now >= deadline) {
           fail(work, timeoutError(work, now - start));
           dropEndedLocked();
+          progressLocked();  // ends the operations that fail with it
           return;
         }
       }

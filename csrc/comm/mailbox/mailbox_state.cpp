@@ -134,9 +134,12 @@ bool MailboxState::takeHeader(int peer, Transport& transport) {
     const Error error = *channel.completion.failure;
     transport.cancel(&channel.completion);
     channel.stage = Stage::kIdle;
-    // Else the sender gave a message up. What it had sent before has been taken: its notice came
-    // behind that.
-    if (error.kind() == ErrorKind::kPeerLost && transport.departure(peer)) markLost(peer, error);
+    // The rank is gone, or the pair is out of step. All that was sent before has been received: the
+    // notice came behind it.
+    (void)transport.lost(peer, std::nullopt, std::nullopt, false);  // receives that notice now
+    markLost(peer, error.kind() == ErrorKind::kPeerLost
+                       ? error
+                       : transport.outOfStep(peer).value_or(error));
     return true;
   }
   if (channel.completion.pending > 0) return false;

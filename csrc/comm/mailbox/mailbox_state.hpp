@@ -32,6 +32,7 @@ class LabelledSend final : public LabelledWork, public std::enable_shared_from_t
   bool advance(Transport& transport) override;
   bool allPosted() const override { return posted_; }
   bool willNeed(int) const override { return !posted_; }
+  std::optional<uint32_t> firstSend(const Numbers&) const override { return header_number_; }
 
  private:
   MailHeader header_;
@@ -106,7 +107,7 @@ class MailboxState final : public WorldListener {
     Completion completion;                     // of the header, or of a payload that nobody wanted
     std::shared_ptr<LabelledReceive> receive;  // of the payload
     std::unique_ptr<std::byte[]> kept;         // the same, where nobody wanted it
-    std::optional<Error> lost;                 // the rank has left or died
+    std::optional<Error> lost;                 // the rank has left or died, or is out of step
   };
 
   // A message that no posted receive wanted when it came.

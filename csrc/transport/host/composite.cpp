@@ -50,9 +50,15 @@ class CompositeTransport final : public Transport {
     }
     return ranks;
   }
-  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> first_send,
+                     std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override {
-    to(peer).notifyFailure(peer, error, send_number, recv_number);
+    to(peer).notifyFailure(peer, error, first_send, send_number, recv_number);
+  }
+  std::optional<Error> outOfStep(int peer) override { return to(peer).outOfStep(peer); }
+  void restartNumbers(int peer) override { to(peer).restartNumbers(peer); }
+  void postResync(int peer, Completion* completion) override {
+    to(peer).postResync(peer, completion);
   }
   std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
                             std::optional<uint32_t> recv_number, bool needed) override {

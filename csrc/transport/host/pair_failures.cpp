@@ -2,36 +2,70 @@
 
 namespace hdpcomm {
 
-OwnNotice PairFailures::giveUp(const Error& error, const GiveUp& ends) {
-  if (ends.sends) own_.sends = ends.sends;
-  if (ends.recvs) own_.recvs = ends.recvs;
-  return {ends, error.kind(), static_cast<int16_t>(error.context().peer), error.what()};
-}
-
-bool PairFailures::refuse(Completion* completion) const {
-  if (!completion->failure) completion->failure = last_;
+bool PairFailures::refuse(Completion* completion, bool given_up) const {
+  if (!completion->failure) completion->failure = given_up ? last_ : refusal_;
   return true;
 }
 
-// `failed_requests`: this rank had posted requests of the operations that the peer gave up.
-void PairFailures::record(const Notice& notice, bool failed_requests) {
-  const GiveUp& ours = notice.ours;
-  const auto equal = [](std::optional<uint32_t> a, std::optional<uint32_t> b) {
-    return a && b && *a == *b;
-  };
-  if (failed_requests || equal(ours.sends, own_.sends) || equal(ours.recvs, own_.recvs)) {
-    // Both ranks failed here, perhaps in different calls: their numbers are made equal again.
-    if (upTo(send_number_, ours.sends)) send_number_ = *ours.sends;
-    if (upTo(recv_number_, ours.recvs)) recv_number_ = *ours.recvs;
+void PairFailures::markOutOfStep(const Error& error) {
+  // Numbers wrap, and a limit covers the 2^31 numbers before it: the next 2^30 operations, and the
+  // 2^30 before them, some of which have taken their numbers and are not posted yet.
+  constexpr uint32_t kAhead = 1U << 30;
+  refused_ = {send_number_ + kAhead, recv_number_ + kAhead};
+  if (refusal_) return;
+  const bool gone = error.kind() == ErrorKind::kPeerLost && error.context().peer == peer_;
+  refusal_ = Error(gone ? ErrorKind::kPeerLost : ErrorKind::kAborted,
+                   "rank " + std::to_string(rank_) + " is out of step with rank " +
+                       std::to_string(peer_) + " since: " + error.what() + "; " + kOutOfStepAdvice,
+                   {.rank = rank_, .peer = peer_, .op = {}, .ranks = {}, .seq = -1});
+}
+
+Error PairFailures::calledResync(int rank) const {
+  return Error(ErrorKind::kAborted, "rank " + std::to_string(rank) + " called resync()",
+               {.rank = rank_, .peer = peer_, .op = {}, .ranks = {}, .seq = -1});
+}
+
+// One notice is enough, unless a later failure ends earlier sends: then the peer must drop these
+// too.
+std::optional<OwnNotice> PairFailures::noticeOf(const Error& error, const GiveUp& ends,
+                                                std::optional<uint32_t> first_send) {
+  const bool earlier =
+      first_send &&
+      (!notified_first_send_ || static_cast<int32_t>(*first_send - *notified_first_send_) < 0);
+  if (std::exchange(notified_, true) && !earlier) return std::nullopt;
+  if (earlier) notified_first_send_ = first_send;
+  return OwnNotice{ends, first_send, error.kind(), static_cast<int16_t>(error.context().peer),
+                   error.what()};
+}
+
+void PairFailures::restart() {
+  send_number_ = recv_number_ = 0;
+  markOutOfStep(calledResync(rank_));
+  restarted_ = true;
+  // The old numbers say nothing about the new ones.
+  given_up_ = {};
+  last_ = std::nullopt;
+  notices_.clear();
+  // If this attempt fails, the peer has to be notified again: it may be in step by then.
+  notified_ = false;
+  notified_first_send_ = std::nullopt;
+}
+
+void PairFailures::resynced() {
+  refused_ = {};
+  refusal_ = std::nullopt;
+  restarted_ = false;
+  notified_ = false;
+  notified_first_send_ = std::nullopt;
+}
+
+void PairFailures::record(const Notice& notice) {
+  if (restarted_) return;  // of before
+  if (!refusal_) {
+    given_up_ = notice.ours;
+    last_ = notice.error;
   }
-  // Requests of those operations that this rank posts later (further steps, or all of them if the
-  // peer was ahead) will fail when they are posted.
-  const auto raise = [](std::optional<uint32_t>& limit, std::optional<uint32_t> to) {
-    if (to && (!limit || upTo(*limit, to))) limit = to;
-  };
-  raise(given_up_.sends, ours.sends);
-  raise(given_up_.recvs, ours.recvs);
-  last_ = notice.error;
+  markOutOfStep(notice.error);
   if (notices_.size() == kNotices) notices_.erase(notices_.begin());
   notices_.push_back(notice);
 }

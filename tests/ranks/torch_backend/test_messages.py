@@ -6,7 +6,6 @@ import datetime
 import pickle
 import random
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -15,8 +14,11 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.torch_backend import BackendLost, BackendMismatch, BackendTimeout
+from hdpcomm.torch_backend.errors import BackendAborted
 from tests.faults.cases import LONG_S, interrupt_soon
 from tests.ranks.torch_backend.groups import data, torch_ranks
+
+REFUSED = "is out of step with rank . since: .*; destroy the process group on all ranks and make a new one"
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -217,21 +219,16 @@ def deadlines() -> None:
     with torch_ranks(timeout=LONG_S) as (rank, _):
         x = torch.empty(3)
         if rank == 1:
-            # a send that nobody receives is given up on both sides, and the pair is usable again
-            with pytest.raises(BackendTimeout, match="waited"):
-                dist.isend(torch.full((500_000,), 5.0), 0, tag=3).wait(datetime.timedelta(seconds=0.3))
-            dist.barrier()
-            dist.send(torch.full((500_000,), 6.0), 0, tag=3)
-            dist.barrier()
             dist.barrier()
             dist.send(torch.full((3,), 4.0), 0, tag=9)
             dist.barrier()
+            # a send that nobody receives is given up on both ranks; later messages of the pair are refused
+            with pytest.raises(BackendTimeout, match="waited"):
+                dist.isend(torch.full((500_000,), 5.0), 0, tag=3).wait(datetime.timedelta(seconds=0.3))
+            dist.barrier()
+            with pytest.raises(BackendAborted, match=REFUSED):
+                dist.send(x, 0, tag=3)
             return
-        dist.barrier()
-        large = torch.empty(500_000)
-        dist.recv(large, 1, tag=3)
-        assert (large == 6).all()
-        dist.barrier()
         work = dist.irecv(x, 1, tag=5)
         with pytest.raises(BackendTimeout, match=r"to receive tag 5 from rank 1.*no receive wanted: none") as caught:
             work.wait(datetime.timedelta(seconds=0.3))
@@ -250,6 +247,10 @@ def deadlines() -> None:
         dist.recv(x, 1, tag=9)
         assert x[0] == 4
         dist.barrier()
+        dist.barrier()
+        for tag in (3, 4):
+            with pytest.raises(BackendAborted, match=r"rank 1 waited .* \(told by rank 1\).*make a new one"):
+                dist.recv(x, 1, tag=tag)
 
 
 def test_deadlines(ranks: Any) -> None:
@@ -257,7 +258,7 @@ def test_deadlines(ranks: Any) -> None:
 
 
 def given_up_between() -> None:
-    """A message that is given up takes neither those before it nor those after it along."""
+    """When a message is given up, all that are under way on its pair fail, and none is received for another."""
     with torch_ranks(timeout=LONG_S) as (rank, _):
         if rank == 1:
             first = dist.isend(torch.full((500_000,), 1.0), 0, tag=1)
@@ -267,14 +268,19 @@ def given_up_between() -> None:
             assert caught.value.peer == 0
             third = dist.isend(torch.full((500_000,), 3.0), 0, tag=2)
             dist.barrier()
-            first.wait()
-            third.wait()
+            for work in (first, third):
+                with pytest.raises(BackendAborted, match=REFUSED):
+                    work.wait()
             return
         dist.barrier()
-        for tag, value in ((2, 3.0), (1, 1.0)):
-            x = torch.empty(500_000)
-            dist.recv(x, 1, tag=tag)
-            assert (x == value).all()
+        for tag in (2, 1):
+            with pytest.raises(BackendAborted, match=REFUSED):
+                dist.recv(torch.empty(500_000), 1, tag=tag)
+        x = torch.empty(3)
+        own = dist.irecv(x, 0, tag=7)  # messages to itself go on
+        dist.isend(torch.ones(3), 0, tag=7).wait()
+        own.wait()
+        assert x.tolist() == [1, 1, 1]
 
 
 def test_given_up_between(ranks: Any) -> None:
@@ -282,7 +288,7 @@ def test_given_up_between(ranks: Any) -> None:
 
 
 def interrupted() -> None:
-    """Ctrl-C ends a wait on either side; what was waited for is given up, and the pair goes on."""
+    """Ctrl-C during a receive that no message had matched withdraws it; during a send it puts the pair out of step."""
     with torch_ranks(timeout=LONG_S) as (rank, _):
         x = torch.zeros(200_000)
         if rank == 0:
@@ -294,12 +300,10 @@ def interrupted() -> None:
             assert (x == 5).all()
             dist.barrier()
             dist.barrier()
-            work = dist.irecv(x, 1, tag=1)
-            dist.recv(x[:3], 1, tag=2)
-            assert not work.is_completed()
-            dist.send(x[:3], 1)
-            work.wait()
-            assert (x == 7).all()
+            with pytest.raises(BackendAborted, match=r"rank 1 was interrupted .*\(told by rank 1\)"):
+                dist.recv(x, 1, tag=1)
+            with pytest.raises(BackendAborted, match=REFUSED):
+                dist.recv(x, 1, tag=1)
         else:
             dist.barrier()
             dist.send(torch.full((200_000,), 5.0), 0)
@@ -308,44 +312,54 @@ def interrupted() -> None:
             with pytest.raises(KeyboardInterrupt):
                 dist.send(torch.full((200_000,), 6.0), 0, tag=1)
             dist.barrier()
-            dist.send(torch.zeros(3), 0, tag=2)
-            dist.recv(x[:3], 0)
-            dist.send(torch.full((200_000,), 7.0), 0, tag=1)
+            with pytest.raises(BackendAborted, match=REFUSED):
+                dist.send(x, 0, tag=1)
 
 
 def test_interrupted(ranks: Any) -> None:
     ranks(2, interrupted)
 
 
-def mismatches() -> None:
+def mismatches(kind: str) -> None:
+    """Different sizes of a message, types of a kept message, sizes of a collective. What was in step stays so."""
     with torch_ranks(timeout=20) as (rank, _):
-        if rank == 0:
+        if kind == "size":
             with pytest.raises(BackendMismatch):
-                dist.send(torch.zeros(3), 1)
-            dist.send(torch.zeros(4), 1, tag=1)
-            dist.send(torch.zeros(4), 1, tag=2)
+                dist.send(torch.zeros(3), 1) if rank == 0 else dist.recv(torch.zeros(4), 0)
+            with pytest.raises(BackendAborted, match=REFUSED):
+                dist.send(torch.zeros(3), 1) if rank == 0 else dist.recv(torch.zeros(3), 0)
+        elif kind == "kept":  # it had been accepted, so it concerns the receiver only
+            if rank == 0:
+                dist.send(torch.zeros(4), 1, tag=1)
+                dist.send(torch.zeros(4), 1, tag=2)
+            else:
+                dist.recv(torch.zeros(4), 0, tag=2)
+                with pytest.raises(BackendMismatch, match=r"receives 4 x int64 with tag 1, but rank 0 sent 4 x float"):
+                    dist.recv(torch.zeros(4, dtype=torch.int64), 0, tag=1)
+        else:
             with pytest.raises(BackendMismatch):
+                dist.all_reduce(torch.zeros(3 + rank))
+            with pytest.raises(BackendAborted, match=REFUSED):
                 dist.all_reduce(torch.zeros(3))
-        else:
-            time.sleep(0.05)
-            with pytest.raises(BackendMismatch):
-                dist.recv(torch.zeros(4), 0)
-            dist.recv(torch.zeros(4), 0, tag=2)
-            with pytest.raises(BackendMismatch, match=r"receives 4 x int64 with tag 1, but rank 0 sent 4 x float32"):
-                dist.recv(torch.zeros(4, dtype=torch.int64), 0, tag=1)
-            with pytest.raises(BackendMismatch):
-                dist.all_reduce(torch.zeros(4))
         x = torch.ones(2)
-        dist.all_reduce(x)  # healthy again
+        if kind != "size":
+            if rank == 0:
+                dist.send(x + 1, 1)
+            else:
+                dist.recv(x, 0)
+                assert x.tolist() == [2, 2]
+        if kind != "collective":
+            dist.all_reduce(x.fill_(1))
+            assert x.tolist() == [2, 2]
+    with torch_ranks(timeout=20) as (rank, _):  # a new group is healthy
+        x = torch.ones(2)
+        dist.all_reduce(x)
         assert x[0] == 2
-        if rank == 0:
-            dist.send(x, 1)
-        else:
-            dist.recv(x, 0)
 
 
-def test_mismatches(ranks: Any) -> None:
-    ranks(2, mismatches)
+@pytest.mark.parametrize("kind", ["size", "kept", "collective"])
+def test_mismatches(ranks: Any, kind: str) -> None:
+    ranks(2, mismatches, kind)
 
 
 def peers_that_leave() -> None:

@@ -1,18 +1,17 @@
-"""The failure protocol of a pair of ranks alone: what fails, what is refused, and from where both count on."""
+"""The failure protocol of a pair of ranks alone: what fails, what is refused, and when numbers start again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hdpcomm._core.comm import OUT_OF_STEP_ADVICE
 from tests.native import _testing
 
 NUMBERS = st.integers(1, 12)
-SOME = st.one_of(st.none(), NUMBERS)
 WRAP = 2**32
 
 
@@ -24,41 +23,97 @@ def told(text: str, by: int) -> str:
     return f"{text} (told by rank {by})"
 
 
-def test_what_is_posted_fails_and_what_comes_later_is_refused() -> None:
+def refused(since: str, by: int | None = None) -> str:
+    """The error of rank 0 for operations with rank 1."""
+    since = since if by is None else told(since, by)
+    return f"rank 0 is out of step with rank 1 since: {since}; {OUT_OF_STEP_ADVICE}"
+
+
+def test_what_is_posted_fails_and_all_that_comes_later_is_refused() -> None:
     ours, theirs = pair()
-    kept = {"send": ours.send(4), "waiting": ours.send(4, waits=True), "recv": ours.recv(8)}
+    assert ours.out_of_step() is None
+    later = {"send": ours.send(4), "waiting": ours.send(4, waits=True), "recv": ours.recv(8)}
     lost = {"send": ours.send(3), "waiting": ours.send(3, waits=True), "recv": ours.recv(7)}
     ours.hear(theirs.give_up("enough", 7, 3))  # its sends up to 7 are received here
     assert {ours.failure_of(each) for each in lost.values()} == {told("enough", 1)}
-    assert {ours.failure_of(each) for each in kept.values()} == {None}
-    for refused in (ours.send(2), ours.recv(7)):
-        assert ours.failure_of(refused) == told("enough", 1)
-    for taken in (ours.send(4), ours.recv(8)):
-        assert ours.failure_of(taken) is None
+    assert {ours.failure_of(each) for each in later.values()} == {refused("enough", 1)}
+    for of_it in (ours.send(2), ours.recv(7)):  # this rank comes late to what the peer gave up
+        assert ours.failure_of(of_it) == told("enough", 1)
+    for after in (ours.send(4), ours.recv(8), ours.send(1_000_000_000)):
+        assert ours.failure_of(after) == refused("enough", 1)
+    assert ours.out_of_step() == refused("enough", 1)
+
+
+def test_the_rank_that_gives_up_is_out_of_step_too() -> None:
+    ours, theirs = pair()
+    waiting = [ours.send(2), ours.recv(2)]
+    assert ours.give_up("enough", 1, 1) is not None
+    requests = [*waiting, ours.send(ours.next_send()), ours.recv(ours.next_recv())]
+    ours.hear(theirs.give_up("later", 9, 9))
+    requests += [ours.send(3), ours.recv(3)]
+    assert {ours.failure_of(each) for each in requests} == {refused("enough")}
+
+
+def test_operations_that_have_taken_their_numbers_are_refused() -> None:
+    ours, _ = pair()
+    numbers = [(ours.next_send(), ours.next_recv()) for _ in range(5)]
+    ours.give_up("enough", 1, 1)
+    for send, recv in numbers[1:]:
+        assert ours.failure_of(ours.send(send)) == ours.failure_of(ours.recv(recv)) == refused("enough")
+
+
+def test_a_peer_gets_one_notice_and_more_for_earlier_messages() -> None:
+    ours, _ = pair()
+    assert ours.give_up("first", None, 4) is not None
+    assert ours.give_up("second", 5, None) is not None  # withdraws its messages from there on
+    assert ours.give_up("third", 6, 6) is None
+    assert ours.give_up("fourth", 3, None) is not None
+
+
+def test_numbers_start_again_with_resync() -> None:
+    ours, theirs = pair()
+    for _ in range(3):
+        ours.next_send()
+    ours.hear(theirs.give_up("enough", 7, 3))
+    ours.restart()
+    assert (ours.next_send(), ours.next_recv()) == (1, 1)
+    assert ours.failure_of(ours.send(1)) is not None
+    ours.resynced()
+    assert ours.out_of_step() is None
+    assert ours.failure_of(ours.send(1)) is None
+    assert ours.lost(1, 7, True, None, None) is None  # nothing is left of the notice
+    assert ours.give_up("again", 1, None) is not None
+
+
+def test_operations_are_refused_until_resync_has_ended() -> None:
+    ours, theirs = pair()
+    ours.restart()
+    ours.hear(theirs.give_up("late", 1, 1))  # the number of an old operation
+    assert ours.failure_of(ours.send(ours.next_send())) == refused("rank 0 called resync()")
+    assert ours.lost(1, 1, False, None, None) is None
+
+
+def test_a_peer_gets_a_notice_when_resync_fails() -> None:
+    ours, _ = pair()
+    assert ours.give_up("first", 1, 1) is not None
+    ours.restart()
+    assert ours.give_up("rank 1 has not called resync()", None, None) is not None
 
 
 def test_the_first_failure_of_a_request_counts() -> None:
     ours, theirs = pair()
     request = ours.recv(5)
     ours.hear(theirs.give_up("first", 5, None))
-    ours.hear(theirs.give_up("second", 6, None))
+    ours.hear(theirs.give_up("second", 4, None))
     assert ours.failure_of(request) == told("first", 1)
-    assert ours.failure_of(ours.recv(5)) == told("second", 1)  # of the last that it heard
+    assert ours.failure_of(ours.recv(5)) == told("first", 1)
+    assert ours.failure_of(ours.recv(6)) == refused("first", 1)
 
 
 def test_a_notice_that_was_told_before_names_who_told_first() -> None:
     ours, theirs = pair()
     ours.hear(theirs.give_up("rank 2 died (told by rank 3)", 1, 1))
     assert ours.failure_of(ours.recv(1)) == "rank 2 died (told by rank 3)"
-
-
-def test_messages_of_what_this_rank_gave_up_are_known() -> None:
-    ours, _ = pair()
-    assert not ours.gave_up(1)
-    ours.give_up("enough", 9, None)
-    assert not ours.gave_up(1)  # it still receives
-    ours.give_up("enough", None, 4)
-    assert [ours.gave_up(number) for number in (3, 4, 5)] == [True, True, False]
 
 
 def test_a_peer_that_is_gone_fails_all() -> None:
@@ -73,10 +128,7 @@ def test_numbers_may_wrap() -> None:
     ours, theirs = pair()
     before, after = ours.recv(WRAP - 1), ours.recv(3)
     ours.hear(theirs.give_up("enough", WRAP - 1, None))
-    assert (ours.failure_of(before), ours.failure_of(after)) == (told("enough", 1), None)
-    ours.hear(theirs.give_up("again", 2, None))
-    assert ours.failure_of(after) is None
-    assert ours.failure_of(ours.recv(WRAP - 5)) == ours.failure_of(ours.recv(2)) == told("again", 1)
+    assert (ours.failure_of(before), ours.failure_of(after)) == (told("enough", 1), refused("enough", 1))
 
 
 @pytest.mark.parametrize(("started", "want"), [(0, ["enough", 5, 6]), (1, [5, "enough", 6]), (2, [5, 6, "enough"])])
@@ -84,7 +136,7 @@ def test_a_notice_goes_before_later_messages(started: int, want: list[int | str]
     ours, _ = pair()
     for i, number in enumerate((5, 6)):
         ours.send(number, waits=True, started=i < started)
-    ours.give_up("enough", 4, 4)
+    ours.queue("enough", 4)
     assert ours.waiting() == want
 
 
@@ -92,9 +144,9 @@ def test_a_notice_goes_behind_its_own_messages_and_earlier_notices() -> None:
     ours, _ = pair()
     for number in (4, 5, 6):
         ours.send(number, waits=True)
-    ours.give_up("first", 4, None)
-    ours.give_up("second", 5, None)
-    ours.give_up("third", None, 1)  # ends no sends: before all messages that have not begun
+    ours.queue("first", 4)
+    ours.queue("second", 5)
+    ours.queue("third", None)  # ends no sends: before all messages that have not begun
     assert ours.waiting() == [4, "first", 5, "second", "third", 6]
 
 
@@ -107,76 +159,11 @@ def test_what_a_waiting_rank_is_told() -> None:
     behind = theirs.give_up("behind", 3, None)
     assert ours.lost(3, 3, False, gone, behind) == told("behind", 1)
     assert ours.lost(4, 4, True, gone, behind) == gone  # that counts for its own operation only
-    ours.hear(theirs.give_up("later", 9, 9))
+    ours.hear(pair()[1].give_up("later", 9, 9))
     assert ours.lost(9, None, False, gone, behind) == told("later", 1)  # this very operation
-    assert ours.lost(3, None, True, gone, None) == told("later", 1)
+    assert ours.lost(3, None, True, gone, None) == refused("later", 1)
     assert ours.lost(3, 3, False, gone, None) is None
-    assert ours.lost(None, 10, True, gone, None) == gone
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_who_failed_in_the_same_operation_counts_alike(a: int, b: int, c: int, d: int) -> None:
-    """Both gave up operation n of a direction, in calls that took other numbers of the other direction."""
-    ours, theirs = pair()
-    for _ in range(a):
-        ours.next_send()
-    for _ in range(a):
-        theirs.next_recv()
-    sent = [ours.next_send()] + [ours.next_send() for _ in range(c)]  # the failed one, and more of the same call
-    received = [theirs.next_recv()] + [theirs.next_recv() for _ in range(d)]
-    for _ in range(b):
-        theirs.next_send()
-        ours.next_recv()
-    ours.send(sent[0])
-    theirs.recv(received[0])
-    from_us = ours.give_up("ours", sent[-1], b or None)
-    from_them = theirs.give_up("theirs", b or None, received[-1])
-    ours.hear(from_them)
-    theirs.hear(from_us)
-    assert ours.next_send() == theirs.next_recv()
-    assert ours.next_recv() == theirs.next_send()
-
-
-@dataclass
-class Model:
-    """The rules once more: every notice is kept, and each request asks all of them."""
-
-    heard: list[tuple[str, int | None, int | None]] = field(default_factory=list)  # text, sends and receives here
-    requests: list[tuple[bool, int, int]] = field(default_factory=list)  # is a send, number, notices heard before
-
-    def hear(self, text: str, sends: int | None, recvs: int | None) -> None:
-        self.heard.append((told(text, 1), recvs, sends))  # the peer's sends are received here
-
-    def failure_of(self, request: int) -> str | None:
-        send, number, before = self.requests[request]
-        covering = [i for i, (_, sends, recvs) in enumerate(self.heard) if number <= ((sends if send else recvs) or 0)]
-        if any(i < before for i in covering):
-            return self.heard[before - 1][0]
-        return self.heard[covering[0]][0] if covering else None
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("send"), NUMBERS, st.booleans()),
-            st.tuples(st.just("recv"), NUMBERS),
-            st.tuples(st.just("hear"), SOME, SOME),
-        ),
-        max_size=40,
-    )
-)
-def test_any_order_of_requests_and_notices(steps: list[tuple[Any, ...]]) -> None:
-    (ours, theirs), model = pair(), Model()
-    for i, step in enumerate(steps):
-        if step[0] == "hear":
-            ours.hear(theirs.give_up(f"notice {i}", step[1], step[2]))
-            model.hear(f"notice {i}", step[1], step[2])
-        else:
-            made = ours.send(step[1], waits=step[2]) if step[0] == "send" else ours.recv(step[1])
-            assert made == len(model.requests)
-            model.requests.append((step[0] == "send", step[1], len(model.heard)))
-    for request in range(len(model.requests)):
-        assert ours.failure_of(request) == model.failure_of(request)
+    assert ours.lost(None, None, True, gone, None) == gone  # resync() has no numbers
 
 
 @given(st.lists(st.tuples(NUMBERS, st.booleans()), max_size=10), st.lists(NUMBERS, max_size=4))
@@ -186,7 +173,7 @@ def test_notices_never_overtake_what_they_end_nor_each_other(sends: list[tuple[i
     for number, (_, started) in zip(numbers, sorted(sends, key=lambda send: not send[1]), strict=True):
         ours.send(number, waits=True, started=started)
     for i, end in enumerate(sorted(ends)):
-        ours.give_up(f"{i:02} {end}", end, None)
+        ours.queue(f"{i:02} {end}", end)
     waiting = ours.waiting()
     assert [each for each in waiting if isinstance(each, int)] == numbers
     texts = [each for each in waiting if isinstance(each, str)]

@@ -15,14 +15,17 @@ enum class Kind : uint8_t {
   kAccepted,  // the receiver accepted message `index`, whose sender had asked for confirmation
   kRejected,  // the receiver called something else: `call`, `bytes` are its own
   kFailure,   // the sender gave up an operation: its sends up to `number`, its receives up to
-              // `other`, as the flags say (failures.hpp)
+              // `other`, as the flags say (failures.hpp). `index` - 1: its first send; 0: it has
+              // none
   kCredit,    // carries only `consumed`
   kPing,
   kPong,
   kGoodbye,  // the last frame; the text says why
+  kMarker,   // of resync(): `number` is the sender's attempt, `other` the receiver's last one
 };
 
 inline constexpr uint32_t kConfirm = 1;  // kData: the sender wants a kAccepted
+inline constexpr uint32_t kDropped = 2;  // kRejected: no operation received it; there is no call
 
 struct Header {
   uint32_t magic = kMagic;

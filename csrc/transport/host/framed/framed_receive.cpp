@@ -1,4 +1,5 @@
-// The receiving half: matching, copies and reductions from frames, and failure notices.
+// The receiving half: matching, copies and reductions from frames, failure notices and markers of
+// resync().
 #include <algorithm>
 #include <cstring>
 
@@ -38,11 +39,13 @@ void FramedTransport::route(Peer& peer, FramePtr frame) {
   }
   peer.credited_units = std::max(peer.credited_units, header.consumed);
   switch (header.kind) {
-    case Kind::kData:
     case Kind::kFailure:
+      if (header.index > 0) dropRevoked(peer, static_cast<uint32_t>(header.index - 1));
+      [[fallthrough]];
+    case Kind::kData:
+    case Kind::kMarker:
       peer.used = true;
       peer.incoming.push(std::move(frame));
-      drain(peer);
       return;
     case Kind::kAccepted:
       endAccepted(peer, header);
@@ -71,13 +74,15 @@ void FramedTransport::endAccepted(Peer& peer, const Header& header) {
 
 void FramedTransport::endRejected(Peer& peer, const Header& header) {
   const auto end = [&](const Outgoing& out) {
-    if (out.notice || !out.started || out.index != header.index) return true;
+    if (!out.started || out.index != header.index) return true;
     Completion& completion = *out.request.completion;
     --completion.pending;
     if (!completion.failure) {
       completion.failure =
-          mismatchError({rank(), out.request.call, out.request.bytes},
-                        {peer.rank, header.call, static_cast<size_t>(header.bytes)}, true);
+          (header.flags & kDropped) != 0
+              ? droppedError(rank(), peer.rank, out.request.call)
+              : mismatchError({rank(), out.request.call, out.request.bytes},
+                              {peer.rank, header.call, static_cast<size_t>(header.bytes)}, true);
     }
     return false;
   };
@@ -94,7 +99,44 @@ void FramedTransport::consume(Peer& peer, const Header& header) {
   sendControl(peer, credit);
 }
 
-// Consumes pieces while there are receives for them, and the notices among them.
+// Discards a piece of a message that arrived while the pair was out of step, or that no operation
+// received. Its sender may wait for an answer.
+void FramedTransport::drop(Peer& peer, const Header& header) {
+  consume(peer, header);
+  if ((header.flags & kConfirm) == 0 || header.offset + header.piece < header.bytes) return;
+  Header dropped;
+  dropped.kind = Kind::kRejected;
+  dropped.flags = kDropped;
+  dropped.index = header.index;
+  sendControl(peer, dropped);
+}
+
+// The peer has withdrawn its messages from this number on: a receive that is late must not take
+// them for those of another operation.
+void FramedTransport::dropRevoked(Peer& peer, uint32_t first_send) {
+  peer.incoming.filter([&](const FramePtr& frame) {
+    const Header header = readHeader(*frame);
+    if (header.kind != Kind::kData || static_cast<int32_t>(header.number - first_send) < 0) {
+      return true;
+    }
+    consume(peer, header);
+    return false;
+  });
+}
+
+void FramedTransport::receiveMarker(Peer& peer, const Header& header) {
+  std::optional<Marker> answer;
+  const bool expected = peer.resync.underWay();
+  const bool in_step = peer.resync.receive({header.number, header.other}, &answer);
+  if (answer) sendMarker(peer, *answer);
+  if (in_step) {
+    peer.failures.resynced();
+  } else if (!expected) {
+    peer.failures.peerRestarted(peer.recvs, peer.inflight, peer.queue);
+  }
+}
+
+// Consumes pieces while there are receives for them, and the notices and markers among them.
 void FramedTransport::drain(Peer& peer) {
   while (!peer.incoming.empty()) {
     const FramePtr frame = peer.incoming.front();
@@ -102,6 +144,9 @@ void FramedTransport::drain(Peer& peer) {
     if (header.kind == Kind::kFailure) {
       peer.incoming.pop();
       peer.failures.receive(noticeIn(peer, *frame), peer.recvs, peer.inflight, peer.queue);
+    } else if (header.kind == Kind::kMarker) {
+      peer.incoming.pop();
+      receiveMarker(peer, header);
     } else if (deliver(peer, *frame, header)) {
       peer.incoming.pop();
     } else {
@@ -116,11 +161,15 @@ bool FramedTransport::deliver(Peer& peer, Frame& frame, const Header& header) {
     consume(peer, header);
     return true;
   }
-  if (peer.recvs.empty()) return false;
+  if (peer.recvs.empty()) {
+    if (!peer.failures.outOfStep()) return false;
+    drop(peer, header);
+    return true;
+  }
   RecvRequest& request = peer.recvs.front();
   const auto ahead = static_cast<int32_t>(header.number - request.number);
-  if (ahead < 0) {  // of an operation that this rank gave up
-    consume(peer, header);
+  if (ahead < 0) {
+    drop(peer, header);
     return true;
   }
   if (request.completion->failure) return false;  // its owner is about to cancel it
@@ -164,15 +213,9 @@ void FramedTransport::rejectUnexpected(int peer_rank, uint32_t number, const Cal
   Peer& peer = at(peer_rank);
   if (!peer.recvs.empty() || completion->failure) return;
   drain(peer);
-  Header header;
-  for (;;) {
-    if (peer.incoming.empty()) return;
-    header = readHeader(*peer.incoming.front());
-    if (header.kind == Kind::kFailure || !peer.failures.gaveUp(header.number)) break;
-    consume(peer, header);  // of an operation that this rank gave up
-    peer.incoming.pop();
-  }
-  if (header.kind == Kind::kFailure || !upTo(header.number, number)) return;
+  if (peer.incoming.empty() || peer.failures.outOfStep()) return;
+  const Header header = readHeader(*peer.incoming.front());
+  if (header.kind != Kind::kData || !upTo(header.number, number)) return;
   RecvRequest request;
   request.call = call;
   request.completion = completion;

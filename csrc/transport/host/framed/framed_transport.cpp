@@ -18,7 +18,10 @@ bool needsConfirmation(const SendRequest& request) {
 FramedTransport::FramedTransport(std::shared_ptr<FrameLink> link, std::string name)
     : link_(std::move(link)), name_(std::move(name)), silence_s_(Settings::get().silence_s) {
   peers_.resize(static_cast<size_t>(link_->size()));
-  for (int i = 0; i < link_->size(); ++i) at(i).rank = i;
+  for (int i = 0; i < link_->size(); ++i) {
+    at(i).rank = i;
+    at(i).failures.connect(rank(), i);
+  }
 }
 
 FramedTransport::~FramedTransport() { close("the communicator was destroyed"); }
@@ -57,16 +60,14 @@ void FramedTransport::postRecv(const RecvRequest& request) {
 void FramedTransport::push(Peer& peer) {
   while (!peer.queue.empty() && pushPiece(peer, peer.queue.front())) {
     Outgoing& out = peer.queue.front();
-    if (!out.notice) {
-      if (out.offset < out.request.bytes) continue;
-      ++stats_.messages_sent;
-      stats_.bytes_sent += out.request.bytes;
-      peer.used = true;
-      if (needsConfirmation(out.request)) {
-        peer.inflight.push(std::move(out));
-      } else {
-        --out.request.completion->pending;
-      }
+    if (out.offset < out.request.bytes) continue;
+    ++stats_.messages_sent;
+    stats_.bytes_sent += out.request.bytes;
+    peer.used = true;
+    if (needsConfirmation(out.request)) {
+      peer.inflight.push(std::move(out));
+    } else {
+      --out.request.completion->pending;
     }
     peer.queue.pop();
   }
@@ -75,18 +76,6 @@ void FramedTransport::push(Peer& peer) {
 // Passes one frame of the message to the link. Returns false if there is no room now.
 bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   if (!link_->hasRoom(peer.rank)) return false;
-  if (out.notice) {
-    const OwnNotice& notice = *out.notice;
-    Header header;
-    header.kind = Kind::kFailure;
-    header.detail = static_cast<uint8_t>(notice.kind);
-    header.cause = notice.cause;
-    header.flags = notice.flags();
-    header.number = notice.ends.sends.value_or(0);
-    header.other = notice.ends.recvs.value_or(0);
-    sendControl(peer, header, notice.text);
-    return true;
-  }
   const SendRequest& request = out.request;
   const size_t piece = std::min(kFrameBulkBytes, request.bytes - out.offset);
   const uint64_t units = piece + kPieceUnits;
@@ -113,7 +102,9 @@ bool FramedTransport::progress() {
   do {
     arrivals_.clear();
     link_->collect(arrivals_);
+    // All are routed first: a notice may withdraw messages that arrived just before it.
     for (FrameLink::Arrival& arrival : arrivals_) route(at(arrival.peer), std::move(arrival.frame));
+    for (const FrameLink::Arrival& arrival : arrivals_) drain(at(arrival.peer));
     for (size_t i = 0; i < active_.size();) {
       Peer& peer = at(active_[i]);
       drain(peer);
@@ -136,6 +127,7 @@ void FramedTransport::cancel(const Completion* completion) {
     const auto keep = [&](const Outgoing& out) { return out.request.completion != completion; };
     peer.queue.filter(keep);
     peer.inflight.filter(keep);
+    peer.resync.cancel(completion);
     peer.recvs.filter([&](const RecvRequest& request) { return request.completion != completion; });
   }
 }
@@ -148,15 +140,38 @@ std::vector<int> FramedTransport::awaited(const Completion* completion) {
   return ranks;
 }
 
+// Notices and markers overtake the messages that wait for room: all of them have failed.
 void FramedTransport::notifyFailure(int peer_rank, const Error& error,
+                                    std::optional<uint32_t> first_send,
                                     std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) {
   Peer& peer = at(peer_rank);
-  Outgoing out;
-  out.notice = peer.failures.giveUp(error, {send_number, recv_number});
-  queueNotice(peer.queue, std::move(out), send_number);
+  const auto notice = peer.failures.giveUp(error, {send_number, recv_number}, first_send,
+                                           peer.recvs, peer.inflight, peer.queue);
+  if (!notice || peer_rank == rank()) return;
+  Header header;
+  header.kind = Kind::kFailure;
+  header.detail = static_cast<uint8_t>(notice->kind);
+  header.cause = notice->cause;
+  header.flags = notice->flags();
+  header.number = notice->ends.sends.value_or(0);
+  header.other = notice->ends.recvs.value_or(0);
+  header.index = first_send ? uint64_t{*first_send} + 1 : 0;
+  sendControl(peer, header, notice->text);
+}
+
+void FramedTransport::postResync(int peer_rank, Completion* completion) {
+  Peer& peer = at(peer_rank);
   activate(peer);
-  push(peer);
+  sendMarker(peer, peer.resync.begin(completion));
+}
+
+void FramedTransport::sendMarker(Peer& peer, const Marker& marker) {
+  Header header;
+  header.kind = Kind::kMarker;
+  header.number = marker.attempt;
+  header.other = marker.peer_attempt;
+  sendControl(peer, header);
 }
 
 std::optional<Error> FramedTransport::goneError(const Peer& peer, bool awaited) {
@@ -189,6 +204,7 @@ void FramedTransport::checkPeers() {
     const auto gone = goneError(peer);
     if (!gone) continue;
     drain(peer);  // messages that the peer sent before it left are still valid
+    peer.resync.fail(*gone);
     peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
   }
 }

@@ -15,15 +15,12 @@
 
 namespace hdpcomm::framed {
 
-// A message or a failure notice to be sent.
+// A message to be sent.
 struct Outgoing {
   SendRequest request;
   uint64_t index = 0;
   size_t offset = 0;  // bytes passed to the link
   bool started = false;
-  std::optional<OwnNotice> notice;
-
-  bool begun() const { return notice || started; }
 };
 
 struct Peer {
@@ -31,6 +28,7 @@ struct Peer {
   bool used = false;
   bool in_active_list = false;
   PairFailures failures;
+  PairResync resync;
   std::string farewell;  // text of the peer's goodbye
   bool gone = false;     // the goodbye has arrived
   bool cut_off = false;  // it sent what no rank sends: its further frames are ignored
@@ -46,9 +44,11 @@ struct Peer {
   RingQueue<Outgoing> queue;
   RingQueue<Outgoing> inflight;  // sent, and not yet accepted by the peer
   RingQueue<RecvRequest> recvs;
-  RingQueue<FramePtr> incoming;  // data and notices that were not consumed yet
+  RingQueue<FramePtr> incoming;  // data, notices and markers that were not consumed yet
 
-  bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
+  bool active() const {
+    return !queue.empty() || !inflight.empty() || !recvs.empty() || resync.underWay();
+  }
 };
 
 class FramedTransport final : public Transport {
@@ -68,8 +68,12 @@ class FramedTransport final : public Transport {
                         Completion* completion) override;
   void cancel(const Completion* completion) override;
   std::vector<int> awaited(const Completion* completion) override;
-  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> first_send,
+                     std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
+  std::optional<Error> outOfStep(int peer) override { return at(peer).failures.outOfStep(); }
+  void restartNumbers(int peer) override { at(peer).failures.restart(); }
+  void postResync(int peer, Completion* completion) override;
   std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
                             std::optional<uint32_t> recv_number, bool needed) override;
   void checkPeers() override;
@@ -86,6 +90,7 @@ class FramedTransport final : public Transport {
   Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   void activate(Peer& peer);
   void sendControl(Peer& peer, Header header, const std::string& text = {});
+  void sendMarker(Peer& peer, const Marker& marker);
 
   // framed_transport.cpp
   void push(Peer& peer);
@@ -96,6 +101,8 @@ class FramedTransport final : public Transport {
   void route(Peer& peer, FramePtr frame);
   // What is wrong with a frame after those before it.
   std::optional<std::string> outOfPlace(Peer& peer, const Header& header) const;
+  void dropRevoked(Peer& peer, uint32_t first_send);
+  void receiveMarker(Peer& peer, const Header& header);
   void endAccepted(Peer& peer, const Header& header);
   void endRejected(Peer& peer, const Header& header);
   void drain(Peer& peer);
@@ -105,6 +112,7 @@ class FramedTransport final : public Transport {
   std::optional<Notice> noticeAhead(Peer& peer, std::optional<uint32_t> send_number,
                                     std::optional<uint32_t> recv_number) const;
   void consume(Peer& peer, const Header& header);
+  void drop(Peer& peer, const Header& header);
 
   std::shared_ptr<FrameLink> link_;
   std::string name_;

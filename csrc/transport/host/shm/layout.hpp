@@ -33,6 +33,8 @@ enum class Kind : uint8_t {
   // flags in call.count say (failures.hpp). `detail` is the ErrorKind, call.root the rank that it
   // concerns, and the payload ring holds the text.
   kFailure,
+  // A marker of resync(): `number` is the sender's attempt, `bytes` the receiver's last one.
+  kMarker,
 };
 
 enum class SlotState : uint16_t {
@@ -40,7 +42,8 @@ enum class SlotState : uint16_t {
   kClaimed,     // the receiver copies from the sender's memory
   kRejected,    // the receiver refused it; `call` and `bytes` are now the receiver's
   kUnreadable,  // the receiver could not read the sender's memory
-  kRevoked,     // the sender withdrew it before it was claimed
+  kRevoked,     // the sender withdrew it before it was consumed
+  kDropped,     // the receiver is out of step, or no operation of it received the message
 };
 
 // The descriptor of a message, one cache line. The sender writes it and publishes it by `stamp`;

@@ -1,5 +1,5 @@
-// The receiving half: matching, the copy or reduction directly from where the bytes are, and
-// failure notices.
+// The receiving half: matching, the copy or reduction directly from where the bytes are, failure
+// notices and markers of resync().
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -57,23 +57,51 @@ Slot* ShmTransport::published(const Peer& peer, uint64_t index) const {
   return slot.stamp.load(std::memory_order_acquire) == index + 1 ? &slot : nullptr;
 }
 
-// Consumes messages while there are receives for them, and the failure notices among them.
+// Consumes messages while there are receives for them, and the notices and markers among them.
 bool ShmTransport::drain(Peer& peer) {
   const uint64_t before = peer.received;
   while (Slot* slot = published(peer, peer.received)) {
-    if (readOnce(slot->kind) == Kind::kFailure) {
-      const std::optional<Notice> notice = noticeIn(peer, *slot);
-      if (!notice) {
-        cutOff(peer, "length, place or cause of the failure notice", slot->at.fragment);
-        break;
-      }
-      peer.failures.receive(*notice, peer.recvs, peer.inflight, peer.queue);
-      consume(peer, *slot);
-    } else if (peer.recvs.empty() || !deliver(peer, *slot)) {
+    if (readOnce(slot->kind) >= Kind::kFailure) {
+      receiveControl(peer, *slot);
+    } else if (peer.recvs.empty()) {
+      const bool revoked = slot->state.load(std::memory_order_relaxed) == SlotState::kRevoked;
+      if (!revoked && !peer.failures.outOfStep()) break;
+      drop(peer, *slot);
+    } else if (!deliver(peer, *slot)) {
       break;
     }
   }
   return peer.received != before;
+}
+
+// Takes a failure notice, or a marker of resync().
+void ShmTransport::receiveControl(Peer& peer, const Slot& slot) {
+  const Kind kind = readOnce(slot.kind);
+  if (kind == Kind::kFailure) {
+    const std::optional<Notice> notice = noticeIn(peer, slot);
+    if (!notice) {
+      cutOff(peer, "length, place or cause of the failure notice", slot.at.fragment);
+      return;
+    }
+    consume(peer, slot);
+    completeAccepted(peer);
+    peer.failures.receive(*notice, peer.recvs, peer.inflight, peer.queue);
+  } else if (kind == Kind::kMarker) {
+    const Marker marker{readOnce(slot.number), static_cast<uint32_t>(readOnce(slot.bytes))};
+    consume(peer, slot);
+    std::optional<Marker> answer;
+    const bool expected = peer.resync.underWay();
+    const bool in_step = peer.resync.receive(marker, &answer);
+    if (answer) sendMarker(peer, *answer);
+    if (in_step) {
+      peer.failures.resynced();
+    } else if (!expected) {
+      completeAccepted(peer);
+      peer.failures.peerRestarted(peer.recvs, peer.inflight, peer.queue);
+    }
+  } else {
+    cutOff(peer, "kind", static_cast<uint64_t>(kind));
+  }
 }
 
 bool ShmTransport::deliver(Peer& peer, Slot& slot) {
@@ -85,7 +113,9 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
     return true;
   }
   if (request.completion->failure) return false;  // its owner is about to cancel it
-  if (ahead > 0 || slot.call != request.call || slot.bytes != request.bytes) {
+  const bool revoked = slot.state.load(std::memory_order_relaxed) == SlotState::kRevoked;
+  if (ahead > 0 || slot.call != request.call || slot.bytes != request.bytes || revoked) {
+    if (revoked) return takeRevoked(peer, slot, request);
     reject(peer, slot, request);
     return true;
   }
@@ -139,8 +169,7 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
       }
       break;
     }
-    case Kind::kFailure:  // handled by drain(), so the peer has just written it
-    default:
+    default:  // a notice or marker is handled by drain(), so the peer has just written it
       cutOff(peer, "kind", static_cast<uint64_t>(kind));
       return false;
   }
@@ -235,28 +264,26 @@ void ShmTransport::reject(Peer& peer, Slot& slot, const RecvRequest& request) {
   consume(peer, slot);
 }
 
-// Discards a message of an operation that this rank gave up.
+// Discards a message that arrived while the pair was out of step, or that no operation received.
 void ShmTransport::drop(Peer& peer, Slot& slot) {
   SlotState posted = SlotState::kPosted;
-  slot.state.compare_exchange_strong(posted, SlotState::kRejected, std::memory_order_acq_rel);
+  slot.state.compare_exchange_strong(posted, SlotState::kDropped, std::memory_order_acq_rel);
   consume(peer, slot);
 }
 
 void ShmTransport::rejectUnexpected(int peer_rank, uint32_t number, const Call& call,
                                     Completion* completion) {
   Peer& peer = peers_[peer_rank];
-  if (!peer.recvs.empty() || completion->failure) return;
+  if (!peer.recvs.empty() || completion->failure || peer.failures.outOfStep()) return;
   Slot* head = published(peer, peer.received);
-  while (head != nullptr && head->kind != Kind::kFailure && peer.failures.gaveUp(head->number)) {
-    drop(peer, *head);
-    head = published(peer, peer.received);
+  if (head == nullptr || readOnce(head->kind) >= Kind::kFailure || !upTo(head->number, number) ||
+      head->state.load(std::memory_order_relaxed) == SlotState::kRevoked) {
+    return;
   }
-  if (head == nullptr || head->kind == Kind::kFailure || !upTo(head->number, number)) return;
-  Slot& slot = *head;
   RecvRequest request;
   request.call = call;
   request.completion = completion;
-  reject(peer, slot, request);
+  reject(peer, *head, request);
 }
 
 std::optional<Notice> ShmTransport::noticeIn(const Peer& peer, const Slot& slot) const {
@@ -268,30 +295,18 @@ std::optional<Notice> ShmTransport::noticeIn(const Peer& peer, const Slot& slot)
   if (length > kFailureText || place > capacity - length || !noticeFits(kind, cause, size())) {
     return std::nullopt;
   }
-  const std::string text(reinterpret_cast<const char*>(peer.in_payload + place), length);
+  const std::string text =
+      length > 0 ? std::string(reinterpret_cast<const char*>(peer.in_payload + place), length)
+                 : "rank " + std::to_string(peer.rank) + " gave up an operation";
   const GiveUp ours = endsHere(static_cast<uint32_t>(slot.call.count), slot.number,
                                static_cast<uint32_t>(slot.bytes));
   return noticeFrom(peer.rank, rank_, static_cast<ErrorKind>(kind), text, cause, ours);
 }
 
-// The notice of this very operation, anywhere on the channel.
-std::optional<Notice> ShmTransport::noticeAhead(const Peer& peer,
-                                                std::optional<uint32_t> send_number,
-                                                std::optional<uint32_t> recv_number) const {
-  for (uint64_t i = peer.received; i < peer.received + kSlots; ++i) {
-    const Slot* slot = published(peer, i);
-    if (slot == nullptr) break;
-    if (slot->kind != Kind::kFailure) continue;
-    std::optional<Notice> notice = noticeIn(peer, *slot);
-    if (notice && notice->concerns(send_number, recv_number)) return notice;
-  }
-  return std::nullopt;
-}
-
 // The sender withdrew the message that this request waits for. The sender's notice says why; it may
 // be behind messages of later operations, which must not be received by this request.
 bool ShmTransport::takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request) {
-  const auto notice = noticeAhead(peer, std::nullopt, request.number);
+  const auto notice = noticeAhead(peer, [](const Notice&) { return true; });
   const bool full = published(peer, peer.received + kSlots - 1) != nullptr;
   if (!notice && !full) return false;  // the notice has not arrived yet
   request.completion->failure =

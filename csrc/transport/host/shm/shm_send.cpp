@@ -69,7 +69,8 @@ bool ShmTransport::needsFragments(const Peer& peer, const SendRequest& request) 
 
 // True when the whole message is on the channel.
 bool ShmTransport::tryPush(Peer& peer, PendingSend& send) {
-  if (send.kind == Kind::kFailure) return pushFailure(peer, send);
+  if (send.kind == Kind::kFailure) return pushFailure(peer, send.notice);
+  if (send.kind == Kind::kMarker) return pushMarker(peer, send.marker);
   if (send.kind != Kind::kFragment && !needsFragments(peer, send.request)) {
     return pushMessage(peer, send.request);
   }
@@ -137,14 +138,28 @@ bool ShmTransport::pushFragments(Peer& peer, PendingSend& send) {
   return true;
 }
 
-bool ShmTransport::pushFailure(Peer& peer, PendingSend& send) {
+bool ShmTransport::pushMarker(Peer& peer, const Marker& marker) {
   Slot* slot = claimSlot(peer);
   if (slot == nullptr) return false;
-  const OwnNotice& notice = send.notice;
-  const size_t bytes = std::min(notice.text.size(), kFailureText);
+  slot->kind = Kind::kMarker;
+  slot->call = Call{};
+  slot->number = marker.attempt;
+  slot->bytes = marker.peer_attempt;
+  publish(peer, *slot);
+  return true;
+}
+
+bool ShmTransport::pushFailure(Peer& peer, const OwnNotice& notice) {
+  Slot* slot = claimSlot(peer);
+  if (slot == nullptr) return false;
+  size_t bytes = std::min(notice.text.size(), kFailureText);
   uint64_t offset = 0;
   std::byte* payload = claimPayload(peer, bytes, &offset);
-  if (payload == nullptr) return false;
+  if (payload == nullptr) {  // without its text: this rank may not come back to send it later
+    bytes = 0;
+    payload = claimPayload(peer, bytes, &offset);
+    if (payload == nullptr) return false;
+  }
   std::memcpy(payload, notice.text.data(), bytes);
   slot->kind = Kind::kFailure;
   slot->detail = static_cast<uint8_t>(notice.kind);
@@ -168,21 +183,28 @@ void ShmTransport::completeInflight(Peer& peer) {
     return;
   }
   peer.consumed_seen = consumed;
+  bool drained = false;
   while (!peer.inflight.empty() && peer.inflight.front().index < peer.consumed_seen) {
     const Slot& slot = peer.out->slots[peer.inflight.front().index % kSlots];
-    // A receiver that gave up the operation sent a notice before it dropped the message: receives
-    // the notice first, which fails the request with the true reason.
-    if (slot.state.load(std::memory_order_relaxed) == SlotState::kRejected) drain(peer);
+    const SlotState state = slot.state.load(std::memory_order_relaxed);
+    if (!drained && (state == SlotState::kRejected || state == SlotState::kDropped)) {
+      // A receiver that is out of step sent a notice before it refused the message: receives the
+      // notice first, which fails the request with the true reason, and may end others.
+      drained = true;
+      drain(peer);
+      continue;
+    }
     const Inflight inflight = peer.inflight.front();
     peer.inflight.pop();
     Completion& completion = *inflight.request.completion;
     --completion.pending;
     if (completion.failure) continue;
-    const SlotState state = slot.state.load(std::memory_order_relaxed);
     if (state == SlotState::kRejected) {
       completion.failure =
           mismatchError({rank_, inflight.request.call, inflight.request.bytes},
                         {peer.rank, slot.call, static_cast<size_t>(slot.bytes)}, true);
+    } else if (state == SlotState::kDropped) {
+      completion.failure = droppedError(rank_, peer.rank, inflight.request.call);
     } else if (state == SlotState::kUnreadable) {
       completion.failure =
           Error(ErrorKind::kInternal,
@@ -194,13 +216,41 @@ void ShmTransport::completeInflight(Peer& peer) {
   }
 }
 
+// Ends the requests whose messages the receiver has accepted, up to the first that it did not: a
+// failure after that does not concern them.
+void ShmTransport::completeAccepted(Peer& peer) {
+  const uint64_t consumed = peer.out->consumed.load(std::memory_order_acquire);
+  if (consumed > peer.sent) return;  // nonsense: completeInflight() cuts the peer off
+  while (!peer.inflight.empty() && peer.inflight.front().index < consumed) {
+    const Slot& slot = peer.out->slots[peer.inflight.front().index % kSlots];
+    const SlotState state = slot.state.load(std::memory_order_relaxed);
+    if (state != SlotState::kPosted && state != SlotState::kClaimed) return;
+    --peer.inflight.front().request.completion->pending;
+    peer.inflight.pop();
+  }
+}
+
+// Withdraws the messages on the channel whose numbers are `first_send` or later, small ones too: a
+// receiver that is late must not take them for those of another operation.
+void ShmTransport::revoke(Peer& peer, uint32_t first_send) {
+  uint64_t i = peer.out->consumed.load(std::memory_order_acquire);
+  if (i > peer.sent) return;  // nonsense: completeInflight() cuts the peer off
+  for (; i < peer.sent; ++i) {
+    Slot& slot = peer.out->slots[i % kSlots];
+    if (slot.kind >= Kind::kFailure || static_cast<int32_t>(slot.number - first_send) < 0) continue;
+    SlotState expected = SlotState::kPosted;
+    slot.state.compare_exchange_strong(expected, SlotState::kRevoked, std::memory_order_acq_rel);
+  }
+}
+
 // Returns when the receiver does not read the sender's memory, now or later.
 void ShmTransport::withdraw(Peer& peer, const Inflight& inflight) {
   Slot& slot = peer.out->slots[inflight.index % kSlots];
   if (slot.kind != Kind::kDirect && slot.kind != Kind::kShared) return;
   SlotState expected = SlotState::kPosted;
   if (slot.state.compare_exchange_strong(expected, SlotState::kRevoked,
-                                         std::memory_order_acq_rel)) {
+                                         std::memory_order_acq_rel) ||
+      expected == SlotState::kRevoked) {
     return;
   }
   // Claimed: the receiver is copying, which ends soon, unless its process dies.

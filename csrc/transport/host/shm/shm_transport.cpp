@@ -52,6 +52,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
   for (int i = 0; i < num_ranks; ++i) {
     Peer& peer = peers_[i];
     peer.rank = i;
+    peer.failures.connect(rank, i);
     peer.control = &segment_->control(i);
     peer.out = &segment_->channel(rank, i);
     peer.in = &segment_->channel(i, rank);
@@ -110,6 +111,7 @@ void ShmTransport::cancel(const Completion* completion) {
       withdraw(peer, inflight);
       return false;
     });
+    peer.resync.cancel(completion);
     if (!peer.recvs.empty() && peer.recvs.front().completion == completion)
       peer.fragment_offset = 0;
     peer.recvs.filter([&](const RecvRequest& request) { return request.completion != completion; });
@@ -125,16 +127,39 @@ std::vector<int> ShmTransport::awaited(const Completion* completion) {
 }
 
 void ShmTransport::notifyFailure(int peer_rank, const Error& error,
+                                 std::optional<uint32_t> first_send,
                                  std::optional<uint32_t> send_number,
                                  std::optional<uint32_t> recv_number) {
   Peer& peer = peers_[peer_rank];
+  completeAccepted(peer);
+  if (first_send) revoke(peer, *first_send);
+  const auto notice = peer.failures.giveUp(error, {send_number, recv_number}, first_send,
+                                           peer.recvs, peer.inflight, peer.queue);
+  if (!notice || peer_rank == rank_) return;
+  // It overtakes the messages that wait for room: all of them have failed.
+  const auto control = [](const PendingSend& each) { return each.kind >= Kind::kFailure; };
+  if (!peer.queue.any(control) && pushFailure(peer, *notice)) return;
   PendingSend send;
   send.kind = Kind::kFailure;
-  send.notice = peer.failures.giveUp(error, {send_number, recv_number});
-  if (!peer.queue.empty() || !tryPush(peer, send)) {
-    queueNotice(peer.queue, std::move(send), send_number);
-    activate(peer);
-  }
+  send.notice = *notice;
+  queueNotice(peer.queue, std::move(send), send_number);
+  activate(peer);
+}
+
+void ShmTransport::postResync(int peer_rank, Completion* completion) {
+  Peer& peer = peers_[peer_rank];
+  peer.fragment_offset = 0;
+  activate(peer);
+  sendMarker(peer, peer.resync.begin(completion));
+}
+
+void ShmTransport::sendMarker(Peer& peer, const Marker& marker) {
+  if (peer.queue.empty() && pushMarker(peer, marker)) return;
+  PendingSend send;
+  send.kind = Kind::kMarker;
+  send.marker = marker;
+  peer.queue.push(std::move(send));
+  activate(peer);
 }
 
 bool ShmTransport::processAlive(const Control& control) const {
@@ -189,6 +214,7 @@ void ShmTransport::checkPeers() {
     // Messages that the peer sent before it left are still valid.
     completeInflight(peer);
     drain(peer);
+    peer.resync.fail(*gone);
     peer.failures.failAll(*gone, peer.recvs, peer.inflight, peer.queue);
   }
 }
@@ -198,8 +224,10 @@ std::optional<Error> ShmTransport::lost(int peer_rank, std::optional<uint32_t> s
   Peer& peer = peers_[peer_rank];
   const auto gone = needed ? goneError(peer) : std::nullopt;
   drain(peer);
-  return peer.failures.lost(send_number, recv_number, needed, gone,
-                            [&] { return noticeAhead(peer, send_number, recv_number); });
+  return peer.failures.lost(send_number, recv_number, needed, gone, [&] {
+    return noticeAhead(
+        peer, [&](const Notice& notice) { return notice.concerns(send_number, recv_number); });
+  });
 }
 
 // Wakes the rank if it sleeps.

@@ -16,8 +16,9 @@ struct PendingSend {
   size_t offset = 0;  // bytes already sent in fragments
   Kind kind = Kind::kInline;
   OwnNotice notice;  // kFailure
+  Marker marker;     // kMarker
 
-  bool begun() const { return kind == Kind::kFailure || offset > 0; }
+  bool begun() const { return kind >= Kind::kFailure || offset > 0; }
 };
 
 // A message on its channel whose request ends when the receiver has consumed it.
@@ -45,6 +46,7 @@ struct Peer {
   uint64_t payload_received = 0;
   size_t fragment_offset = 0;  // of the message at the front of `recvs`
   PairFailures failures;
+  PairResync resync;
 
   RingQueue<PendingSend> queue;
   RingQueue<Inflight> inflight;
@@ -57,7 +59,9 @@ struct Peer {
   std::string broken;
   std::unique_ptr<Channel> dead;
 
-  bool active() const { return !queue.empty() || !inflight.empty() || !recvs.empty(); }
+  bool active() const {
+    return !queue.empty() || !inflight.empty() || !recvs.empty() || resync.underWay();
+  }
 };
 
 class ShmTransport final : public Transport {
@@ -75,8 +79,12 @@ class ShmTransport final : public Transport {
   bool progress() override;
   void cancel(const Completion* completion) override;
   std::vector<int> awaited(const Completion* completion) override;
-  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> send_number,
+  void notifyFailure(int peer, const Error& error, std::optional<uint32_t> first_send,
+                     std::optional<uint32_t> send_number,
                      std::optional<uint32_t> recv_number) override;
+  std::optional<Error> outOfStep(int peer) override { return peers_[peer].failures.outOfStep(); }
+  void restartNumbers(int peer) override { peers_[peer].failures.restart(); }
+  void postResync(int peer, Completion* completion) override;
   void rejectUnexpected(int peer, uint32_t number, const Call& call,
                         Completion* completion) override;
   std::optional<Error> lost(int peer, std::optional<uint32_t> send_number,
@@ -100,7 +108,11 @@ class ShmTransport final : public Transport {
   bool tryPush(Peer& peer, PendingSend& send);
   bool pushMessage(Peer& peer, const SendRequest& request);  // in one piece
   bool pushFragments(Peer& peer, PendingSend& send);
-  bool pushFailure(Peer& peer, PendingSend& send);
+  bool pushFailure(Peer& peer, const OwnNotice& notice);
+  bool pushMarker(Peer& peer, const Marker& marker);
+  void sendMarker(Peer& peer, const Marker& marker);
+  void revoke(Peer& peer, uint32_t first_send);
+  void completeAccepted(Peer& peer);
   Slot* claimSlot(Peer& peer);
   std::byte* claimPayload(Peer& peer, size_t bytes, uint64_t* offset);
   void publish(Peer& peer, Slot& slot);
@@ -122,8 +134,19 @@ class ShmTransport final : public Transport {
   const std::byte* payloadOf(Peer& peer, const Slot& slot, size_t bytes);
   // Null where it is malformed.
   std::optional<Notice> noticeIn(const Peer& peer, const Slot& slot) const;
-  std::optional<Notice> noticeAhead(const Peer& peer, std::optional<uint32_t> send_number,
-                                    std::optional<uint32_t> recv_number) const;
+  // The first notice on the channel for which wanted(notice) holds.
+  template <typename Wanted>
+  std::optional<Notice> noticeAhead(const Peer& peer, Wanted wanted) const {
+    for (uint64_t i = peer.received; i < peer.received + kSlots; ++i) {
+      const Slot* slot = published(peer, i);
+      if (slot == nullptr) break;
+      if (readOnce(slot->kind) != Kind::kFailure) continue;
+      const std::optional<Notice> notice = noticeIn(peer, *slot);
+      if (notice && wanted(*notice)) return notice;
+    }
+    return std::nullopt;
+  }
+  void receiveControl(Peer& peer, const Slot& slot);
   bool takeRevoked(Peer& peer, const Slot& slot, const RecvRequest& request);
   void reject(Peer& peer, Slot& slot, const RecvRequest& request);
   void consume(Peer& peer, const Slot& slot);
