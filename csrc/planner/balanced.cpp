@@ -16,15 +16,19 @@ namespace {
 constexpr double kGoodEnough[] = {1.002, 1.008};
 constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
 constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
+constexpr double kLongShare = 0.2;        // of the bound; sequences that take longer run in waves
+constexpr int kMaxWaveJobs = 1024;        // with more of them, blocks leave little over
+constexpr int kMaxWaveTrials = 16;
 
 std::vector<Job> makeJobs(const Problem& problem) {
   std::vector<Job> jobs;
   jobs.reserve(problem.count());
   for (const int32_t sequence : problem.byLength()) {
+    if (problem.rides(sequence)) continue;
     Job job;
     job.sequence = sequence;
     job.min_size = problem.minRanks(sequence);
-    job.load.add(problem.lengths()[sequence]);
+    job.load = problem.load(sequence);
     job.min_size_s = problem.cost().seconds(job.load, job.min_size);
     jobs.push_back(job);
   }
@@ -42,7 +46,7 @@ std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& 
     }
     std::sort(ranks.begin(), ranks.end());
     batch.ranks = ringOrder(std::move(ranks));
-    batch.sequences = {jobs[placement.job].sequence};
+    batch.sequences = problem.withRiders(jobs[placement.job].sequence);
     batch.start = placement.start;
     batches.push_back(std::move(batch));
   }
@@ -95,6 +99,53 @@ Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
   return finishPlan(problem, collect(problem, jobs, packer));
 }
 
+// How many of the first `count` jobs run in each of `waves` waves of about equal numbers; more
+// waves where their smallest sizes do not fit.
+std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs, int count,
+                            int waves) {
+  std::vector<int> counts;
+  int next = 0;
+  while (next < count) {
+    const int left = std::max(1, waves - static_cast<int>(counts.size()));
+    const int wanted = (count - next + left - 1) / left;
+    int taken = 0;
+    for (int ranks = 0; taken < wanted; ++taken) {
+      ranks += jobs[next + taken].min_size;
+      if (ranks > problem.ranks()) break;
+    }
+    counts.push_back(taken);
+    next += taken;
+  }
+  return counts;
+}
+
+// For a few long sequences of about the same length: in which a block is left over that is too
+// small for one more of them, and too large to be wasted. Waves share all ranks out instead.
+Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
+  std::vector<Job> jobs = makeJobs(problem);
+  BlockPacker packer(problem, jobs, 1);
+  const auto long_ones = std::partition_point(jobs.begin(), jobs.end(), [&](const Job& job) {
+    return job.min_size > 1 || job.min_size_s > kLongShare * lower_bound;
+  });
+  const int count = static_cast<int>(long_ones - jobs.begin());
+  if (count == 0 || count > kMaxWaveJobs) return so_far;
+  double best = so_far.makespan;
+  std::vector<int> best_counts;
+  int fewest = static_cast<int>(waveCounts(problem, jobs, count, 1).size());
+  for (int tried = 0, waves = fewest; tried < kMaxWaveTrials && waves <= count; ++tried) {
+    const std::vector<int> counts = waveCounts(problem, jobs, count, waves);
+    const double makespan = packer.runWaves(counts);
+    if (makespan < best) {
+      best = makespan;
+      best_counts = counts;
+    }
+    waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
+  }
+  if (best_counts.empty()) return so_far;
+  packer.runWaves(best_counts);
+  return finishPlan(problem, collect(problem, jobs, packer));
+}
+
 // Every pack runs on all ranks: no idle time, but the most transfers.
 Plan planUniform(const Problem& problem) {
   PolicyOptions options;
@@ -106,18 +157,24 @@ Plan planUniform(const Problem& problem) {
 
 }  // namespace
 
-Plan planBalanced(const Problem& problem, double lower_bound) {
+Plan planBalanced(const Problem& problem, const PolicyOptions& options, double lower_bound) {
   Plan plan = planBlocks(problem, lower_bound, 1);
-  if (plan.makespan <= lower_bound * (1 + kGoodGap)) return plan;
-  const auto good = [&](const Plan& other) { return other.makespan < plan.makespan; };
-  if (static_cast<double>(problem.count()) * problem.ranks() > kRefineLimit) return plan;
-  for (Plan other : {planUniform(problem), planNaive(problem)}) {
-    if (good(other)) plan = std::move(other);
-  }
-  return refine(problem, std::move(plan), lower_bound);
+  if (plan.makespan <= lower_bound * (1 + 1e-9)) return plan;
+  const auto take = [&](Plan other) {
+    if (other.makespan < plan.makespan) plan = std::move(other);
+  };
+  const bool gap_left = plan.makespan > lower_bound * (1 + kGoodGap);
+  const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;
+  if (gap_left) take(planWaves(problem, lower_bound, plan));
+  if (gap_left && small) take(planUniform(problem));
+  // Never worse than another policy. Most of these plans need not be made to know that.
+  if (leastNaive(problem) < plan.makespan) take(planNaive(problem));
+  if (leastPow2(problem) < plan.makespan) take(planPow2(problem));
+  if (leastStatic(problem, options) < plan.makespan) take(planStatic(problem, options));
+  return gap_left && small ? refine(problem, std::move(plan), lower_bound) : plan;
 }
 
-Plan planPipeline(const Problem& problem, double lower_bound) {
+Plan planPipeline(const Problem& problem, const PolicyOptions& /*options*/, double lower_bound) {
   Plan plan = planBlocks(problem, lower_bound, problem.cost().cluster().pipeline);
   Plan aligned = planPow2(problem);  // wide sequences on few ranks leave little to choose
   return aligned.makespan < plan.makespan ? aligned : plan;

@@ -73,12 +73,72 @@ class BlockPacker {
     return placeShort(next);
   }
 
+  // Places the first jobs in waves that follow each other, each over all ranks: `counts` jobs to
+  // a wave, with the sizes that make the wave shortest. The other jobs have to be short.
+  double runWaves(const std::vector<int>& counts) {
+    placements_.clear();
+    gaps_.clear();
+    std::vector<double> ready(problem_.ranks(), 0.0);
+    size_t next = 0;
+    for (const int count : counts) {
+      int first = 0;
+      for (const int size : waveSizes(next, count)) {
+        const auto begin = ready.begin() + first;
+        const double start = *std::max_element(begin, begin + size);
+        for (int rank = first; rank < first + size; ++rank) {
+          if (ready[rank] < start) gaps_.push_back({ready[rank], start, rank, 1});
+        }
+        std::fill_n(begin, size, start + seconds(jobs_[next], first, size));
+        placements_.push_back({static_cast<int32_t>(next++), start, {{first, size}}});
+        first += size;
+      }
+    }
+    blocks_.clear();
+    for (int rank = 0; rank < problem_.ranks(); ++rank) blocks_.push_back({ready[rank], rank, 1});
+    std::stable_sort(blocks_.begin(), blocks_.end(),
+                     [](const Block& a, const Block& b) { return a.ready < b.ready; });
+    return placeShort(next);
+  }
+
   const std::vector<Placement>& placements() const { return placements_; }
   const std::vector<Slot>& slots() const { return slots_; }
 
  private:
   static constexpr int kMaxProbes = 400;      // blocks tried for one job
   static constexpr double kShortShare = 0.2;  // of the target time, up to which a job is short
+
+  // Sizes of `count` jobs from `next` on that run side by side, with the least longest time.
+  std::vector<int> waveSizes(size_t next, int count) {
+    std::vector<int> sizes(count);
+    double low = 0;
+    double high = 0;
+    for (int i = 0; i < count; ++i) high = std::max(high, jobs_[next + i].min_size_s);
+    const auto fit = [&](double limit, std::vector<int>& found) {
+      int left = problem_.ranks();
+      for (int i = 0; i < count; ++i) {
+        const Job& job = jobs_[next + i];
+        const bool same = i > 0 && job.load.squares == jobs_[next + i - 1].load.squares;
+        const int size =
+            same ? found[i - 1] : cost_.sizeWithin(job.load, job.min_size, problem_.ranks(), limit);
+        if (size == 0 || size > left) return false;
+        found[i] = size;
+        left -= size;
+      }
+      return true;
+    };
+    fit(high, sizes);  // the smallest sizes, which the caller knows to fit
+    std::vector<int> tried(count);
+    for (int step = 0; step < 12; ++step) {
+      const double middle = 0.5 * (low + high);
+      if (fit(middle, tried)) {
+        high = middle;
+        sizes = tried;
+      } else {
+        low = middle;
+      }
+    }
+    return sizes;
+  }
 
   // Factor on the time of a job: the first one of a block also fills and drains the pipeline.
   int pipelineFactor(double ready) const { return ready == 0 ? stages_ : 1; }

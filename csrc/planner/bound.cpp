@@ -1,42 +1,48 @@
-// The lower bound; docs/planner.md has the proof. For a time T to be possible, each sequence must
-// have a group size on which it ends within T, and the rank-seconds of all sequences at their
-// smallest such sizes must fit into ranks x T. The bound is the smallest T that passes both tests.
-// With a pipeline, a sequence passes all stages one after the other, so it has T / stages for each.
+// The lower bound; docs/planner.md has the proofs. A time T is impossible if some sequence ends
+// within T on no number of ranks, if the rank-seconds of all sequences at their smallest possible
+// sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
+// into T. The bound is the smallest T that passes all three tests. With a pipeline of p stages each
+// micro-batch passes all of them, and the last stage is idle while the first micro-batch comes and
+// the last one goes.
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <vector>
 
 #include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {
 
-struct Item {
+struct Item {  // a sequence that may have to take several ranks
   Load load;
-  int min_size = 1;
-  int fastest = 1;
-  double min_size_s = 0;  // predicted time on min_size ranks
-  double fastest_s = 0;   // predicted time on the fastest size
+  double tokens_before = 0;  // of all longer items
 };
 
 class Bound {
  public:
-  explicit Bound(const Problem& problem) : problem_(problem), cost_(problem.cost()) {
-    double longest = 0;
-    for (int i = 0; i < problem.count(); ++i) {
-      Load load;
-      load.add(problem.lengths()[i]);
-      longest = std::max(longest, load.tokens);
-      max_offload_ = std::max(max_offload_, cost_.maxOffload(load));
+  explicit Bound(const Problem& problem)
+      : problem_(problem),
+        cost_(problem.cost()),
+        params_(cost_.params()),
+        memory_(cost_.memory()),
+        stages_(cost_.cluster().pipeline) {
+    int64_t longest = 0;
+    int64_t shortest = problem.lengths()[0];
+    for (const int64_t length : problem.lengths()) {
+      all_.add(length);
+      longest = std::max(longest, length);
+      shortest = std::min(shortest, length);
     }
-    held_ = static_cast<double>(cost_.tokenLimit(max_offload_));
-    const CostParams& params = cost_.params();
-    forward_from_ = firstTransferBound(longest, params.forward, params.forward_transfer);
-    backward_from_ = firstTransferBound(longest, 1 - params.forward, 1 - params.forward_transfer);
-    for (int i = 0; i < problem.count(); ++i) add(i);
+    longest_.add(longest);
+    shortest_.add(shortest);
+    max_offload_ = cost_.maxOffload(longest_);  // the ratio grows with the length
+    if (stages_ > 1) filling_ = (stages_ - 1) * shortestBatch();
+    collectItems();
   }
 
   double solve() const {
-    double low = std::max(slowest_ * stages(), total_ / problem_.ranks());
+    double low = std::max(slowest_ * stages_, workAlone() / problem_.ranks() + filling_);
     double high = low;
     while (!possible(high)) {
       low = high;
@@ -51,29 +57,80 @@ class Bound {
   }
 
  private:
-  void add(int sequence) {
-    Item item;
-    item.load.add(problem_.lengths()[sequence]);
-    item.min_size = problem_.minRanks(sequence);
-    item.min_size_s = cost_.seconds(item.load, item.min_size);
-    const double work = workAt(item.load, item.min_size);
-    total_ += work;
-    // Other sequences end sooner on one rank than slowest_, so no bound forces them to more ranks.
-    if (item.min_size > 1 || item.min_size_s > slowest_) {
-      item.fastest = cost_.fastestSize(item.load, item.min_size);
-      item.fastest_s = cost_.seconds(item.load, item.fastest);
-      slowest_ = std::max(slowest_, item.fastest_s);
+  // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds.
+  double mostHeld(double limit) const {
+    const double capacity = static_cast<double>(memory_.capacity);
+    if (max_offload_ <= 0) return capacity;
+    const double copied = params_.forward * std::max(0.0, limit - params_.fixed) / memory_.copy;
+    return std::min({capacity / (1 - max_offload_ * memory_.offloadable),
+                     capacity + memory_.offloadable * copied, capacity + memory_.host_tokens});
+  }
+
+  // Fewest ranks that hold a sequence at `held` tokens each; above the cluster if none do.
+  int leastRanks(const Load& load, double held) const {
+    const double least = std::ceil(load.tokens / held * (1 - 1e-9));
+    return static_cast<int>(std::min(least, problem_.ranks() + 1.0));
+  }
+
+  // Keeps the sequences that need several ranks, or that take longer on one rank than the least
+  // possible step; the others never do.
+  void collectItems() {
+    const int least = leastRanks(longest_, mostHeld(kForever));
+    // The fastest time grows with the length, so that of the longest sequence is the slowest.
+    slowest_ = cost_.seconds(longest_, cost_.fastestSize(longest_, least));
+    const double low = std::max(slowest_, (workAlone() / problem_.ranks() + filling_) / stages_);
+    std::vector<int64_t> lengths;
+    for (const int64_t length : problem_.lengths()) {
+      Load load;
+      load.add(length);
+      if (length > memory_.capacity || cost_.seconds(load, 1) > low / kMaxStack) {
+        lengths.push_back(length);
+      }
     }
-    items_.push_back(item);
+    std::sort(lengths.begin(), lengths.end(), std::greater<>());
+    double tokens = 0;
+    for (const int64_t length : lengths) {
+      Item item;
+      item.load.add(length);
+      item.tokens_before = tokens;
+      tokens += item.load.tokens;
+      items_.push_back(item);
+    }
+  }
+
+  // Least sum of the forward pass of one micro-batch and the backward pass of another one: each has
+  // a sequence at least as long as the shortest one.
+  double shortestBatch() const {
+    double forward = kForever;
+    double backward = kForever;
+    for (int size = leastRanks(shortest_, mostHeld(kForever)); size <= problem_.ranks(); ++size) {
+      const bool one_node = size <= cost_.cluster().ranks_per_node;
+      const double compute = cost_.stepCompute(shortest_, size);
+      const double transfer = cost_.stepTransfer(shortest_, size, one_node);
+      const double rest = size * compute + params_.linear * shortest_.tokens / size +
+                          params_.fixed + (size - 1) * params_.ring_step;
+      forward = std::min(
+          forward, params_.forward * rest + (size - 1) * cost_.forwardWait(compute, transfer));
+      backward = std::min(backward, (1 - params_.forward) * rest +
+                                        (size - 1) * cost_.backwardWait(compute, transfer));
+    }
+    return forward + backward;
+  }
+
+  // Rank-seconds of all sequences on one rank each: no plan has less.
+  double workAlone() const { return workAlone(mostHeld(kForever)); }
+  double workAlone(double held) const {
+    return params_.attention * all_.squares + (params_.piece + params_.linear) * all_.tokens +
+           params_.fixed * all_.tokens / held;
   }
 
   // The smallest group size from which on every ring is bound by its transfers, in a pass with
   // these shares of compute and transfers; a size above the cluster if there is none. Compute per
   // byte grows with the sequence, so it is enough to test the longest sequence that fits.
-  int firstTransferBound(double longest, double compute, double transfer) const {
+  int firstTransferBound(double held, double compute, double transfer) const {
     const auto bound = [&](int size) {
       Load load;
-      load.tokens = std::min(longest, held_ * size);
+      load.tokens = std::min(longest_.tokens, held * size);
       load.squares = load.tokens * load.tokens;
       const double bytes = kv(size) * load.tokens / size;
       return transfer * bytes >= compute * cost_.stepCompute(load, size);
@@ -92,62 +149,110 @@ class Bound {
   }
 
   double kv(int size) const {
-    const CostParams& params = cost_.params();
-    return size <= cost_.cluster().ranks_per_node ? std::min(params.kv_intra, params.kv_inter)
-                                                  : params.kv_inter;
+    return size <= cost_.cluster().ranks_per_node ? params_.kv_intra : params_.kv_inter;
   }
   double latency(int size) const {
-    const CostParams& params = cost_.params();
-    return size <= cost_.cluster().ranks_per_node
-               ? std::min(params.latency_intra, params.latency_inter)
-               : params.latency_inter;
+    return size <= cost_.cluster().ranks_per_node ? params_.latency_intra : params_.latency_inter;
   }
 
-  // Least rank-seconds of a sequence in a micro-batch on `size` ranks, alone or with others; never
-  // falls as the size grows. Costs per micro-batch are charged by the sequence's share of its
-  // tokens.
-  double workAt(const Load& load, int size) const {
-    const CostParams& params = cost_.params();
-    const double share = load.tokens / held_;  // of one rank's micro-batch
+  // What is assumed of a plan that ends within a time T.
+  struct Limits {
+    double batch_s = 0;    // longest possible micro-batch
+    double rank_s = 0;     // most seconds of micro-batches on one rank
+    double held = 1;       // most tokens that a rank can hold in one micro-batch
+    int forward_from = 0;  // rings of at least this size are bound by transfers
+    int backward_from = 0;
+  };
+
+  Limits limitsOf(double time) const {
+    Limits limits;
+    limits.batch_s = time / stages_;
+    limits.rank_s = time - filling_;
+    limits.held = mostHeld(limits.batch_s);
+    limits.forward_from =
+        firstTransferBound(limits.held, params_.forward, params_.forward_transfer);
+    limits.backward_from =
+        firstTransferBound(limits.held, 1 - params_.forward, 1 - params_.forward_transfer);
+    return limits;
+  }
+
+  // Least rank-seconds of a sequence in a micro-batch on `size` ranks, alone or with others, beyond
+  // those on one rank; never falls as the size grows. Costs per micro-batch are charged by the
+  // sequence's share of its tokens.
+  double workBeyondOne(const Load& load, int size, const Limits& limits) const {
+    const double share = load.tokens / limits.held;
     const double compute = cost_.stepCompute(load, size);
-    double work = params.linear * load.tokens + params.fixed * share + size * compute +
-                  (size - 1) * params.ring_step * share;
     const double transfer = kv(size) * load.tokens + latency(size) * share;
-    const auto pass = [&](int transfer_from, double compute_share, double transfer_share) {
-      return size >= transfer_from ? transfer_share * transfer : compute_share * size * compute;
+    double work = (size - 1) * (params_.piece * load.tokens + params_.ring_step * share);
+    const auto pass = [&](int from, double compute_share, double transfer_share) {
+      // Bound by transfers: the first step computes, all others wait for their message.
+      if (size >= from) {
+        work += (size - 1) * (transfer_share * transfer - compute_share * size * compute);
+      }
     };
-    work += (size - 1) * (pass(forward_from_, params.forward, params.forward_transfer) +
-                          pass(backward_from_, 1 - params.forward, 1 - params.forward_transfer));
+    pass(limits.forward_from, params_.forward, params_.forward_transfer);
+    pass(limits.backward_from, 1 - params_.forward, 1 - params_.forward_transfer);
     return work;
   }
 
-  bool possible(double limit) const {
-    const double stage_limit = limit / stages();
-    if (slowest_ > stage_limit) return false;
-    double work = total_;
-    const double room = limit * problem_.ranks();
+  bool possible(double time) const {
+    const Limits limits = limitsOf(time);
+    if (slowest_ > limits.batch_s) return false;
+    const double room = limits.rank_s * problem_.ranks();
+    double work = workAlone(limits.held);
     if (work > room) return false;
     for (const Item& item : items_) {
-      if (item.min_size_s <= stage_limit) continue;
-      const int size = cost_.sizeWithin(item.load, item.min_size, problem_.ranks(), stage_limit);
+      const int least = leastRanks(item.load, limits.held);
+      if (least > problem_.ranks()) return false;
+      if (least == 1 && cost_.seconds(item.load, 1) <= limits.batch_s)
+        break;  // and all shorter ones
+      const int size = cost_.sizeWithin(item.load, least, problem_.ranks(), limits.batch_s);
       if (size == 0) return false;
-      work += workAt(item.load, size) - workAt(item.load, item.min_size);
+      work += workBeyondOne(item.load, size, limits);
       if (work > room) return false;
+    }
+    return stacksFit(limits);
+  }
+
+  // At most k micro-batches that take more than 1 / (k + 1) of a rank's time follow each other on
+  // it. A sequence that takes so long on every number of ranks is in one of them, which has a rank
+  // for each `held` tokens.
+  bool stacksFit(const Limits& limits) const {
+    const double places = limits.held * problem_.ranks();
+    const double all = items_.empty() ? 0 : items_.back().tokens_before + items_.back().load.tokens;
+    size_t count = 0;
+    for (int high = 1; high < kMaxStack && all > high * places; ++high) {
+      const double limit = limits.rank_s / (high + 1);
+      // The fastest time falls with the length: the items that are too slow come first.
+      size_t end = items_.size();
+      while (count < end) {
+        const size_t middle = count + (end - count) / 2;
+        const Load& load = items_[middle].load;
+        const int least = leastRanks(load, limits.held);
+        const bool slow = cost_.seconds(load, cost_.fastestSize(load, least)) > limit;
+        slow ? count = middle + 1 : end = middle;
+      }
+      if (count == 0) continue;
+      const Item& last = items_[count - 1];
+      const double tokens = last.tokens_before + last.load.tokens;
+      if (tokens > high * places * (1 + 1e-9)) return false;
     }
     return true;
   }
 
-  int stages() const { return cost_.cluster().pipeline; }
+  static constexpr int kMaxStack = 16;
+  static constexpr double kForever = std::numeric_limits<double>::infinity();
 
   const Problem& problem_;
   const CostModel& cost_;
-  std::vector<Item> items_;
+  const CostParams& params_;
+  const MemoryParams& memory_;
+  const int stages_;
+  Load all_, longest_, shortest_;
+  std::vector<Item> items_;  // by falling length
   double max_offload_ = 0;
-  double held_ = 1;        // most tokens that a rank can hold in one micro-batch
-  int forward_from_ = 0;   // rings of at least this size are bound by transfers
-  int backward_from_ = 0;  // the same in the backward pass
-  double total_ = 0;       // rank-seconds at the smallest sizes
-  double slowest_ = 0;     // largest fastest_s
+  double filling_ = 0;  // idle time of a pipeline's last stage
+  double slowest_ = 0;  // fastest time of the longest sequence
 };
 
 }  // namespace

@@ -95,6 +95,13 @@ class CostModel {
     return size * stepCompute(load, size) + params_.linear * load.tokens / size;
   }
 
+  // Rank-seconds of sequences in micro-batches of one rank that are as full as memory allows
+  // without offload: no other micro-batches without offload take less.
+  double leastWork(const Load& load) const noexcept {
+    return params_.attention * load.squares + (params_.piece + params_.linear) * load.tokens +
+           params_.fixed * load.tokens / static_cast<double>(memory_.capacity);
+  }
+
   // Largest offload ratio whose copies hide behind the forward pass of this load. The ratio does
   // not depend on the number of ranks: compute and copies are divided alike.
   double maxOffload(const Load& load) const noexcept;

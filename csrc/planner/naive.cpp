@@ -4,6 +4,7 @@
 // step (2M tokens fit on 16 ranks instead of 256), which the paper leaves open; here a sequence
 // takes fewer ranks only as long as its time does not exceed the mean load of a rank.
 #include <algorithm>
+#include <cmath>
 #include <queue>
 
 #include "planner/plan.hpp"
@@ -15,28 +16,25 @@ class GroupSizes {
  public:
   explicit GroupSizes(const Problem& problem) : problem_(problem), cost_(problem.cost()) {
     for (int32_t i = 0; i < problem.count(); ++i) {
-      const int size = withoutOffload(i);
-      mean_load_ += size * cost_.seconds(loadOf(i), size) / problem.ranks();
+      if (problem.rides(i)) continue;
+      const Load load = problem.load(i);
+      const int size = withoutOffload(load);
+      mean_load_ += size * cost_.seconds(load, size) / problem.ranks();
     }
   }
 
   int of(int32_t sequence) const {
+    const Load load = problem_.load(sequence);
     const int least = problem_.minRanks(sequence);
-    const int most = withoutOffload(sequence);
-    const int size = cost_.sizeWithin(loadOf(sequence), least, most, mean_load_);
+    const int most = std::max(least, withoutOffload(load));
+    const int size = cost_.sizeWithin(load, least, most, mean_load_);
     return size > 0 ? size : most;
   }
 
  private:
-  Load loadOf(int32_t sequence) const {
-    Load load;
-    load.add(problem_.lengths()[sequence]);
-    return load;
-  }
-  int withoutOffload(int32_t sequence) const {
-    const int64_t capacity = cost_.memory().capacity;
-    const int64_t size = (problem_.lengths()[sequence] + capacity - 1) / capacity;
-    return static_cast<int>(std::min<int64_t>(size, problem_.ranks()));
+  int withoutOffload(const Load& load) const {
+    const double size = std::ceil(load.tokens / static_cast<double>(cost_.memory().capacity));
+    return static_cast<int>(std::min<double>(size, problem_.ranks()));
   }
 
   const Problem& problem_;
@@ -45,6 +43,25 @@ class GroupSizes {
 };
 
 }  // namespace
+
+double leastNaive(const Problem& problem) {
+  const CostModel& cost = problem.cost();
+  const int64_t capacity = cost.memory().capacity;
+  const GroupSizes sizes(problem);
+  double work = 0;
+  double longest = 0;
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    if (problem.lengths()[i] <= capacity) {
+      work += cost.leastWork(problem.load(i));
+    } else if (!problem.rides(i)) {
+      const int size = sizes.of(i);
+      const double time = cost.seconds(problem.load(i), size);
+      work += size * time;
+      longest = std::max(longest, time);
+    }
+  }
+  return std::max(work / problem.ranks(), longest);
+}
 
 Plan planNaive(const Problem& problem) {
   struct Piece {
@@ -59,8 +76,8 @@ Plan planNaive(const Problem& problem) {
   }
   const GroupSizes sizes(problem);
   for (int32_t sequence = 0; sequence < problem.count(); ++sequence) {
-    if (problem.lengths()[sequence] > capacity) {
-      pieces.push_back({{sequence}, sizes.of(sequence)});
+    if (problem.lengths()[sequence] > capacity && !problem.rides(sequence)) {
+      pieces.push_back({problem.withRiders(sequence), sizes.of(sequence)});
     }
   }
   for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {

@@ -35,8 +35,67 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost)
                         " tokens, expected at least 1: leave empty sequences out");
     }
     min_ranks_.push_back(length <= cost_.memory().capacity ? 1 : cost_.minRanks(length));
-    if (min_ranks_.back() > ranks()) throwTooLong(cost_, i, length, min_ranks_.back());
   }
+  const auto fitsAlone = [this](int32_t least) { return least <= ranks(); };
+  if (std::all_of(min_ranks_.begin(), min_ranks_.end(), fitsAlone)) return;
+  for (const int32_t sequence : byLength()) {
+    if (!fitsAlone(min_ranks_[sequence])) findHost(sequence);
+  }
+}
+
+void Problem::findHost(int sequence) {
+  if (cost_.memory().offloadable > 0) {
+    if (host_.empty()) host_.assign(lengths_.size(), -1);
+    for (const int32_t host : byLength()) {
+      if (lengths_[host] <= lengths_[sequence]) break;  // a shorter one has less time for copies
+      if (rides(host) || min_ranks_[host] > ranks()) continue;
+      auto together = withRiders(host);
+      together.push_back(sequence);
+      const int least = minRanks(together);
+      if (least > ranks()) continue;
+      host_[sequence] = host;
+      riders_.push_back(sequence);
+      min_ranks_[host] = least;
+      return;
+    }
+  }
+  throwTooLong(cost_, sequence, lengths_[sequence], min_ranks_[sequence]);
+}
+
+int Problem::minRanks(const std::vector<int32_t>& sequences) const {
+  Load load;
+  for (const int32_t sequence : sequences) load.add(lengths_[sequence]);
+  const auto limit = static_cast<double>(cost_.tokenLimit(cost_.maxOffload(load)));
+  int size = static_cast<int>(std::min(load.tokens / limit, ranks() + 1.0));
+  for (size = std::max(size, 1); size <= ranks(); ++size) {
+    if (fits(*this, load, sequences, size)) return size;
+  }
+  return size;
+}
+
+std::vector<int32_t> Problem::withRiders(int sequence) const {
+  std::vector<int32_t> result = {sequence};
+  for (const int32_t rider : riders_) {
+    if (host_[rider] == sequence) result.push_back(rider);
+  }
+  return result;
+}
+
+Load Problem::load(int sequence) const {
+  Load load;
+  load.add(lengths_[sequence]);
+  for (const int32_t rider : riders_) {
+    if (host_[rider] == sequence) load.add(lengths_[rider]);
+  }
+  return load;
+}
+
+bool fits(const Problem& problem, const Load& load, const std::vector<int32_t>& sequences,
+          int size) {
+  const CostModel& cost = problem.cost();
+  int64_t held = 0;
+  for (const int32_t sequence : sequences) held += (problem.lengths()[sequence] + size - 1) / size;
+  return held <= cost.memory().capacity || held <= cost.tokenLimit(cost.maxOffload(load));
 }
 
 std::vector<int32_t> Problem::byLength() const {

@@ -29,6 +29,11 @@ struct PolicyOptions {
   int context_ranks = 0;  // static: size of the context-parallel groups; 0: the smallest that fits
 };
 
+// The sequences of a step on a cluster.
+//
+// With offload a sequence may fit nowhere by itself and yet share a micro-batch with a longer one,
+// whose compute hides the copies of both: it is then a *rider* of that sequence. Policies place
+// every sequence that rides() on none, with its riders.
 class Problem {
  public:
   // Raises InvalidUsage for a length below 1 and for a sequence that the cluster cannot hold.
@@ -38,23 +43,44 @@ class Problem {
   const CostModel& cost() const noexcept { return cost_; }
   int ranks() const noexcept { return cost_.cluster().ranks; }
   int count() const noexcept { return static_cast<int>(lengths_.size()); }
+  // Fewest ranks that hold the sequence and its riders.
   int minRanks(int sequence) const noexcept { return min_ranks_[sequence]; }
+  bool rides(int sequence) const noexcept { return !host_.empty() && host_[sequence] >= 0; }
+  // The sequence, then its riders; and the sums over them.
+  std::vector<int32_t> withRiders(int sequence) const;
+  Load load(int sequence) const;
   // Positions by falling length, equal ones by position.
   std::vector<int32_t> byLength() const;
 
  private:
+  void findHost(int sequence);
+  // Fewest ranks that hold these sequences as one micro-batch; above the cluster if none do.
+  int minRanks(const std::vector<int32_t>& sequences) const;
+
   std::vector<int64_t> lengths_;
   std::vector<int32_t> min_ranks_;
+  std::vector<int32_t> host_;  // the sequence that each one rides on, or -1; empty: none does
+  std::vector<int32_t> riders_;
   CostModel cost_;
 };
+
+// Whether each rank's share of a micro-batch fits into memory, with as much offload as hides behind
+// its compute.
+bool fits(const Problem& problem, const Load& load, const std::vector<int32_t>& sequences,
+          int size);
 
 // A time that no plan can beat, however it packs sequences and chooses group sizes.
 double lowerBound(const Problem& problem);
 
+// Makespans that the plans of these policies cannot beat, much quicker to find than the plans.
+double leastStatic(const Problem& problem, const PolicyOptions& options);
+double leastNaive(const Problem& problem);
+double leastPow2(const Problem& problem);
+
 Plan planStatic(const Problem& problem, const PolicyOptions& options);
 Plan planNaive(const Problem& problem);
-Plan planBalanced(const Problem& problem, double lower_bound);
-Plan planPipeline(const Problem& problem, double lower_bound);
+Plan planBalanced(const Problem& problem, const PolicyOptions& options, double lower_bound);
+Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound);
 Plan planPow2(const Problem& problem);
 
 // Improves a plan of few micro-batches by local search; never makes it longer.

@@ -55,6 +55,21 @@ MicroBatch makeBatch(const Problem& problem, int first, int size, std::vector<in
 
 }  // namespace
 
+double leastPow2(const Problem& problem) {
+  const CostModel& cost = problem.cost();
+  const int64_t capacity = cost.memory().capacity;
+  double work = 0;
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    if (problem.lengths()[i] <= capacity) {
+      work += cost.leastWork(problem.load(i));
+    } else if (!problem.rides(i)) {
+      const int size = groupSize(problem, i);
+      work += size * cost.seconds(problem.load(i), size);
+    }
+  }
+  return work / problem.ranks();
+}
+
 Plan planPow2(const Problem& problem) {
   const int64_t capacity = problem.cost().memory().capacity;
   AlignedRanks ranks(problem.ranks());
@@ -65,9 +80,10 @@ Plan planPow2(const Problem& problem) {
       short_ones.push_back(sequence);
       continue;
     }
+    if (problem.rides(sequence)) continue;
     const int size = groupSize(problem, sequence);
     const int first = ranks.earliest(size);
-    batches.push_back(makeBatch(problem, first, size, {sequence}));
+    batches.push_back(makeBatch(problem, first, size, problem.withRiders(sequence)));
     batches.back().start = ranks.busyUntil(first, size);
     ranks.occupy(first, size, batches.back().start + batches.back().predicted_s);
   }

@@ -86,14 +86,9 @@ class Annealer {
     return best;
   }
 
-  // Whether each rank's share fits into memory, with as much offload as hides behind the compute.
   bool fits(const Group& group) const {
-    int64_t held = 0;
-    for (const int32_t sequence : group.sequences) {
-      held += (problem_.lengths()[sequence] + group.size - 1) / group.size;
-    }
-    return held <= cost_.memory().capacity ||
-           (!group.sequences.empty() && held <= cost_.tokenLimit(cost_.maxOffload(group.load)));
+    return group.size <= problem_.ranks() && !group.sequences.empty() &&
+           planner::fits(problem_, group.load, group.sequences, group.size);
   }
 
   bool mutate(Groups& groups) {
@@ -137,8 +132,11 @@ class Annealer {
     if (from == to) return false;
     append(groups[to], remove(groups[from], random_.below(groups[from].sequences.size())));
     const bool fit = fits(groups[to]);
-    if (groups[from].sequences.empty()) groups.erase(groups.begin() + static_cast<int>(from));
-    return fit;
+    if (groups[from].sequences.empty()) {
+      groups.erase(groups.begin() + static_cast<int>(from));
+      return fit;
+    }
+    return fit && fits(groups[from]);  // what is left has less compute to hide its copies behind
   }
 
   bool split(Groups& groups, size_t from) {
@@ -147,7 +145,7 @@ class Annealer {
     append(alone, remove(groups[from], random_.below(groups[from].sequences.size())));
     alone.size =
         random_.below(2) == 0 ? groups[from].size : problem_.minRanks(alone.sequences.front());
-    const bool fit = fits(alone);
+    const bool fit = fits(alone) && fits(groups[from]);
     groups.insert(groups.begin() + random_.below(groups.size() + 1), std::move(alone));
     return fit;
   }

@@ -1,6 +1,8 @@
 // The baseline: a fixed DP x CP mesh. Sequences are packed up to what a context-parallel group
 // holds, every pack is cut over its whole group, and the groups get the same number of packs.
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 
 #include "base/error.hpp"
@@ -17,20 +19,31 @@ int smallestGroup(int ranks, int64_t capacity, int64_t context) {
   return ranks;
 }
 
+struct Mesh {
+  int size = 0;
+  int64_t longest = 1;
+  int which = 0;  // the longest sequence
+};
+
+Mesh meshOf(const Problem& problem, const PolicyOptions& options) {
+  Mesh mesh;
+  for (int i = 0; i < problem.count(); ++i) {
+    if (problem.lengths()[i] > mesh.longest) {
+      mesh.longest = problem.lengths()[i];
+      mesh.which = i;
+    }
+  }
+  const int64_t context = std::max(mesh.longest, options.context);
+  mesh.size = options.context_ranks > 0
+                  ? options.context_ranks
+                  : smallestGroup(problem.ranks(), problem.cost().memory().capacity, context);
+  return mesh;
+}
+
 int groupSize(const Problem& problem, const PolicyOptions& options) {
   const int ranks = problem.ranks();
   const int64_t capacity = problem.cost().memory().capacity;
-  int64_t longest = 1;
-  int which = 0;
-  for (int i = 0; i < problem.count(); ++i) {
-    if (problem.lengths()[i] > longest) {
-      longest = problem.lengths()[i];
-      which = i;
-    }
-  }
-  const int64_t context = std::max(longest, options.context);
-  const int size =
-      options.context_ranks > 0 ? options.context_ranks : smallestGroup(ranks, capacity, context);
+  const auto [size, longest, which] = meshOf(problem, options);
   if (ranks % size != 0) {
     throwInvalidUsage("context_ranks is " + std::to_string(size) + ", which does not divide the " +
                       std::to_string(ranks) + " ranks: give a divisor");
@@ -46,6 +59,33 @@ int groupSize(const Problem& problem, const PolicyOptions& options) {
 }
 
 }  // namespace
+
+double leastStatic(const Problem& problem, const PolicyOptions& options) {
+  const CostModel& cost = problem.cost();
+  const CostParams& params = cost.params();
+  const auto [size, longest, which] = meshOf(problem, options);
+  if (problem.ranks() % size != 0 || size * cost.memory().capacity < longest) {
+    return std::numeric_limits<double>::infinity();  // there is no such plan
+  }
+  Load all;
+  double shards = 0;
+  for (const int64_t length : problem.lengths()) {
+    all.add(length);
+    shards += static_cast<double>((length + size - 1) / size);
+  }
+  const double packs = std::ceil(shards / static_cast<double>(cost.memory().capacity));
+  const double compute = cost.stepCompute(all, size);  // of one ring step of each pack
+  double work = size * compute + params.linear * all.tokens / size + packs * params.fixed;
+  if (size > 1) {
+    // The waits of all packs are at least those of the sums.
+    const bool one_node = size <= cost.cluster().ranks_per_node;
+    const double latency = one_node ? params.latency_intra : params.latency_inter;
+    const double transfer = cost.stepTransfer(all, size, one_node) + (packs - 1) * latency;
+    work += (size - 1) * (cost.forwardWait(compute, transfer) +
+                          cost.backwardWait(compute, transfer) + packs * params.ring_step);
+  }
+  return work * size / problem.ranks();
+}
 
 Plan planStatic(const Problem& problem, const PolicyOptions& options) {
   const int size = groupSize(problem, options);

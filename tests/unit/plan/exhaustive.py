@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations, product
 
-from hdpcomm.plan import CostModel
+from hdpcomm._core import planner as core
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel
+from hdpcomm.plan.cost import core_cost
 
-__all__ = ["TooManyNodes", "optimum"]
+__all__ = ["TooManyNodes", "fits", "optimum", "pipeline_optimum"]
 
 
 class TooManyNodes(Exception):
     """The search would take too long."""
 
 
+def most_offload(lengths: Sequence[int], cost: CostModel, memory: MemoryModel) -> float:
+    """The largest ratio at which the copies of a micro-batch hide behind its forward pass (Eq. 3 of the paper)."""
+    if not memory.offloadable or not memory.copy_s:
+        return 0.0
+    tokens = sum(lengths)
+    work = cost.attention * sum(s * s for s in lengths) + (cost.piece + cost.linear) * tokens
+    return min(1.0, cost.forward * work / (memory.copy_s * tokens))
+
+
+def fits(lengths: Sequence[int], size: int, cost: CostModel, memory: MemoryModel) -> bool:
+    """Whether each of ``size`` ranks can hold its share of a micro-batch."""
+    held = sum(-(-length // size) for length in lengths)
+    return held <= memory.token_limit(most_offload(lengths, cost, memory))
+
+
+def canonical(ready: Sequence[float], node: int) -> tuple[float, ...]:
+    """The same times with the ranks of a node, and the full nodes, in order: they are alike."""
+    nodes = [tuple(sorted(ready[first : first + node])) for first in range(0, len(ready), node)]
+    whole = sorted(times for times in nodes if len(times) == node)
+    return tuple(time for times in [*whole, *(t for t in nodes if len(t) < node)] for time in times)
+
+
 def optimum(
     lengths: Sequence[int],
-    ranks: int,
-    capacity: int,
+    cluster: ClusterSpec,
     cost: CostModel,
+    memory: MemoryModel,
     *,
     above: float = float("inf"),
     max_nodes: int = 5_000,
 ) -> float:
-    """The smallest makespan over all packs, group sizes, placements and orders (one node, no offload).
+    """The smallest makespan over all packs, group sizes, placements and orders.
 
     Micro-batches are placed by rising start, which is possible for any plan. A rank that is free before the start of
     the last placed one cannot be used before it any more, so its time moves up to that start. Returns ``above`` if no
@@ -31,49 +56,106 @@ def optimum(
     Raises:
         TooManyNodes: after ``max_nodes`` placements.
     """
-    count = len(lengths)
+    count, ranks, node = len(lengths), cluster.ranks, cluster.node_ranks
     full = (1 << count) - 1
-    options: list[tuple[int, int, float]] = []  # (sequences as bits, ranks, seconds)
+    groups = [g for size in range(1, ranks + 1) for g in combinations(range(ranks), size)]
+    inside = {g: g[0] // node == g[-1] // node for g in groups}
+    options: list[tuple[int, tuple[int, ...], float]] = []  # (sequences as bits, ranks, seconds)
     for mask in range(1, full + 1):
         members = [lengths[i] for i in range(count) if mask >> i & 1]
         for size in range(1, ranks + 1):
-            if sum(-(-length // size) for length in members) <= capacity:
-                options.append((mask, size, cost.seconds(members, size)))
+            if fits(members, size, cost, memory):
+                seconds = {one: cost.seconds(members, size, one_node=one) for one in (True, False)}
+                options += [(mask, g, seconds[inside[g]]) for g in groups if len(g) == size]
     # The minimum of rank-seconds for a set of sequences, by the cheapest cover: prunes without losing the optimum.
+    cheapest = {
+        mask: min((len(g) * s for m, g, s in options if m == mask), default=float("inf")) for mask in range(full + 1)
+    }
     least = [0.0] + [float("inf")] * full
     for mask in range(1, full + 1):
-        for members, size, seconds in options:
-            if members & ~mask == 0:
-                least[mask] = min(least[mask], least[mask & ~members] + size * seconds)
+        members = mask
+        while members:
+            least[mask] = min(least[mask], least[mask & ~members] + cheapest[members])
+            members = (members - 1) & mask
     best = above
     nodes = 0
     seen: dict[int, list[tuple[float, ...]]] = {}
 
-    def search(left: int, ready: tuple[float, ...]) -> None:
+    def search(left: int, ready: tuple[float, ...], now: float) -> None:
         nonlocal best, nodes
         nodes += 1
         if nodes > max_nodes:
             raise TooManyNodes
         if left == 0:
-            best = min(best, ready[-1])
+            best = min(best, max(ready))
             return
-        if max(ready[-1], (sum(ready) + least[left]) / ranks) >= best * (1 - 1e-12):
+        if max(max(ready), (sum(ready) + least[left]) / ranks) >= best * (1 - 1e-12):
             return
         known = seen.setdefault(left, [])
         if any(all(a <= b for a, b in zip(other, ready, strict=True)) for other in known):
             return
         known[:] = [other for other in known if not all(a <= b for a, b in zip(ready, other, strict=True))]
         known.append(ready)
-        for members, size, seconds in options:
+        tried = set()
+        for members, group, seconds in options:
             if members & ~left:
                 continue
-            starts = sorted(set(ready[size - 1 :]))
-            for start in starts:
-                if start + seconds >= best * (1 - 1e-12):
-                    break
-                free = sum(time <= start for time in ready)
-                rest = (start,) * (free - size) + ready[free:] + (start + seconds,) * size
-                search(left & ~members, tuple(sorted(rest)))
+            # Starting later than when the group is free only helps by keeping the order, which `now` does.
+            start = max(now, *(ready[rank] for rank in group))
+            if start + seconds >= best * (1 - 1e-12):
+                continue
+            after = [start + seconds if rank in group else max(time, start) for rank, time in enumerate(ready)]
+            state = (members, canonical(after, node))
+            if state not in tried:
+                tried.add(state)
+                search(left & ~members, state[1], start)
 
-    search(full, (0.0,) * ranks)
+    search(full, (0.0,) * ranks, 0.0)
+    return best
+
+
+def partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """All ways to cut the items into sets."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for size in range(len(rest) + 1):
+        for others in combinations(rest, size):
+            left = tuple(item for item in rest if item not in others)
+            for tail in partitions(left):
+                yield [(first, *others), *tail]
+
+
+def pipeline_optimum(
+    lengths: Sequence[int], cluster: ClusterSpec, cost: CostModel, memory: MemoryModel, *, max_plans: int = 20_000
+) -> float:
+    """The smallest simulated makespan over all packs, groups of ranks and orders of micro-batches.
+
+    Raises:
+        TooManyNodes: there are more than ``max_plans`` plans.
+    """
+    ranks = cluster.ranks
+    groups = [g for size in range(1, ranks + 1) for g in combinations(range(ranks), size)]
+    solver = core_cost(cost, memory, cluster)
+    best = float("inf")
+    plans = 0
+    for packs in partitions(tuple(range(len(lengths)))):
+        choices = []
+        for pack in packs:
+            members = [lengths[i] for i in pack]
+            choices.append([(g, members, 0.0) for g in groups if fits(members, len(g), cost, memory)])
+        for chosen in product(*choices):
+            work = sum(
+                len(g)
+                * cost.seconds(members, len(g), one_node=g[0] // cluster.node_ranks == g[-1] // cluster.node_ranks)
+                for g, members, _ in chosen
+            )
+            if work / ranks >= best:
+                continue
+            for order in permutations(chosen):
+                plans += 1
+                if plans > max_plans:
+                    raise TooManyNodes
+                best = min(best, core.simulate(solver, order)["makespan"])
     return best
