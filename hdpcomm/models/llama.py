@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hdpcomm.attention import ring_attention
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
+from hdpcomm.models.lean import rms_norm, swiglu
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -97,10 +97,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        normed = F.rms_norm(x.to(wide), (x.shape[-1],), eps=self.eps)
-        scaled: Tensor = normed.to(x.dtype) * self.weight
-        return scaled
+        return rms_norm(x, self.weight, self.eps)
 
 
 class _Attention(nn.Module):
@@ -131,7 +128,7 @@ class _SwiGLU(nn.Module):
         self.out = nn.Linear(config.ffn, config.hidden, bias=False, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.out(F.silu(self.gate(x)) * self.up(x))
+        mixed: Tensor = self.out(swiglu(self.gate(x), self.up(x)))
         return mixed
 
 

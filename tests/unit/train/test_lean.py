@@ -1,0 +1,63 @@
+"""RMSNorm and SwiGLU: values and gradients of torch's own operations, and what they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from hdpcomm.models.lean import rms_norm, swiglu
+
+
+def composed_norm(x, weight, eps):
+    return F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), (x.shape[-1],), eps=eps).to(x.dtype) * weight
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("shape", [(0, 8), (1, 8), (7, 6), (2, 3, 16)])
+def test_values_and_gradients(dtype, limit, shape):
+    torch.manual_seed(0)
+    x, gate, upstream = (torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(3))
+    weight = torch.randn(shape[-1], dtype=torch.float64).to(dtype)
+    for lean, composed, inputs in (
+        (lambda a, w: rms_norm(a, w, 1e-5), lambda a, w: composed_norm(a, w, 1e-5), (x, weight)),
+        (swiglu, lambda a, b: F.silu(a) * b, (x, gate)),
+    ):
+        found, wanted = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+        results = lean(*found), composed(*wanted)
+        for result in results:
+            result.backward(upstream)
+        torch.testing.assert_close(results[0], results[1], rtol=limit, atol=limit)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.grad.dtype == dtype
+            torch.testing.assert_close(one.grad, other.grad, rtol=limit, atol=limit * max(1, x.numel()) ** 0.5)
+
+
+def test_exact_gradients():
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, w: rms_norm(a, w, 1e-5), (x, weight))
+    assert torch.autograd.gradcheck(swiglu, (x, x.detach().flip(0).requires_grad_()))
+
+
+def test_a_frozen_weight_and_an_input_without_gradient():
+    x, weight = torch.randn(4, 8), torch.ones(8, requires_grad=True)
+    rms_norm(x, weight, 1e-5).sum().backward()
+    assert weight.grad is not None
+    x.requires_grad_()
+    rms_norm(x, weight.detach(), 1e-5).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept(dtype):
+    x, up = torch.randn(100, 64).to(dtype).requires_grad_(), torch.randn(100, 64).to(dtype).requires_grad_()
+    weight = torch.ones(64, dtype=dtype, requires_grad=True)
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        rms_norm(x, weight, 1e-5)
+        assert sum(kept) == x.numel() + 64 + 100
+        kept.clear()
+        swiglu(x, up)
+        assert sum(kept) == 2 * x.numel()
