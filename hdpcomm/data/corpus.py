@@ -10,6 +10,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hdpcomm.data.text import text_files
+from hdpcomm.data.text import block_starts, text_files
 from hdpcomm.data.token_store import TokenStore
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["IGNORE", "BatchReader", "Corpus", "CorpusSummary", "TextFiles", "corpus_of", "standard_library"]
+__all__ = ["IGNORE", "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "corpus_of", "standard_library"]
 
 Index = npt.NDArray[np.int64]
 IGNORE = -100
@@ -29,19 +30,23 @@ IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
-class TextFiles:
-    """Files that are a document each, read in place: their tokens are their bytes."""
+class TextPieces:
+    """Documents that are pieces of files, read in place: their tokens are their bytes.
+
+    Attributes:
+        pieces: ``[documents, 3]``: file, first byte, bytes.
+    """
 
     files: tuple[Path, ...]
-    sizes: tuple[int, ...]
+    pieces: Index
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.pieces)
 
     @property
     def lengths(self) -> Index:
         """``[documents]``: tokens of each document."""
-        return np.array(self.sizes, dtype=np.int64)
+        return self.pieces[:, 2]
 
     @property
     def masked(self) -> npt.NDArray[np.bool_]:
@@ -49,11 +54,12 @@ class TextFiles:
         return np.zeros(len(self), dtype=np.bool_)
 
     def tokens(self, document: int, first: int, length: int) -> Index:
-        """``length`` bytes of a file from its byte ``first`` on. Raises: InvalidUsage if the file has changed."""
-        path = self.files[document]
+        """``length`` bytes of a piece from its byte ``first`` on. Raises: InvalidUsage if the file has changed."""
+        file, start, _ = (int(value) for value in self.pieces[document])
+        path = self.files[file]
         try:
             with path.open("rb") as handle:
-                handle.seek(first)
+                handle.seek(start + first)
                 data = handle.read(length)
         except OSError as error:
             raise InvalidUsage(
@@ -88,7 +94,7 @@ class Corpus:
 
     name: str
     context: int
-    sources: tuple[TextFiles | TokenStore, ...]
+    sources: tuple[TextPieces | TokenStore, ...]
     documents: Index
     sequences: Index
     encoder: str = "bytes"
@@ -120,7 +126,7 @@ class Corpus:
         return tuple(
             path
             for source in self.sources
-            for path in (source.files if isinstance(source, TextFiles) else (source.path,))
+            for path in (source.files if isinstance(source, TextPieces) else (source.path,))
         )
 
     def read(self, sequence: int) -> Tensor:
@@ -151,7 +157,7 @@ class Corpus:
                 labels[: end - start - 1][~counted] = IGNORE
         return read[: stop - start], labels
 
-    def _place(self, sequence: int) -> tuple[TextFiles | TokenStore, int, int, int]:
+    def _place(self, sequence: int) -> tuple[TextPieces | TokenStore, int, int, int]:
         if not 0 <= sequence < len(self):
             raise InvalidUsage(f"sequence {sequence} was asked for; this corpus has 0 to {len(self) - 1}")
         place, first, length = (int(value) for value in self.sequences[sequence])
@@ -238,7 +244,7 @@ class BatchReader:
         return self.corpus.part(self.ids[place], start, stop)
 
 
-def corpus_of(name: str, sources: Sequence[TextFiles | TokenStore], *, context: int) -> Corpus:
+def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context: int) -> Corpus:
     """A corpus of these sources, cut into sequences of at most ``context`` tokens. Local.
 
     Pieces of a conversation in which no token counts for the loss are left out.
@@ -247,7 +253,7 @@ def corpus_of(name: str, sources: Sequence[TextFiles | TokenStore], *, context: 
     """
     stores = [source for source in sources if isinstance(source, TokenStore)]
     kinds = {(store.encoder, store.encoder_name, store.vocabulary) for store in stores}
-    if any(isinstance(source, TextFiles) for source in sources):
+    if any(isinstance(source, TextPieces) for source in sources):
         kinds.add(("bytes", "byte", 256))
     if len(kinds) > 1:
         names = ", ".join(sorted(name for _, name, _ in kinds))
@@ -274,7 +280,8 @@ def corpus_of(name: str, sources: Sequence[TextFiles | TokenStore], *, context: 
 
 
 def standard_library(*, context: int) -> Corpus:
-    """The source files of the running Python's standard library: real text with a long tail of lengths.
+    """The blocks of the running Python's standard library (:func:`hdpcomm.data.text.block_starts`), a document each:
+    hundreds of short ones, parts of functions, for each long one, mostly tables.
 
     Raises:
         InvalidUsage: this Python has no source files on disk.
@@ -285,8 +292,12 @@ def standard_library(*, context: int) -> Corpus:
         raise InvalidUsage(
             f"{root}: the standard library of this Python has no source files here; give a corpus with --data"
         )
-    sizes = tuple(path.stat().st_size for path in files)
-    return corpus_of("Python's standard library", [TextFiles(files, sizes)], context=context)
+    pieces: list[tuple[int, int, int]] = []
+    for file, path in enumerate(files):
+        data = path.read_bytes()
+        pieces.extend((file, start, stop - start) for start, stop in pairwise((*block_starts(data), len(data))))
+    table = np.array(pieces, dtype=np.int64)
+    return corpus_of("blocks of Python's standard library", [TextPieces(files, table)], context=context)
 
 
 def _many(count: int, noun: str) -> str:

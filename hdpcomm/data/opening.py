@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.build import build_store, cache_folder, store_key
-from hdpcomm.data.corpus import Corpus, TextFiles, corpus_of
+from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
 from hdpcomm.data.encoders import ByteEncoder, Encoder
 from hdpcomm.data.records import Fields, Unit, input_files, is_text, units_of
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
@@ -160,9 +162,11 @@ def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> _Foun
 
 def _open(
     found: dict[str, Any], encoder: Encoder, fields: Fields, comm: Communicator | None, on_progress: Progress | None
-) -> TextFiles | TokenStore:
+) -> TextPieces | TokenStore:
     if found["kind"] == "text":
-        return TextFiles(tuple(map(Path, found["files"])), tuple(found["sizes"]))
+        files = tuple(map(Path, found["files"]))
+        pieces = [(file, 0, size) for file, size in enumerate(found["sizes"])]
+        return TextPieces(files, np.array(pieces, dtype=np.int64).reshape(-1, 3))
     if found["kind"] == "build":
         store: TokenStore | None = build_store(
             _undescribed(found["units"]),

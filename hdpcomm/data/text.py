@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_text", "looks_like_text", "text_files"]
+__all__ = ["block_starts", "check_text", "looks_like_text", "text_files"]
 
 SNIFF_BYTES = 8192
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\f\b\x1b")) + b"\x7f"
@@ -81,3 +81,23 @@ def text_files(
                 continue
             if head and looks_like_text(head):
                 yield path
+
+
+def block_starts(source: bytes) -> list[int]:
+    """Where the blocks of a program's text begin: a blank line or a smaller indentation ends one.
+
+    Example:
+        >>> block_starts(b"def f(x):\\n    y = x\\n    if y:\\n        g()\\n    return y\\n\\nf(1)\\n")
+        [0, 42, 56]
+    """
+    starts, place, depth, blank = [0], 0, 0, False
+    for line in source.splitlines(keepends=True):
+        text = line.lstrip(b" \t")
+        if text.strip():
+            if (blank or len(line) - len(text) < depth) and place:
+                starts.append(place)
+            depth, blank = len(line) - len(text), False
+        else:
+            blank = True
+        place += len(line)
+    return starts

@@ -8,6 +8,7 @@ import pickle
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -103,10 +104,20 @@ def test_a_corpus_can_be_pickled(tmp_path):
     assert text_of(corpus, 0) == b"text"
 
 
-def test_standard_library_has_a_long_tail():
+def test_standard_library_is_hundreds_of_short_blocks_for_each_long_one():
     corpus = standard_library(context=65536)
     assert corpus.num_tokens > 1_000_000
-    assert corpus.lengths.min() < 500
+    assert np.median(corpus.lengths) < 500
+    assert 0 < (corpus.lengths > 4096).mean() < 0.01
+    for block in (text_of(corpus, i) for i in range(200)):
+        lines = block.rstrip().split(b"\n")
+        depths = [len(line) - len(line.lstrip()) for line in lines]
+        assert all(line.strip() for line in lines), block
+        assert depths == sorted(depths), block
+    sizes = [path.stat().st_size for path in corpus.files]
+    assert corpus.num_tokens == sum(sizes)
+    first = b"".join(text_of(corpus, i) for i in range(200))
+    assert first == b"".join(path.read_bytes() for path in corpus.files[:40])[: len(first)]
     assert corpus.lengths.max() == 65536
     assert corpus.num_cut > 0
     assert not any("site-packages" in str(path) for path in corpus.files)
