@@ -19,7 +19,16 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import DEVICES, ClusterSpec
 
-__all__ = ["Host", "LinkCost", "Topology", "cores_of_rank", "host_facts", "measure_topology", "nodes_of"]
+__all__ = [
+    "Host",
+    "LinkCost",
+    "Topology",
+    "cores_of_rank",
+    "host_facts",
+    "measure_topology",
+    "nodes_of",
+    "shared_cores",
+]
 
 _FACT_BYTES = 4096  # length of a rank's description of its host
 _PAIRS = 3  # as many are measured inside and between hosts
@@ -112,12 +121,27 @@ def cores_of_rank(comm: Communicator) -> int:
     So ranks that their launcher has bound take what it gave them, others divide their host. At least 1. Collective over
     ``comm``.
     """
+    cores, sharers = _cores_and_sharers(comm)
+    return max(1, cores // sharers)
+
+
+def shared_cores(comm: Communicator) -> int | None:
+    """Cores of all ranks together, if any rank has less than one to itself; else None. Collective over ``comm``."""
+    cores, sharers = _cores_and_sharers(comm)
+    shares = torch.tensor([cores / sharers, float(cores < sharers)], dtype=torch.float64)
+    comm.all_reduce(shares)
+    total, crowded = shares.tolist()
+    return max(1, round(total)) if crowded else None
+
+
+def _cores_and_sharers(comm: Communicator) -> tuple[int, int]:
+    """How many cores this rank may run on, and how many ranks may run on the same. Collective over ``comm``."""
     cores = sorted(os.sched_getaffinity(0))
     digest = hashlib.sha256(f"{_core.comm.host_identity()} {cores}".encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:1]
     everyone = torch.empty(comm.size, dtype=torch.int64)
     comm.all_gather(everyone, mine)
-    return max(1, len(cores) // int((everyone == mine).sum()))
+    return len(cores), int((everyone == mine).sum())
 
 
 def _read(path: Path) -> str:

@@ -24,6 +24,8 @@ class ClusterSpec:
         ranks_per_node: ranks that share the fast link; ``None``: all.
         tensor, pipeline: sizes of tensor and pipeline parallelism inside a rank.
         offload: whether activations may go to host memory.
+        cores: processors that all ranks share, if there are fewer of them than ranks: a rank that waits leaves its
+            time to another. ``None``: each rank has its own.
         device: the name of a preset (``hdpcomm.plan.DEVICES``) or a :class:`DeviceSpec`.
     """
 
@@ -34,6 +36,7 @@ class ClusterSpec:
     pipeline: int = 1
     offload: bool = False
     device: str | DeviceSpec = "h100"
+    cores: int | None = None
 
     def __post_init__(self) -> None:
         check_positive(
@@ -43,6 +46,7 @@ class ClusterSpec:
             ranks_per_node=self.ranks_per_node,
             tensor=self.tensor,
             pipeline=self.pipeline,
+            cores=self.cores,
         )
 
     @property

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
@@ -66,6 +67,7 @@ class Planner:
         self.memory = memory or MemoryModel.of(model, cluster)
         self.context = context
         self.context_ranks = context_ranks
+        self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / cluster.ranks)
         self._core = core_cost(cost_model, self.memory, cluster)
         resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
         self._without_offload = core_cost(cost_model, resident, cluster) if self.memory.offloadable else None
@@ -87,6 +89,9 @@ class Planner:
         start = time.perf_counter()
         sizes = list(map(int, lengths))
         batches, makespan, lower_bound, idle_share = self._solve(self._core, sizes)
+        lower_bound *= 1 - self._spare
+        if self.policy == "balanced" and self._spare:
+            return self._plan_for_shared_cores(sizes, batches, lower_bound, start)
         others = self._without_offload
         if others is not None and makespan > lower_bound * (1 + 1e-9) and max(sizes, default=0) <= self.max_length:
             with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
@@ -103,12 +108,46 @@ class Planner:
             idle_share=idle_share,
         )
 
-    def _solve(self, cost: core.CostModel, sizes: list[int]) -> tuple[tuple[MicroBatch, ...], float, float, float]:
-        return core.solve(cost, sizes, self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo)
+    def _plan_for_shared_cores(
+        self, sizes: list[int], balanced: tuple[MicroBatch, ...], lower_bound: float, start: float
+    ) -> StepPlan:
+        """The plan in which the ranks together have the least to do: idle ranks leave their cores to others.
+
+        Costs are those of ranks that all work at once. Then a step takes the mean of the ranks' times, but never less
+        than the busiest one would take with a core of its own.
+        """
+        found = []
+        costs = [self._core] if self._without_offload is None else [self._core, self._without_offload]
+        for policy, cost in [("balanced", None), *product(("naive", "static"), costs)]:
+            with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
+                batches = balanced if cost is None else self._solve(cost, sizes, policy)[0]
+                busy = [0.0] * self.cluster.ranks
+                for batch in batches:
+                    for rank in batch.ranks:
+                        busy[rank] += batch.predicted_s
+                mean = sum(busy) / len(busy)
+                found.append((max(mean, (1 - self._spare) * max(busy)), mean, batches))
+        makespan, mean, best = min(found, key=lambda one: one[0])
+        return StepPlan(
+            policy=self.policy,
+            num_ranks=self.cluster.ranks,
+            micro_batches=best,
+            makespan_s=makespan,
+            lower_bound_s=lower_bound,
+            planning_s=time.perf_counter() - start,
+            idle_share=1 - mean / makespan if makespan else 0.0,
+        )
+
+    def _solve(
+        self, cost: core.CostModel, sizes: list[int], policy: str | None = None
+    ) -> tuple[tuple[MicroBatch, ...], float, float, float]:
+        return core.solve(
+            cost, sizes, policy or self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo
+        )
 
     def lower_bound(self, lengths: Sequence[int]) -> float:
         """Seconds below which no plan of these lengths can be (docs/planner.md)."""
-        return core.lower_bound(self._core, [int(length) for length in lengths])
+        return (1 - self._spare) * core.lower_bound(self._core, [int(length) for length in lengths])
 
     def validate(self, plan: StepPlan, lengths: Sequence[int] | None = None) -> None:
         """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
