@@ -13,7 +13,7 @@ export CMAKE_ARGS
 .PHONY: train test lint format build clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
-	$(BIN)/hdpcomm train --compare static
+	$(BIN)/hdpcomm train --compare static ddp
 
 test: lint
 	.ci/spills

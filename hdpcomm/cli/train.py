@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -70,30 +71,38 @@ def _add_data_options(add: Callable[..., object]) -> None:
     add(
         "--context",
         type=count,
-        default=16384,
+        default=4096,
         metavar="TOKENS",
         help="longest sequence; longer documents are cut into pieces",
     )
-    add("--tokens-per-step", type=count, default=24576, metavar="TOKENS", help="most tokens of a step over all ranks")
+    add("--tokens-per-step", type=count, default=65536, metavar="TOKENS", help="most tokens of a step over all ranks")
     add("--seed", type=int, default=0, help="seed of the shuffle and of the weights")
 
 
 def _add_ranks_options(add: Callable[..., object]) -> None:
-    add("--ranks", type=count, default=None, metavar="N", help="ranks to start here (4; under torchrun: its world)")
+    add(
+        "--ranks",
+        type=count,
+        default=None,
+        metavar="N",
+        help="ranks to start here (one a core, 2 to 8; under torchrun: its world)",
+    )
     add("--transport", default="auto", metavar="NAME", help="how the ranks exchange tensors; see hdpcomm.init")
     add(
         "--capacity",
         type=count,
         default=None,
         metavar="TOKENS",
-        help="tokens that a rank holds at once (half of the context, so that the longest sequences need two ranks)",
+        help="tokens that a rank holds at once (so many that the longest sequences need all ranks)",
     )
     add("--policy", choices=("balanced", "naive", "static"), default="balanced", help="how ranks get their sequences")
     add(
         "--compare",
-        choices=("static", "naive", "balanced"),
-        default=None,
-        help="train a second model with this policy, on the same batches, and show both side by side",
+        nargs="+",
+        choices=("static", "naive", "balanced", "ddp"),
+        default=[],
+        help="train more models on the same batches, by these policies or by torch's DDP over gloo with packs of whole "
+        "sequences, and show them side by side",
     )
     add(
         "--offload",
@@ -105,15 +114,15 @@ def _add_ranks_options(add: Callable[..., object]) -> None:
 
 
 def _add_model_options(add: Callable[..., object]) -> None:
-    add("--layers", type=count, default=2, help="transformer blocks")
-    add("--hidden", type=count, default=64, help="width of the residual stream")
+    add("--layers", type=count, default=4, help="transformer blocks")
+    add("--hidden", type=count, default=32, help="width of the residual stream")
     add("--heads", type=count, default=2, help="query heads")
     add("--kv-heads", type=count, default=1, help="key and value heads")
-    add("--ffn", type=count, default=192, help="width of the feed-forward block")
+    add("--ffn", type=count, default=96, help="width of the feed-forward block")
 
 
 def _add_training_options(add: Callable[..., object]) -> None:
-    add("--steps", type=count, default=14, help="optimizer steps")
+    add("--steps", type=count, default=10, help="optimizer steps")
     add("--lr", type=positive, default=1e-2, help="highest learning rate")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the parameters; bf16 keeps fp32 master weights")
     add("--zero", type=int, choices=(0, 1), default=0, help="1: each rank keeps a part of the optimizer's state")
@@ -180,7 +189,7 @@ def _train(options: argparse.Namespace) -> int:
     check_writable(options.json)
     check_writable(options.log)
     _check_saving(options)
-    rank, ranks = ranks_here(options.ranks, default=4)
+    rank, ranks = ranks_here(options.ranks, default=min(8, max(2, len(os.sched_getaffinity(0)))))
     job = _job(options, ranks)
     if rank is not None:
         result, corpus = run_rank(job)
@@ -216,10 +225,10 @@ def _job(options: argparse.Namespace, ranks: int) -> _Job:
     from hdpcomm.run import RunConfig, check_limits
 
     context = options.context
-    capacity = options.capacity or -(-context // min(2, ranks))
-    if options.compare == options.policy:
-        raise InvalidUsage(f"--compare {options.compare} is the policy of the run itself; give another one")
-    policies = [options.policy] if options.compare is None else [options.policy, options.compare]
+    capacity = options.capacity or -(-context // ranks)
+    if options.policy in options.compare:
+        raise InvalidUsage(f"--compare {options.policy} is the policy of the run itself; give another one")
+    policies = dict.fromkeys([options.policy, *options.compare])
     data = TrainData(
         paths=tuple(options.data or ()),
         context=context,

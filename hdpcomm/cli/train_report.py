@@ -18,7 +18,7 @@ from hdpcomm.train import StepMetrics, totals
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Progress", "print_report", "size_text", "to_json"]
+__all__ = ["Progress", "cluster_text", "print_report", "size_text", "to_json"]
 
 
 class Progress:
@@ -91,6 +91,8 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
     )
     console.print(_steps_table(policy, result.steps[policy]))
     console.print(_policies_table(result))
+    if len(config.policies) > 1:
+        console.print(_compared(config, result))
     if config.offload_bytes:
         console.print(_offload_table(result))
     total = totals(result.steps[policy])
@@ -98,8 +100,10 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         f"each step was planned while the one before ran: {1e3 * total.planning_s / total.steps:.2f} ms on average, of "
         f"which the step waited {1e3 * total.plan_wait_s / total.steps:.2f} ms"
     )
+    for rival in config.policies[1:]:
+        console.print(_verdict(policy, rival, result))
     if len(config.policies) > 1:
-        console.print(_verdict(policy, config.policies[1], result))
+        console.print(cluster_text())
 
 
 def _table(title: str) -> Table:
@@ -131,22 +135,62 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
 
 def _policies_table(result: RunResult) -> Table:
     table = _table("the same batches" if len(result.steps) > 1 else "the whole run")
-    for name in ("policy", "loss first", "last", "tokens/s", "seconds/step", "longest on", "sent/step", "idle"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    for name in ("", "loss first", "last", "tokens/s", "s/step", "sequences on ranks", "sent/step", "idle"):
+        table.add_column(name, justify="left" if name in ("", "sequences on ranks") else "right")
     for policy, steps in result.steps.items():
         total = totals(steps)
-        fewest, most = min(s.longest_ranks for s in steps), max(s.longest_ranks for s in steps)
         table.add_row(
-            f"static DP{result.ranks // most} x CP{most}" if policy == "static" else policy,
+            _name(policy, max(s.longest_ranks for s in steps), result.ranks),
             f"{total.first_loss:.3f}",
             f"{total.last_loss:.3f}",
             f"{total.tokens_per_s:,.0f}",
             f"{total.seconds / total.steps:.2f}",
-            _ranks_text(fewest, most),
+            ", ".join(f"{count:,} on {ranks}" for ranks, count in total.sequences_on_ranks.items()),
             size_text(total.bytes_sent / total.steps),
-            f"{total.idle_share:.0%}",
+            "" if policy == "ddp" else f"{total.idle_share:.0%}",  # DDP waits inside the backward pass
         )
     return table
+
+
+def _name(policy: str, widest: int, ranks: int) -> str:
+    return {"static": f"static DP{ranks // widest} x CP{widest}", "ddp": "torch DDP, gloo"}.get(policy, policy)
+
+
+def _compared(config: RunConfig, result: RunResult) -> str:
+    """What the rows of the table are, in one sentence."""
+    texts = {
+        "balanced": "balanced: each sequence on as many ranks as the planner says",
+        "naive": "naive: the paper's Algorithm 1",
+        "static": "static: every sequence on the mesh's context-parallel groups",
+        "ddp": "DDP: whole sequences, as many tokens a rank, which needs memory for the longest one on a single rank "
+        f"({max(step.longest for step in result.steps[config.policies[0]]):,} tokens instead of {config.capacity:,})",
+    }
+    names = ", ".join(texts[policy] for policy in config.policies)
+    return (
+        "Compared, step by step in turns: the same model, weights, batches, kernels and optimizer, packed without "
+        f"padding. {names[0].upper()}{names[1:]}."
+    )
+
+
+def cluster_text() -> str:
+    """Balanced against static on a simulated cluster, in one line."""
+    from hdpcomm.data.distributions import sample_lengths
+    from hdpcomm.plan import MODELS, ClusterSpec, Planner
+    from hdpcomm.sim import simulate_step
+
+    ranks, capacity, context, tokens = 256, 8192, 262_144, 32 << 20
+    cluster = ClusterSpec(ranks=ranks, capacity=capacity, ranks_per_node=8, device="h100")
+    lengths = sample_lengths("byted", context=context, seed=0, tokens=tokens)
+    speed = {
+        policy: simulate_step(Planner(MODELS["llama-7b"], cluster, policy, context=context), lengths).tokens_per_s
+        for policy in ("balanced", "static")
+    }
+    ratio = speed["balanced"] / speed["static"]
+    return (
+        f"Simulated (hdpcomm simulate), LLaMA-7B on {ranks} H100, context 256K, {len(lengths):,} sequences of the "
+        f"paper's Byted lengths a step: balanced {speed['balanced']:,.0f} tokens/s, static {speed['static']:,.0f}, "
+        f"{ratio:.2f}x."
+    )
 
 
 def _offload_table(result: RunResult) -> Table:
@@ -174,12 +218,13 @@ def _ranks_text(fewest: int, most: int = 0) -> str:
 
 def _verdict(policy: str, rival: str, result: RunResult) -> str:
     own, other = totals(result.steps[policy]), totals(result.steps[rival])
-    name = "the static mesh" if rival == "static" else rival
-    parts = [
-        f"{policy} against {name}: {own.tokens_per_s / other.tokens_per_s:.2f}x the tokens/s",
-        f"idle {own.idle_share:.0%} instead of {other.idle_share:.0%}",
-        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(other.bytes_sent / other.steps)}",
-    ]
+    name = {"static": "the static mesh", "ddp": "torch's DDP"}.get(rival, rival)
+    parts = [f"{policy} against {name}: {own.tokens_per_s / other.tokens_per_s:.2f}x the tokens/s"]
+    if rival != "ddp":
+        parts.append(f"idle {own.idle_share:.0%} instead of {other.idle_share:.0%}")
+    parts.append(
+        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(other.bytes_sent / other.steps)}"
+    )
     gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps[rival], strict=True))
     parts.append(f"losses equal within {gap:.1g}")
     text = ", ".join(parts) + "."

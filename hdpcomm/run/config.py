@@ -9,7 +9,10 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import POLICIES
 
-__all__ = ["RunConfig", "learning_rate"]
+__all__ = ["BASELINES", "RunConfig", "learning_rate"]
+
+BASELINES = ("ddp",)
+"""What else a run can be compared with: torch's DistributedDataParallel over gloo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,8 @@ class RunConfig:
     """What to train and how.
 
     Attributes:
-        policies: each trains a model of its own, all from the same weights on the same batches.
+        policies: of plans; or ``ddp``, torch's DistributedDataParallel over gloo on packs of whole sequences. Each
+            trains a model of its own, all from the same weights on the same batches.
         capacity: tokens that a rank holds at once.
         tokens_per_step: budget of a global batch.
         learning_rate: the highest; it rises over the first tenth of the steps and then falls along a cosine to a tenth
@@ -46,8 +50,11 @@ class RunConfig:
         for name in ("steps", "capacity", "tokens_per_step"):
             if getattr(self, name) < 1:
                 raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
-        if not self.policies or any(policy not in POLICIES for policy in self.policies):
-            raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(POLICIES)}")
+        known = (*POLICIES, *BASELINES)
+        if not self.policies or any(policy not in known for policy in self.policies):
+            raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(known)}")
+        if "ddp" in self.policies and (self.dtype != "fp32" or self.zero or self.offload_bytes):
+            raise InvalidUsage("DDP keeps the whole optimizer in fp32: compare with it without dtype, zero and offload")
         if self.offload_bytes < 0:
             raise InvalidUsage(f"offload_bytes is {self.offload_bytes}; it must be 0 (no offload) or more")
         if self.offload_bytes and self.model.layers <= 2:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hdpcomm.comm.launchers import local_place
+from hdpcomm.comm.topology import shared_cores
 from hdpcomm.data import BatchReader, BatchSampler, Corpus
 from hdpcomm.data.agree import on_rank_0
 from hdpcomm.errors import InvalidUsage
@@ -25,6 +26,7 @@ from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer, profile_cost_model
 from hdpcomm.train.activation_profile import profile_activations
+from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -156,10 +158,17 @@ class _Run:
         self.saved: Path | None = None if found is None else found.path
         self.stopped_by = 0
         self.cost_model, self.memory, pool = self._costs(found)
-        cluster = ClusterSpec(ranks=comm.size, capacity=config.capacity, offload=config.offload_bytes > 0)
+        cluster = ClusterSpec(
+            ranks=comm.size,
+            capacity=config.capacity,
+            offload=config.offload_bytes > 0,
+            cores=shared_cores(comm) if comm.device.type == "cpu" else None,
+        )
         longest = int(corpus.lengths.max())
         planners = {
-            policy: Planner(None, cluster, policy, self.cost_model, context=longest, memory=self.memory)
+            policy: WholeSequencePlanner(cluster, self.cost_model)
+            if policy == "ddp"
+            else Planner(None, cluster, policy, self.cost_model, context=longest, memory=self.memory)
             for policy in config.policies
         }
         # From here on, so that the first step's plan is made while the models are.
@@ -167,7 +176,7 @@ class _Run:
             policy: stack.enter_context(PlanAhead(planner, _lengths(corpus, config, self.first_step)))
             for policy, planner in planners.items()
         }
-        self.trainers = {policy: self._trainer(planner, pool) for policy, planner in planners.items()}
+        self.trainers = {policy: self._trainer(planner, pool, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
         if found is not None:
             self._load(found)
@@ -188,8 +197,13 @@ class _Run:
         profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
         return cost_model, profile.memory_model(config.capacity, config.offload_bytes), pool
 
-    def _trainer(self, planner: Planner, pool: PinnedPool | None) -> Trainer:
+    def _trainer(self, planner: Planner, pool: PinnedPool | None, stack: ExitStack) -> Trainer:
         model = _new_model(self.comm, self.config)
+        if isinstance(planner, WholeSequencePlanner):
+            group = stack.enter_context(gloo_group(self.comm))
+            optimizer = _optimizer(model, self.config)
+            limit = self.config.max_grad_norm
+            return DataParallelTrainer(model, optimizer, planner, self.comm, group, max_grad_norm=limit)
         return Trainer(
             model,
             _optimizer(model, self.config),

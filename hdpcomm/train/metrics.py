@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 __all__ = ["StepMetrics", "Totals", "totals"]
 
@@ -30,6 +32,7 @@ class StepMetrics:
         plan_wait_s: what the step waited for its plan, mean over the ranks: ``planning_s`` when it was made inside the
             step, about nothing when it was made while the step before ran (:class:`hdpcomm.plan.PlanAhead`), or, for
             the first one of :func:`run`, while the models were made.
+        sequences_on_ranks: how many of the step's sequences ran on 1, 2, ... ranks.
     """
 
     step: int
@@ -50,6 +53,7 @@ class StepMetrics:
     offloaded_bytes: int = 0
     memory_bytes: int = 0
     predicted_memory_bytes: int = 0
+    sequences_on_ranks: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Totals:
             batch does not count.
         tokens_per_s: all tokens over all seconds.
         idle_share: mean over the run's time.
-        planning_s, plan_wait_s, processor_s: sums over the steps.
+        planning_s, plan_wait_s, processor_s, sequences_on_ranks: sums over the steps.
     """
 
     steps: int
@@ -75,8 +79,9 @@ class Totals:
     processor_s: float
     first_loss: float
     last_loss: float
+    sequences_on_ranks: Mapping[int, int] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
@@ -86,6 +91,9 @@ def totals(steps: Sequence[StepMetrics]) -> Totals:
     tenth = max(1, len(steps) // 10)
     seconds = sum(step.seconds for step in steps)
     tokens = sum(step.tokens for step in steps)
+    sequences: Counter[int] = Counter()
+    for step in steps:
+        sequences.update(step.sequences_on_ranks)
     return Totals(
         steps=len(steps),
         tokens=tokens,
@@ -98,4 +106,5 @@ def totals(steps: Sequence[StepMetrics]) -> Totals:
         processor_s=sum(step.processor_s for step in steps),
         first_loss=sum(step.loss for step in steps[:tenth]) / tenth,
         last_loss=sum(step.loss for step in steps[-tenth:]) / tenth,
+        sequences_on_ranks=dict(sorted(sequences.items())),
     )

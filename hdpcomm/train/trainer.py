@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,7 +33,7 @@ from hdpcomm.train.shards import Fetch, pack_shard
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.plan import MicroBatch, Planner
+    from hdpcomm.plan import MicroBatch, Planner, StepPlan
 
 __all__ = ["Trainer"]
 
@@ -111,6 +112,8 @@ class Trainer:
         self.comm = comm
         self.max_grad_norm = max_grad_norm
         self.num_steps = 0
+        self._bytes_elsewhere = 0
+        """Bytes a step that this rank sends by other ways than ``comm``."""
         if offload is None and planner.memory.offloadable:
             raise InvalidUsage(
                 "the planner counts on host memory (offload) and the trainer has no way there; give "
@@ -152,16 +155,11 @@ class Trainer:
         check_same_plan(plan, self.comm)
         self.gradients.zero()
         waited = self.comm.stats()["wait_ns"]
-        loss = torch.zeros(2, dtype=torch.float64)
         scale = 1.0 / max(1, sum(planned.lengths))
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         sharded = self.gradients if isinstance(self.gradients, ShardedParameters) else None
-        own_batches = plan.for_rank(self.comm.rank)
         with offloading:
-            for place, micro_batch in enumerate(own_batches):
-                if sharded is not None and place == len(own_batches) - 1 and len(micro_batch.ranks) == 1:
-                    sharded.reduce_early()
-                loss += self._run(micro_batch, fetch, scale, offloading)
+            loss = self._run_all(plan.for_rank(self.comm.rank), fetch, scale, offloading)
         if sharded is not None:
             sharded.start()
         self._synchronize()
@@ -176,7 +174,7 @@ class Trainer:
         if sharded is not None:
             sharded.publish()
         self._synchronize()
-        sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"]
+        sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self._bytes_elsewhere
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         return offloading.add_to(metrics, self.comm)
@@ -208,6 +206,18 @@ class Trainer:
         started = time.perf_counter()
         plan = self.planner.plan(lengths)
         return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)
+
+    def _run_all(
+        self, micro_batches: Sequence[MicroBatch], fetch: Fetch, scale: float, offloading: OffloadedStep
+    ) -> Tensor:
+        """This rank's micro-batches, in their order; the sum of what :meth:`_run` gives."""
+        loss = torch.zeros(2, dtype=torch.float64)
+        for place, micro_batch in enumerate(micro_batches):
+            last_and_alone = place == len(micro_batches) - 1 and len(micro_batch.ranks) == 1
+            if last_and_alone and isinstance(self.gradients, ShardedParameters):
+                self.gradients.reduce_early()
+            loss += self._run(micro_batch, fetch, scale, offloading)
+        return loss
 
     def _run(
         self,
@@ -269,6 +279,7 @@ class Trainer:
             planning_s=planning / self.comm.size,
             plan_wait_s=plan_wait / self.comm.size,
             processor_s=rows[:, 3].max().item(),
+            sequences_on_ranks=_sequences_on_ranks(plan),
         )
 
     def _same_start(self) -> None:
@@ -283,3 +294,11 @@ class Trainer:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _sequences_on_ranks(plan: StepPlan) -> dict[int, int]:
+    """How many sequences run on 1, 2, ... ranks."""
+    found: Counter[int] = Counter()
+    for micro_batch in plan.micro_batches:
+        found[len(micro_batch.ranks)] += len(micro_batch.sequences)
+    return dict(sorted(found.items()))

@@ -15,6 +15,7 @@ from hdpcomm.cli.train_report import size_text
 from hdpcomm.errors import InvalidUsage
 
 SMALL = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
+POLICIES = ("balanced", "static", "ddp")
 LIMITS = ["--context", "300", "--tokens-per-step", "700"]
 
 
@@ -36,12 +37,13 @@ def no_world(monkeypatch):
 def test_trains_and_compares(folder, tmp_path):
     """In a process of its own: ranks that this one starts write to the stderr that it had when it started the first."""
     path, log = tmp_path / "out.json", tmp_path / "log.jsonl"
-    options = ["--ranks", "2", "--capacity", "150", "--compare", "static", "--json", str(path), "--log", str(log)]
+    options = ["--ranks", "2", "--capacity", "150", "--compare", "static", "ddp"]
+    options += ["--json", str(path), "--log", str(log)]
     command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS, *options]
     told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     # No progress bar where stderr is no terminal, but a line a step.
     assert [line.split()[:3] for line in told.stderr.splitlines()] == [
-        ["step", f"{step}/3", policy] for step in (1, 2, 3) for policy in ("balanced", "static")
+        ["step", f"{step}/3", policy] for step in (1, 2, 3) for policy in POLICIES
     ]
     for words in (
         "10 documents",
@@ -50,16 +52,28 @@ def test_trains_and_compares(folder, tmp_path):
         "static DP1 x CP2",
         "the tokens/s",
         "losses equal",
+        "torch DDP, gloo",
+        "Compared, step by step in turns",
+        "Simulated (hdpcomm simulate), LLaMA-7B on 256 H100",
     ):
-        assert words in told.stdout
+        assert words in " ".join(told.stdout.split())
     result = json.loads(path.read_text())
     assert (result["policy"], result["ranks"], result["transport"]) == ("balanced", 2, "shm")
     assert len(result["steps"]) == result["totals"]["steps"] == 3
     for step in result["steps"]:
         assert {"loss", "tokens", "seconds", "bytes_sent", "idle_share"} <= step.keys()
         assert f"{step['loss']:.3f}" in told.stdout
-    (static,) = result["comparison"]
-    assert static["policy"] == "static"
+    static, ddp = result["comparison"]
+    assert (static["policy"], ddp["policy"]) == POLICIES[1:]
+    for other in (static, ddp):
+        losses = [step["loss"] for step in other["steps"]]
+        assert losses == pytest.approx([step["loss"] for step in result["steps"]], rel=1e-4)
+    for step in result["steps"]:
+        sequences = {int(ranks): count for ranks, count in step["sequences_on_ranks"].items()}
+        assert max(sequences) == step["longest_ranks"]
+        text = ", ".join(f"{count} on {ranks}" for ranks, count in result["totals"]["sequences_on_ranks"].items())
+    assert text in told.stdout
+    assert [step["sequences_on_ranks"].keys() for step in ddp["steps"]] == [{"1"}] * 3
     for mine, other in zip(result["steps"], static["steps"], strict=True):
         assert mine["tokens"] == other["tokens"]
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
@@ -68,10 +82,8 @@ def test_trains_and_compares(folder, tmp_path):
     assert result["totals"]["bytes_sent"] == sum(step["bytes_sent"] for step in result["steps"])
     assert result["config"]["capacity"] == 150
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(line["policy"], line["step"]) for line in lines] == [
-        (p, s) for s in range(3) for p in ("balanced", "static")
-    ]
-    assert [line["loss"] for line in lines[::2]] == [step["loss"] for step in result["steps"]]
+    assert [(line["policy"], line["step"]) for line in lines] == [(p, s) for s in range(3) for p in POLICIES]
+    assert [line["loss"] for line in lines[::3]] == [step["loss"] for step in result["steps"]]
 
 
 def test_memory_savers(folder, tmp_path, capfd):
@@ -162,6 +174,7 @@ BAD = {
     "--data {folder} --json /no/such/folder/out.json": "the folder /no/such/folder does not exist",
     "--data {folder} --log {folder}": "this is a folder",
     "--data {folder} --compare balanced": "--compare balanced is the policy of the run itself",
+    "--data {folder} --compare ddp --zero 1": "compare with it without dtype, zero and offload",
     "--data {folder} --save-every 5": "--save-every was given without --out",
     "--data {folder} --resume auto": "--resume was given without --out",
     "--data {folder} --out {folder}/0.txt": "this is a file; give a folder",

@@ -1,0 +1,165 @@
+"""What hybrid data parallelism is compared with: torch's DistributedDataParallel over gloo, on whole sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.train.gradients import GradientBuffer
+from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
+from hdpcomm.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.train.activation_profile import OffloadedStep
+
+__all__ = ["DataParallelTrainer", "WholeSequencePlanner", "gloo_group"]
+
+_PORT_TIMEOUT = timedelta(seconds=60)
+
+
+class WholeSequencePlanner(Planner):
+    """Data parallelism without padding: each sequence whole on one rank, about as many tokens on each, packed up to
+    the capacity.
+
+    A sequence above the capacity is a pack of its own: there is no other way, so the rank has to have the memory.
+    """
+
+    def __init__(self, cluster: ClusterSpec, cost_model: CostModel) -> None:
+        super().__init__(None, cluster, "naive", cost_model)
+        self.policy = "ddp"
+
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Longest first, each to the rank with the fewest tokens. Local."""
+        started = time.perf_counter()
+        ranks = self.cluster.ranks
+        packs: list[list[list[SequenceInfo]]] = [[] for _ in range(ranks)]
+        totals = [0] * ranks
+        for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            sequence = SequenceInfo(place, int(lengths[place]))
+            rank = totals.index(min(totals))
+            totals[rank] += sequence.length
+            for pack in packs[rank]:
+                if sum(s.length for s in pack) + sequence.length <= self.memory.capacity:
+                    pack.append(sequence)
+                    break
+            else:
+                packs[rank].append([sequence])
+        seconds = [[self.cost_model.seconds([s.length for s in pack]) for pack in own] for own in packs]
+        micro_batches = [
+            (rank, tuple(pack), cost)
+            for rank, own in enumerate(packs)
+            for pack, cost in zip(own, seconds[rank], strict=True)
+        ]
+        busy = [sum(own) for own in seconds]
+        return StepPlan(
+            policy=self.policy,
+            num_ranks=ranks,
+            micro_batches=tuple(
+                MicroBatch(index, (rank,), pack, 0.0, cost) for index, (rank, pack, cost) in enumerate(micro_batches)
+            ),
+            makespan_s=max(busy),
+            lower_bound_s=max(busy),
+            planning_s=time.perf_counter() - started,
+            idle_share=1 - sum(busy) / (ranks * max(busy)) if max(busy) else 0.0,
+        )
+
+
+@contextlib.contextmanager
+def gloo_group(comm: Communicator) -> Iterator[dist.ProcessGroup]:
+    """A gloo group of the ranks of ``comm``, which are all ranks of the job. Collective over it, at both ends.
+
+    Raises: InvalidUsage if the ranks of ``comm`` are not those of torch.distributed, where that is initialised.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (comm.rank, comm.size):
+            raise InvalidUsage(
+                f"rank {comm.rank} of {comm.size} here is rank {dist.get_rank()} of {dist.get_world_size()} of "
+                "torch.distributed; compare with DDP on all ranks of the job"
+            )
+        group = dist.new_group(backend="gloo")
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
+        return
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = torch.zeros(1, dtype=torch.int64)
+    store = None
+    if comm.rank == 0:
+        store = TCPStore(address, 0, comm.size, is_master=True, wait_for_workers=False, timeout=_PORT_TIMEOUT)
+        port.fill_(store.port)
+    comm.broadcast(port, 0)
+    if store is None:
+        store = TCPStore(address, int(port), comm.size, is_master=False, timeout=_PORT_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    try:
+        yield cast("dist.ProcessGroup", dist.group.WORLD)
+    finally:
+        comm.barrier()  # rank 0 serves the store
+        dist.destroy_process_group()
+
+
+class DataParallelTrainer(Trainer):
+    """Trains by torch's DistributedDataParallel over gloo: the same model, loss, clipping and optimizer as
+    :class:`Trainer`, but each sequence on one rank, and the gradients averaged by DDP while the rank's last backward
+    pass runs.
+
+    Args:
+        model, optimizer, comm, max_grad_norm: as for :class:`Trainer`. ``comm`` counts tokens and times.
+        planner: who runs what.
+        group: the ranks of ``comm`` for torch (:func:`gloo_group`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        planner: WholeSequencePlanner,
+        comm: Communicator,
+        group: dist.ProcessGroup,
+        *,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        super().__init__(model, optimizer, planner, comm, max_grad_norm=max_grad_norm)
+        self.gradients = GradientBuffer(model.parameters())  # DDP adds up, in place
+        self._wrapped = DistributedDataParallel(model, process_group=group)
+        self._wrapped.takes_labels = getattr(model, "takes_labels", False)  # type: ignore[assignment]
+        flat = self.gradients.flat  # a ring sends 2 (n - 1) / n of it
+        self._bytes_elsewhere = 2 * (comm.size - 1) * flat.numel() * flat.element_size() // comm.size
+
+    def _run_all(self, micro_batches: Sequence[MicroBatch], fetch: Fetch, scale: float, _: OffloadedStep) -> Tensor:
+        loss = torch.zeros(2, dtype=torch.float64)
+        alone = self.comm.subset([self.comm.rank])
+        assert alone is not None
+        packs = [pack_shard(each, fetch, comm=alone, device=self._device) for each in micro_batches] or [_no_tokens()]
+        for place, packed in enumerate(packs):
+            last = place == len(packs) - 1
+            with nullcontext() if last else self._wrapped.no_sync():
+                summed = micro_batch_loss(self._wrapped, packed, alone, self._loss)
+                scaled = summed * (scale * self.comm.size)  # DDP takes the mean over the ranks
+                scaled.backward()  # type: ignore[no-untyped-call]
+            labels = (packed.labels != IGNORE).sum()
+            loss += torch.stack((summed.detach().double(), labels.double())).cpu()
+        return loss
+
+
+def _no_tokens() -> PackedShard:
+    """For a rank with no sequence, which DDP waits for: one token without a loss."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return PackedShard(zero, torch.full_like(zero, IGNORE), zero, torch.tensor([0, 1], dtype=torch.int32))

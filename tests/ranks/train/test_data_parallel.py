@@ -1,0 +1,79 @@
+"""The DDP baseline: the losses of the hybrid trainer on the same batches, and plans of whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdpcomm as hdp
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.train import Trainer
+from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+
+CONFIG = LlamaConfig(vocabulary=31, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
+COST = CostModel(1e-6, 1e-5)
+
+
+def losses_of_both(lengths):
+    torch.set_num_threads(1)
+    comm = hdp.init()
+    cluster = ClusterSpec(comm.size, capacity=40)
+
+    def losses(make):
+        model = Llama(CONFIG)
+        trainer = make(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        steps = [trainer.step(lengths, lambda i: torch.arange(lengths[i]) * (i + 3) % 31) for _ in range(4)]
+        return [step.loss for step in steps], steps[-1]
+
+    ours = losses(lambda model, optimizer: Trainer(model, optimizer, Planner(None, cluster, "naive", COST), comm))
+    with gloo_group(comm) as group:
+        planner = WholeSequencePlanner(cluster, COST)
+        ddp = losses(lambda model, optimizer: DataParallelTrainer(model, optimizer, planner, comm, group))
+    return ours, ddp
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths"),
+    [(2, (30, 3, 20, 7, 1)), (3, (9, 5)), (2, (60, 4))],
+    ids=["several micro-batches", "a rank without a sequence", "one above the capacity"],
+)
+def test_the_losses_of_the_hybrid_trainer(ranks, size, lengths):
+    for (ours, _), (ddp, last) in ranks(size, losses_of_both, lengths):
+        assert ddp == pytest.approx(ours, rel=1e-5)
+        assert ddp[-1] < ddp[0]
+        assert last.sequences_on_ranks == {1: len(lengths)}
+        assert last.bytes_sent > 2 * (size - 1) * 4 * Llama(CONFIG).num_parameters()
+
+
+def in_torch_s_group(other):
+    comm = hdp.init()
+    where = (comm.size - 1 - comm.rank if other else comm.rank), comm.size
+    store = hdp.comm.bootstrap.open_store(comm.rank, comm.size, 30.0)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"ddp {other}", store), rank=where[0], world_size=where[1])
+    dist.barrier()  # the mesh is there before a rank raises and leaves
+    try:
+        with gloo_group(comm) as group:
+            x = torch.ones(1)
+            dist.all_reduce(x, group=group)
+            return float(x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_joins_the_group_that_is_there(ranks):
+    assert ranks(2, in_torch_s_group, False) == [2.0, 2.0]
+    with pytest.raises(InvalidUsage, match="compare with DDP on all ranks of the job"):
+        ranks(2, in_torch_s_group, True)
+
+
+def test_plans_of_whole_sequences():
+    planner = WholeSequencePlanner(ClusterSpec(2, capacity=10), COST)
+    plan = planner.plan([4, 25, 3, 9, 6, 2])
+    plan.validate([4, 25, 3, 9, 6, 2])
+    packs = [[[s.length for s in each.sequences] for each in plan.for_rank(rank)] for rank in range(2)]
+    assert packs == [[[25]], [[9], [6, 4], [3, 2]]]
+    assert plan.makespan_s == pytest.approx(COST.seconds([25]))
+    assert planner.plan([5]).for_rank(1) == ()
