@@ -43,7 +43,7 @@ class BatchSampler:
     """Cuts a seeded shuffle of the corpus into batches that hold at most ``tokens`` tokens each.
 
     A batch takes sequences in the order of the shuffle. A sequence that does not fit any more is kept for the next
-    batch, and at most ``LOOKAHEAD`` later ones are tried, so that batches are nearly full. Every epoch is shuffled anew
+    batch, until ``LOOKAHEAD`` are kept, so that batches are nearly full. Every epoch is shuffled anew
     and contains each sequence exactly once; its last batch may be smaller. Two samplers with equal arguments give equal
     batches, so ranks need not communicate. Local.
 
@@ -118,13 +118,16 @@ class BatchSampler:
         if not self._window:
             self._start_epoch(self._epoch + 1)
         room, taken, waiting = self._tokens, [], []
-        for sequence in self._window:
+        coming = itertools.chain(self._window, self._coming)
+        for sequence in coming:
             length = int(self._lengths[sequence])
             if length <= room:
                 room -= length
                 taken.append(sequence)
             else:
                 waiting.append(sequence)
-        self._window = waiting + list(itertools.islice(self._coming, len(taken)))
+            if len(waiting) == self.LOOKAHEAD or not room:
+                break
+        self._window = waiting + list(itertools.islice(coming, self.LOOKAHEAD - len(waiting)))
         lengths = tuple(int(self._lengths[sequence]) for sequence in taken)
         return GlobalBatch(step=self._latest.step + 1, epoch=self._epoch, ids=tuple(taken), lengths=lengths)
