@@ -25,6 +25,15 @@ constexpr Setting kTable[] = {
     {HDP_SETTING("HDPCOMM_HOSTID", host_id), .fallback = "",
      .meaning =
          "part of this rank's host identity: ranks with different values do not share memory"},
+    {HDP_SETTING("HDPCOMM_SECRET", secret), .fallback = "",
+     .meaning =
+         "the job's secret, at least 16 characters, the same on all ranks: who does not know "
+         "it cannot join (docs/security.md)",
+     .hidden = true},
+    {HDP_SETTING("HDPCOMM_SECRET_FILE", secret_file), .fallback = "",
+     .meaning = "file with the job's secret, readable by its owner alone"},
+    {HDP_SETTING("HDPCOMM_STORE", store), .fallback = "",
+     .meaning = "set by hdpcomm's launcher: MASTER_PORT and the Unix socket where its ranks meet"},
     {HDP_SETTING("HDPCOMM_COSTS", costs), .fallback = "",
      .meaning = "file with the measured costs of the transports; unset: hdpcomm/costs.json in the "
                 "user's cache"},

@@ -14,6 +14,9 @@ struct Settings {
   double timeout_s;
   std::string transport;
   std::string host_id;
+  std::string secret;
+  std::string secret_file;
+  std::string store;
   std::string costs;
   size_t shm_eager_bytes;
   size_t shm_payload_bytes;
@@ -51,6 +54,7 @@ struct Setting {
   double least = 0;  // of numbers
   double most = 0;
   std::span<const char* const> choices = {};  // of texts; empty: any
+  bool hidden = false;                        // reports do not show its value
   bool fixed = false;                         // read once a process, else at each init()
 
   // What the variable is set to, or the default where it is unset or empty.

@@ -39,6 +39,7 @@ void bindSettings(py::module_& module) {
       .def_readonly("field", &Setting::field)
       .def_readonly("default", &Setting::fallback)
       .def_readonly("meaning", &Setting::meaning)
+      .def_readonly("hidden", &Setting::hidden)
       .def_readonly("fixed", &Setting::fixed)
       .def_property_readonly("range", &Setting::range)
       .def_property_readonly("value", &Setting::text)

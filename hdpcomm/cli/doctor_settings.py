@@ -25,7 +25,7 @@ def environment() -> list[dict[str, Any]]:
     return [
         {
             "name": row.variable,
-            "value": row.value,
+            "value": "(hidden)" if row.hidden and row.value else row.value,
             "default": row.default,
             "range": row.range,
             "meaning": row.meaning,

@@ -21,10 +21,14 @@ from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, join_devices
 from hdpcomm.comm.group_carrier import GroupCarrier, make_group
+from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import joined, master, rank_and_size
 from hdpcomm.comm.machine import machine
-from hdpcomm.errors import CommTimeout, Error, InvalidUsage
+from hdpcomm.comm.secret import Secret, job_secret
+from hdpcomm.comm.store_server import JobStoreServer
+from hdpcomm.comm.torch_store import SignedStore, connect_to_agent
+from hdpcomm.errors import Error, InvalidUsage
 
 __all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
 
@@ -42,9 +46,12 @@ class ThreadRank:
 
 thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run_threads
 
+_GRACE_S = 0.3  # beyond the deadline, to find out whom to name
+
 # One store a process and address, kept: a new connection of torch's TCPStore now and then takes 5 s, and rank 0 cannot
-# serve a second one on the same port while an earlier world still holds the first.
+# serve a second one on the same port while an earlier world still holds the first. The servers are rank 0's.
 _stores: dict[tuple[str, int], Any] = {}
+_servers: list[JobStoreServer] = []
 
 
 def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
@@ -54,6 +61,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``), or that of srun or mpirun; without any of
     them a world of one.
     If torch.distributed is initialised already, its store is used, whatever it is, and no port of one is asked for.
+    Ranks that know ``HDPCOMM_SECRET`` join with no others (docs/security.md); ``hdpcomm train`` and ``spawn`` make one.
     ``init()`` may be called again after ``close()``, or for a second, independent world.
 
     transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
@@ -87,7 +95,6 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     else:
         deadline = time.monotonic() + seconds
         store = open_store(rank, size, seconds)
-        store.set_timeout(datetime.timedelta(seconds=seconds))
         world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
     _core.comm.close_at_end(world)
     device = AUTOMATIC if transport == "auto" and gpus else None
@@ -136,6 +143,7 @@ def close_all(reason: str) -> None:
             world.close(reason)
 
 
+atexit.register(lambda: _leave_stores())  # after the worlds: handlers run in reverse order
 atexit.register(close_all, "its process ended")
 
 
@@ -160,52 +168,71 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def open_store(rank: int, size: int, seconds: float) -> Any:
-    """The key-value store of the job, as a client or, on rank 0 without an agent, as its server.
+    """The key-value store of the job, as a client or, on rank 0 without a launcher's, also as its server.
 
-    Raises: InvalidUsage (nothing says where it is, port in use), CommTimeout (not reached within ``seconds``).
+    Raises: InvalidUsage (nothing says where it is, port in use, another secret), CommTimeout (not reached within
+    ``seconds``).
     """
+    secret = job_secret()
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return SignedStore(dist.distributed_c10d._get_default_store(), secret, rank, seconds=seconds)
     address, port = master()
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not agent
-    if (address, port) in _stores:
-        return _stores[address, port]
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            size,
-            is_master=serves,
-            timeout=datetime.timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
-        _stores[address, port] = store
+    store = _stores.get((address, port))
+    if store is not None and not (isinstance(store, JobStore) and store.broken):
+        store.set_timeout(datetime.timedelta(seconds=seconds))
         return store
-    except dist.DistNetworkError as error:
-        text = str(error)
-        if serves and ("EADDRINUSE" in text or "address already in use" in text):
-            raise InvalidUsage(
-                f"port {port} of {address} is in use, rank 0 cannot serve the job's store there; set MASTER_PORT to a "
-                "free port on all ranks (torchrun chooses one itself)",
-                rank=rank,
-            ) from error
-        raise CommTimeout(
-            f"rank {rank} did not reach the job's store at {address}:{port} within {seconds} s; is rank 0 running, and "
-            "are MASTER_ADDR and MASTER_PORT the same on all ranks?",
-            rank=rank,
-        ) from error
+    store = _new_store(address, port, rank, size, secret, seconds)
+    _stores[address, port] = store
+    return store
+
+
+def _new_store(address: str, port: int, rank: int, size: int, secret: Secret | None, seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    launcher = _core.settings().store
+    if launcher.startswith(f"{port}:"):  # a launcher inside of our launcher has another port
+        return JobStore(launcher.partition(":")[2], secret, rank, seconds=seconds)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return SignedStore(connect_to_agent(address, port, size, rank, seconds=seconds), secret, rank, seconds=seconds)
+    server = None
+    if rank == 0:
+        server = JobStoreServer.on_network((address, port), secret, seconds=seconds)
+        _servers.append(server)
+    try:
+        return JobStore((address, port), secret, rank, seconds=deadline - time.monotonic())
+    except BaseException:
+        if server is not None:  # the next init() may serve there
+            _servers.remove(server)
+            server.close()
+        raise
+
+
+def _leave_stores() -> None:
+    for store in _stores.values():
+        if isinstance(store, JobStore):
+            store.close()
+    for server in _servers:
+        server.close()
 
 
 def _join_processes(
     transport: str, store: Any, rank: int, size: int, seconds: float, deadline: float
 ) -> tuple[_core.comm.World, bool]:
     """The world, and whether every rank sees a GPU."""
-    # The n-th init() of a rank joins the n-th init() of the others.
-    generation = store.add(f"hdpcomm/inits/{rank}", 1)
-    prefix = f"hdpcomm/{generation}"
-    joining = Joining(store, prefix, rank, size, seconds, deadline)
-    with joining.reporting_failure():
+    if not isinstance(store, JobStore | SignedStore):  # the program's own
+        store = SignedStore(store, job_secret(), rank, seconds=seconds)
+    store.deadline = deadline + _GRACE_S  # so that who is awaited can still be named
+    try:
+        # The n-th init() of a rank joins the n-th init() of the others.
+        generation = store.add(f"hdpcomm/inits/{rank}", 1)
+        joining = Joining(store, f"hdpcomm/{generation}", rank, size, seconds, deadline)
+        return _join_all(joining, transport)
+    finally:
+        store.deadline = None
+
+
+def _join_all(joining: Joining, transport: str) -> tuple[_core.comm.World, bool]:
+    rank = joining.rank
+    with joining.reporting_failure(_servers):
         here = machine().host(rank)
         answers = joining.from_all("host", f"{int(machine().has_gpu(rank))} {os.getpid()} {here}")
         seen, pids, identities = zip(*(each.split(" ", 2) for each in answers), strict=True)
@@ -262,7 +289,7 @@ def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
     joining.from_all("ready", "")  # torch's group waits for its ranks and does not notice when one dies
     store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
     group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
-    GroupCarrier(group, link, owned=owned)
+    GroupCarrier(group, link, owned=owned, secret=job_secret(), store=joining.store)
 
 
 def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:

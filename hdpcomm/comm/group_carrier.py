@@ -14,7 +14,9 @@ import atexit
 import contextlib
 import datetime
 import os
+import secrets
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -24,6 +26,9 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm._core import transport
+from hdpcomm.comm.job_store import JobStore
+from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, Secret
+from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.errors import CommTimeout, Error
 
 __all__ = ["GroupCarrier", "make_group", "own_address"]
@@ -32,6 +37,7 @@ _DEPTH = 4  # frames of a direction under way; receives are posted ahead, so tha
 _HEAD_TAG = 0x4844_0000  # tags are below 2^31, as MPI wants them; a frame's are counted modulo the depth
 _BULK_TAG = _HEAD_TAG + _DEPTH
 _END_TAG = _BULK_TAG + _DEPTH
+_PROOF_TAG = _END_TAG + 1
 _FOREVER = datetime.timedelta(days=20)  # deadlines are the core's
 _GRACE_S = 2.0  # for the last frames and the peers' goodbyes, before the connections are cut
 
@@ -46,13 +52,21 @@ class GroupCarrier:
     group: a backend object with ``send(tensors, peer, tag)`` and ``recv(tensors, peer, tag)`` that return works with
         ``wait(timeout)``; its ranks are the link's.
     owned: nobody else uses the group, so its connections may be cut at the end.
+    secret: of the job. With one, a peer proves that it knows it before a frame goes to it or comes from it; what does
+        not is lost.
+    store: kept as long as the group, which may ask it.
     """
 
-    def __init__(self, group: Any, link: transport.FrameLink, *, owned: bool) -> None:
+    def __init__(
+        self, group: Any, link: transport.FrameLink, *, owned: bool, secret: Secret | None = None, store: Any = None
+    ) -> None:
         self._group = group
+        self._secret = secret
+        self._store = store
         self._link = link
         self._owned = owned
         peers = [peer for peer in range(link.size) if peer != link.rank]
+        self._proven = {peer: threading.Event() for peer in peers}  # or lost
         self._senders = [self._thread(self._send, peer) for peer in peers]
         self._receivers = [self._thread(self._receive, peer) for peer in peers]
         self._closer = threading.Thread(target=self._close, name="hdpcomm-torch-close", daemon=True)
@@ -69,8 +83,32 @@ class GroupCarrier:
             target(peer)
         except Exception as error:  # whatever a backend raises: the core reports it when it matters
             self._link.lost(peer, _first_line(error))
+        finally:
+            self._proven[peer].set()
+
+    def _prove(self, secret: Secret, peer: int) -> None:
+        """Both ends show that they know the secret, each by a MAC of both nonces and of who is who."""
+        ours = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8)
+        theirs, mac = torch.empty(NONCE_BYTES, dtype=torch.uint8), torch.empty(MAC_BYTES, dtype=torch.uint8)
+        works = [self._group.send([ours], peer, _PROOF_TAG), self._group.recv([theirs], peer, _PROOF_TAG)]
+        _wait(works)
+
+        def places(first: int, second: int) -> bytes:
+            return struct.pack(">QQ", first, second)
+
+        mine = secret.sign("frames", places(self._link.rank, peer), bytes(ours.tolist()), bytes(theirs.tolist()))
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        _wait([self._group.send([own], peer, _PROOF_TAG + 1), self._group.recv([mac], peer, _PROOF_TAG + 1)])
+        parts = places(peer, self._link.rank), bytes(theirs.tolist()), bytes(ours.tolist())
+        if not secret.verify(bytes(mac.tolist()), "frames", *parts):
+            raise Error(
+                f"who answered as rank {peer} does not know the job's secret (HDPCOMM_SECRET, the same on all ranks)"
+            )
+        self._proven[peer].set()
 
     def _send(self, peer: int) -> None:
+        if self._secret is not None:
+            self._proven[peer].wait()
         under_way: deque[tuple[transport.Frame, list[Any]]] = deque()
         count = 0
         while (frame := self._link.next(peer)) is not None:
@@ -86,6 +124,8 @@ class GroupCarrier:
             _wait(works)
 
     def _receive(self, peer: int) -> None:
+        if self._secret is not None:
+            self._prove(self._secret, peer)
         posted: deque[tuple[transport.Frame, Any]] = deque()
 
         def post(count: int) -> None:
@@ -184,9 +224,11 @@ def own_address(store: Any) -> str:
     ``store``: if it is served over TCP, the way to its host counts. With another (a file, say) that to ``MASTER_ADDR``
     does, or else the address that this host's name has. Raises: Error, saying what to set.
     """
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    while isinstance(store, dist.PrefixStore | SignedStore):  # type: ignore[attr-defined]
+        store = store.inner if isinstance(store, SignedStore) else store.underlying_store
+    if isinstance(store, JobStore):
+        name, target = "the job's store at ", "127.0.0.1" if isinstance(store.place, str) else store.place[0]
+    elif isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         name, target = "the job's store at ", store.host
     elif "MASTER_ADDR" in os.environ:
         name, target = "MASTER_ADDR=", os.environ["MASTER_ADDR"]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hdpcomm import _core
+from hdpcomm.comm.job_store import JobStore
+from hdpcomm.comm.store_server import JobStoreServer
+from hdpcomm.comm.store_wire import DIED_KEY
 from hdpcomm.errors import CommTimeout, Error, PeerLost
 
 __all__ = ["Joining", "wait_for_all"]
 
+_TOLD_S = 2.0  # for the others to read why the rank that serves the store gives up
 _CHECK_S = 0.1  # between checks whether all who are awaited can still come
 _HINT = ": look for its error"
 
@@ -65,15 +69,19 @@ class Joining:
         for peer, pid in enumerate(self.pids):
             if pid and not _core.comm.process_runs(pid):
                 raise self._lost(f"rank {peer} died (process {pid}) while the ranks joined the world", peer)
+        if isinstance(self.store, JobStore) and self.store.check([DIED_KEY]):
+            for peer, text in json.loads(self.store.get(DIED_KEY)).items():
+                raise self._lost(f"rank {peer} {text} while the ranks joined the world", int(peer))
         if self.store.check([self._lost_key]):
             report = json.loads(self.store.get(self._lost_key))
             raise self._lost(f"{report['text']} (told by rank {report['by']})", report["peer"])
 
     @contextlib.contextmanager
-    def reporting_failure(self) -> Iterator[None]:
+    def reporting_failure(self, servers: Sequence[JobStoreServer] = ()) -> Iterator[None]:
         """Reports an error of the block to the other ranks, on whatever host, so that they stop waiting for this one.
 
-        Timeouts are not reported: the others' time is over, too, and each names whom it misses.
+        Timeouts are not reported: the others' time is over, too, and each names whom it misses. ``servers``: of the
+        store, in this process: it may end with the error, and waits until the others have read the report.
         """
         try:
             yield
@@ -81,13 +89,19 @@ class Joining:
             raise
         except PeerLost as error:
             self._report(str(error), self.rank if error.peer is None else error.peer)
+            self._wait_told(servers)
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._report(
                 f"rank {self.rank} gave up while the ranks joined the world; its last words: {reason}", self.rank
             )
+            self._wait_told(servers)
             raise
+
+    def _wait_told(self, servers: Sequence[JobStoreServer]) -> None:
+        for server in servers:
+            server.wait_told(self._lost_key, self.size - 1, min(_TOLD_S, self.left))
 
     @property
     def _lost_key(self) -> str:
@@ -98,7 +112,7 @@ class Joining:
 
     def _report(self, text: str, peer: int) -> None:
         """Only the first report counts. The store itself may be what is lost."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, Error):
             if not self.store.check([self._lost_key]):
                 self.store.set(
                     self._lost_key, json.dumps({"peer": peer, "by": self.rank, "text": text.removesuffix(_HINT)})
@@ -117,13 +131,20 @@ def wait_for_all(
     """Waits until all keys are there. Raises: CommTimeout past the deadline, and what ``check_peers`` raises.
 
     It polls, since ``store.wait()`` is ended neither by Ctrl-C nor by the death of a neighbour. Where there are many
-    keys it narrows down to a missing one and polls for that, so that the store of many ranks has little to do.
+    keys it narrows down to a missing one and polls for that, so that the store of many ranks has little to do. A store
+    of ours waits itself, for as long as nothing else is to be looked at.
     """
     started = time.monotonic()
     next_check = started
     few = len(keys)
     try:
-        while keys:
+        while keys and isinstance(store, JobStore):
+            if store.there_within(keys, min(_CHECK_S, deadline - time.monotonic())):
+                return
+            check_peers()
+            if time.monotonic() > deadline:
+                break
+        while keys and not isinstance(store, JobStore):
             if store.check(keys[:few]):
                 keys = keys[few:]
                 few = len(keys)

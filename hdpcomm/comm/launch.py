@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -18,9 +17,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-import torch.distributed as dist
-
 from hdpcomm.comm.bootstrap import close_all
+from hdpcomm.comm.secret import Secret, new_secret
+from hdpcomm.comm.store_server import JobStoreServer
+from hdpcomm.comm.store_wire import local_name
+from hdpcomm.comm.torch_store import TorchStorePort
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, PeerLost
 
 __all__ = ["RankPool", "run_ranks"]
@@ -62,9 +63,11 @@ class RankPool:
         if not 1 <= world_size <= 4096:
             raise InvalidUsage(f"world_size is {world_size}; give 1 to 4096")
         self.world_size = world_size
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=300)
-        )
+        # A job inside of a job is another one: it inherits no secret of its launcher's.
+        secret = new_secret()
+        name = local_name()
+        self._store = JobStoreServer.on_this_host(name, Secret(secret))
+        self._port = TorchStorePort()
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         context = _context(preload)
@@ -77,8 +80,11 @@ class RankPool:
                     "WORLD_SIZE": str(world_size),
                     "LOCAL_WORLD_SIZE": str(world_size),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(self._store.port),
+                    "MASTER_PORT": str(self._port.port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    "HDPCOMM_STORE": f"{self._port.port}:{name}",
+                    "HDPCOMM_SECRET": secret,
+                    "HDPCOMM_SECRET_FILE": "",
                 }
                 process = context.Process(
                     target=_rank_main, args=(theirs, dict(os.environ) | environment), name=f"hdpcomm-rank-{rank}"
@@ -172,7 +178,9 @@ class RankPool:
         try:
             answer = pipe.recv_bytes()
         except (EOFError, OSError):
-            errors[rank] = (PeerLost(f"rank {rank} ended {self._end_of(rank)} in the middle of its run", peer=rank), "")
+            end = self._end_of(rank)
+            self._store.report_death(rank, f"ended {end}")
+            errors[rank] = (PeerLost(f"rank {rank} ended {end} in the middle of its run", peer=rank), "")
             return
         try:
             ok, payload, trace = pickle.loads(answer)
@@ -212,6 +220,8 @@ class RankPool:
                 break
         self._processes = []
         self._pipes = []
+        self._port.close()
+        self._store.close()
 
     def __enter__(self) -> RankPool:
         return self

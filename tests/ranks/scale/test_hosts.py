@@ -103,9 +103,8 @@ def test_all_hosts_hear_of_a_rank_that_dies_while_they_join(two: Hosts, tmp_path
     for rank in range(3):
         peer, text = load(tmp_path, f"found{rank}")
         assert peer == 3
-        assert text.startswith("rank 3 died (process ")
+        assert text.startswith("rank 3 died (")
         assert text.endswith(": look for its error")
-        assert ("(told by rank 2)" in text) == (rank < 2)
 
 
 def test_a_slurm_step_on_two_hosts_needs_nothing(two: Hosts) -> None:

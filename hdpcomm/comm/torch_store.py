@@ -1,0 +1,231 @@
+"""Stores of torch.distributed, which neither keep a deadline nor know who asks: what a job of ours does with them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hdpcomm.comm.deadline_calls import CallThread
+from hdpcomm.comm.secret import MAC_BYTES, Secret
+from hdpcomm.errors import CommTimeout, Error
+
+__all__ = ["SignedStore", "TorchStorePort", "connect_to_agent"]
+
+_T = TypeVar("_T")
+
+
+class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
+    """A store of torch (torchrun's, or the program's own), with deadlines and, where there is a secret, signed values.
+
+    With a secret, names of keys are MACs, which no stranger can guess, and every value carries a MAC of key and value.
+    A value whose MAC is wrong is as if it were not there; :attr:`forged` keeps its key. What a stranger who reaches
+    such a store can still do: docs/security.md.
+    """
+
+    def __init__(self, inner: Any, secret: Secret | None, rank: int, *, seconds: float) -> None:
+        super().__init__()
+        self.inner = inner
+        #: No call waits beyond it, by ``time.monotonic()``.
+        self.deadline: float | None = None
+        #: Keys under which somebody without the secret has put a value.
+        self.forged: set[str] = set()
+        self._secret = secret
+        self._rank = rank
+        self._thread = CallThread("hdpcomm-torch-store")
+        self.set_timeout(datetime.timedelta(seconds=seconds))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value if isinstance(value, bytes) else value.encode()
+        name, signed = self._name(key), self._signed(key, data)
+        self._call(lambda: self.inner.set(name, signed))
+
+    def get(self, key: str) -> bytes:
+        """Waits for the key."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Waits for the keys."""
+        until = self._until()
+        while (values := self._values(keys)) is None:
+            self._pause(keys, until)
+        return values
+
+    def check(self, keys: list[str]) -> bool:
+        if self._secret is not None:
+            return self._values(keys) is not None
+        return bool(self._call(lambda: self.inner.check(keys)))
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        until = self._until(timeout)
+        while not self.check(keys):
+            self._pause(keys, until)
+
+    def add(self, key: str, amount: int) -> int:
+        name = self._name(key)
+        return int(self._call(lambda: self.inner.add(name, amount)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        texts = [each if isinstance(each, bytes) else each.encode() for each in (expected, desired)]
+        name, (old, new) = self._name(key), (self._signed(key, each) if each else each for each in texts)
+        answer = self._call(lambda: self.inner.compare_set(name, old, new))
+        value = self._verified(key, answer)
+        return texts[0] if value is None else value
+
+    def delete_key(self, key: str) -> bool:
+        name = self._name(key)
+        return bool(self._call(lambda: self.inner.delete_key(name)))
+
+    def num_keys(self) -> int:
+        return int(self._call(self.inner.num_keys))
+
+    def clone(self) -> SignedStore:
+        return self
+
+    # --- names and values
+
+    def _name(self, key: str) -> str:
+        return key if self._secret is None else "hdpcomm/" + self._secret.sign("key", key.encode()).hex()
+
+    def _signed(self, key: str, value: bytes) -> bytes:
+        return value if self._secret is None else self._secret.sign("value", key.encode(), value) + value
+
+    def _verified(self, key: str, data: bytes) -> bytes | None:
+        if self._secret is None:
+            return data
+        mac, value = data[:MAC_BYTES], data[MAC_BYTES:]
+        if self._secret.verify(mac, "value", key.encode(), value):
+            return value
+        self.forged.add(key)
+        return None
+
+    def _values(self, keys: list[str]) -> list[bytes] | None:
+        """The values of the keys, or ``None`` while one is not there."""
+        names = [self._name(key) for key in keys]
+
+        def ask() -> list[bytes] | None:
+            return list(self.inner.multi_get(names)) if self.inner.check(names) else None
+
+        found = self._call(ask)
+        if found is None:
+            return None
+        values = [self._verified(key, data) for key, data in zip(keys, found, strict=True)]
+        return None if None in values else [value for value in values if value is not None]
+
+    # --- time
+
+    def _until(self, timeout: datetime.timedelta | None = None) -> float:
+        until = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
+        return until if self.deadline is None else min(until, self.deadline)
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        try:
+            return self._thread(call, self._until() - time.monotonic())
+        except Error:
+            raise
+        except TimeoutError:
+            raise CommTimeout(
+                f"rank {self._rank} got no answer of the job's store in time; is its process (torchrun's agent, or "
+                "rank 0) stopped?",
+                rank=self._rank,
+                op="init",
+            ) from None
+
+    def _pause(self, keys: list[str], until: float) -> None:
+        if time.monotonic() > until:
+            forged = sorted(self.forged & set(keys))
+            why = f"; what is there under {', '.join(forged)} is not signed with the job's secret" if forged else ""
+            raise CommTimeout(
+                f"rank {self._rank} waited in vain for {', '.join(keys)} in the job's store{why}; look for the errors "
+                "of the other ranks, or raise timeout=",
+                rank=self._rank,
+                op="init",
+            )
+        time.sleep(0.002)
+
+
+def connect_to_agent(address: str, port: int, size: int, rank: int, *, seconds: float) -> Any:
+    """A client of the store that torchrun's agent serves. Raises: CommTimeout when it is not reached in time."""
+
+    def connect() -> Any:
+        limit = datetime.timedelta(seconds=max(1.0, seconds))
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, size, is_master=False, timeout=limit, wait_for_workers=False
+        )
+
+    error: BaseException | None = None
+    try:
+        return CallThread("hdpcomm-torch-store")(connect, seconds)
+    except Error:
+        raise
+    except (TimeoutError, dist.DistError) as failure:
+        error = failure
+    raise CommTimeout(
+        f"rank {rank} did not reach the job's store at {address}:{port} within {seconds:g} s; is the agent that "
+        "torchrun started there running, and are MASTER_ADDR and MASTER_PORT the same on all ranks?",
+        rank=rank,
+        op="init",
+    ) from error
+
+
+class TorchStorePort:
+    """A port of this host for torch.distributed's own store, which exists from the first call of one of this user's
+    processes on: ``init_process_group()`` of the ranks of a launcher that needs none itself.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.socket()
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen(256)
+        self.port: int = self._listener.getsockname()[1]
+        self._store: Any = None
+        self._end, self._ended = os.pipe2(os.O_CLOEXEC)
+        threading.Thread(target=self._run, name="hdpcomm-torch-port", daemon=True).start()
+
+    def _run(self) -> None:
+        ready = select.poll()
+        ready.register(self._end, select.POLLIN)
+        ready.register(self._listener, select.POLLIN)
+        try:
+            while all(handle != self._end for handle, _ in ready.poll()):
+                if _user_connects(self.port):
+                    self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                        "127.0.0.1",
+                        self.port,
+                        is_master=True,
+                        wait_for_workers=False,
+                        timeout=datetime.timedelta(seconds=300),
+                        master_listen_fd=self._listener.detach(),
+                    )
+                    return
+                time.sleep(0.05)  # strangers' connections stay in the queue of the kernel
+        finally:
+            os.close(self._end)
+            self._listener.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._ended >= 0:
+            os.close(self._ended)
+            self._ended = -1
+        self._store = None
+
+
+def _user_connects(port: int) -> bool:
+    """Whether a socket of this user is connected to the port of 127.0.0.1; the kernel's tables show the users."""
+    for table, loopback in (("tcp", "0100007F"), ("tcp6", "0000000000000000FFFF00000100007F")):
+        with contextlib.suppress(OSError):  # no IPv6
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[2] == f"{loopback}:{port:04X}" and int(fields[7]) == os.geteuid():
+                    return True
+    return False

@@ -1,0 +1,534 @@
+"""Strangers at the job's store and at its frames: without the secret none joins, reads, or ends the job."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hdpcomm as hdp
+from hdpcomm._core import comm as core
+from hdpcomm._core import transport
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.group_carrier import GroupCarrier
+from hdpcomm.comm.job_store import JobStore
+from hdpcomm.comm.joining import Joining
+from hdpcomm.comm.secret import Secret, job_secret, new_secret
+from hdpcomm.comm.store_server import MOST_UNPROVEN, JobStoreServer
+from hdpcomm.comm.store_wire import local_name
+from hdpcomm.comm.torch_store import SignedStore
+from hdpcomm.testing import spawn
+from tests.ranks.scale.hosts import why_not
+from tests.ranks.scale.test_torch_faults import QueueGroup
+
+OURS, THEIRS = Secret("the secret of this job"), Secret("another job's secret")
+LONG_S = 60.0
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[JobStoreServer, str]]:
+    name = local_name()
+    server = JobStoreServer.on_this_host(name, OURS)
+    yield server, name
+    server.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def connected(name: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(10)
+    made.connect(b"\0" + name.encode())
+    return made
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the server ends the connection."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+# --- the store of our launcher
+
+
+@pytest.mark.parametrize("secret", [THEIRS, Secret(""), None], ids=["another", "empty", "none"])
+def test_without_the_secret_the_store_gives_nothing(served: Any, secret: Secret | None) -> None:
+    with pytest.raises(hdp.InvalidUsage, match=r"rank 1 and the job's store .* do not share the job's secret: set HDP"):
+        JobStore(served[1], secret, 1, seconds=5)
+    good = JobStore(served[1], OURS, 0, seconds=5)
+    good.set("a", b"1")
+    assert good.get("a") == b"1"
+    assert not good.check(["hdpcomm/died"])  # who was never let in has not died
+
+
+def test_a_store_that_does_not_know_the_secret_is_not_believed() -> None:
+    name = local_name()
+    server = JobStoreServer.on_this_host(name, THEIRS)
+    with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
+        JobStore(name, OURS, 0, seconds=5)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(5000), b"x" * 64 + b"\xff" * 100],
+    ids=["zeros", "http", "random", "long"],
+)
+def test_garbage_ends_its_connection_alone(served: Any, garbage: bytes) -> None:
+    good = JobStore(served[1], OURS, 0, seconds=5)
+    with connected(served[1]) as stranger:
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(garbage)
+        assert ends(stranger)
+    good.set("a", b"1")
+    assert good.check(["a"])
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\4\0\0\0\xff",
+        b"\0\0\0\2ab",
+        b"\0\0\0\0",
+        b"\0\0\0\7\0\0\0\3set",
+        b"\0\0\0\7\0\0\0\3now",
+    ],
+)
+def test_a_malformed_request_ends_its_connection_alone(served: Any, request_bytes: bytes) -> None:
+    """Also of one who knows the secret."""
+    good, bad = (JobStore(served[1], OURS, rank, seconds=5) for rank in range(2))
+    assert bad._socket is not None
+    bad._socket.sendall(request_bytes)
+    assert ends(bad._socket)
+    good.set("a", b"1")
+    assert good.check(["a"])
+
+
+def test_a_thousand_idle_connections(served: Any) -> None:
+    """They are few at any time for the server, and ranks are served beside them."""
+    server, name = served
+    good = JobStore(name, OURS, 0, seconds=5)
+    strangers = [connected(name) for _ in range(1000)]
+    late = JobStore(name, OURS, 1, seconds=20)
+    late.set("a", b"1")
+    assert good.get("a") == b"1"
+    assert len(server._clients) <= MOST_UNPROVEN + 3
+    for each in strangers:
+        each.close()
+
+
+def test_who_does_not_prove_himself_is_sent_away(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hdpcomm.comm.store_server.PROOF_S", 0.2)
+    with connected(served[1]) as stranger:
+        stranger.sendall(b"x")
+        assert ends(stranger)
+
+
+_AS_NOBODY = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+made = socket.socket(socket.AF_UNIX); made.settimeout(10)
+made.connect(b"\\0" + sys.argv[1].encode())
+try:
+    print(len(made.recv(100)))
+except ConnectionError:
+    print(0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_is_sent_away_unheard(served: Any) -> None:
+    """It does not even get the nonce."""
+    command = [sys.executable, "-S", "-c", _AS_NOBODY, served[1]]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip() == "0"
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which this host listens on the port, as the kernel writes them."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            local, _, state = line.split()[1:4]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                found.add(local.rpartition(":")[0])
+    return found
+
+
+def where_it_listens() -> tuple[set[str], list[str], list[str]]:
+    with hdp.init(timeout=20) as comm:
+        comm.barrier()
+        command = Path("/proc/self/cmdline").read_bytes().decode().split("\0")
+        return listening(int(os.environ["MASTER_PORT"])), command, [os.environ["HDPCOMM_SECRET"]]
+
+
+def test_a_launcher_listens_on_loopback_alone_and_shows_no_secret(ranks: Any) -> None:
+    """What listens there is for torch's own store; ours has no port."""
+    for addresses, command, (secret,) in ranks(2, where_it_listens):
+        assert addresses == {"0100007F"}
+        assert len(secret) == 64
+        assert not any(secret in word for word in command)
+
+
+def test_rank_0_listens_where_it_was_told_alone() -> None:
+    port = free_port()
+    server = JobStoreServer.on_network(("127.0.0.1", port), None, seconds=5)
+    assert listening(port) == {"0100007F"}
+    server.close()
+
+
+_JOIN = """
+import sys, hdpcomm as hdp
+try:
+    with hdp.init(timeout=float(sys.argv[1])) as comm: comm.barrier()
+    print("joined")
+except hdp.Error as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_ranks_join_by_a_secret_from_anywhere_and_others_do_not(tmp_path: Path) -> None:
+    """A job without a launcher of ours. The stranger comes as rank 1, too."""
+    file = tmp_path / "secret"
+    file.write_text((secret := new_secret()) + "\n")
+    file.chmod(0o600)
+    port = free_port()
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def start(variables: dict[str, str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _JOIN, "40"]
+        return subprocess.Popen(command, env=common | variables, stdout=subprocess.PIPE, text=True)
+
+    processes = [start({"RANK": "0", "HDPCOMM_SECRET": secret})]
+    with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
+        JobStore(("127.0.0.1", port), THEIRS, 1, seconds=40)
+    processes.append(start({"RANK": "1", "HDPCOMM_SECRET_FILE": str(file)}))
+    assert [process.communicate(timeout=LONG_S)[0].strip() for process in processes] == ["joined"] * 2
+
+
+@pytest.mark.skipif(bool(reason := why_not()), reason=reason)
+def test_another_network_namespace_reaches_nothing() -> None:
+    """It has its own loopback and its own Unix sockets without a name in the file system."""
+    port, name = free_port(), local_name()
+    servers = [
+        JobStoreServer.on_network(("127.0.0.1", port), None, seconds=5),
+        JobStoreServer.on_this_host(name, None),
+    ]
+    program = (
+        "import socket, sys\n"
+        "for family, place in ((socket.AF_INET, ('127.0.0.1', int(sys.argv[1]))), "
+        "(socket.AF_UNIX, b'\\0' + sys.argv[2].encode())):\n"
+        "    try: socket.socket(family).connect(place); print('in')\n"
+        "    except OSError: print('out')\n"
+    )
+    command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-S", "-c", program]
+    told = subprocess.run([*command, str(port), name], capture_output=True, text=True, timeout=30, check=True).stdout
+    assert told.split() == ["out", "out"]
+    for server in servers:
+        server.close()
+
+
+# --- the secret
+
+
+def test_a_secret_has_no_text_of_its_own() -> None:
+    assert "secret of" not in f"{OURS} {OURS!r} {[OURS]}"
+
+
+def test_purposes_and_parts_are_kept_apart() -> None:
+    macs = {
+        OURS.sign("a", b"b", b"c"),
+        OURS.sign("a", b"bc"),
+        OURS.sign("a", b"bc", b""),
+        OURS.sign("ab", b"c"),
+        THEIRS.sign("a", b"bc"),
+    }
+    assert len(macs) == 5
+    assert OURS.verify(OURS.sign("a", b"bc"), "a", b"bc")
+    assert not OURS.verify(b"", "a", b"bc")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda _: {"HDPCOMM_SECRET": "short"}, "HDPCOMM_SECRET has 5 characters; give at least 16"),
+        (lambda _: {"HDPCOMM_SECRET": "x" * 20, "HDPCOMM_SECRET_FILE": "y"}, "are both set; set one"),
+        (lambda p: {"HDPCOMM_SECRET_FILE": str(p / "none")}, "cannot be read: .*No such file"),
+        (lambda p: {"HDPCOMM_SECRET_FILE": str(p)}, "is no regular file|cannot be read"),
+        (lambda p: {"HDPCOMM_SECRET_FILE": file_of(p, b"x" * 20, 0o644)}, "may be read by others.*mode 644.*chmod 600"),
+        (lambda p: {"HDPCOMM_SECRET_FILE": file_of(p, b"x" * 3, 0o600)}, "has 3 characters"),
+        (lambda p: {"HDPCOMM_SECRET_FILE": file_of(p, b"", 0o600)}, "has 0 characters"),
+        (lambda p: {"HDPCOMM_SECRET_FILE": file_of(p, b"\xff" * 20, 0o600)}, "cannot be read"),
+        (lambda p: {"HDPCOMM_SECRET_FILE": pipe_of(p)}, "is no regular file"),
+    ],
+)
+def test_a_bad_secret_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], dict[str, str]], words: str
+) -> None:
+    monkeypatch.delenv("HDPCOMM_SECRET", raising=False)
+    for name, value in prepare(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(hdp.InvalidUsage, match=words) as info:
+        job_secret()
+    assert "xxx" not in str(info.value)
+
+
+def file_of(folder: Path, content: bytes, mode: int) -> str:
+    path = folder / "secret"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def pipe_of(folder: Path) -> str:
+    os.mkfifo(folder / "pipe")
+    return str(folder / "pipe")
+
+
+def test_reports_hide_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hdpcomm.cli.doctor_settings import environment, settings_lines
+
+    monkeypatch.setenv("HDPCOMM_SECRET", "the secret of this job")
+    rows = environment()
+    assert "the secret of" not in json.dumps(rows) + "".join(settings_lines(rows, [], everything=True))
+    assert "HDPCOMM_SECRET=(hidden)" in "".join(settings_lines(rows, [], everything=False))
+
+
+# --- stores of torch
+
+
+def signed(inner: Any, rank: int = 0, seconds: float = 5.0) -> SignedStore:
+    return SignedStore(inner, OURS, rank, seconds=seconds)
+
+
+def test_signed_values() -> None:
+    inner = dist.HashStore()
+    store = signed(inner)
+    store.set("a", "1")
+    store.set("b", b"\0\xff")
+    assert signed(inner).multi_get(["a", "b"]) == [b"1", b"\0\xff"]
+    assert not inner.check(["a"])  # nobody guesses the name
+    assert [store.add("n", 2), store.add("n", 3)] == [2, 5]
+    assert store.compare_set("c", b"", b"x") == b"x"
+    assert store.compare_set("c", b"x", b"y") == b"y"
+    assert store.compare_set("c", b"x", b"z") == b"y"
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+    with pytest.raises(hdp.CommTimeout, match="waited in vain for a in"):
+        signed(inner, seconds=0.05).get("a")
+
+
+def test_a_forged_value_is_as_if_it_were_not_there() -> None:
+    inner = dist.HashStore()
+    store = signed(inner)
+    store.set("real", b"1")
+    for forged in (b"", b"1", os.urandom(80), inner.get(store._name("real"))):  # the last: of another key
+        inner.set(store._name("a"), forged)
+        assert not store.check(["a"])
+    with pytest.raises(hdp.CommTimeout, match="under a is not signed with the job's secret"):
+        signed(inner, seconds=0.05).get("a")
+
+
+def test_a_forged_report_does_not_end_the_job() -> None:
+    """Under the old name, and under the true one."""
+    inner = dist.HashStore()
+    report = json.dumps({"peer": 1, "by": 1, "text": "rank 1 died"})
+    store = signed(inner)
+    joining = Joining(store, "hdpcomm/1", 0, 2, LONG_S, time.monotonic() + LONG_S)
+    for name in ("hdpcomm/1/lost", store._name("hdpcomm/1/lost")):
+        inner.set(name, report)
+        joining.check_peers()
+    store.set("hdpcomm/1/lost", report)
+    with pytest.raises(hdp.PeerLost, match="rank 1 died"):
+        joining.check_peers()
+
+
+def stuck(*_: Any) -> None:
+    time.sleep(1.0)
+
+
+def test_a_store_that_does_not_answer_keeps_no_rank_beyond_its_deadline() -> None:
+    class Stopped(dist.HashStore):  # type: ignore[misc, name-defined]
+        check = set = add = stuck
+
+    store = signed(Stopped(), seconds=LONG_S)
+    store.deadline = time.monotonic() + 0.1
+    with pytest.raises(hdp.CommTimeout, match="got no answer of the job's store in time"):
+        store.check(["a"])
+
+
+def joined_over_gloo(secrets: list[Secret | None]) -> list[Any]:
+    """Two frame links over a group between threads, each with its own secret."""
+    wires: dict[Any, Any] = defaultdict(queue.Queue)
+    links = [transport.FrameLink(rank, 2) for rank in range(2)]
+    worlds = [core.join_framed_world(link, "torch", 1.0) for link in links]
+    for rank, link in enumerate(links):
+        GroupCarrier(QueueGroup(wires, rank), link, owned=False, secret=secrets[rank])
+    return [Communicator(world.communicator(), world.rank, world.size) for world in worlds]
+
+
+def sums(comm: Communicator) -> float:
+    x = torch.ones(3)
+    comm.all_reduce(x)
+    return x[0].item()
+
+
+def test_frames_between_ranks_that_know_the_secret() -> None:
+    comms = joined_over_gloo([OURS, OURS])
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(sums, comms)) == [2.0, 2.0]
+    for comm in comms:
+        comm.close()
+
+
+@pytest.mark.parametrize("other", [THEIRS, None], ids=["another", "none"])
+def test_a_peer_that_does_not_know_the_secret_gets_no_frame(other: Secret | None) -> None:
+    comms = joined_over_gloo([OURS, other])
+    with pytest.raises(
+        (hdp.PeerLost, hdp.CommTimeout), match=r"who answered as rank 1 does not know the job's secret|waited"
+    ) as info:
+        sums(comms[0])
+    assert isinstance(info.value, hdp.CommTimeout if other is None else hdp.PeerLost)
+    for comm in comms:
+        comm.close()
+
+
+# --- who dies or gives up before all are there
+
+
+def dies_at_once(folder: str) -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    with pytest.raises(hdp.PeerLost, match=r"rank 1 .*(ended by signal SIGKILL|died).* while the ranks joined") as info:
+        hdp.init(timeout=LONG_S)
+    assert (info.value.peer, info.value.op) == (1, "init")
+    Path(folder, os.environ["RANK"]).touch()
+
+
+def test_a_rank_that_dies_before_it_joins_is_named(tmp_path: Path) -> None:
+    with pytest.raises(hdp.PeerLost, match="rank 1 ended by signal SIGKILL"):
+        spawn(dies_at_once, 3, str(tmp_path), timeout=LONG_S)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "2"}
+
+
+def test_the_end_of_a_connection_is_a_death_and_a_goodbye_is_none(served: Any) -> None:
+    watcher, left, killed = (JobStore(served[1], OURS, rank, seconds=5) for rank in range(3))
+    left.close()
+    assert not watcher.check(["hdpcomm/died"])
+    killed.forget()
+    assert json.loads(watcher.get("hdpcomm/died")) == {"2": "died (its connection to the job's store ended)"}
+    successor = JobStore(served[1], OURS, 2, seconds=5)
+    assert json.loads(watcher.get("hdpcomm/died")) == {}
+    successor.close()
+
+
+def test_a_forked_child_holds_no_connection(served: Any) -> None:
+    """The death of its parent is seen though the child lives on."""
+    watcher, parent = (JobStore(served[1], OURS, rank, seconds=5) for rank in range(2))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0)
+    parent.forget()
+    assert "1" in json.loads(watcher.get("hdpcomm/died"))
+    os.write(write, b"x")
+    os.waitpid(child, 0)
+
+
+def test_the_error_of_the_rank_that_serves_the_store_reaches_the_others() -> None:
+    """It may end its process with the error, and the store with it."""
+    program = """
+import sys, hdpcomm as hdp
+from hdpcomm.comm import bootstrap
+def fails(*_): raise KeyError("no such shard")
+if sys.argv[1] == "0": bootstrap._JOINS = {"shm": fails}
+hdp.init("shm", timeout=60)
+"""
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank)],
+            env=common | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=LONG_S)[1] for process in processes]
+    assert "KeyError: 'no such shard'" in errors[0]
+    assert "PeerLost: rank 0 gave up" in errors[1]
+    assert "no such shard" in errors[1]
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["ours", "torchrun's"])
+def test_ctrl_c_while_the_store_is_not_reached(agent: bool) -> None:
+    """Something listens there and never answers."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        program = (
+            "import os, signal, hdpcomm as hdp\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "try: hdp.init(timeout=50)\n"
+            "except KeyboardInterrupt: print('interrupted', flush=True); os._exit(0)\n"
+        )
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = str(agent)
+        command = [sys.executable, "-c", program]
+        rank = subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        silent.settimeout(40)
+        with silent.accept()[0]:
+            time.sleep(0.2)
+            rank.send_signal(signal.SIGINT)
+            assert rank.communicate(timeout=40)[0] == "interrupted\n"
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["ours", "torchrun's"])
+def test_the_deadline_holds_while_the_store_is_not_reached(agent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        variables["MASTER_PORT"] = str(silent.getsockname()[1])
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = str(agent)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(hdp.CommTimeout, match=r"did not reach the job's store at 127\.0\.0\.1:\d+ within 0\.4 s"):
+            hdp.init(timeout=0.4)
+
+
+def test_torchs_own_store_is_made_when_a_rank_asks_for_it(ranks: Any) -> None:
+    ranks(2, uses_torchs_store)
+
+
+def uses_torchs_store() -> None:
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=20))
+    store.set(f"who/{os.environ['RANK']}", "here")
+    assert store.multi_get(["who/0", "who/1"]) == [b"here"] * 2
