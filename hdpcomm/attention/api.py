@@ -11,8 +11,8 @@ import torch
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
 from hdpcomm.attention.block_mask import MaskLayout
-from hdpcomm.attention.call_check import agree
-from hdpcomm.attention.engine import Call, backward, forward
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result
+from hdpcomm.attention.engine import Call, LatentDims, backward, forward
 from hdpcomm.attention.layout import AnyLayout, CuSeqlens, layout_of
 from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.tiles import Band, band_of, window_pair
@@ -22,7 +22,19 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Options", "attend", "plan_call", "ring_attention"]
+__all__ = [
+    "Options",
+    "RingAttention",
+    "attend",
+    "band_under",
+    "check_finite",
+    "check_lse",
+    "check_options",
+    "layouts_of",
+    "make_call",
+    "plan_call",
+    "ring_attention",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +51,14 @@ class Options:
     costs: AttentionCosts | None = None
 
 
-class _RingAttention(torch.autograd.Function):
+class RingAttention(torch.autograd.Function):
+    """One distributed attention; ``k`` and ``v`` are the two tensors of keys and values (:func:`engine.forward`)."""
+
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, saved = forward(q, k, v, sinks, call)
+        out, lse, saved = forward(q, (k, v), sinks, call)
         ctx.call, ctx.heads = call, (q.shape[1], k.shape[1])
         ctx.save_for_backward(*saved, sinks)
         ctx.mark_non_differentiable(lse)
@@ -68,11 +82,14 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
             "expected q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim], or all with a batch dimension "
             f"in front; got {shapes}"
         )
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
-        raise InvalidUsage(f"k and v must have one shape, and the head_dim and the batch of q; got {shapes}")
-    if 0 in (*q.shape[-2:], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
         raise InvalidUsage(
-            f"the heads of q must be a multiple of the heads of k and v, and none may be 0; got {shapes}"
+            "k and v must have one shape (but for the head_dim of v), and the head_dim of k and the batch those of q; "
+            f"got {shapes}"
+        )
+    if 0 in (*q.shape[-2:], k.shape[-2], v.shape[-1]) or q.shape[-2] % k.shape[-2]:
+        raise InvalidUsage(
+            f"the heads of q must be a multiple of the heads of k and v, and no dimension may be 0; got {shapes}"
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (
         torch.float64,
@@ -99,7 +116,8 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
         )
 
 
-def _check_numbers(options: Options) -> None:
+def check_options(options: Options) -> None:
+    """Raises InvalidUsage for numbers that no attention can have."""
     if options.dropout_p:
         raise InvalidUsage(
             f"dropout_p={options.dropout_p}: attention dropout is not supported, since a distributed mask would differ "
@@ -111,36 +129,38 @@ def _check_numbers(options: Options) -> None:
         raise InvalidUsage(f"softcap={options.softcap}; expected a finite number above 0, or 0 for none")
 
 
-def _layouts(cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, size: int) -> tuple[AnyLayout, AnyLayout]:
+def layouts_of(
+    cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, comm: Communicator | None
+) -> tuple[AnyLayout, AnyLayout]:
+    """The layouts of queries and keys. Raises InvalidUsage where they cannot belong together."""
+    size = 1 if comm is None else comm.size
     q_layout = layout_of(cu_seqlens, size=size)
-    if cu_seqlens_k is None:
-        return q_layout, q_layout
-    kv_layout = layout_of(cu_seqlens_k, size=size, name="cu_seqlens_k")
-    if isinstance(q_layout, Pieces) or isinstance(kv_layout, Pieces):
-        raise InvalidUsage(
-            "cu_seqlens_k was given with a tree or a mask, where queries and keys are the same tokens; leave it out"
-        )
-    if len(q_layout.bounds) != len(kv_layout.bounds):
-        raise InvalidUsage(
-            f"cu_seqlens has {len(q_layout.bounds)} sequences, cu_seqlens_k {len(kv_layout.bounds)}; expected as many"
-        )
-    return q_layout, kv_layout
-
-
-def _check_lengths(layout: AnyLayout) -> None:
-    if isinstance(layout, Pieces):
-        return
-    lengths = layout.lengths.tolist()
+    kv_layout = q_layout
+    if cu_seqlens_k is not None:
+        kv_layout = layout_of(cu_seqlens_k, size=size, name="cu_seqlens_k")
+        if isinstance(q_layout, Pieces) or isinstance(kv_layout, Pieces):
+            raise InvalidUsage(
+                "cu_seqlens_k was given with a tree or a mask, where queries and keys are the same tokens; leave it out"
+            )
+        if len(q_layout.bounds) != len(kv_layout.bounds):
+            raise InvalidUsage(
+                f"cu_seqlens has {len(q_layout.bounds)} sequences, cu_seqlens_k {len(kv_layout.bounds)}; expected as "
+                "many"
+            )
+    if isinstance(q_layout, Pieces):
+        return q_layout, kv_layout
+    lengths = q_layout.lengths.tolist()
     if 0 in lengths:
         first = lengths.index(0)
         raise InvalidUsage(
             f"sequence {first} of cu_seqlens is empty ({lengths.count(0)} of {len(lengths)} are): leave it out; a "
             "length of 0 is mostly a mistake in the code that computes cu_seqlens"
         )
+    return q_layout, kv_layout
 
 
-def _band(layout: AnyLayout, options: Options) -> Band:
-    """The mask inside a sequence, or of a position relative to those on its way from the root."""
+def band_under(layout: AnyLayout, options: Options) -> Band:
+    """The mask inside a sequence, or of a position relative to those on its way from the root. Raises InvalidUsage."""
     if isinstance(layout, MaskLayout):
         if options.window is not None and window_pair(options.window) != (-1, -1):
             raise InvalidUsage(f"window={options.window} was given with a mask, which says by itself what is visible")
@@ -150,29 +170,23 @@ def _band(layout: AnyLayout, options: Options) -> Band:
     return band_of(options.causal, options.window)
 
 
-def _make_call(
-    q: torch.Tensor, k: torch.Tensor, comm: Communicator | None, layouts: tuple[AnyLayout, AnyLayout], options: Options
+def make_call(
+    rows: tuple[int, int],
+    problem: Problem,
+    comm: Communicator | None,
+    layouts: tuple[AnyLayout, AnyLayout],
+    options: Options,
+    latent: LatentDims | None = None,
 ) -> Call:
-    """Checks the token counts and chooses variant and backend. ``q``, ``k``: the batch is folded into the heads."""
+    """Checks the token counts ``rows`` of q and of k, and chooses variant and backend. Raises InvalidUsage."""
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-    for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1])):
-        rows = layout.rows(rank)
-        if x.shape[0] != rows:
+    for name, given, layout in zip("qk", rows, layouts, strict=True):
+        wanted = layout.rows(rank)
+        if given != wanted:
             raise InvalidUsage(
-                f"{name} has {x.shape[0]} tokens; under cu_seqlens, rank {rank} of {size} holds {rows} (see shard())"
+                f"{name} has {given} tokens; under cu_seqlens, rank {rank} of {size} holds {wanted} (see shard())"
             )
-    band = _band(layouts[0], options)
-    masked = isinstance(layouts[0], MaskLayout)
-    problem = Problem(
-        device=q.device.type,
-        dtype=q.dtype,
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        head_dim=q.shape[2],
-        windowed=band.low is not None,
-        softcap=options.softcap,
-        masked=masked,
-    )
+    band = band_under(layouts[0], options)
     variant = choose_variant(options.variant, problem, layouts, band, options.costs)
     return Call(
         q_layout=layouts[0],
@@ -180,28 +194,41 @@ def _make_call(
         band=band,
         comm=comm if size > 1 else None,
         backend=choose(options.backend, problem),
-        score=Score(q.shape[2] ** -0.5 if options.scale is None else float(options.scale), float(options.softcap)),
+        score=Score(problem.head_dim**-0.5 if options.scale is None else float(options.scale), float(options.softcap)),
         gather=variant.gather,
         head_group=variant.head_group,
+        latent=latent,
     )
 
 
 def plan_call(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     cu_seqlens_k: CuSeqlens | None,
     options: Options,
 ) -> Call:
-    """Checks the arguments and returns the :class:`Call` for them; ``q``, ``k``: [T_local, heads, head_dim]. Local.
+    """Checks the arguments and returns the :class:`Call` for them; ``q``, ``k``, ``v``: [T_local, heads, head_dim] (the
+    batch folded into the heads). Local.
 
     Raises: InvalidUsage.
     """
-    _check_numbers(options)
-    layouts = _layouts(cu_seqlens, cu_seqlens_k, 1 if comm is None else comm.size)
-    _check_lengths(layouts[0])
-    return _make_call(q, k, comm, layouts, options)
+    check_options(options)
+    layouts = layouts_of(cu_seqlens, cu_seqlens_k, comm)
+    problem = Problem(
+        device=q.device.type,
+        dtype=q.dtype,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        windowed=band_under(layouts[0], options).low is not None,
+        softcap=options.softcap,
+        masked=isinstance(layouts[0], MaskLayout),
+        v_head_dim=v.shape[2],
+    )
+    return make_call((q.shape[0], k.shape[0]), problem, comm, layouts, options)
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
@@ -209,17 +236,22 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).flatten(1, 2).contiguous() if x.ndim == 4 else x
 
 
-def _facts(call: Call, q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor | None) -> tuple[str, str]:
+def _facts(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[str, str]:
     """Text of all that must be the same on all ranks, and a summary of it for messages."""
     packs = call.q_layout.facts, call.kv_layout.facts
-    shapes = f"q {(*q.shape[:-3], *q.shape[-2:])} k {(*k.shape[:-3], *k.shape[-2:])} {q.dtype} {q.device.type}"
+    shapes = (
+        f"q {(*q.shape[:-3], *q.shape[-2:])} k {(*k.shape[:-3], *k.shape[-2:])} v {v.shape[-1]} {q.dtype} "
+        f"{q.device.type}"
+    )
     settings = f"{call.band} {call.score} gather={call.gather} head_group={call.head_group} sinks={sinks is not None}"
     facts = f"{packs[0][0]} {packs[1][0]} {shapes} {settings}"
     summary = f"{packs[0][1]}, {shapes}, {settings}"
     return facts, summary
 
 
-def _check_finite(name: str, x: torch.Tensor) -> None:
+def check_finite(name: str, x: torch.Tensor) -> None:
     """Raises InvalidUsage for NaN or infinity. A kernel may hide them: torch's CPU operator treats a row of NaN as one
     without keys."""
     total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -232,7 +264,7 @@ def _check_finite(name: str, x: torch.Tensor) -> None:
     )
 
 
-def _check_lse(lse: torch.Tensor) -> InvalidUsage | None:
+def check_lse(lse: torch.Tensor) -> InvalidUsage | None:
     """The error for a log-sum-exp of NaN or +inf; -inf is valid: it means a query without keys."""
     bad = torch.isnan(lse) | (lse == torch.inf)
     if not bool(bad.any()):
@@ -258,31 +290,23 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`ring_attention` with its options in one object; always returns (out, lse)."""
     careful = q.device.type == "cpu" if check is None else check
-    several = comm if comm is not None and comm.size > 1 else None
-    error: InvalidUsage | None = None
-    try:
+
+    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call], str, str]:
         _check_tensors(q, k, v, sinks)
         folded = _fold(q), _fold(k), _fold(v)
-        call = plan_call(folded[0], folded[1], comm, cu_seqlens, cu_seqlens_k, options)
+        call = plan_call(*folded, comm, cu_seqlens, cu_seqlens_k, options)
         if careful:
             for name, x in (("q", q), ("k", k), ("v", v)):
-                _check_finite(name, x)
-        facts = _facts(call, q, k, sinks) if careful and several is not None else ("", "")
-    except InvalidUsage as problem:
-        if several is None or not careful:
-            raise
-        error, facts = problem, ("", "")
-    if careful and several is not None:
-        agree(several, "ring_attention", error=error, facts=facts[0], summary=facts[1], device=q.device)
+                check_finite(name, x)
+        facts = _facts(call, q, k, v, sinks) if careful and call.comm is not None else ("", "")
+        return (folded, call), *facts
+
+    folded, call = agree_on_call(comm, "ring_attention", careful=careful, device=q.device, prepare=prepare)
     batch = q.shape[0] if q.ndim == 4 else 1
     per_head = None if sinks is None else sinks.repeat(batch)
-    out, lse = _RingAttention.apply(*folded, per_head, call)  # type: ignore[no-untyped-call]
+    out, lse = RingAttention.apply(*folded, per_head, call)  # type: ignore[no-untyped-call]
     if careful:
-        error = _check_lse(lse)
-        if several is not None:
-            agree(several, "ring_attention", error=error, facts="", summary="", device=q.device)
-        elif error is not None:
-            raise error
+        agree_on_result(comm, "ring_attention", device=q.device, error=check_lse(lse))
     if q.ndim == 4:
         out = out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
         lse = lse.view(lse.shape[0], batch, -1).transpose(0, 1)
@@ -311,9 +335,10 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact softmax attention over packed sequences, each rank holding a zigzag shard of every sequence.
 
-    ``q``: [T_local, heads, head_dim], ``k``, ``v``: [T_local, kv_heads, head_dim], contiguous: the shard of this rank
-    (:func:`hdpcomm.attention.shard`). Or dense, [batch, T_local, ...], where every row of the batch is a pack of the
-    same lengths. ``comm``: the ranks that share the pack; None or a communicator of one rank means no communication.
+    ``q``: [T_local, heads, head_dim], ``k``: [T_local, kv_heads, head_dim], ``v``: [T_local, kv_heads, v_head_dim],
+    contiguous: the shard of this rank (:func:`hdpcomm.attention.shard`). Or dense, [batch, T_local, ...], where every
+    row of the batch is a pack of the same lengths. ``comm``: the ranks that share the pack; None or a communicator of
+    one rank means no communication.
 
     ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks, with no empty sequence (best on
     the CPU: a CUDA tensor has to be waited for). Or a :class:`Tree` (a query sees its ancestors and, causally, its own
@@ -330,10 +355,10 @@ def ring_attention(
     the result is searched for NaN, so that bad input is an error on all ranks (default: on the CPU; it costs two
     small all-gathers).
 
-    Returns the output in the shape and type of ``q``, and with ``return_lse`` also the log-sum-exp [T_local, heads]
-    (dense: [batch, T_local, heads]) in float32 (float64 for float64), not differentiable; a query that sees no key
-    gives 0 and -inf. Differentiable in q, k, v and sinks. Results are bitwise the same from run to run. Collective
-    over ``comm``, in forward and in backward, in the same order on all ranks.
+    Returns the output, [T_local, heads, v_head_dim] in the type of ``q``, and with ``return_lse`` also the log-sum-exp
+    [T_local, heads] (dense: [batch, T_local, heads]) in float32 (float64 for float64), not differentiable; a query that
+    sees no key gives 0 and -inf. Differentiable in q, k, v and sinks. Results are bitwise the same from run to run.
+    Collective over ``comm``, in forward and in backward, in the same order on all ranks.
 
     Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
     """

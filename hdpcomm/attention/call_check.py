@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -12,7 +13,9 @@ from hdpcomm.errors import Error, InvalidUsage, Mismatch
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["agree"]
+__all__ = ["agree", "agree_on_call", "agree_on_result"]
+
+_T = TypeVar("_T")
 
 _DIGEST = 32
 _TEXT = 512
@@ -60,3 +63,42 @@ def agree(comm: Communicator, op: str, *, error: Error | None, facts: str, summa
         peer=comm.ranks[other],
         **where,
     )
+
+
+def _several(comm: Communicator | None) -> Communicator | None:
+    return comm if comm is not None and comm.size > 1 else None
+
+
+def agree_on_call(
+    comm: Communicator | None,
+    op: str,
+    *,
+    careful: bool,
+    device: torch.device,
+    prepare: Callable[[], tuple[_T, str, str]],
+) -> _T:
+    """What ``prepare`` returns first; its other results are facts and a summary for :func:`agree`.
+
+    An InvalidUsage of ``prepare`` is one on all ranks if they are ``careful``, else on this one. Collective over
+    ``comm`` if ``careful``.
+    """
+    several, error, result, facts, summary = _several(comm), None, None, "", ""
+    try:
+        result, facts, summary = prepare()
+    except InvalidUsage as problem:
+        if several is None or not careful:
+            raise
+        error = problem
+    if careful and several is not None:
+        agree(several, op, error=error, facts=facts, summary=summary, device=device)
+    assert result is not None
+    return result
+
+
+def agree_on_result(comm: Communicator | None, op: str, *, device: torch.device, error: InvalidUsage | None) -> None:
+    """Raises where a rank found its result wrong (``error``); on all ranks. Collective over ``comm``."""
+    several = _several(comm)
+    if several is not None:
+        agree(several, op, error=error, facts="", summary="", device=device)
+    elif error is not None:
+        raise error

@@ -11,6 +11,7 @@ from hdpcomm.attention.backends.base import Accumulator, Backend, Score
 from hdpcomm.attention.gather import GatherPlan, gather_backward, gather_forward, gather_plan
 from hdpcomm.attention.heads import HeadGroup, grouped_layout, head_shares, token_shares
 from hdpcomm.attention.layout import AnyLayout
+from hdpcomm.attention.payload import KeysValues, Latent, Payload
 from hdpcomm.attention.ring import ring_backward, ring_forward
 from hdpcomm.attention.routes import RingPlan, ring_plan
 from hdpcomm.attention.tiles import Band
@@ -18,9 +19,18 @@ from hdpcomm.attention.tiles import Band
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Call", "backward", "forward", "retrace"]
+__all__ = ["Call", "LatentDims", "backward", "forward", "retrace"]
 
-_Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDims:
+    """The dimensions of MLA that its tensors do not tell."""
+
+    rope_dim: int
+    v_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class Call:
     """Whether all KV is fetched at once instead of being passed round the ring."""
     head_group: int = 1
     """Number of neighbours that exchange heads (Ulysses); the ring or the gather runs between such groups."""
+    latent: LatentDims | None = None
+    """Where keys and values travel as the latent of MLA: their two tensors are then the latent and the weight."""
 
     @property
     def rank(self) -> int:
@@ -100,67 +112,109 @@ def _add_sinks(result: Accumulator, sinks: torch.Tensor) -> None:
     result.lse.copy_(with_sink)
 
 
+def _payload(call: Call, kv: _Pair) -> Payload:
+    if call.latent is None:
+        return KeysValues(*kv)
+    return Latent(*kv, rope_dim=call.latent.rope_dim, v_dim=call.latent.v_dim)
+
+
+class _Exchanged:
+    """The tensors of a call whose heads are exchanged among neighbours."""
+
+    def __init__(self, call: Call, group: HeadGroup, heads: int, kv: tuple[int, ...]) -> None:
+        """``kv``: the shape of the first tensor of keys and values."""
+        self._latent = call.latent is not None
+        self._exchange = _HeadExchange(call, group, heads, 1 if self._latent else kv[1])
+        self.queries = self._exchange.queries
+
+    def collect(self, rows: tuple[torch.Tensor, ...], kv: _Pair) -> tuple[list[torch.Tensor], _Pair]:
+        """``rows`` have the layout of q. Every member takes the whole latent, and its heads of the weight."""
+        if self._latent:
+            *found, latent = self._exchange.collect(*rows, kv[0], kv=1)
+            return found, (latent, kv[1][self.queries].contiguous())
+        *found, k, v = self._exchange.collect(*rows, *kv, kv=2)
+        return found, (k, v)
+
+    def collect_rows(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        return self._exchange.collect(*rows)
+
+    def give_back_rows(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        return self._exchange.give_back(*rows)
+
+    def give_back_grads(self, dq: torch.Tensor, pair: _Pair, heads: int) -> tuple[torch.Tensor, _Pair]:
+        if not self._latent:
+            dq, dk, dv = self._exchange.give_back(dq, *pair, kv=2)
+            return dq, (dk, dv)
+        dq, dlatent = self._exchange.give_back(dq, pair[0], kv=1)
+        share = pair[1].new_zeros((heads, *pair[1].shape[1:]))
+        share[self.queries] = pair[1]
+        return dq, (dlatent, share)
+
+
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
+    q: torch.Tensor, kv: _Pair, sinks: torch.Tensor | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(out, lse, what :func:`backward` needs), out and lse in float32 (float64). Collective over the call's ranks."""
+    """(out, lse, what :func:`backward` needs), out and lse in float32 (float64). Collective over the call's ranks.
+
+    ``kv``: k and v; or the latent [rows, 1, width] and the weight [heads, nope_dim + v_dim, rank] of MLA.
+    """
     place = _place(call)
     exchange = None
     if place.group is not None:
-        exchange = _HeadExchange(call, place.group, q.shape[1], k.shape[1])
-        q, k, v = exchange.collect(q, k, v, kv=2)
+        exchange = _Exchanged(call, place.group, q.shape[1], kv[0].shape)
+        (q,), kv = exchange.collect((q,), kv)
         sinks = None if sinks is None else sinks[exchange.queries]
     common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
     if isinstance(place.plan, RingPlan):
-        result = ring_forward(q, k, v, plan=place.plan, **common)
+        result = ring_forward(q, _payload(call, kv), plan=place.plan, **common)
     else:
-        result = gather_forward(q, k, v, plan=place.plan, **common)
+        result = gather_forward(q, _payload(call, kv), plan=place.plan, **common)
     if sinks is not None:
         _add_sinks(result, sinks)
-    saved = [q, k, v, result.out, result.lse]
+    saved = [q, *kv, result.out, result.lse]
     if exchange is None:
         return result.out, result.lse, saved
-    out, lse = exchange.give_back(result.out, result.lse)
+    out, lse = exchange.give_back_rows(result.out, result.lse)
     return out, lse, saved
 
 
-def retrace(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call
-) -> list[torch.Tensor]:
+def retrace(q: torch.Tensor, kv: _Pair, out: torch.Tensor, lse: torch.Tensor, call: Call) -> list[torch.Tensor]:
     """The tensors that :func:`backward` needs, from a call's inputs and outputs; for callers that kept only these."""
     place = _place(call)
     if place.group is None:
-        return [q, k, v, out, lse]
-    exchange = _HeadExchange(call, place.group, q.shape[1], k.shape[1])
-    q, out, lse, k, v = exchange.collect(q, out, lse, k, v, kv=2)
-    return [q, k, v, out, lse]
+        return [q, *kv, out, lse]
+    exchange = _Exchanged(call, place.group, q.shape[1], kv[0].shape)
+    (q, out, lse), kv = exchange.collect((q, out, lse), kv)
+    return [q, *kv, out, lse]
 
 
 def backward(
     dout: torch.Tensor, saved: list[torch.Tensor], sinks: torch.Tensor | None, call: Call, shapes: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dq, dk, dv, dsinks) in float32 (float64); ``shapes``: heads of q and of k. Collective over the call's ranks.
+    """(dq, gradients of the two tensors of ``kv``, dsinks) in float32 (float64); ``shapes``: heads of q and of k.
+    Collective over the call's ranks.
 
-    dsinks is the share of this rank's tokens (and heads); the sum over the ranks is the gradient.
+    dsinks, and the gradient of the weight of MLA, is the share of this rank; the sum over the ranks is the gradient.
     """
     place = _place(call)
-    q, k, v, out, lse = saved
+    q, first, second, out, lse = saved
     exchange = None
     if place.group is not None:
-        exchange = _HeadExchange(call, place.group, *shapes)
-        (dout,) = exchange.collect(dout)
+        exchange = _Exchanged(call, place.group, shapes[0], (0, shapes[1]))
+        (dout,) = exchange.collect_rows(dout)
     common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
+    payload = _payload(call, (first, second))
     if isinstance(place.plan, RingPlan):
-        grads = ring_backward(dout, q, k, v, out, lse, plan=place.plan, **common)
+        dq, *pair = ring_backward(dout, q, payload, out, lse, plan=place.plan, **common)
     else:
-        grads = gather_backward(dout, q, k, v, out, lse, plan=place.plan, **common)
+        dq, *pair = gather_backward(dout, q, payload, out, lse, plan=place.plan, **common)
     dsinks = None
     if sinks is not None:
         mine = slice(None) if exchange is None else exchange.queries
         dsinks = torch.zeros_like(sinks, dtype=lse.dtype)
         weight = torch.exp(sinks[mine].to(lse.dtype) - lse)
         dsinks[mine] = -(weight * (dout.to(lse.dtype) * out).sum(-1)).sum(0, dtype=torch.float64).to(lse.dtype)
-    if exchange is None:
-        return (*grads, dsinks)
-    dq, dk, dv = exchange.give_back(*grads, kv=2)
-    return dq, dk, dv, dsinks
+    dfirst, dsecond = pair
+    if exchange is not None:
+        dq, (dfirst, dsecond) = exchange.give_back_grads(dq, (dfirst, dsecond), shapes[0])
+    return dq, dfirst, dsecond, dsinks

@@ -19,13 +19,14 @@ from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
 from hdpcomm.attention.atoms import Int64, atom_spans
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
 from hdpcomm.attention.layout import AnyLayout
+from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.routes import find_atoms, rank_tiles
 from hdpcomm.attention.tiles import Band, Tile
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["GatherPlan", "gather_backward", "gather_forward", "gather_plan", "head_passes"]
+__all__ = ["GatherPlan", "GradReturn", "fetch_rows", "gather_backward", "gather_forward", "gather_plan", "head_passes"]
 
 _MAX_GROUPS = 4
 """Most groups of heads: more groups overlap better, but need more and smaller messages."""
@@ -92,18 +93,19 @@ def head_passes(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
 
 
 class _Fetch:
-    """The exchange that brings the KV of one group of heads to this rank."""
+    """The exchange that brings the rows of a payload to this rank."""
 
-    def __init__(self, plan: GatherPlan, comm: Communicator | None, k: torch.Tensor, v: torch.Tensor) -> None:
-        row = (2, *k.shape[1:])
+    def __init__(self, plan: GatherPlan, comm: Communicator | None, own: torch.Tensor) -> None:
+        """``own``: this rank's rows [kv_rows, width]."""
+        new, width = own.new_empty, own.shape[1]
         self._plan = plan
-        self._own = torch.stack((k, v), dim=1)
-        self._arriving = [k.new_empty((rows.total, *row)) for _, rows in plan.recvs]
-        self._buffer = k.new_empty((plan.buffer_rows, *row))
+        self._own = own
+        self._arriving = [new((rows.total, width)) for _, rows in plan.recvs]
+        self._buffer = new((plan.buffer_rows, width))
         self._work: Any = None
         sends = []
         for peer, rows in plan.sends:
-            message = k.new_empty((rows.total, *row))
+            message = new((rows.total, width))
             copy_rows(message, self._own, rows)
             sends.append((message, peer))
         recvs = [(message, peer) for message, (peer, _) in zip(self._arriving, plan.recvs, strict=True)]
@@ -111,18 +113,24 @@ class _Fetch:
             assert comm is not None
             self._work = comm.exchange(sends, recvs, async_op=True)
 
-    def wait(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> torch.Tensor:
+        """[buffer_rows, width]"""
         copy_rows(self._buffer, self._own, self._plan.own)
         if self._work is not None:
             self._work.wait()
         for message, (_, rows) in zip(self._arriving, self._plan.recvs, strict=True):
             copy_rows(self._buffer, message, rows)
-        buffer = self._buffer.to(dtype)
-        return buffer[:, 0], buffer[:, 1]
+        return self._buffer
 
 
-class _GradReturn:
-    """The exchange that sends the gradients of one group of heads to the owners of the KV."""
+def fetch_rows(plan: GatherPlan, comm: Communicator | None, x: torch.Tensor) -> torch.Tensor:
+    """[buffer_rows, width]: this rank's rows ``x`` [kv_rows, width] and those that it needs of others. Collective over
+    ``comm``."""
+    return _Fetch(plan, comm, x).wait()
+
+
+class GradReturn:
+    """The exchange that sends the gradients of fetched rows to their owners."""
 
     def __init__(self, plan: GatherPlan, comm: Communicator | None, grads: torch.Tensor) -> None:
         self._plan = plan
@@ -140,7 +148,7 @@ class _GradReturn:
             self._work = comm.exchange(sends, recvs, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """[kv_rows, 2, heads, dim]: the gradients of this rank's own KV."""
+        """[kv_rows, width]: the gradients of this rank's own rows."""
         own = self._grads.new_zeros((self._plan.kv_rows, *self._grads.shape[1:]))
         copy_rows(own, self._grads, self._plan.own.inverse())
         if self._work is not None:
@@ -150,10 +158,37 @@ class _GradReturn:
         return own
 
 
+class _Passes:
+    """The groups of heads of a payload, one after the other; the rows of the next group are in flight meanwhile.
+
+    Rows that serve all heads are fetched once.
+    """
+
+    def __init__(self, plan: GatherPlan, comm: Communicator | None, payload: Payload, heads: int) -> None:
+        self._plan, self._comm, self._shared = plan, comm, payload.shared
+        groups = head_passes(heads, payload.kv_heads)
+        self.queries = [q_heads for q_heads, _ in groups]
+        self.parts = [payload.heads(kv_heads) for _, kv_heads in groups]
+        self._next: _Fetch | None = _Fetch(plan, comm, self.parts[0].pack())
+        self._buffer: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def buffer(self, i: int) -> torch.Tensor:
+        """The rows of pass ``i``; called once for each pass, in order."""
+        if self._buffer is None or not self._shared:
+            fetch = self._next
+            assert fetch is not None
+            more = not self._shared and i + 1 < len(self)
+            self._next = _Fetch(self._plan, self._comm, self.parts[i + 1].pack()) if more else None
+            self._buffer = fetch.wait()
+        return self._buffer
+
+
 def gather_forward(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    payload: Payload,
     *,
     plan: GatherPlan,
     comm: Communicator | None,
@@ -162,28 +197,23 @@ def gather_forward(
 ) -> Accumulator:
     """Like :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    result = Accumulator(q.shape, q)
-    groups = head_passes(q.shape[1], k.shape[1])
-    next_fetch = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
-    for i, (heads, _) in enumerate(groups):
-        fetch = next_fetch
-        if i + 1 < len(groups):
-            next_heads = groups[i + 1][1]
-            next_fetch = _Fetch(plan, comm, k[:, next_heads], v[:, next_heads])
-        keys, values = fetch.wait(dtype)
-        part = result if len(groups) == 1 else Accumulator(q[:, heads].shape, q)
+    result = Accumulator((*q.shape[:2], payload.v_dim), q)
+    passes = _Passes(plan, comm, payload, q.shape[1])
+    for i, (heads, part) in enumerate(zip(passes.queries, passes.parts, strict=True)):
+        buffer = passes.buffer(i)
+        found = result if len(passes) == 1 else Accumulator((*q[:, heads].shape[:2], payload.v_dim), q)
         if plan.tiles:
-            backend.forward(q[:, heads].to(dtype).contiguous(), keys, values, plan.tiles, score, part)
-        if part is not result:
-            result.out[:, heads], result.lse[:, heads] = part.out, part.lse
+            keys, values = part.expand(buffer, dtype)
+            backend.forward(q[:, heads].to(dtype).contiguous(), keys, values, plan.tiles, score, found)
+        if found is not result:
+            result.out[:, heads], result.lse[:, heads] = found.out, found.lse
     return result
 
 
 def gather_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    payload: Payload,
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
@@ -194,27 +224,30 @@ def gather_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Like :func:`hdpcomm.attention.ring.ring_backward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    groups = head_passes(q.shape[1], k.shape[1])
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    dkv = torch.zeros((k.shape[0], 2, *k.shape[1:]), dtype=lse.dtype, device=k.device)
-    next_fetch = _Fetch(plan, comm, k[:, groups[0][1]], v[:, groups[0][1]])
-    last_return: tuple[_GradReturn, slice] | None = None
-    for i, (heads, kv_heads) in enumerate(groups):
-        fetch = next_fetch
-        if i + 1 < len(groups):
-            next_heads = groups[i + 1][1]
-            next_fetch = _Fetch(plan, comm, k[:, next_heads], v[:, next_heads])
-        keys, values = fetch.wait(dtype)
-        grads = torch.zeros((plan.buffer_rows, 2, *keys.shape[1:]), dtype=lse.dtype, device=q.device)
+    passes = _Passes(plan, comm, payload, q.shape[1])
+    returns: list[GradReturn] = []
+    own: list[torch.Tensor] = []
+    grads: torch.Tensor | None = None
+    for i, (heads, part) in enumerate(zip(passes.queries, passes.parts, strict=True)):
+        buffer = passes.buffer(i)
+        if grads is None or not payload.shared:
+            grads = torch.zeros((plan.buffer_rows, part.width), dtype=lse.dtype, device=q.device)
         if plan.tiles:
-            part = torch.zeros(q[:, heads].shape, dtype=lse.dtype, device=q.device)
-            douts, queries, outs = (x[:, heads].to(dtype).contiguous() for x in (dout, q, out))
-            parts = (part, grads[:, 0], grads[:, 1])
-            backend.backward(douts, queries, keys, values, outs, lse[:, heads].contiguous(), plan.tiles, score, parts)
-            dq[:, heads] = part
-        if last_return is not None:
-            dkv[:, :, last_return[1]] = last_return[0].wait()
-        last_return = (_GradReturn(plan, comm, grads), kv_heads)
-    assert last_return is not None
-    dkv[:, :, last_return[1]] = last_return[0].wait()
-    return dq, dkv[:, 0], dkv[:, 1]
+            queries = torch.zeros(q[:, heads].shape, dtype=lse.dtype, device=q.device)
+            pair = part.new_grads(grads)
+            keys, values = part.expand(buffer, dtype)
+            row = (x[:, heads].to(dtype).contiguous() for x in (dout, q, out))
+            douts, q_part, outs = row
+            backend.backward(
+                douts, q_part, keys, values, outs, lse[:, heads].contiguous(), plan.tiles, score, (queries, *pair)
+            )
+            part.fold(buffer, pair, grads, dtype)
+            dq[:, heads] = queries
+        if payload.shared and i + 1 < len(passes):
+            continue
+        own += [last.wait() for last in returns[-1:]]
+        returns.append(GradReturn(plan, comm, grads))
+    own.append(returns[-1].wait())
+    rows = own * len(passes) if payload.shared else own
+    return dq, *payload.join([part.split(grad) for part, grad in zip(passes.parts, rows, strict=True)])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.routes import RingPlan
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ class LandingBuffers:
     Both sides compute a message's offset from the plan, so they need not exchange it.
     """
 
-    __slots__ = ("_bytes", "_lands", "_row", "_rows", "_type", "_zone")
+    __slots__ = ("_bytes", "_lands", "_rows", "_type", "_width", "_zone")
 
-    def __init__(self, zone: LandingZone, plan: RingPlan, comm: Communicator, k: torch.Tensor) -> None:
-        self._row, self._rows = (2, *k.shape[1:]), k.shape[0]
-        self._type = k.dtype
-        self._bytes = _buffer_bytes(plan, k)
+    def __init__(self, zone: LandingZone, plan: RingPlan, comm: Communicator, payload: Payload) -> None:
+        self._width, self._rows = payload.width, payload.rows
+        self._type = payload.like.dtype
+        self._bytes = _buffer_bytes(plan, payload)
         self._zone = zone
         self._lands = {
             message.peer: comm.lands(message.peer)
@@ -49,11 +50,10 @@ class LandingBuffers:
         return step % 2 * self._bytes
 
     def buffer(self, step: int, rows: int) -> torch.Tensor:
-        """[rows, 2, kv_heads, head_dim]"""
-        shape = (rows, *self._row)
-        size = torch.Size(shape).numel() * self._type.itemsize
+        """[rows, width]"""
+        size = rows * self._width * self._type.itemsize
         start = self._offset(step)
-        return self._zone.memory[start : start + size].view(self._type).view(shape)
+        return self._zone.memory[start : start + size].view(self._type).view(rows, self._width)
 
     def own(self) -> torch.Tensor:
         """The buffer of step 0, for this rank's own KV, which is sent from the zone like that of later steps."""
@@ -64,20 +64,20 @@ class LandingBuffers:
         self._zone.leave()
 
 
-def _buffer_bytes(plan: RingPlan, k: torch.Tensor) -> int:
-    used = plan.most_rows * 2 * torch.Size(k.shape[1:]).numel() * k.element_size()
+def _buffer_bytes(plan: RingPlan, payload: Payload) -> int:
+    used = plan.most_rows * payload.width * payload.like.element_size()
     return -(-used // _ALIGNMENT) * _ALIGNMENT
 
 
-def landing_of(plan: RingPlan, comm: Communicator | None, k: torch.Tensor) -> LandingBuffers | None:
-    """The landing buffers of a pass, or None if the transport of ``k`` has no zone here or both do not fit into it.
+def landing_of(plan: RingPlan, comm: Communicator | None, payload: Payload) -> LandingBuffers | None:
+    """The landing buffers of a pass, or None if the transport has no zone for the payload or both do not fit into it.
 
     Ranks that can send to each other's zone have zones of one size, so both ends of a message decide alike.
     """
     if comm is None or not plan.neighbours_only:
         return None
     source = next((message.peer for step in plan.steps for message in step.kv_recvs), None)
-    zone = comm.landing_zone(k, source if source is not None and comm.lands(source) else None)
-    if zone is None or 2 * _buffer_bytes(plan, k) > zone.memory.numel():
+    zone = comm.landing_zone(payload.like, source if source is not None and comm.lands(source) else None)
+    if zone is None or 2 * _buffer_bytes(plan, payload) > zone.memory.numel():
         return None
-    return LandingBuffers(zone, plan, comm, k)
+    return LandingBuffers(zone, plan, comm, payload)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -128,6 +128,21 @@ def current_pack() -> Pack:
     return _current.pack
 
 
+def find_pack() -> Pack | None:
+    """The pack of this thread, or None outside of ``with packing(...)``."""
+    return _current.pack
+
+
+def on_local_tokens(pack: Pack, call: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """``call(*tensors)`` [tokens, ...] on this rank's tokens: without the one that stands for none in a padded pack,
+    whose result is zeros."""
+    if not pack.padded:
+        return call(*tensors)
+    out = call(*(x[:0] for x in tensors))
+    # in the graph, so that this rank takes part in the backward of its group
+    return torch.cat((out, out.new_zeros((tensors[0].shape[0], *out.shape[1:]))))
+
+
 def _save(pack: Pack) -> int:
     """Saves the pack for its backward and returns its ticket, with which :func:`_saved_pack` finds it."""
     world = None if pack.comm is None else pack.comm._core.world
@@ -198,7 +213,7 @@ def _packed_op(
 def _(
     q: torch.Tensor,
     k: torch.Tensor,  # noqa: ARG001
-    v: torch.Tensor,  # noqa: ARG001
+    v: torch.Tensor,
     sinks: torch.Tensor | None,  # noqa: ARG001
     causal: bool,  # noqa: ARG001
     window_left: int,  # noqa: ARG001
@@ -207,7 +222,8 @@ def _(
     softcap: float,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=dtype), torch.empty((), dtype=torch.int64)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    return out, q.new_empty(q.shape[:2], dtype=dtype), torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("hdpcomm::packed_attention_backward", mutates_args=())
@@ -229,8 +245,8 @@ def _packed_backward_op(
     """(dq, dk, dv, dsinks); dsinks is empty where there are no sinks."""
     pack = _saved_pack(int(ticket))
     options = _options(pack, causal, window_left, window_right, scale, softcap)
-    call = plan_call(q, k, pack.comm, pack.cu_seqlens, None, options)
-    saved = retrace(q, k, v, out, lse, call)
+    call = plan_call(q, k, v, pack.comm, pack.cu_seqlens, None, options)
+    saved = retrace(q, (k, v), out, lse, call)
     dq, dk, dv, dsinks = backward(dout, saved, sinks, call, (q.shape[1], k.shape[1]))
     none = q.new_empty(0) if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
     return dq.to(q.dtype), dk.to(q.dtype).contiguous(), dv.to(q.dtype).contiguous(), none
@@ -290,8 +306,9 @@ def packed_attention(
     """:func:`hdpcomm.attention.ring_attention` on the pack of the enclosing ``with packing(...)``; torch.compile keeps
     it as one operator.
 
-    ``q``: [T_local, heads, head_dim] or [batch, T_local, heads, head_dim], ``k``, ``v`` alike; any strides. ``pack``:
-    what ``packing`` gave, for calls outside its block or thread; compiled code takes that of the block. Collective.
+    ``q``: [T_local, heads, head_dim] or [batch, T_local, heads, head_dim], ``k``, ``v`` alike (the head_dim of v may be
+    another); any strides. ``pack``: what ``packing`` gave, for calls outside its block or thread; compiled code takes
+    that of the block. Collective.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -314,7 +331,7 @@ _Settings = tuple[bool, int, int, float, float]
 def _eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings, pack: Pack
 ) -> torch.Tensor:
-    shape = q.shape
+    shape = (*q.shape[:-1], v.shape[-1])
     if pack.padded:
         q, k, v = (x.narrow(-3, 0, 0).contiguous() for x in (q, k, v))
     out, _ = attend(

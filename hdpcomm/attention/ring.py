@@ -10,6 +10,7 @@ import torch
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
 from hdpcomm.attention.kv_buffers import landing_of
+from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.routes import RingPlan
 
 if TYPE_CHECKING:
@@ -53,31 +54,26 @@ def _outgoing(buffer: torch.Tensor, rows: Rows) -> torch.Tensor:
 class _RingBuffers:
     """The buffers of one pass, by step, and the exchanges that fill and send them."""
 
-    def __init__(self, plan: RingPlan, comm: Communicator | None, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, plan: RingPlan, comm: Communicator | None, payload: Payload) -> None:
         self._plan, self._comm = plan, comm
-        self._row = (2, *k.shape[1:])
-        self._new = k.new_empty
+        self._payload = payload
+        self._new = payload.like.new_empty
         self._kv: dict[int, torch.Tensor] = {}
-        self._own = (k, v)
         self._grads: dict[int, torch.Tensor] = {}
         # Where the transport has a landing zone, KV arrives in it, in two alternating buffers.
-        self._landing = landing_of(plan, comm, k)
+        self._landing = landing_of(plan, comm, payload)
         if plan.steps[0].kv_until > 0:
-            own = None if self._landing is None else self._landing.own()
-            self._kv[0] = torch.stack((k, v), dim=1, out=own)
+            self._kv[0] = payload.pack(None if self._landing is None else self._landing.own())
 
-    def kv(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if step == 0:
-            return self._own
-        buffer = self._kv[step]
-        return buffer[:, 0], buffer[:, 1]
+    def kv(self, step: int) -> torch.Tensor | None:
+        """The rows of ``step`` as they travel; None for this rank's own."""
+        return self._kv[step] if step else None
 
-    def new_grads(self, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros for the gradients of the KV of ``step``."""
-        rows = self._plan.steps[step].kv_rows
-        buffer = torch.zeros((rows, *self._row), dtype=dtype, device=self._own[0].device)
-        self._grads[step] = buffer
-        return buffer[:, 0], buffer[:, 1]
+    def new_grads(self, step: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros for the gradients of the rows of ``step``."""
+        shape = (self._plan.steps[step].kv_rows, self._payload.width)
+        self._grads[step] = torch.zeros(shape, dtype=dtype, device=self._payload.like.device)
+        return self._grads[step]
 
     def post(self, due: int, *, grads: bool) -> _PendingExchange:
         """Posts KV due at step ``due + 1`` and, with ``grads``, gradients due at ``due``."""
@@ -101,13 +97,13 @@ class _RingBuffers:
                 pending.recvs.append((self._kv[due], source, *landing.place(source, due)))
             return
         if step.kv_rows:
-            self._kv[due] = self._new((step.kv_rows, *self._row))
+            self._kv[due] = self._new((step.kv_rows, self._payload.width))
         for message in step.kv_recvs:
             buffer = self._kv[due]
             if (whole := message.rows.contiguous_source()) is not None:
                 pending.recvs.append((buffer[whole[0] : whole[1]], message.peer))
             else:
-                arriving = self._new((message.rows.total, *self._row))
+                arriving = self._new((message.rows.total, self._payload.width))
                 pending.recvs.append((arriving, message.peer))
                 pending.placements.append((buffer, arriving, message.rows.inverse()))
 
@@ -116,7 +112,7 @@ class _RingBuffers:
         for message in step.grad_sends:
             pending.sends.append((_outgoing(self._grads[message.step], message.rows), message.peer))
         for message in step.grad_recvs:
-            arriving = self._grads[0].new_empty((message.rows.total, *self._row))
+            arriving = self._grads[0].new_empty((message.rows.total, self._payload.width))
             pending.recvs.append((arriving, message.peer))
             pending.additions.append((message.step, arriving, message.rows.inverse()))
 
@@ -137,15 +133,14 @@ class _RingBuffers:
         if self._landing is not None:
             self._landing.close()
 
-    def own_grads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(dk, dv) of this rank's own KV."""
-        return self._grads[0][:, 0], self._grads[0][:, 1]
+    def own_grads(self) -> torch.Tensor:
+        """The gradients of this rank's own rows."""
+        return self._grads[0]
 
 
 def ring_forward(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    payload: Payload,
     *,
     plan: RingPlan,
     comm: Communicator | None,
@@ -154,15 +149,15 @@ def ring_forward(
 ) -> Accumulator:
     """Attention of this rank's queries over all keys of the pack. Collective over ``comm`` (None: a group of one)."""
     dtype = backend.compute_dtype(q.dtype)
-    buffers = _RingBuffers(plan, comm, k, v)
-    result = Accumulator(q.shape, q)
+    buffers = _RingBuffers(plan, comm, payload)
+    result = Accumulator((*q.shape[:2], payload.v_dim), q)
     queries = q.to(dtype)
     for t in range(plan.size):
         pending = buffers.post(t, grads=False)
         tiles = plan.steps[t].tiles
         if tiles:
-            keys, values = buffers.kv(t)
-            backend.forward(queries, keys.to(dtype), values.to(dtype), tiles, score, result)
+            keys, values = payload.expand(buffers.kv(t), dtype)
+            backend.forward(queries, keys, values, tiles, score, result)
         buffers.finish(pending, t)
     buffers.close()
     return result
@@ -171,8 +166,7 @@ def ring_forward(
 def ring_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    payload: Payload,
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
@@ -181,22 +175,22 @@ def ring_backward(
     backend: Backend,
     score: Score,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v in the type of ``lse``; ``out`` and ``lse``: of :func:`ring_forward`. Collective over
-    ``comm``."""
+    """Gradients of q and of the payload's tensors in the type of ``lse``; ``out`` and ``lse``: of :func:`ring_forward`.
+    Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    buffers = _RingBuffers(plan, comm, k, v)
+    buffers = _RingBuffers(plan, comm, payload)
     queries, douts, outs = q.to(dtype), dout.to(dtype), out.to(dtype)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     for t in range(plan.size + 1):
         pending = buffers.post(t, grads=t > 0)
         if t < plan.size:
-            dk, dv = buffers.new_grads(t, lse.dtype)
+            grads = buffers.new_grads(t, lse.dtype)
             tiles = plan.steps[t].tiles
             if tiles:
-                keys, values = buffers.kv(t)
-                grads = (dq, dk, dv)
-                backend.backward(douts, queries, keys.to(dtype), values.to(dtype), outs, lse, tiles, score, grads)
+                keys, values = payload.expand(buffers.kv(t), dtype)
+                pair = payload.new_grads(grads)
+                backend.backward(douts, queries, keys, values, outs, lse, tiles, score, (dq, *pair))
+                payload.fold(buffers.kv(t), pair, grads, dtype)
         buffers.finish(pending, t)
     buffers.close()
-    dk, dv = buffers.own_grads()
-    return dq, dk, dv
+    return dq, *payload.split(buffers.own_grads())

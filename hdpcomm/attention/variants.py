@@ -63,7 +63,8 @@ class Variant:
 
 def _head_groups(problem: Problem, size: int) -> list[int]:
     """Sizes of head groups among which the heads can be shared."""
-    heads, kv_heads = problem.heads, problem.kv_heads
+    heads = problem.heads
+    kv_heads = 1 if problem.latent_dim else problem.kv_heads  # every head needs the whole latent
     return [
         n for n in range(2, size + 1)
         if size % n == 0 and heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
@@ -97,14 +98,16 @@ def estimate(
     q_layout, kv_layout = layout
     size, group = q_layout.size, variant.head_group
     atoms = find_atoms(q_layout, kv_layout, band)
-    kv_bytes = 2 * problem.kv_heads * problem.head_dim * problem.dtype.itemsize
-    q_bytes = 2 * problem.heads * problem.head_dim * problem.dtype.itemsize  # q one way, out the other
+    dims = problem.head_dim + problem.v_dim
+    kv_bytes = (problem.latent_dim or problem.kv_heads * dims) * problem.dtype.itemsize
+    q_bytes = problem.heads * dims * problem.dtype.itemsize  # q one way, out the other
     tokens = (float(q_layout.tokens), float(kv_layout.tokens))
     sequences, pairs = _sequences_and_pairs(q_layout, kv_layout, band)
-    compute = 4 * pairs * problem.heads * problem.head_dim / size / costs.flops_per_s
+    compute = 2 * pairs * problem.heads * dims / size / costs.flops_per_s
     head_exchange = 0.0
     if group > 1:
-        moved = (tokens[0] * q_bytes + tokens[1] * kv_bytes) / size * (group - 1) / group
+        shared = group if problem.latent_dim else 1  # each member takes the whole latent
+        moved = (tokens[0] * q_bytes + tokens[1] * kv_bytes * shared) / size * (group - 1) / group
         head_exchange = 2 * costs.message_s + moved / costs.bytes_per_s
     rings = size // group
     moved_kv = float((atoms.rows * atoms.needed.sum(axis=1)).sum()) / size * kv_bytes / group
@@ -113,6 +116,8 @@ def estimate(
     elif group > 1:
         moved_kv *= (rings - 1) / max(1, size - 1) * group
     wire = moved_kv / costs.bytes_per_s
+    if problem.latent_dim:  # what arrives is expanded, to the heads that this rank computes
+        compute += 2 * moved_kv / problem.dtype.itemsize * problem.heads / group * dims / costs.flops_per_s
     if variant.gather:
         passes = len(head_passes(problem.heads, problem.kv_heads))
         first, calls = wire / passes, 2 * sequences * passes * costs.call_s

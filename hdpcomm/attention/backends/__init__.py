@@ -8,6 +8,7 @@ from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.cpu import CpuBackend
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
 from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
+from hdpcomm.attention.backends.padded import PaddedBackend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 
@@ -32,7 +33,8 @@ def available(problem: Problem) -> dict[str, str | None]:
 
 @lru_cache(maxsize=256)
 def choose(name: str, problem: Problem) -> Backend:
-    """The backend called ``name``, or with "auto" the first that can compute ``problem``.
+    """The backend called ``name``, or with "auto" the first that can compute ``problem``; padded where V has a head_dim
+    that its kernel does not take.
 
     Raises: InvalidUsage, which names the alternatives.
     """
@@ -40,7 +42,7 @@ def choose(name: str, problem: Problem) -> Backend:
     if name == "auto":
         for backend in _BACKENDS:
             if reasons[backend.name] is None:
-                return backend
+                return _fitted(backend, problem)
         raise InvalidUsage(f"no attention backend can do this: {_listed(reasons)}")
     if name not in reasons:
         raise InvalidUsage(f"there is no attention backend {name!r}; expected auto or one of {', '.join(reasons)}")
@@ -48,7 +50,11 @@ def choose(name: str, problem: Problem) -> Backend:
         able = [other for other, reason in reasons.items() if reason is None]
         advice = f"use {' or '.join(able)}" if able else f"nor can another: {_listed(reasons)}"
         raise InvalidUsage(f"the attention backend {name!r} cannot do this: {reasons[name]}; {advice}")
-    return next(backend for backend in _BACKENDS if backend.name == name)
+    return _fitted(next(backend for backend in _BACKENDS if backend.name == name), problem)
+
+
+def _fitted(backend: Backend, problem: Problem) -> Backend:
+    return backend if backend.own_v_dim or problem.v_dim == problem.head_dim else PaddedBackend(backend)
 
 
 def _listed(reasons: dict[str, str | None]) -> str:

@@ -29,6 +29,14 @@ class Problem:
     softcap: float = 0.0
     masked: bool = False
     """Whether tiles have masks of one's own (:class:`hdpcomm.attention.BlockMask`)."""
+    v_head_dim: int | None = None
+    """That of V, where it differs from that of q and k."""
+    latent_dim: int = 0
+    """Values of a row of MLA's latent, where it travels in place of K and V."""
+
+    @property
+    def v_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Accumulator:
     __slots__ = ("lse", "out")
 
     def __init__(self, shape: Sequence[int], like: torch.Tensor) -> None:
-        """``shape``: the shape of the queries; ``like``: a tensor of their type and device."""
+        """``shape``: [tokens, heads, dim of the output]; ``like``: a tensor of the queries' type and device."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.out = torch.zeros(tuple(shape), dtype=dtype, device=like.device)
         self.lse = torch.full(tuple(shape[:2]), -torch.inf, dtype=dtype, device=like.device)
@@ -65,10 +73,14 @@ class Accumulator:
 class Backend(Protocol):
     """Attention over tiles. Both methods are local and run on the current stream.
 
-    q, out, dout: [tokens, heads, dim]; k, v, dk, dv: [keys, kv_heads, dim], rows may be strided; lse: [tokens, heads].
+    q: [tokens, heads, dim], out, dout: [tokens, heads, v_dim]; k, dk: [keys, kv_heads, dim], v, dv: [keys, kv_heads,
+    v_dim], rows may be strided; lse: [tokens, heads]. ``dim`` and ``v_dim`` differ only where ``own_v_dim`` says so;
+    :class:`hdpcomm.attention.backends.padded.PaddedBackend` serves the others.
     """
 
     name: str
+    own_v_dim: bool
+    """Whether the kernel takes a V with a head_dim of its own."""
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this backend cannot compute ``problem`` here, or None if it can."""
@@ -110,6 +122,7 @@ def refuses_tensors(problem: Problem, dtypes: Sequence[torch.dtype], max_dim: in
         return f"it computes on CUDA devices; the tensors are on {problem.device}"
     if problem.dtype not in dtypes:
         return f"it has no {problem.dtype}"
-    if problem.head_dim > max_dim or problem.head_dim % 8:
-        return f"it takes a head_dim of at most {max_dim}, a multiple of 8; got {problem.head_dim}"
+    for dim in (problem.head_dim, problem.v_dim):
+        if dim > max_dim or dim % 8:
+            return f"it takes a head_dim of at most {max_dim}, a multiple of 8; got {dim}"
     return None

@@ -96,6 +96,7 @@ class CpuBackend:
     """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward."""
 
     name = "cpu"
+    own_v_dim = False
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.device != "cpu":

@@ -84,6 +84,7 @@ class _DenseBackend(ABC):
     """Backends with one kernel call per tile, on [1, heads, rows, dim]; masks are aligned at the top left."""
 
     name: str
+    own_v_dim = False
 
     @abstractmethod
     def refuses(self, problem: Problem) -> str | None: ...
@@ -144,6 +145,7 @@ class EfficientBackend(_DenseBackend):
     """``aten::_scaled_dot_product_efficient_attention``: also float32."""
 
     name = "efficient"
+    own_v_dim = True
 
     def refuses(self, problem: Problem) -> str | None:
         if problem.windowed:
@@ -186,6 +188,8 @@ class CudnnBackend(_DenseBackend):
             return "this build of torch has no cuDNN"
         if problem.windowed:
             return "torch's operator passes no sliding window to cuDNN"
+        if problem.v_dim != problem.head_dim:
+            return "it is called with one head_dim for all"
         return _refusal(problem, _HALF, (8, 0), 128)
 
     def call_forward(self, qkv: _Tensors, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

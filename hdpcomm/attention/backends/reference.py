@@ -66,6 +66,7 @@ class ReferenceBackend:
     """Attention in float64, without fused kernels."""
 
     name = "reference"
+    own_v_dim = True
 
     def refuses(self, problem: Problem) -> str | None:  # noqa: ARG002
         return None

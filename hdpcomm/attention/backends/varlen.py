@@ -99,6 +99,7 @@ class VarlenBackend(ABC):
     """Base of the backends with a varlen kernel; a subclass implements the two calls."""
 
     name: str
+    own_v_dim = False
 
     @abstractmethod
     def refuses(self, problem: Problem) -> str | None: ...

@@ -25,6 +25,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 2
     dim: int = 8
+    v_dim: int | None = None  # the head_dim of v, where it differs
     dtype: torch.dtype = torch.float64
     causal: bool = True
     window: Any = None
@@ -47,8 +48,9 @@ class Case:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=generator).to(self.dtype)
 
-        q, dout = random(self.cu[-1], self.heads, self.dim), random(self.cu[-1], self.heads, self.dim)
-        k, v = (random(self.cu_k[-1], self.kv_heads, self.dim) for _ in range(2))
+        v_dim = self.dim if self.v_dim is None else self.v_dim
+        q, dout = random(self.cu[-1], self.heads, self.dim), random(self.cu[-1], self.heads, v_dim)
+        k, v = (random(self.cu_k[-1], self.kv_heads, dim) for dim in (self.dim, v_dim))
         return {"q": q, "k": k, "v": v, "dout": dout, "sinks": random(self.heads)}
 
 
@@ -69,7 +71,7 @@ def visible(n: int, m: int, causal: bool, window: Any) -> torch.Tensor:
 
 def plain(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """The output by the definition: exp of scores over their sum."""
-    outs = [q[:0]]
+    outs = [v.new_empty(0, case.heads, v.shape[2])]
     for (a, b), (c, d) in zip(
         zip(case.cu, case.cu[1:], strict=False), zip(case.cu_k, case.cu_k[1:], strict=False), strict=True
     ):

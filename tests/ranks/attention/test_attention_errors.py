@@ -49,7 +49,9 @@ def _spoil(name, spoil):
 BAD = {
     "not contiguous": (_spoil("q", lambda q: q.transpose(0, 1).contiguous().transpose(0, 1)), "q is not contiguous"),
     "wrong heads": (_spoil("q", lambda q: q[:, :3].contiguous()), "multiple of the heads of k and v"),
-    "head_dim": (_spoil("k", lambda k: k[..., :4].contiguous()), "k and v must have one shape"),
+    "head_dim": (_spoil("k", lambda k: k[..., :4].contiguous()), "and the head_dim of k and the batch those of q"),
+    "kv heads": (_spoil("v", lambda v: v[:, :1].contiguous()), "k and v must have one shape"),
+    "no head_dim": (_spoil("v", lambda v: v[..., :0].contiguous()), "no dimension may be 0"),
     "dimensions": (_spoil("q", lambda q: q[0]), r"expected q \[tokens, heads, head_dim\]"),
     "types": (_spoil("v", lambda v: v.float()), "must have one type"),
     "integers": (_set(q=torch.zeros(4, 4, 8, dtype=torch.int64)), "must have one type"),
@@ -111,6 +113,7 @@ def _other_lengths(arguments, comm):
     _set(scale=0.5),
     _set(variant="gather"),
     _set(sinks=torch.zeros(4)),
+    _spoil("v", lambda v: v[..., :4].contiguous()),
     lambda arguments, comm: arguments.update(zip("qkv", _good(comm, torch.float32), strict=True)),
 ])  # fmt: skip
 def test_ranks_that_disagree_all_hear_of_it(change):

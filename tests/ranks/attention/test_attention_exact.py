@@ -29,6 +29,7 @@ def cases(draw):
         heads=kv_heads * group,
         kv_heads=kv_heads,
         dim=draw(st.sampled_from([1, 4, 8, 16])),
+        v_dim=draw(st.sampled_from([None, None, 1, 6, 12])),
         dtype=draw(st.sampled_from([torch.float64, torch.float32])),
         causal=draw(st.booleans()),
         window=draw(st.one_of(st.none(), st.integers(1, 500), st.tuples(limit, limit))),
@@ -77,6 +78,8 @@ MASKS = {
     "shorter keys": {"keys": [100, 3, 0, 2]},
     "longer keys, sliding": {"keys": [300, 20, 5, 61], "window": 31},
     "softcap": {"softcap": 2.0},
+    "narrow values": {"v_dim": 5},
+    "wide values": {"v_dim": 12, "window": 20},
     "sinks": {"sinks": True},
     "sliding with sinks": {"sinks": True, "window": 20},
 }

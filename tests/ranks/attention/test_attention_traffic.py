@@ -18,6 +18,7 @@ PACKS = {
     "full": Case(3, [100, 31], causal=False),
     "two-sided": Case(4, [200], causal=False, window=(10, 3)),
     "longer keys": Case(4, [60, 9], keys=[200, 70]),
+    "narrow values": Case(3, [100, 31], v_dim=5),
 }
 
 
@@ -67,7 +68,7 @@ def sent(case):
 def test_nothing_is_sent_that_nobody_needs(name, variant):
     case = PACKS[name]
     case.options = {"variant": variant}
-    rows, row = minimum_rows(case), 2 * case.kv_heads * case.dim
+    rows, row = minimum_rows(case), case.kv_heads * (case.dim + (case.v_dim or case.dim))
     forward, backward = sent(case)
     assert forward == rows * row * case.dtype.itemsize
     assert backward == rows * row * (case.dtype.itemsize + 8)  # KV again, and its gradients in float64

@@ -1,0 +1,176 @@
+"""``mla_attention``: multi-head latent attention, where the compressed keys and values may travel in place of K and V.
+
+Each rank keeps the latent of its own tokens; what arrives is expanded by the weight that every rank holds. A token of
+DeepSeek-V3 has 576 values as a latent, and 128 x (192 + 128) as K and V. Source: DeepSeek-V2 (arXiv 2405.04434)
+section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from hdpcomm.attention.api import (
+    Options,
+    RingAttention,
+    band_under,
+    check_finite,
+    check_lse,
+    check_options,
+    layouts_of,
+    make_call,
+)
+from hdpcomm.attention.backends import Problem
+from hdpcomm.attention.block_mask import MaskLayout
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result
+from hdpcomm.attention.engine import Call, LatentDims
+from hdpcomm.attention.layout import AnyLayout, CuSeqlens
+from hdpcomm.attention.tiles import Band
+from hdpcomm.attention.variants import AttentionCosts, choose_variant, estimate
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["SENDS", "choose_send", "mla_attention"]
+
+SENDS = ("auto", "latent", "kv")
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@lru_cache(maxsize=256)
+def choose_send(
+    variant: str, problem: Problem, layouts: tuple[AnyLayout, AnyLayout], band: Band, costs: AttentionCosts | None
+) -> str:
+    """ "latent" or "kv", whichever has the lower estimate; ``problem`` is that of the latent. Pure and local."""
+    if layouts[0].size == 1:
+        return "kv"
+    known = AttentionCosts.default(problem.device) if costs is None else costs
+    found = {}
+    for send, wanted in (("latent", problem), ("kv", replace(problem, latent_dim=0))):
+        chosen = choose_variant(variant, wanted, layouts, band, costs)
+        found[send] = estimate(chosen, wanted, layouts, band, known)
+    return min(found, key=lambda send: found[send])
+
+
+def _v_dim(q: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, w_kv: torch.Tensor) -> int:
+    """Checks the shapes and returns the head_dim of V. Raises InvalidUsage."""
+    tensors = {"q": q, "c_kv": c_kv, "k_rope": k_rope, "w_kv": w_kv}
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    if [x.ndim for x in tensors.values()] != [3, 2, 2, 2]:
+        raise InvalidUsage(
+            "expected q [tokens, heads, nope_dim + rope_dim], c_kv [tokens, rank], k_rope [tokens, rope_dim] and w_kv "
+            f"[heads * (nope_dim + v_dim), rank]; got {shapes}"
+        )
+    heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
+    v_dim = w_kv.shape[0] // heads - nope if heads else 0
+    if 0 in (heads, c_kv.shape[1]) or nope < 0 or w_kv.shape != (heads * (nope + v_dim), c_kv.shape[1]) or v_dim < 1:
+        raise InvalidUsage(
+            f"these shapes do not belong together: {shapes}; w_kv must have heads * (nope_dim + v_dim) rows of the "
+            "length of c_kv, where nope_dim is the last dimension of q without that of k_rope, and v_dim is at least 1"
+        )
+    if q.shape[2] == 0 or not q.shape[0] == c_kv.shape[0] == k_rope.shape[0]:
+        raise InvalidUsage(f"q, c_kv and k_rope must have the same tokens, and q a last dimension; got {shapes}")
+    types = {x.dtype for x in tensors.values()}
+    if len(types) > 1 or q.dtype not in _TYPES:
+        raise InvalidUsage(
+            f"q, c_kv, k_rope and w_kv must have one type, float64, float32, bfloat16 or float16; got "
+            f"{', '.join(str(x.dtype) for x in tensors.values())}"
+        )
+    devices = {x.device for x in tensors.values()}
+    if len(devices) > 1 or q.device.type not in ("cpu", "cuda"):
+        raise InvalidUsage(
+            f"q, c_kv, k_rope and w_kv must be on one device, cpu or cuda; got "
+            f"{', '.join(str(x.device) for x in tensors.values())}"
+        )
+    return v_dim
+
+
+def _keys_values(
+    c_kv: torch.Tensor, k_rope: torch.Tensor, w_kv: torch.Tensor, heads: int, v_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [tokens, heads, nope_dim + rope_dim] and V [tokens, heads, v_dim], differentiable."""
+    both = torch.nn.functional.linear(c_kv, w_kv).view(c_kv.shape[0], heads, w_kv.shape[0] // heads)
+    k = torch.cat((both[..., :-v_dim], k_rope[:, None].expand(-1, heads, -1)), dim=-1)
+    return k.contiguous(), both[..., -v_dim:].contiguous()
+
+
+def mla_attention(
+    q: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_kv: torch.Tensor,
+    *,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    scale: float | None = None,
+    send: str = "auto",
+    variant: str = "auto",
+    backend: str = "auto",
+    costs: AttentionCosts | None = None,
+    check: bool | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact multi-head latent attention, causal, over packed sequences (or a tree) that several ranks share.
+
+    ``q``: [T_local, heads, nope_dim + rope_dim], its rotary part last. ``c_kv``: [T_local, rank], the compressed keys
+    and values after their norm. ``k_rope``: [T_local, rope_dim], the rotary key that all heads share, already rotated.
+    ``w_kv``: [heads * (nope_dim + v_dim), rank], the weight of ``kv_b_proj``: for each head the rows of K, then those
+    of V; the same on all ranks. The shard of this rank, as in :func:`hdpcomm.attention.ring_attention`, from which
+    ``comm``, ``cu_seqlens``, ``variant``, ``backend``, ``costs``, ``check`` and ``return_lse`` come. ``scale``: default
+    (nope_dim + rope_dim) ** -0.5.
+
+    ``send``: what travels. ``latent``: c_kv and k_rope, rank + rope_dim values a token, expanded by each rank that
+    needs them, forward and again in backward; ``kv``: K and V, heads * (nope_dim + rope_dim + v_dim) values; ``auto``:
+    the lower estimate by ``costs``. Both are exact.
+
+    Returns [T_local, heads, v_dim] in the type of ``q``. Differentiable in q, c_kv, k_rope and w_kv; the gradient of
+    w_kv is this rank's share, to be summed over the ranks like that of any parameter. Collective over ``comm``, in
+    forward and in backward.
+
+    Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
+    """
+    careful = q.device.type == "cpu" if check is None else check
+    options = Options(scale=scale, variant=variant, backend=backend, costs=costs)
+
+    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call], str, str]:
+        if send not in SENDS:
+            raise InvalidUsage(f"send={send!r}; expected one of {', '.join(SENDS)}")
+        v_dim = _v_dim(q, c_kv, k_rope, w_kv)
+        check_options(options)
+        layouts = layouts_of(cu_seqlens, None, comm)
+        heads, rope_dim = q.shape[1], k_rope.shape[1]
+        latent_problem = Problem(
+            device=q.device.type, dtype=q.dtype, heads=heads, kv_heads=heads, head_dim=q.shape[2], v_head_dim=v_dim,
+            masked=isinstance(layouts[0], MaskLayout), latent_dim=c_kv.shape[1] + rope_dim,
+        )  # fmt: skip
+        chosen = send
+        if send == "auto":
+            chosen = choose_send(variant, latent_problem, layouts, band_under(layouts[0], options), costs)
+        if careful:
+            for name, x in (("q", q), ("c_kv", c_kv[:, None]), ("k_rope", k_rope[:, None])):
+                check_finite(name, x)
+        rows = (q.shape[0], c_kv.shape[0])
+        if chosen == "kv":
+            problem = replace(latent_problem, latent_dim=0)
+            call = make_call(rows, problem, comm, layouts, options)
+            tensors = (q.contiguous(), *_keys_values(c_kv, k_rope, w_kv, heads, v_dim))
+        else:
+            call = make_call(rows, latent_problem, comm, layouts, options, LatentDims(rope_dim, v_dim))
+            latent = torch.cat((c_kv, k_rope), dim=1).unsqueeze(1)
+            tensors = (q.contiguous(), latent, w_kv.contiguous().view(heads, -1, w_kv.shape[1]))
+        settings = (
+            f"q {tuple(q.shape[1:])} c_kv {c_kv.shape[1]} k_rope {rope_dim} v {v_dim} {q.dtype} {q.device.type} "
+            f"{call.score} send={chosen} gather={call.gather} head_group={call.head_group}"
+        )
+        pack = call.q_layout.facts
+        return (tensors, call), f"{pack[0]} {settings}", f"{pack[1]}, {settings}"
+
+    tensors, call = agree_on_call(comm, "mla_attention", careful=careful, device=q.device, prepare=prepare)
+    out, lse = RingAttention.apply(*tensors, None, call)  # type: ignore[no-untyped-call]
+    if careful:
+        agree_on_result(comm, "mla_attention", device=q.device, error=check_lse(lse))
+    return (out, lse) if return_lse else out
