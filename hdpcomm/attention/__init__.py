@@ -5,6 +5,7 @@ from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
+from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
 from hdpcomm.attention.pack_context import (
     Pack,
@@ -26,6 +27,7 @@ __all__ = [
     "available_backends",
     "carry_pack",
     "current_pack",
+    "delta_rule",
     "local_cu_seqlens",
     "mla_attention",
     "packed_attention",
@@ -35,5 +37,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "shard",
     "shard_with_positions",
+    "short_conv",
+    "ssd",
     "unshard",
 ]

@@ -1,0 +1,224 @@
+"""``delta_rule`` and ``ssd``: linear recurrences over packed sequences that several ranks share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result
+from hdpcomm.attention.layout import CuSeqlens, Layout
+from hdpcomm.attention.linear.checks import (
+    careful_of,
+    check_all_finite,
+    check_linear,
+    check_states,
+    summary_of,
+    zigzag_of,
+)
+from hdpcomm.attention.linear.exchange import choose_exchange
+from hdpcomm.attention.linear.fla import choose_backend
+from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
+from hdpcomm.attention.variants import AttentionCosts
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["delta_rule", "ssd"]
+
+
+def _check_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    if not q.ndim == k.ndim == v.ndim == 3 or g.ndim not in (2, 3) or beta.ndim != 2:
+        raise InvalidUsage(
+            "expected q, k [tokens, key_heads, dk], v [tokens, heads, dv], g [tokens, heads] or [tokens, heads, dk] "
+            f"and beta [tokens, heads]; got {shapes}"
+        )
+    if q.shape[1:] != k.shape[1:] or 0 in (*q.shape[1:], *v.shape[1:]) or v.shape[1] % q.shape[1]:
+        raise InvalidUsage(
+            "q and k must have one shape, the heads of v must be a multiple of theirs, and no dimension may be 0; got "
+            f"{shapes}"
+        )
+    heads = v.shape[1]
+    if g.shape[1:] not in ((heads,), (heads, q.shape[2])) or beta.shape[1:] != (heads,):
+        raise InvalidUsage(
+            f"g must be [tokens, {heads}] or [tokens, {heads}, {q.shape[2]}] and beta [tokens, {heads}], for the heads "
+            f"of v; got {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise InvalidUsage(f"q, k and v must have one type; got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeats each head for those of v that share it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+_Arguments = tuple[torch.Tensor | LinearCall | None, ...]
+
+
+def _arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None,
+    *,
+    layout: Layout,
+    comm: Communicator | None,
+    exchange: str,
+    backend: str,
+    costs: AttentionCosts | None,
+) -> tuple[_Arguments, str, str]:
+    """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
+    size, lengths = 1 if comm is None else comm.size, layout.lengths
+    chosen = choose_exchange(
+        exchange, size=size, sequences=len(lengths), tokens=int(lengths.sum()), delta=beta is not None,
+        shape=(q.shape[1], q.shape[2], v.shape[2]), device=q.device.type, costs=costs,
+    )  # fmt: skip
+    computed_by = choose_backend(backend, q.device.type, q.dtype)
+    settings = (
+        f"q {tuple(q.shape[1:])} v {tuple(v.shape[1:])} g {tuple(g.shape[1:])} {q.dtype} {q.device.type} "
+        f"exchange={chosen} backend={computed_by}"
+    )
+    call = LinearCall(layout, comm if size > 1 else None, chosen, computed_by)
+    return (q, k, v, g, beta, call), *summary_of(layout, settings)
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    exchange: str = "auto",
+    backend: str = "auto",
+    costs: AttentionCosts | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """The gated delta rule, and KDA, over packed sequences that several ranks share.
+
+    With S = 0 before the first token of each sequence:
+    ``S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T`` and ``o_t = S_t^T q_t``; no other scale,
+    and q and k are taken as they are (normalise them before).
+
+    ``q``, ``k``: [T_local, key_heads, dk]. ``v``: [T_local, heads, dv], where each key head serves heads / key_heads
+    neighbours. ``g``: log decay, [T_local, heads] (gated delta rule) or [T_local, heads, dk] (KDA); ``beta``: [T_local,
+    heads]. All are the zigzag shard of this rank (:func:`hdpcomm.attention.shard`) of the pack ``cu_seqlens``
+    [sequences + 1], as for :func:`hdpcomm.attention.ring_attention`. States and all that is computed are float32
+    (float64 for float64).
+
+    ``exchange``: how states travel between ranks: ``gather``, ``scan``, ``pipeline``
+    (:mod:`hdpcomm.attention.linear.exchange`), or ``auto``, the lowest estimate by ``costs``; its bytes do not depend
+    on lengths. ``backend``: what computes a rank's own runs: ``torch``, ``fla`` (flash-linear-attention, if installed,
+    for 16-bit types on CUDA), or ``auto``, the latter where it can. ``check``: ranks compare their arguments first and
+    the result is searched for NaN (default: on the CPU).
+
+    Returns [T_local, heads, dv] in the type of ``v``. Differentiable in all tensors; exact. Between forward and
+    backward only the inputs and the states at the borders of ranks are kept. Collective over ``comm`` (None: one rank),
+    in forward and in backward.
+
+    Raises: InvalidUsage for bad arguments and states that overflow, Mismatch where ranks disagree, and what the
+    communicator raises. Sources: arXiv 2412.06464 (gated delta rule), 2510.26692 (KDA).
+    """
+    careful = careful_of(q, check)
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+
+    def prepare() -> tuple[_Arguments, str, str]:
+        _check_delta(q, k, v, g, beta)
+        layout = zigzag_of(cu_seqlens, comm)
+        check_linear(tensors, layout, comm)
+        if careful:
+            check_all_finite(tensors)
+        heads = v.shape[1]
+        return _arguments(
+            _spread(q, heads),
+            _spread(k, heads),
+            v,
+            g,
+            beta,
+            layout=layout,
+            comm=comm,
+            exchange=exchange,
+            backend=backend,
+            costs=costs,
+        )
+
+    arguments = agree_on_call(comm, "delta_rule", careful=careful, device=q.device, prepare=prepare)
+    out: torch.Tensor = LinearRecurrence.apply(*arguments)  # type: ignore[no-untyped-call]
+    if careful:
+        agree_on_result(comm, "delta_rule", device=q.device, error=check_states(out))
+    return out
+
+
+def ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    *,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    d: torch.Tensor | None = None,
+    exchange: str = "auto",
+    backend: str = "auto",
+    costs: AttentionCosts | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """The state-space layer of Mamba-2 (SSD) over packed sequences that several ranks share.
+
+    With S = 0 before the first token of each sequence: ``S_t = exp(a dt_t) S_{t-1} + dt_t b_t x_t^T`` and
+    ``y_t = S_t^T c_t + d x_t``.
+
+    ``x``: [T_local, heads, head_dim]. ``dt``: [T_local, heads], the step sizes (after softplus). ``a``: [heads],
+    negative. ``b``, ``c``: [T_local, groups, state_dim], each group for heads / groups neighbours. ``d``: [heads] or
+    None. The names of the paper in small letters. The rest is that of :func:`delta_rule`; gradients of ``a`` and ``d``
+    are this rank's share, to be summed over the ranks.
+
+    Returns [T_local, heads, head_dim] in the type of ``x``. Collective over ``comm``. Source: arXiv 2405.21060 section
+    6.
+    """
+    careful = careful_of(x, check)
+    tensors = {"x": x, "dt": dt, "b": b, "c": c}
+
+    def prepare() -> tuple[_Arguments, str, str]:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in {**tensors, "a": a}.items())
+        if [t.ndim for t in (x, dt, a, b, c)] != [3, 2, 1, 3, 3] or b.shape != c.shape:
+            raise InvalidUsage(
+                "expected x [tokens, heads, head_dim], dt [tokens, heads], a [heads] and b, c [tokens, groups, "
+                f"state_dim]; got {shapes}"
+            )
+        heads = x.shape[1]
+        if 0 in (*x.shape[1:], *b.shape[1:]) or heads % b.shape[1] or dt.shape[1] != heads or a.shape != (heads,):
+            raise InvalidUsage(
+                "dt and a must have the heads of x, which must be a multiple of the groups of b and c, and no "
+                f"dimension may be 0; got {shapes}"
+            )
+        if d is not None and d.shape != (heads,):
+            raise InvalidUsage(f"d must be [heads] = ({heads},); got {tuple(d.shape)}")
+        if not x.dtype == b.dtype == c.dtype:
+            raise InvalidUsage(f"x, b and c must have one type; got {x.dtype}, {b.dtype}, {c.dtype}")
+        layout = zigzag_of(cu_seqlens, comm)
+        check_linear(tensors, layout, comm)
+        if careful:
+            check_all_finite(tensors)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        values = x.to(wide) * dt.to(wide)[..., None]
+        return _arguments(
+            _spread(c, heads), _spread(b, heads), values, dt.to(wide) * a.to(wide), None,
+            layout=layout, comm=comm, exchange=exchange, backend=backend, costs=costs,
+        )  # fmt: skip
+
+    arguments = agree_on_call(comm, "ssd", careful=careful, device=x.device, prepare=prepare)
+    out: torch.Tensor = LinearRecurrence.apply(*arguments)  # type: ignore[no-untyped-call]
+    if careful:
+        agree_on_result(comm, "ssd", device=x.device, error=check_states(out))
+    if d is not None:
+        out = out + x.to(out.dtype) * d[:, None].to(out.dtype)
+    return out.to(x.dtype)

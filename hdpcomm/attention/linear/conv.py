@@ -1,0 +1,152 @@
+"""``short_conv``: causal depthwise convolutions over packed sequences that several ranks share.
+
+A piece of a sequence needs the last ``width - 1`` tokens before it; they come directly from the ranks that hold them,
+as the keys of a sliding window of ``width`` do (short pieces: from several ranks). Gradients go back the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hdpcomm.attention.api import check_finite
+from hdpcomm.attention.call_check import agree_on_call
+from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
+from hdpcomm.attention.layout import CuSeqlens, Layout
+from hdpcomm.attention.linear.checks import careful_of, check_linear, summary_of, zigzag_of
+from hdpcomm.attention.tiles import Band
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["short_conv"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ConvPlan:
+    """Where the rows of a convolution come from and go to.
+
+    The rows of each piece follow ``width - 1`` rows of its past in one buffer, so that a tap is a shift of the buffer.
+    """
+
+    gather: GatherPlan
+    source: torch.Tensor
+    """[buffer]: the fetched row of each row of the buffer; past the last one, a row of zeros, before a sequence."""
+    place: torch.Tensor
+    """[T_local]: the row of the buffer of each local token."""
+
+
+@lru_cache(maxsize=128)
+def _conv_plan(layout: Layout, rank: int, width: int, device: torch.device) -> _ConvPlan:
+    plan = gather_plan(layout, layout, Band(-(width - 1), 0), rank=rank)
+    # Fetched rows are ordered by sequence and position: a token's past is right before it.
+    fetched = np.zeros(plan.kv_rows, dtype=np.int64)
+    for to, row, count in plan.own.triples.tolist():
+        fetched[row : row + count] = np.arange(to, to + count)
+    source, place, end = [], np.zeros(plan.kv_rows, dtype=np.int64), 0
+    pieces = zip(layout.segments(rank).tolist(), layout.first_positions(rank).tolist(), strict=True)
+    for (row, _, count), position in pieces:
+        if count:
+            past = fetched[row] + np.arange(1 - width, 0)
+            source.append(np.where(position + np.arange(1 - width, 0) < 0, plan.buffer_rows, past))
+            source.append(fetched[row : row + count])
+            place[row : row + count] = end + width - 1 + np.arange(count)
+            end += width - 1 + count
+    rows = np.concatenate(source) if source else np.zeros(0, dtype=np.int64)
+    return _ConvPlan(plan, torch.from_numpy(rows).to(device), torch.from_numpy(place).to(device))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, plan: _ConvPlan, comm: Communicator | None
+    ) -> torch.Tensor:
+        rows = fetch_rows(plan.gather, comm, x)
+        ctx.plan, ctx.comm = plan, comm
+        ctx.save_for_backward(rows, weight)
+        taps = weight.shape[1]
+        buffer, wide = _buffer(rows, plan), weight.to(_wide(x.dtype))
+        count = max(buffer.shape[0] - taps + 1, 0)
+        out = buffer.new_zeros((count, x.shape[1]))
+        for tap in range(taps):
+            out.addcmul_(buffer[tap : tap + count], wide[:, tap])
+        return out.index_select(0, plan.place - (taps - 1)).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        plan: _ConvPlan = ctx.plan
+        taps, dtype = weight.shape[1], _wide(rows.dtype)
+        buffer, wide = _buffer(rows, plan), weight.to(dtype)
+        count = max(buffer.shape[0] - taps + 1, 0)
+        grad = buffer.new_zeros((count, rows.shape[1]))
+        grad.index_copy_(0, plan.place - (taps - 1), dout.to(dtype))
+        dbuffer, dweight = torch.zeros_like(buffer), torch.zeros_like(wide)
+        for tap in range(taps):
+            dbuffer[tap : tap + count].addcmul_(grad, wide[:, tap])
+            dweight[:, tap] = (grad * buffer[tap : tap + count]).sum(0)
+        drows = buffer.new_zeros((rows.shape[0] + 1, rows.shape[1]))
+        drows.index_add_(0, plan.source, dbuffer)
+        dx = GradReturn(plan.gather, ctx.comm, drows[:-1].contiguous()).wait()
+        return dx.to(rows.dtype), dweight.to(weight.dtype), None, None
+
+
+def _buffer(rows: torch.Tensor, plan: _ConvPlan) -> torch.Tensor:
+    padded = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
+    return padded.index_select(0, plan.source).to(_wide(rows.dtype))
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    bias: torch.Tensor | None = None,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """A causal depthwise convolution of each sequence of a pack that several ranks share.
+
+    ``y_t = sum_i weight[:, i] x_{t - (width - 1) + i} + bias``, with zeros before the first token of a sequence, as
+    ``torch.nn.Conv1d`` with ``groups=channels`` and ``padding=width - 1``.
+
+    ``x``: [T_local, channels], the zigzag shard of this rank of the pack ``cu_seqlens``. ``weight``: [channels, width],
+    ``bias``: [channels], the same on all ranks; their gradients are this rank's share, to be summed over the ranks.
+    ``check``: ranks compare their arguments first (default: on the CPU).
+
+    Returns [T_local, channels] in the type of ``x``; sums are float32 (float64 for float64). Sends each token once to
+    each rank whose pieces begin within ``width - 1`` tokens after it. Collective over ``comm``, in forward and in
+    backward.
+
+    Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
+    """
+    careful = careful_of(x, check)
+
+    def prepare() -> tuple[_ConvPlan, str, str]:
+        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[0] or 0 in weight.shape:
+            raise InvalidUsage(f"expected x [tokens, channels] and weight [channels, width]; got {shapes}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise InvalidUsage(f"bias must be [channels] = ({weight.shape[0]},); got {tuple(bias.shape)}")
+        layout = zigzag_of(cu_seqlens, comm)
+        check_linear({"x": x}, layout, comm)
+        if careful:
+            check_finite("x", x[:, None])
+        plan = _conv_plan(layout, 0 if comm is None else comm.rank, weight.shape[1], x.device)
+        facts, summary = summary_of(layout, f"channels and width {tuple(weight.shape)} {x.dtype} {x.device.type}")
+        return plan, facts, summary
+
+    plan = agree_on_call(comm, "short_conv", careful=careful, device=x.device, prepare=prepare)
+    several = comm if comm is not None and comm.size > 1 else None
+    out: torch.Tensor = _ShortConv.apply(x.contiguous(), weight, plan, several)  # type: ignore[no-untyped-call]
+    return out if bias is None else out + bias.to(out.dtype)

@@ -1,0 +1,194 @@
+"""The scan over the chunks of a rank's runs, forward and backward, for some of the heads. Local."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hdpcomm.attention.linear.chunks import ChunkGrads, Chunks
+from hdpcomm.attention.linear.runs import Runs
+
+__all__ = ["Inputs", "RunScan", "Scan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The tensors of a call, [T_local, heads, ...]: q, k [.., dk], v [.., dv], g [..] or [.., dk], beta [..] or
+    None."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in, and the type of states."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def state_shape(self, sequences: int) -> tuple[int, int, int, int]:
+        """[sequences, heads, dk, dv]"""
+        return sequences, self.q.shape[1], self.q.shape[2], self.v.shape[2]
+
+    def heads(self, chosen: slice) -> Inputs:
+        beta = None if self.beta is None else self.beta[:, chosen]
+        return Inputs(self.q[:, chosen], self.k[:, chosen], self.v[:, chosen], self.g[:, chosen], beta)
+
+
+class Scan(Protocol):
+    """One run of each sequence. States are [sequences, heads, dk, dv]; an empty run leaves its state as it is."""
+
+    def run(self, initial: torch.Tensor) -> torch.Tensor:
+        """The final states, from the initial ones; keeps what :meth:`output` and the backward need."""
+
+    def output(self, out: torch.Tensor) -> None:
+        """Writes the outputs of :meth:`run` to their rows of ``out`` [T_local, heads, dv]."""
+
+    def summary(self, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(transition, bias) of the runs: their final state is transition * initial + bias.
+
+        ``zero``: states of zeros. The transition is [sequences, heads, dk, dk], or without a delta rule [sequences,
+        heads, 1 or dk, 1], a factor of the rows.
+        """
+
+    def take_grad(self, dout: torch.Tensor) -> None:
+        """``dout``: the gradient of the output [T_local, heads, dv]; call :meth:`run` before. Starts the backward."""
+
+    def backward_bias(self, zero: torch.Tensor) -> torch.Tensor:
+        """The gradient of the initial states if that of the final ones is 0."""
+
+    def run_backward(self, final: torch.Tensor) -> torch.Tensor:
+        """The gradient of the initial states from that of the final ones; keeps what :meth:`gradients` needs."""
+
+    def gradients(self, grads: Inputs) -> None:
+        """Writes the gradients of the inputs to the rows of ``grads``, whose tensors have the shapes of the inputs."""
+
+
+class RunScan:
+    """A :class:`Scan` by products of matrices, chunk by chunk, with torch's operators."""
+
+    def __init__(self, runs: Runs, inputs: Inputs) -> None:
+        self.runs = runs
+        self._heads = inputs.q.shape[1]
+        self._dims = inputs.q.shape[2], inputs.v.shape[2]
+        q, k, v = (runs.take(x, inputs.dtype) for x in (inputs.q, inputs.k, inputs.v))
+        beta = None if inputs.beta is None else runs.take(inputs.beta, inputs.dtype)
+        self._chunks = Chunks(q, k, v, runs.take(inputs.g, torch.float64), beta)
+        self._states = self._values = self._dout = self._later = self._dvalues = inputs.q.new_empty(0)
+
+    def _steps(self) -> list[slice]:
+        """The chunks of each step, times heads."""
+        steps, first = [], 0
+        for active in self.runs.active:
+            steps.append(slice(first, first + active * self._heads))
+            first = steps[-1].stop
+        return steps
+
+    def _forward(self, state: torch.Tensor, values: torch.Tensor | None) -> Iterator[slice]:
+        """Scans ``state`` [runs * heads, dk, columns] in place. Each step is yielded before it is taken.
+
+        ``values``: receives V' of each chunk; else ``state`` may have more columns than U, for which U is 0.
+        """
+        chunks, dv = self._chunks, self._dims[1]
+        for step in self._steps():
+            yield step
+            here = state[: step.stop - step.start]
+            if chunks.w is None:
+                new = chunks.u[step]
+            elif values is not None:
+                new = torch.baddbmm(chunks.u[step], chunks.w[step], here, alpha=-1, out=values[step])
+            else:
+                new = torch.bmm(chunks.w[step], here).neg_()
+                new[..., :dv] += chunks.u[step]
+            here.mul_(chunks.total[step]).baddbmm_(chunks.k[step].mT, new)
+
+    def run(self, initial: torch.Tensor) -> torch.Tensor:
+        state = self.runs.take_states(initial)
+        count, (dk, dv) = self.runs.chunks * self._heads, self._dims
+        self._states = state.new_empty((count, dk, dv))
+        self._values = self._chunks.u
+        if self._chunks.w is not None:
+            self._values = state.new_empty((count, self.runs.chunk, dv))
+        for step in self._forward(state, self._values):
+            self._states[step] = state[: step.stop - step.start]
+        return self.runs.put_states(initial, state)
+
+    def output(self, out: torch.Tensor) -> None:
+        if self.runs.chunks:
+            found = torch.bmm(self._chunks.q, self._states)
+            self.runs.put(out, found.baddbmm_(self._chunks.p, self._values))
+
+    def summary(self, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sequences, heads, dk, dv = zero.shape
+        if self._chunks.w is None:
+            state = self.runs.take_states(zero)
+            factor = self.runs.take_states(zero.new_ones((sequences, heads, self._chunks.total.shape[1], 1)))
+            for step in self._forward(state, None):
+                factor[: step.stop - step.start] *= self._chunks.total[step]
+            ones = zero.new_ones((sequences, heads, *factor.shape[1:]))
+            return self.runs.put_states(ones, factor), self.runs.put_states(zero, state)
+        unit = torch.eye(dk, dtype=zero.dtype, device=zero.device).expand(sequences, heads, dk, dk)
+        both = torch.cat((zero, unit), dim=3)
+        state = self.runs.take_states(both)
+        for _ in self._forward(state, None):
+            pass
+        final = self.runs.put_states(both, state)
+        return final[..., dv:], final[..., :dv]
+
+    def take_grad(self, dout: torch.Tensor) -> None:
+        self._dout = self.runs.take(dout, self._chunks.q.dtype)
+
+    def _backward(self, state: torch.Tensor, dvalues: torch.Tensor | None) -> Iterator[slice]:
+        """Scans the gradient of states backwards in place; each step is yielded before it is taken."""
+        chunks = self._chunks
+        for step in reversed(self._steps()):
+            yield step
+            here = state[: step.stop - step.start]
+            if chunks.w is None:
+                if dvalues is not None:
+                    torch.bmm(chunks.k[step], here, out=dvalues[step])
+                here.mul_(chunks.total[step]).baddbmm_(chunks.q[step].mT, self._dout[step])
+                continue
+            new = torch.bmm(chunks.k[step], here, out=None if dvalues is None else dvalues[step])
+            new.baddbmm_(chunks.p[step].mT, self._dout[step])
+            here.mul_(chunks.total[step]).baddbmm_(chunks.q[step].mT, self._dout[step])
+            here.baddbmm_(chunks.w[step].mT, new, alpha=-1)
+
+    def backward_bias(self, zero: torch.Tensor) -> torch.Tensor:
+        state = self.runs.take_states(zero)
+        for _ in self._backward(state, None):
+            pass
+        return self.runs.put_states(zero, state)
+
+    def run_backward(self, final: torch.Tensor) -> torch.Tensor:
+        state = self.runs.take_states(final)
+        self._later = torch.empty_like(self._states)
+        self._dvalues = torch.empty_like(self._values)
+        for step in self._backward(state, self._dvalues):
+            self._later[step] = state[: step.stop - step.start]
+        if self._chunks.w is None and self.runs.chunks:
+            self._dvalues.baddbmm_(self._chunks.p.mT, self._dout)
+        return self.runs.put_states(final, state)
+
+    def gradients(self, grads: Inputs) -> None:
+        if not self.runs.chunks:
+            return
+        chunks = self._chunks
+        found = ChunkGrads(
+            w=None if chunks.w is None else torch.bmm(self._dvalues, self._states.mT).neg_(),
+            u=self._dvalues,
+            p=torch.bmm(self._dout, self._values.mT),
+            q=torch.bmm(self._dout, self._states.mT),
+            k=torch.bmm(self._values, self._later.mT),
+            total=(self._states * self._later).sum(2, keepdim=True),
+        )
+        dq, dk, dv, dg, dbeta = chunks.backward(found)
+        pairs = [(grads.q, dq), (grads.k, dk), (grads.v, dv), (grads.g, dg)]
+        if grads.beta is not None and dbeta is not None:
+            pairs.append((grads.beta, dbeta))
+        for out, x in pairs:
+            self.runs.put(out, x)
