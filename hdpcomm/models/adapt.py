@@ -56,9 +56,10 @@ def adapt(
 
     Parameters are shared, not copied: the given model is trained, and ``adapted.model`` is it.
 
-    - A causal LM of transformers, LoRA by peft included: attention goes through transformers' AttentionInterface, the
-      last layer and the loss through :func:`hdpcomm.kernels.linear_cross_entropy`, the auxiliary loss of a router
-      (``config.output_router_logits``) through the sequences' own means.
+    - A causal LM of transformers, LoRA by peft included: attention goes through transformers' AttentionInterface,
+      linear and state-space layers through :mod:`hdpcomm.attention`, the last layer and the loss through
+      :func:`hdpcomm.kernels.linear_cross_entropy`, the auxiliary loss of a router (``config.output_router_logits``)
+      through the sequences' own means.
     - A module in the trainer's form, as :class:`hdpcomm.models.Llama`: returned as it is.
     - Any other module ``model(tokens) -> logits [local tokens, vocabulary]`` whose attention calls
       :func:`hdpcomm.attention.packed_attention` or :func:`hdpcomm.attention.scaled_dot_product_attention` and whose
@@ -74,7 +75,8 @@ def adapt(
 
     Local. Raises:
         InvalidUsage: what cannot be made right, by name: dropout in attention, layers that are neither full nor sliding
-            attention (linear attention, convolutions, chunks), prompt tuning, a model that fails the check.
+            attention nor a known linear layer (gated delta rule, KDA, Mamba-2), prompt tuning, a model that fails the
+            check.
 
     Example:
         >>> import torch

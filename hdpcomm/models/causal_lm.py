@@ -14,6 +14,7 @@ from hdpcomm.attention.layout import longest_length
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
 from hdpcomm.models.huggingface import PACK_ARGUMENT, passes_arguments, set_attention
+from hdpcomm.models.mixers import MIXER_TYPES, mixers_of
 from hdpcomm.models.router_loss import router_loss
 from hdpcomm.models.self_check import check_logits
 
@@ -70,7 +71,7 @@ class AdaptedCausalLM(nn.Module):
         self.chunk_tokens = chunk_tokens
         causal_lm = self.causal_lm
         config = causal_lm.config.get_text_config()
-        _refuse_layers(config, type(causal_lm).__name__)
+        _refuse_layers(config, causal_lm)
         self._scale, self._softcap = _logit_maths(config)
         self._router = _Router.of(causal_lm, config)
         self._longest = _longest_length(config)
@@ -199,12 +200,14 @@ def _is_plain_linear(head: nn.Module) -> bool:
     )
 
 
-def _refuse_layers(config: Any, name: str) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+def _refuse_layers(config: Any, causal_lm: Any) -> None:
+    name, known = type(causal_lm).__name__, (*_LAYER_TYPES, *(MIXER_TYPES if mixers_of(causal_lm) else ()))
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(known))
     if others:
         raise InvalidUsage(
             f"{name} has layers of the type {', '.join(others)}, which look at other tokens of the shard without "
-            f"communicating; supported are {' and '.join(_LAYER_TYPES)}"
+            f"communicating; supported are {', '.join((*_LAYER_TYPES, *MIXER_TYPES))}, the last where transformers "
+            "names their functions as in release 5.23: gated delta rule, KDA, Mamba-2"
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "use_bidirectional_attention", False):
         raise InvalidUsage(f"{name} is not a causal decoder (its tokens see later ones); give a causal LM")

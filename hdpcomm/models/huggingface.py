@@ -21,7 +21,10 @@ import torch
 
 from hdpcomm.attention import Pack, current_pack, packed_attention, shard, shard_with_positions
 from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.latent import latent_attention, own_keys_values, sends_latent, set_latent
+from hdpcomm.models.mixers import set_mixers
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -63,6 +66,11 @@ def _attention(
         if kwargs.get(name) is not None:
             raise InvalidUsage(f"this model passes {name} to its attention, which packs do not support")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sends_latent(module):
+        if causal and query.shape[0] == 1 and sliding_window is None and not softcap and s_aux is None:
+            pack = current_pack() if hdpcomm_pack is None else hdpcomm_pack
+            return latent_attention(module, query, key, value, scale=scaling, pack=pack), None
+        key, value = own_keys_values(module, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     one = q.shape[0] == 1
     if one:
@@ -84,8 +92,11 @@ def _mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> Non
 
 def _pass_pack(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook: the pack of the enclosing block goes along with the call."""
-    if model.config._attn_implementation == NAME and not torch.compiler.is_compiling():
-        kwargs.setdefault(PACK_ARGUMENT, current_pack())
+    if not torch.compiler.is_compiling():
+        if model.config._attn_implementation == NAME:
+            kwargs.setdefault(PACK_ARGUMENT, current_pack())
+        elif (pack := find_pack()) is not None:  # a model of linear layers only
+            kwargs.setdefault(PACK_ARGUMENT, pack)
     return args, kwargs
 
 
@@ -110,8 +121,9 @@ def enable(model: Any) -> None:
             "output_router_logits), which does not add up over ranks; use hdpcomm.models.adapt(model), or set it to "
             "False"
         )
-    if passes_arguments(model) and _pass_pack not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_pass_pack, with_kwargs=True)
+    for part in (model, model.base_model):  # some causal LMs do not hand on to their decoder what they do not know
+        if passes_arguments(part) and _pass_pack not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(_pass_pack, with_kwargs=True)
 
 
 def set_attention(model: Any) -> None:
@@ -130,7 +142,10 @@ def set_attention(model: Any) -> None:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
+    mixers = set_mixers(model)
+    set_latent(model, NAME)
+    only_mixers = mixers and set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
+    if model.config._attn_implementation != NAME and not only_mixers:
         raise InvalidUsage(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
 
 

@@ -25,7 +25,24 @@ FAMILIES = {
     "granite": ("Granite", {"logits_scaling": 4.0}),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "gpt-neox": ("GPTNeoX", {}),
-}
+    "deepseek-v3": ("DeepseekV3", {
+        "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "head_dim": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    }),
+    "qwen3-next": ("Qwen3Next", {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 6, "num_experts": 4, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24, **EXPERTS,
+    }),
+    "kimi-linear": ("KimiLinear", {
+        "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
+        "linear_num_heads": 2, "linear_head_dim": 8, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    }),
+    "mamba2": ("Mamba2", {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 16}),
+}  # fmt: skip
+"""The last four have multi-head latent attention and linear layers."""
 
 
 def config_of(family, **changes):
