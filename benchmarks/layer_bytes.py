@@ -1,0 +1,163 @@
+"""Bytes that layers send between ranks, measured beside the computed minimum: MLA, and linear layers by length.
+
+    python benchmarks/layer_bytes.py
+    python benchmarks/layer_bytes.py --ranks 4 --lengths 1024 16384 131072 --json FILE
+
+Forward and backward of one layer on one sequence in bfloat16 (gradients and states travel in float32), the sum over all
+ranks. ``minimum``: for MLA, each row of keys once to each rank that needs it, and its gradient once back, by the dense
+mask of the zigzag; for linear layers every state once over each border of runs, and each token of a convolution's past
+once. A sum-up of runs (``gather``) sends more than that: its own count is 2 N (N-1) maps each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.attention import delta_rule, mla_attention, shard, short_conv, ssd
+from hdpcomm.testing import run_threads
+
+MLA = {"heads": 16, "nope": 128, "rope": 64, "v": 128, "rank": 512}
+"""DeepSeek-V3 with 16 of its 128 heads."""
+LINEAR = {"heads": 4, "dk": 32, "dv": 32}
+WIDTH = 4
+"""Of the convolution, over heads * dk channels."""
+
+
+def rows_needed(length: int, size: int) -> int:
+    """Keys that ranks need of others under a causal zigzag, counted once for each rank that needs them."""
+    bounds = np.linspace(0, length, 2 * size + 1).astype(int)
+    total = 0
+    for rank in range(size):
+        own = np.zeros(length, dtype=bool)
+        last = 0
+        for piece in (rank, 2 * size - 1 - rank):
+            own[bounds[piece] : bounds[piece + 1]] = True
+            last = max(last, int(bounds[piece + 1]))
+        total += int((~own[:last]).sum())
+    return total
+
+
+def mla(send: str) -> tuple[Callable[..., Any], Callable[[int], dict[str, tuple[int, ...]]], int]:
+    """(call, shapes by tokens, values of a row)."""
+    heads, nope, rope, v, rank = MLA.values()
+
+    def shapes(tokens: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "q": (tokens, heads, nope + rope),
+            "c_kv": (tokens, rank),
+            "k_rope": (tokens, rope),
+            "w_kv": (heads * (nope + v), rank),
+        }
+
+    def call(*tensors: torch.Tensor, **place: Any) -> Any:
+        return mla_attention(*tensors, send=send, variant="ring", **place)
+
+    return call, shapes, rank + rope if send == "latent" else heads * (nope + rope + v)
+
+
+def measured(call: Callable[..., Any], shapes: dict[str, tuple[int, ...]], length: int, size: int) -> tuple[int, int]:
+    """Bytes that all ranks send in forward and in backward."""
+    cu = torch.tensor([0, length])
+
+    def main() -> tuple[int, int]:
+        comm = hdp.init()
+        tensors = []
+        for shape in shapes.values():
+            x = torch.zeros(shape, dtype=torch.bfloat16)
+            tensors.append(shard(x, cu, rank=comm.rank, size=size) if shape[0] == length else x)
+        leaves = [x.requires_grad_() for x in tensors]
+        counts = [comm.stats()["bytes_sent"]]
+        out = call(*leaves, comm=comm, cu_seqlens=cu, check=False)
+        counts.append(comm.stats()["bytes_sent"])
+        out.float().sum().backward()
+        counts.append(comm.stats()["bytes_sent"])
+        return counts[1] - counts[0], counts[2] - counts[1]
+
+    forward, backward = zip(*run_threads(main, size, timeout=600.0), strict=True)
+    return sum(forward), sum(backward)
+
+
+def layers(size: int, lengths: list[int], mla_length: int) -> list[dict[str, Any]]:
+    """What to measure: name, length, shapes, call and the computed bytes each way."""
+    found: list[dict[str, Any]] = []
+    rows = rows_needed(mla_length, size)
+    for send in ("latent", "kv"):
+        call, shapes, row = mla(send)
+        computed = (rows * row * 2, rows * row * (2 + 4))
+        found.append({"layer": f"MLA, {send}", "length": mla_length, "shapes": shapes(mla_length), "call": call,
+                      "minimum": computed, "computed": computed})  # fmt: skip
+    heads, dk, dv = LINEAR.values()
+    state = heads * dk * dv * 4
+    for length in lengths:
+        keys, values, scalars = (length, heads, dk), (length, heads, dv), (length, heads)
+        delta = {"q": keys, "k": keys, "v": values, "g": scalars, "beta": scalars}
+        mamba = {"x": values, "dt": scalars, "a": (heads,), "b": keys, "c": keys}
+        states = (2 * (size - 1) * state,) * 2
+        for name, layer, shapes, transition in (
+            ("delta rule", delta_rule, delta, heads * dk * dk * 4),
+            ("KDA", delta_rule, {**delta, "g": keys}, heads * dk * dk * 4),
+            ("Mamba-2", ssd, mamba, heads * 4),
+        ):
+            for exchange in ("pipeline", "gather"):
+
+                def call(*tensors: torch.Tensor, layer: Any = layer, exchange: str = exchange, **place: Any) -> Any:
+                    return layer(*tensors, exchange=exchange, **place)
+
+                gathered = 2 * size * (size - 1) * (state + transition)
+                computed = states if exchange == "pipeline" else (gathered, gathered)
+                found.append({"layer": f"{name}, {exchange}", "length": length, "shapes": shapes, "call": call,
+                              "minimum": states, "computed": computed})  # fmt: skip
+        past = 2 * (size - 1) * (WIDTH - 1) * heads * dk
+        found.append({"layer": "convolution", "length": length, "call": short_conv, "minimum": (past * 2, past * 4),
+                      "shapes": {"x": (length, heads * dk), "weight": (heads * dk, WIDTH)},
+                      "computed": (past * 2, past * 4)})  # fmt: skip
+    return found
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 16384, 131072], help="for linear layers")
+    parser.add_argument("--mla-length", type=int, default=1024)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 if every measured count is the computed one, else 1."""
+    args = parse(argv)
+    torch.set_num_threads(1)
+    print(
+        f"{'layer':>22} {'tokens':>7} {'forward B':>12} {'computed':>12} {'backward B':>12} {'computed':>12} "
+        f"{'/ minimum':>9}"
+    )
+    lines = []
+    for each in layers(args.ranks, args.lengths, args.mla_length):
+        forward, backward = measured(each.pop("call"), each.pop("shapes"), each["length"], args.ranks)
+        line = {**each, "forward_bytes": forward, "backward_bytes": backward}
+        line["times_minimum"] = (forward + backward) / sum(each["minimum"]) if args.ranks > 1 else 1.0
+        lines.append(line)
+        print(
+            f"{line['layer']:>22} {line['length']:>7} {forward:>12,} {line['computed'][0]:>12,} {backward:>12,} "
+            f"{line['computed'][1]:>12,} {line['times_minimum']:>9.2f}",
+            flush=True,
+        )
+    if args.json is not None:
+        versions = {"torch": torch.__version__, "hdpcomm": hdp.__version__, "date": time.strftime("%Y-%m-%d")}
+        setting = {"ranks": args.ranks, "mla": MLA, "linear": LINEAR, "width": WIDTH}
+        args.json.write_text(json.dumps({"setting": setting, "versions": versions, "results": lines}, indent=1) + "\n")
+    return int(any((line["forward_bytes"], line["backward_bytes"]) != tuple(line["computed"]) for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
