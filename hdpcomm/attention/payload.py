@@ -93,6 +93,12 @@ class KeysValues:
         return (dk[0], dv[0]) if len(parts) == 1 else (torch.cat(dk, dim=1), torch.cat(dv, dim=1))
 
 
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in their own type, also where autocast would choose another."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 class Latent:
     """The compressed kv and the shared rope key of MLA, and the weight that expands them.
 
@@ -123,7 +129,7 @@ class Latent:
     def expand(self, buffer: torch.Tensor | None, dtype: torch.dtype) -> _Pair:
         compressed, rope = self._parts(buffer, dtype)
         heads, dims, _ = self._weight.shape
-        both = (compressed @ self._weight.to(dtype).flatten(0, 1).T).view(compressed.shape[0], heads, dims)
+        both = _product(compressed, self._weight.to(dtype).flatten(0, 1).T).view(compressed.shape[0], heads, dims)
         k = both.new_empty((both.shape[0], heads, self._nope + self._rope))
         k[..., : self._nope] = both[..., : self._nope]
         k[..., self._nope :] = rope[:, None]
@@ -138,9 +144,9 @@ class Latent:
         dk, dv = pair
         both = torch.cat((dk[..., : self._nope], dv), dim=-1).flatten(1).to(dtype)
         weight = self._weight.to(dtype).flatten(0, 1)
-        grads[:, : self._rank] += both @ weight
+        grads[:, : self._rank] += _product(both, weight)
         grads[:, self._rank :] += dk[..., self._nope :].sum(1)
-        share = (both.T @ compressed).to(grads.dtype).view_as(self._weight)
+        share = _product(both.T, compressed).to(grads.dtype).view_as(self._weight)
         self._weight_grad = share if self._weight_grad is None else self._weight_grad.add_(share)
 
     def split(self, grads: torch.Tensor) -> _Pair:

@@ -24,7 +24,7 @@ from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.latent import latent_attention, own_keys_values, sends_latent, set_latent
-from hdpcomm.models.mixers import set_mixers
+from hdpcomm.models.mixers import PACK_ARGUMENT, set_mixers
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -33,9 +33,6 @@ __all__ = ["PACK_ARGUMENT", "count_labels", "enable", "shard_batch"]
 
 NAME = "hdpcomm"
 """Under which the attention is registered with transformers."""
-PACK_ARGUMENT = "hdpcomm_pack"
-"""Keyword argument by which transformers' layers hand the pack on to the attention function; an activation checkpoint
-keeps it with the layer's other arguments."""
 _IGNORED = -100
 """Label that the loss skips."""
 _UNSUPPORTED = ("position_bias", "head_mask")

@@ -19,16 +19,19 @@ from hdpcomm.attention import Pack, delta_rule, short_conv, ssd
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["MIXER_TYPES", "mixers_of", "set_mixers"]
+__all__ = ["MIXER_TYPES", "PACK_ARGUMENT", "mixers_of", "set_mixers"]
 
 MIXER_TYPES = ("linear_attention",)
 """Names of these layers in a configuration's ``layer_types``."""
+PACK_ARGUMENT = "hdpcomm_pack"
+"""Keyword argument by which transformers' layers hand the pack on to the functions that mix tokens; an activation
+checkpoint keeps it with the layer's other arguments."""
 _EPSILON = 1e-6
 """Added to the squared norm of keys and queries, as in flash-linear-attention."""
 
 
 def _pack_of(kwargs: dict[str, Any]) -> Pack:
-    pack = kwargs.get("hdpcomm_pack") or find_pack()
+    pack = kwargs.get(PACK_ARGUMENT) or find_pack()
     assert pack is not None  # _Mixer calls these functions only then
     return pack
 
@@ -155,7 +158,7 @@ class _Mixer:
         self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("hdpcomm_pack") is None and find_pack() is None:
+        if kwargs.get(PACK_ARGUMENT) is None and find_pack() is None:
             return type(self.layer).forward(self.layer, *args, **kwargs)
         own = _own_forward(self.layer)
         names = {**own.__globals__, **_MIXING, **_OTHERS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,41 @@ class _Backward(_Group):
         return transition, self.scans[-1 - part].backward_bias(self.zero())
 
 
+def _run_forward(inputs: Inputs, call: LinearCall) -> tuple[torch.Tensor, list[_Forward]]:
+    """The output, and the passes with the states that their runs began with. Collective over the call's ranks."""
+    q, v = inputs.q, inputs.v
+    runs, heads = call.runs(q.shape[2]), call.groups(q.shape[1], q.device.type)
+    passes = [_Forward(call.backend, runs, inputs.heads(each)) for each in heads]
+    travel(passes, call.comm, call.exchange)
+    out = v.new_empty(v.shape)
+    for each, chosen in zip(passes, heads, strict=True):
+        for scan in each.scans:
+            scan.output(out[:, chosen])
+    return out, passes
+
+
+def _run_backward(dout: torch.Tensor, inputs: Inputs, kept: Sequence[torch.Tensor | None], call: LinearCall) -> Inputs:
+    """The gradients of the inputs; ``kept``: the initial states and the transitions of the forward, group by group.
+    Collective over the call's ranks."""
+    new, q, beta = torch.empty_like, inputs.q, inputs.beta
+    runs, heads = call.runs(q.shape[2]), call.groups(q.shape[1], q.device.type)
+    grads = Inputs(new(q), new(inputs.k), new(inputs.v), new(inputs.g), None if beta is None else new(beta))
+    passes = []
+    for i, chosen in enumerate(heads):
+        group = _Backward(call.backend, runs, inputs.heads(chosen))
+        own = kept[2 * len(runs) * i : 2 * len(runs) * (i + 1)]
+        group.transitions = list(own[len(runs) :])
+        for scan, state in zip(group.scans, own, strict=False):
+            scan.run(group.zero() if state is None else state)
+            scan.take_grad(dout[:, chosen])
+        passes.append(group)
+    travel(passes, call.comm, call.exchange)
+    for group, chosen in zip(passes, heads, strict=True):
+        for scan in group.scans:
+            scan.gradients(grads.heads(chosen))
+    return grads
+
+
 class LinearRecurrence(torch.autograd.Function):
     """out = f(q, k, v, g, beta); the local work in float32 (float64), the states that a run starts with are kept."""
 
@@ -94,14 +130,8 @@ class LinearRecurrence(torch.autograd.Function):
         beta: torch.Tensor | None,
         call: LinearCall,
     ) -> torch.Tensor:
-        inputs = Inputs(q, k, v, g, beta)
-        runs, heads = call.runs(q.shape[2]), call.groups(q.shape[1], q.device.type)
-        passes = [_Forward(call.backend, runs, inputs.heads(each)) for each in heads]
-        travel(passes, call.comm, call.exchange)
-        out = v.new_empty(v.shape)
-        for each, chosen in zip(passes, heads, strict=True):
-            for scan in each.scans:
-                scan.output(out[:, chosen])
+        with torch.autocast(q.device.type, enabled=False):
+            out, passes = _run_forward(Inputs(q, k, v, g, beta), call)
         kept = [[*each.states, *each.transitions] for each in passes]
         if call.comm is None:  # all begin with 0
             kept = [[None] * len(states) for states in kept]
@@ -114,21 +144,6 @@ class LinearRecurrence(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: LinearCall = ctx.call
         q, k, v, g, beta, *kept = ctx.saved_tensors
-        inputs = Inputs(q, k, v, g, beta)
-        runs, heads = call.runs(q.shape[2]), call.groups(q.shape[1], q.device.type)
-        new = torch.empty_like
-        grads = Inputs(new(q), new(k), new(v), new(g), None if beta is None else new(beta))
-        passes = []
-        for i, chosen in enumerate(heads):
-            group = _Backward(call.backend, runs, inputs.heads(chosen))
-            own = kept[2 * len(runs) * i : 2 * len(runs) * (i + 1)]
-            group.transitions = own[len(runs) :]
-            for scan, state in zip(group.scans, own, strict=False):
-                scan.run(group.zero() if state is None else state)
-                scan.take_grad(dout[:, chosen])
-            passes.append(group)
-        travel(passes, call.comm, call.exchange)
-        for group, chosen in zip(passes, heads, strict=True):
-            for scan in group.scans:
-                scan.gradients(grads.heads(chosen))
+        with torch.autocast(q.device.type, enabled=False):
+            grads = _run_backward(dout, Inputs(q, k, v, g, beta), kept, call)
         return grads.q, grads.k, grads.v, grads.g, grads.beta, None

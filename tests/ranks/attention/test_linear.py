@@ -188,6 +188,24 @@ def test_a_token_that_forgets_everything(kind):
     check(2, lengths, inputs)
 
 
+def test_autocast_changes_nothing():
+    inputs = delta_inputs([70, 9], 4, 2, 8, 6, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = call(inputs, None, [0, 70, 79])
+    assert torch.equal(out, call(inputs, None, [0, 70, 79])[0])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_pack_of_nothing(size):
+    def main():
+        comm = hdp.init()
+        out, leaves = call(delta_inputs([], 4, 2, 8, 6), comm, [0], exchange="gather")
+        out.sum().backward()
+        return out.shape, leaves[0].grad.shape
+
+    assert run_threads(main, size) == [((0, 4, 6), (0, 2, 8))] * size
+
+
 def test_growing_states_are_exact_too():
     inputs = delta_inputs([64], 2, 1, 6, 5)
     inputs["g"] = -0.3 * inputs["g"]

@@ -169,6 +169,19 @@ def test_several_uses_in_one_graph_and_checkpoints():
         assert all(torch.equal(a, b) for a, b in zip(plain, repeated, strict=True))
 
 
+def test_autocast_changes_nothing():
+    inputs, cu = tensors([40, 9], (2, 4, 2, 4, 6), torch.float32), [0, 40, 49]
+
+    def main(cast):
+        comm = hdp.init()
+        mine = {n: x if n == "w_kv" else shard(x, cu, rank=comm.rank, size=2) for n, x in inputs.items()}
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            return mla_attention(*(mine[name] for name in NAMES), comm=comm, cu_seqlens=cu, send="latent")
+
+    for plain, cast in zip(run_threads(main, 2, False), run_threads(main, 2, True), strict=True):
+        assert torch.equal(plain, cast)
+
+
 def sent(size, lengths, dims, dtype, **options):
     """(forward, backward) bytes that all ranks send."""
     inputs, cu = tensors(lengths, dims, dtype), np.cumsum([0, *lengths])
