@@ -10,7 +10,7 @@ USER := $(VENV)/.installed
 DEVELOPER := $(VENV)/.installed-for-tests
 export CMAKE_ARGS
 
-.PHONY: train test lint format build clean
+.PHONY: train test lint format docs build clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	$(BIN)/hdpcomm train --compare static ddp
@@ -30,6 +30,10 @@ format: $(DEVELOPER)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs $(BIN)/clang-format -i
+
+# The site, into build/site; its pictures come from tools/draw_docs.py.
+docs: $(DEVELOPER)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 build: $(DEVELOPER)
 
@@ -55,7 +59,7 @@ NVIDIA_DRIVER := $(wildcard /dev/nvidiactl /proc/driver/nvidia/version)
 $(USER): CMAKE_ARGS += -DHDPCOMM_CUDA=AUTO
 $(USER): $(VENV)/.tools $(if $(NVIDIA_DRIVER),$(VENV)/.nvcc) $(SOURCES)
 $(DEVELOPER): CMAKE_ARGS += -DHDPCOMM_CUDA=ON -DHDPCOMM_WERROR=ON -DHDPCOMM_TESTING=ON
-$(DEVELOPER): EXTRAS := [test,lint]
+$(DEVELOPER): EXTRAS := [test,lint,docs]
 $(DEVELOPER): $(VENV)/.tools $(VENV)/.nvcc $(SOURCES)
 
 # The core is compiled first, by itself, since pip shows nothing of a build; for pip there is nothing left to compile.

@@ -1,0 +1,86 @@
+"""The documentation site: it builds without a warning, fetches nothing when viewed, and its examples run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hdpcomm.testing import spawn
+
+TOP = Path(__file__).resolve().parents[2]
+DOCS = TOP / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Strict: a link or an anchor that leads nowhere, a page that the navigation lacks, a name without an entry."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install hdpcomm[docs]")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=TOP,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return folder
+
+
+def test_nothing_is_fetched_from_the_network(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert re.findall(r'(?:src|srcset)="(?:https?:)?//[^"]*"', text) == [], page
+        assert re.findall(r'<link[^>]+rel="(?:stylesheet|preconnect)"[^>]+href="(?:https?:)?//[^"]*"', text) == [], page
+
+
+def test_every_public_name_has_an_entry(site: Path) -> None:
+    sys.path.insert(0, str(TOP / "tools"))
+    try:
+        rooms = importlib.import_module("docs_pages").ROOMS
+    finally:
+        sys.path.remove(str(TOP / "tools"))
+    package = importlib.import_module("hdpcomm")
+    lazily = {name for name in package.__all__ if importlib.util.find_spec(f"hdpcomm.{name}")}
+    assert lazily <= set(rooms)
+    for room in rooms:
+        page = (site / f"reference/{room}.html").read_text()
+        for name in importlib.import_module(f"hdpcomm.{room}").__all__:
+            assert f'id="{name.lower()}"' in page, f"{room}.{name}"
+
+
+def test_every_command_is_there(site: Path) -> None:
+    page = (site / "reference/commands.html").read_text()
+    for command in ("hdpcomm train", "hdpcomm perf", "hdpcomm plan", "hdpcomm simulate", "hdpcomm doctor"):
+        assert f">{command}<" in page
+
+
+EXAMPLES = [
+    (path.relative_to(DOCS).as_posix(), index, block)
+    for path in (DOCS / "index.md", DOCS / "how-to/own-loop.md", DOCS / "how-to/hugging-face.md")
+    for index, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+]
+
+
+def run_as_printed(code: str) -> None:
+    exec(compile(code, "docs", "exec"), {})
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: f"{each[0]}-{each[1]}")
+def test_examples_run(example: tuple[str, int, str]) -> None:
+    spawn(run_as_printed, 2, example[2])
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (DOCS / "pictures").iterdir()))
+def test_pictures_are_used(name: str) -> None:
+    assert any(f"pictures/{name}" in page.read_text() for page in DOCS.rglob("*.md"))

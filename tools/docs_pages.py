@@ -1,0 +1,104 @@
+"""A hook of mkdocs: makes the pages of the commands and of the Python interface from the parsers and the package.
+
+Nothing is written into docs/. Every public name of ``hdpcomm`` and of its rooms has an entry, or the build fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TOP))
+
+# Room -> what it is for, in the order of the reference.
+ROOMS = {
+    "comm": "Joining ranks and communicating: subsets, collectives, exchanges.",
+    "attention": "Attention of packs over any number of ranks.",
+    "train": "The trainer, its shards and its losses.",
+    "models": "Models in the form that the trainer calls.",
+    "data": "Text, chats and token stores, with lengths before tokens.",
+    "plan": "Who runs what: cost models, clusters, plans.",
+    "run": "Training runs that save, resume and export.",
+    "offload": "Activations in pinned host memory.",
+    "kernels": "Maths on buffers: losses, reductions, casts.",
+    "sim": "Planned steps on a simulated cluster.",
+    "trace": "Pictures and traces of plans and steps.",
+    "torch_backend": "hdpcomm as a backend of torch.distributed.",
+    "perf": "What `hdpcomm perf` measures, for programs.",
+    "testing": "Ranks as processes or threads, for tests of your own.",
+}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the generated pages."""
+    from mkdocs.structure.files import File
+
+    pages = {"reference/commands.md": commands_page(), **api_pages()}
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_config(config: Any) -> Any:
+    """Adds the generated pages to the navigation."""
+    rooms = [{f"hdpcomm.{room}": f"reference/{room}.md"} for room in ROOMS]
+    reference = [{"Commands": "reference/commands.md"}, {"hdpcomm": "reference/hdpcomm.md"}, *rooms]
+    config["nav"].append({"Reference": reference})
+    return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings mark names as Sphinx does, :meth:`wait`, which Markdown does not know."""
+    return re.sub(r":(?:class|func|meth|mod|attr|data|exc):(?=<code>)", "", html).replace(
+        "<code>~hdpcomm.", "<code>hdpcomm."
+    )
+
+
+def commands_page() -> str:
+    """Each command's --help, as its parser prints it."""
+    from hdpcomm.cli.main import build_parser
+
+    parser = build_parser()
+    parts = ["# Commands\n\nAs `hdpcomm COMMAND --help` prints them.\n", _usage("hdpcomm", parser)]
+    parts += [_usage(f"hdpcomm {name}", each) for name, each in _commands(parser)]
+    return "\n".join(parts)
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:
+    found: list[tuple[str, argparse.ArgumentParser]] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                found.append((name, command))
+                found += [(f"{name} {below}", each) for below, each in _commands(command)]
+    return found
+
+
+def _usage(title: str, parser: argparse.ArgumentParser) -> str:
+    return f"## {title}\n\n```text\n{parser.format_help()}```\n"
+
+
+def api_pages() -> dict[str, str]:
+    """A page a room: every name of its ``__all__``."""
+    package = importlib.import_module("hdpcomm")
+    own = [name for name in package.__all__ if not name.startswith("_") and name not in ROOMS]
+    pages = {"reference/hdpcomm.md": _page("hdpcomm", "What `import hdpcomm as hdp` gives.", own)}
+    for room, purpose in ROOMS.items():
+        module = importlib.import_module(f"hdpcomm.{room}")
+        pages[f"reference/{room}.md"] = _page(f"hdpcomm.{room}", purpose, list(module.__all__))
+    return pages
+
+
+def _page(module: str, purpose: str, names: list[str]) -> str:
+    lines = [f"# {module}\n\n{purpose}\n"]
+    for name in names:
+        thing = getattr(importlib.import_module(module), name)
+        ours = hasattr(thing, "__qualname__") and str(thing.__module__).startswith("hdpcomm.")
+        target = f"{thing.__module__}.{thing.__qualname__}" if ours else f"{module}.{name}"
+        lines.append(f"## {name}\n\n::: {target}\n    options:\n      heading_level: 3\n")
+    return "\n".join(lines)

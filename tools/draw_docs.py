@@ -1,0 +1,143 @@
+"""Draws docs/pictures: the plan by the planner itself, the figures from benchmarks/results, the rest as sketches.
+
+usage: python tools/draw_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+TOP = Path(__file__).resolve().parents[1]
+OUT = TOP / "docs/pictures"
+COLOURS = ["#3b6fb6", "#e08a2e", "#4f9d5d", "#a4508b", "#c8553d"]
+GREY = "#c9c9c9"
+
+
+def save(figure: Any, name: str) -> None:
+    figure.savefig(OUT / f"{name}.svg", bbox_inches="tight", facecolor="white", metadata={"Date": None})
+    plt.close(figure)
+    text = (OUT / f"{name}.svg").read_text()
+    (OUT / f"{name}.svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+
+
+def bare(width: float, height: float, x: float, y: float) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(figsize=(width, height))
+    axes.set_xlim(0, x)
+    axes.set_ylim(y, 0)
+    axes.axis("off")
+    return figure, axes
+
+
+def box(axes: Any, x: float, y: float, w: float, h: float, text: str, colour: str, **options: Any) -> None:
+    axes.add_patch(Rectangle((x, y), w, h, facecolor=colour, edgecolor="white", linewidth=1.2))
+    axes.text(x + w / 2, y + h / 2, text, ha="center", va="center", color="white", fontsize=9, **options)
+
+
+def plan() -> None:
+    """The batch of the first page under two policies, drawn by the product."""
+    from hdpcomm.data.distributions import sample_lengths
+    from hdpcomm.plan import MODELS, ClusterSpec, Planner
+    from hdpcomm.trace import plot_plans
+
+    lengths = sample_lengths("byted", tokens=1 << 20, context=128 << 10, seed=3)
+    plans = [
+        Planner(MODELS["llama-7b"], ClusterSpec(ranks=16, capacity=32 << 10), policy, context=128 << 10).plan(lengths)
+        for policy in ("static", "balanced")
+    ]
+    plot_plans(plans, OUT / "plan.svg")
+
+
+def zigzag() -> None:
+    figure, axes = bare(7.6, 2.3, 8.9, 3.1)
+    for chunk in range(8):
+        rank = min(chunk, 7 - chunk)
+        box(axes, chunk + 0.8, 0.3, 1, 0.7, f"chunk {chunk}\nrank {rank}", COLOURS[rank])
+        for k in range(chunk + 1):
+            axes.add_patch(
+                Rectangle((chunk + 0.83, 2.75 - 0.19 * (k + 1)), 0.94, 0.16, facecolor=COLOURS[rank], alpha=0.55)
+            )
+    axes.text(0.72, 0.65, "tokens", ha="right", va="center", fontsize=9)
+    axes.text(0.72, 2.3, "work", ha="right", va="center", fontsize=9)
+    axes.text(4.8, 3.0, "each rank: 1 + 8 = 2 + 7 = 3 + 6 = 4 + 5 parts of work", ha="center", va="center", fontsize=9)
+    save(figure, "zigzag")
+
+
+def step() -> None:
+    figure, axes = bare(8.4, 2.2, 10.4, 2.6)
+    stages = [
+        ("lengths", "of the batch,\nsame on all ranks"),
+        ("plan", "ranks, offload,\nplace in time"),
+        ("shards", "each rank reads\nits own tokens"),
+        ("micro-batches", "ring attention\non subsets"),
+        ("gradients", "one sum over\nall ranks"),
+    ]
+    for k, (name, text) in enumerate(stages):
+        x = 0.1 + 2.08 * k
+        axes.add_patch(
+            FancyBboxPatch(
+                (x, 0.5), 1.7, 1.5, boxstyle="round,pad=0.02,rounding_size=0.12", facecolor=COLOURS[k], edgecolor="none"
+            )
+        )
+        axes.text(x + 0.85, 0.85, name, ha="center", va="center", color="white", fontsize=9, fontweight="bold")
+        axes.text(x + 0.85, 1.5, text, ha="center", va="center", color="white", fontsize=7.5)
+        if k:
+            axes.add_patch(
+                FancyArrowPatch(
+                    (x - 0.36, 1.25), (x - 0.02, 1.25), arrowstyle="-|>", mutation_scale=12, color="#555555"
+                )
+            )
+    save(figure, "step")
+
+
+def offload() -> None:
+    figure, axes = bare(8.4, 2.4, 12.6, 3.7)
+    for row, name in enumerate(("compute", "to the host", "from the host")):
+        axes.text(1.4, 0.75 + row, name, ha="right", va="center", fontsize=9)
+        axes.add_patch(Rectangle((1.5, 0.35 + row), 11, 0.8, facecolor="#f0f0f0", edgecolor="none"))
+    for k in range(4):
+        box(axes, 1.5 + k, 0.35, 1, 0.8, f"fwd {k}", COLOURS[0])
+    for k in range(4):
+        box(axes, 5.5 + 1.7 * k, 0.35, 1.7, 0.8, f"backward {3 - k}", COLOURS[1])
+    for k in range(2):
+        box(axes, 2.5 + k, 1.35, 0.8, 0.8, f"layer {k}", COLOURS[2])
+    box(axes, 5.6, 2.35, 0.8, 0.8, "layer 1", COLOURS[3])
+    box(axes, 7.3, 2.35, 0.8, 0.8, "layer 0", COLOURS[3])
+    axes.text(7, 3.5, "time; the last two layers stay on the device", ha="center", va="center", fontsize=9)
+    save(figure, "offload")
+
+
+def collectives() -> None:
+    """Small and large messages beside other libraries, from benchmarks/results/collectives-2.json."""
+    content = json.loads((TOP / "benchmarks/results/collectives-2.json").read_text())
+    rows = [row for row in content["rows"] if row["language"] == "python" and row["op"] == "all_reduce"]
+    figure, axes = plt.subplots(figsize=(7.2, 3.4))
+    for colour, library in zip(COLOURS, ("hdpcomm", "gloo", "Open MPI", "MPICH"), strict=False):
+        points = sorted((row["bytes"], row["median_us"]) for row in rows if row["library"] == library)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, color=colour, label=library)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("us, median")
+    axes.set_title(f"all_reduce on 2 ranks, from Python ({content['machine']['cpu']}, {content['date']})", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save(figure, "collectives")
+
+
+def main() -> None:
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "hdpcomm"  # the same file each time
+    OUT.mkdir(parents=True, exist_ok=True)
+    for draw in (plan, zigzag, step, offload, collectives):
+        draw()
+    print(*sorted(path.name for path in OUT.iterdir()))
+
+
+if __name__ == "__main__":
+    main()
