@@ -48,6 +48,14 @@ struct Block {
   size_t bytes;
 };
 
+bool hasLeft(World& world, int rank) {
+  if (rank < 0 || rank >= world.size()) {
+    throwInvalidUsage("has_left() got rank " + std::to_string(rank) + "; this world has ranks 0.." +
+                      std::to_string(world.size() - 1));
+  }
+  return world.departure(rank).has_value();
+}
+
 // The node of every rank.
 std::vector<int> nodesOf(const World& world) {
   std::vector<int> ranks(static_cast<size_t>(world.size()));
@@ -99,6 +107,7 @@ void bindWorld(py::module_& module) {
           },
           py::arg("node_of_rank"), py::arg("remote_costs"))
       .def("nodes", &nodesOf)
+      .def("has_left", &hasLeft, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
       .def("abort", &World::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
       .def("close", &World::close, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }

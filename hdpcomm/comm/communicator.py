@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm import recovery
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.membership import Membership
 from hdpcomm.comm.tensors import describe
@@ -227,9 +228,36 @@ class Communicator(Membership):
 
         ``timeout``: seconds; the communicator's by default.
         Raises: CommTimeout, which names the ranks that have not called it; PeerLost if a rank has died: then call it on
-        the :meth:`subset` of the others. After an error the ranks are out of step still.
+        the :meth:`subset` of the others, or :meth:`shrink`. After an error the ranks are out of step still.
         """
         self._core.resync(_seconds("resync", timeout))
+
+    def shrink(self, timeout: float | None = None) -> Communicator:
+        """The communicator of the ranks that live, in their order, ready for use. Collective over these ranks.
+
+        For errors after which ranks may be dead. Each living rank calls it, whatever it was doing: as :meth:`resync`,
+        it fails what is under way between ranks of this communicator, so that the others get an error and come here
+        too. A rank that dies meanwhile is left out. A rank whose peers all died gets a communicator of one.
+
+        If a rank dies in the last moments, some may have returned while the others wait for them: they get an error
+        from their next operation with these, and call shrink() on the communicator that they got.
+
+        ``timeout``: seconds; the communicator's by default.
+        Raises: CommTimeout when a rank that lives has not called it in time, or the others have lost this rank.
+        """
+        made = self.subset(recovery.agree(self._core, "shrink", True, self._limit("shrink", timeout)).living)
+        assert made is not None  # this rank lives
+        return made
+
+    def agree(self, flag: bool, timeout: float | None = None) -> bool:
+        """Whether all ranks that live gave a true ``flag``. Collective over these ranks, which get the same answer.
+
+        For "did all of you finish the step?" after errors. It works when ranks are out of step or dead, ends what is
+        under way like :meth:`shrink`, and leaves the living ranks in step. Ranks that die have no say.
+
+        Raises: as :meth:`shrink`; Mismatch when others called that.
+        """
+        return recovery.agree(self._core, "agree", bool(flag), self._limit("agree", timeout)).flag
 
     @staticmethod
     def algorithms(op: str) -> tuple[str, ...]:
@@ -254,6 +282,9 @@ class Communicator(Membership):
         """Runs or starts any collective; the core's table of operations says which arguments each takes."""
         handle = _collective(self._core, describe, operation, x, out, op, root, algorithm, splits, async_op)
         return ENDED if handle is None else Work(handle, (x, out))
+
+    def _limit(self, name: str, timeout: float | None) -> float:
+        return _seconds(name, timeout) or self.timeout
 
     def _self_message(self, name: str) -> InvalidUsage:
         return InvalidUsage(
