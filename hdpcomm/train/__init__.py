@@ -6,6 +6,7 @@ from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.sharded import ShardedParameters
 from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
+from hdpcomm.train.timeline import Span, Timeline
 from hdpcomm.train.trainer import Trainer
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "GradientBuffer",
     "PackedShard",
     "ShardedParameters",
+    "Span",
     "StepMetrics",
+    "Timeline",
     "Totals",
     "Trainer",
     "next_token_labels",

@@ -156,6 +156,8 @@ class DataParallelTrainer(Trainer):
                 scaled.backward()  # type: ignore[no-untyped-call]
             labels = (packed.labels != IGNORE).sum()
             loss += torch.stack((summed.detach().double(), labels.double())).cpu()
+            if place < len(micro_batches):
+                self.timeline.end("micro-batch", micro_batches[place].index)
         return loss
 
 

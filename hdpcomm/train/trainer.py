@@ -29,6 +29,7 @@ from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
 from hdpcomm.train.shards import Fetch, pack_shard
+from hdpcomm.train.timeline import Timeline
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -111,6 +112,7 @@ class Trainer:
         self.planner = planner
         self.comm = comm
         self.max_grad_norm = max_grad_norm
+        self.timeline = Timeline(comm)
         self.num_steps = 0
         self._bytes_elsewhere = 0
         """Bytes a step that this rank sends by other ways than ``comm``."""
@@ -153,6 +155,7 @@ class Trainer:
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
         check_same_plan(plan, self.comm)
+        self.timeline.begin()
         self.gradients.zero()
         waited = self.comm.stats()["wait_ns"]
         scale = 1.0 / max(1, sum(planned.lengths))
@@ -165,15 +168,18 @@ class Trainer:
         self._synchronize()
         self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
         idle = (self.comm.stats()["wait_ns"] - waited) * 1e-9
+        self.timeline.end("wait for others")
         total, labels = loss.tolist()
         mean = self._mean(total, labels)
         self.gradients.reduce(1.0 / (scale * labels))
         grad_norm = self._finite("gradient norm", self.gradients.clip_(self.max_grad_norm))
         self.gradients.finish()
+        self.timeline.end("gradients")
         self.optimizer.step()
         if sharded is not None:
             sharded.publish()
         self._synchronize()
+        self.timeline.end("optimizer")
         sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self._bytes_elsewhere
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
@@ -217,6 +223,7 @@ class Trainer:
             if last_and_alone and isinstance(self.gradients, ShardedParameters):
                 self.gradients.reduce_early()
             loss += self._run(micro_batch, fetch, scale, offloading)
+            self.timeline.end("micro-batch", micro_batch.index)
         return loss
 
     def _run(

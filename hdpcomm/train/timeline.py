@@ -1,0 +1,68 @@
+"""What a rank did when during its last step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["PHASES", "Span", "Timeline"]
+
+PHASES = ("micro-batch", "wait for others", "gradients", "optimizer")
+"""Kinds of spans, in the order of a step: forward and backward of one micro-batch; until all ranks have ended theirs;
+reducing and clipping gradients; the optimizer's step with the gathering of what other ranks updated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a step on this rank.
+
+    Attributes:
+        phase: one of :data:`PHASES`.
+        index: of the micro-batch in the plan; -1 for the other phases.
+        start_s, end_s: seconds since the ranks agreed on the plan.
+        wait_s: of these, seconds in which this rank waited for messages.
+        bytes_sent: by this rank.
+    """
+
+    phase: str
+    index: int
+    start_s: float
+    end_s: float
+    wait_s: float
+    bytes_sent: int
+
+
+class Timeline:
+    """The spans of one step at a time; a span begins where the one before ended. Local."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.origin = self._last = 0.0  # of time.perf_counter()
+        self._waited = self._sent = 0
+        self.spans: list[Span] = []
+
+    def begin(self) -> None:
+        """Forgets the step before; called right after a collective, so that all ranks count from the same moment."""
+        self.spans = []
+        self.origin = self._last = time.perf_counter()
+        stats = self._comm.stats()
+        self._waited, self._sent = stats["wait_ns"], stats["bytes_sent"]
+
+    def end(self, phase: str, index: int = -1) -> None:
+        """Ends a span now."""
+        now, stats = time.perf_counter(), self._comm.stats()
+        self.spans.append(
+            Span(
+                phase,
+                index,
+                self._last - self.origin,
+                now - self.origin,
+                (stats["wait_ns"] - self._waited) * 1e-9,
+                stats["bytes_sent"] - self._sent,
+            )
+        )
+        self._last, self._waited, self._sent = now, stats["wait_ns"], stats["bytes_sent"]
