@@ -13,22 +13,38 @@ from hdpcomm.errors import InvalidUsage
 
 MOST = 1 << 53
 
-__all__ = ["check_writable", "count", "num_bytes", "positive", "ranks_here", "refuse_others", "write_json"]
+__all__ = [
+    "BadOption",
+    "check_writable",
+    "count",
+    "num_bytes",
+    "positive",
+    "ranks_here",
+    "refuse_others",
+    "seed",
+    "share",
+    "write_json",
+    "write_text",
+]
+
+
+class BadOption(argparse.ArgumentTypeError, ValueError):
+    """A wrong value of an option: argparse shows the text of the one base, jsonargparse expects the other in files."""
 
 
 def count(text: str) -> int:
     """argparse type: a whole number of at least 1, such as ``8192``, ``8,192``, ``8k`` (of 1024) or ``2M``."""
     units = {"k": 1024, "m": 1024**2, "g": 1024**3}
-    digits = text.replace(",", "").strip().lower()[:400]
+    digits = str(text).replace(",", "").strip().lower()[:400]
     unit = units.get(digits[-1:], 1)
     try:
         value = int(digits[:-1] if unit > 1 else digits) * unit
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (like 8192 or 8k)") from None
+        raise BadOption(f"{text!r} is not a whole number (like 8192 or 8k)") from None
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1; at least 1 was expected")
+        raise BadOption(f"{text} is below 1; at least 1 was expected")
     if value > MOST:
-        raise argparse.ArgumentTypeError(f"{text} is above 2^53, the most that was expected")
+        raise BadOption(f"{text} is above 2^53, the most that was expected")
     return value
 
 
@@ -37,9 +53,31 @@ def positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise BadOption(f"{text!r} is not a number") from None
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+        raise BadOption(f"{text} is not a finite number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """argparse type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise BadOption(f"{text!r} is not a number") from None
+    if not 0 <= value <= 1:
+        raise BadOption(f"{text} is not a number from 0 to 1")
+    return value
+
+
+def seed(text: str) -> int:
+    """argparse type: a whole number from 0 to 2^63 - 1."""
+    try:
+        value = int(str(text)[:40])
+    except ValueError:
+        raise BadOption(f"{text!r} is not a whole number") from None
+    if not 0 <= value < 1 << 63:
+        raise BadOption(f"seed is {text}; it must be from 0 to 2^63 - 1")
     return value
 
 
@@ -48,9 +86,9 @@ def num_bytes(text: str) -> int:
     from hdpcomm.perf.config import parse_size
 
     try:
-        return parse_size(text)
+        return parse_size(str(text))
     except InvalidUsage as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise BadOption(str(error)) from None
 
 
 def ranks_here(asked: int | None, *, default: int) -> tuple[int | None, int]:
@@ -94,7 +132,11 @@ def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace, use
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Writes JSON so that a reader sees either the old file or the complete new one."""
-    text = json.dumps(content, indent=2) + "\n"
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees either the old one or the complete new one."""
     if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
         path.write_text(text)
         return

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hdpcomm.data import CorpusSummary
-from hdpcomm.run import MetricsLog, RunConfig, RunResult
+from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
+from hdpcomm.run.model import model_facts
 from hdpcomm.train import StepMetrics, totals
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Progress", "cluster_text", "print_report", "size_text", "to_json"]
+__all__ = ["Progress", "cluster_text", "print_dry_run", "print_report", "size_text", "to_json"]
 
 
 class Progress:
-    """Shows progress on stderr, a bar on a terminal and else a line a step, and writes each step to ``logs``."""
+    """Shows progress on stderr: a bar on a terminal, and else a line a step, as it is done."""
 
-    def __init__(self, config: RunConfig, *, logs: Sequence[Path] = ()) -> None:
+    def __init__(self, config: RunConfig) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -42,29 +42,37 @@ class Progress:
         self._bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._bar.add_task("measuring", total=config.steps * len(config.policies), latest="")
         self._steps = config.steps
-        self._terminal = console.is_terminal
-        self._log_paths = logs
-        self._logs: list[MetricsLog] = []
-        self._stack = ExitStack()
+        self._console = console
 
     def __enter__(self) -> Progress:
-        self._logs = [self._stack.enter_context(MetricsLog(path)) for path in self._log_paths]
-        self._stack.enter_context(self._bar)
+        self._bar.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        self._bar.__exit__(kind, error, trace)
 
-    def step(self, policy: str, metrics: StepMetrics) -> None:
-        """Shows and logs a finished step."""
+    def step(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
+        """Shows a finished step."""
+        del costs
         latest = f"loss {metrics.loss:.3f}  {metrics.tokens / metrics.seconds:,.0f} tokens/s"
         self._bar.update(self._task, advance=1, description=policy, latest=latest)
-        if not self._terminal:
-            print(f"step {metrics.step + 1}/{self._steps}  {policy}  {latest}", file=sys.stderr, flush=True)
-        for log in self._logs:
-            log.write(policy, metrics)
+        self._line(f"step {metrics.step + 1}/{self._steps}  {policy}  {latest}", terminal=False)
+
+    def evaluation(self, policy: str, found: Evaluation) -> None:
+        """Shows the loss on held-out text, also above the bar of a terminal."""
+        text = f"loss {found.loss:.3f}, perplexity {found.perplexity:,.1f}, {found.tokens:,} tokens"
+        self._line(f"after step {found.step}  {policy}  held-out {text}", terminal=True)
+
+    def _line(self, text: str, *, terminal: bool) -> None:
+        if not self._console.is_terminal:
+            print(text, file=sys.stderr, flush=True)
+        elif terminal:
+            self._bar.console.print(text, highlight=False)
+
+
+_MOST_ROWS = 20  # of the table of steps; metrics.jsonl has all
 
 
 def size_text(count: float) -> str:
@@ -78,16 +86,12 @@ def size_text(count: float) -> str:
 
 def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> None:
     """Prints on stdout what was trained, each step of the first policy, and a comparison of all policies."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, highlight=False, width=100)
+    console = _stdout()
     policy = config.policies[0]
     console.print(corpus.text)
     console.print(
-        f"Llama of {result.parameters:,} parameters on {_ranks_text(result.ranks)} ({result.transport}), capacity "
-        f"{config.capacity:,} tokens a rank"
+        f"{_model_text(config)} of {result.parameters:,} parameters on {_ranks_text(result.ranks)} "
+        f"({result.transport}), capacity {config.capacity:,} tokens a rank"
     )
     console.print(_steps_table(policy, result.steps[policy]))
     console.print(_policies_table(result))
@@ -95,6 +99,11 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         console.print(_compared(config, result))
     if config.offload_bytes:
         console.print(_offload_table(result))
+    for evaluated, found in result.evaluations.items():
+        if found:
+            losses = f"{found[0].loss:.3f} after step {found[0].step}"
+            losses += f", {found[-1].loss:.3f} after step {found[-1].step}" if len(found) > 1 else ""
+            console.print(f"held-out loss ({evaluated}): {losses}")
     total = totals(result.steps[policy])
     console.print(
         f"each step was planned while the one before ran: {1e3 * total.planning_s / total.steps:.2f} ms on average, of "
@@ -104,6 +113,52 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         console.print(_verdict(policy, rival, result))
     if len(config.policies) > 1:
         console.print(cluster_text())
+
+
+def _stdout() -> Console:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=100)
+
+
+def _model_text(config: RunConfig) -> str:
+    return config.model.architecture if isinstance(config.model, FolderModel) else "Llama"
+
+
+def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> None:
+    """Prints on stdout what the first steps would take, and the memory of each rank."""
+    console = _stdout()
+    console.print(corpus.text)
+    console.print(
+        f"{_model_text(config)} of {found.parameters:,} parameters on {_ranks_text(found.ranks)}; nothing was trained"
+    )
+    steps = _table(f"the first {len(found.reports[config.policies[0]])} steps, simulated with the costs measured here")
+    for name in ("policy", "seconds/step", "tokens/s", "micro-batches", "longest on", "idle", "exposed"):
+        steps.add_column(name, justify="left" if name == "policy" else "right")
+    for policy, reports in found.reports.items():
+        count = len(reports)
+        seconds = sum(report.step_s for report in reports)
+        groups = [len(batch.ranks) for report in reports for batch in report.plan.micro_batches]
+        steps.add_row(
+            policy,
+            f"{seconds / count:.3f}",
+            f"{sum(report.plan.tokens for report in reports) / seconds:,.0f}",
+            f"{len(groups) / count:.1f}",
+            _ranks_text(max(groups)),
+            f"{sum(report.idle_share for report in reports) / count:.0%}",
+            f"{sum(report.exposed_share for report in reports) / count:.0%}",
+        )
+    console.print(steps)
+    for policy, ranks in found.memory.items():
+        table = _table(f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token, measured)")
+        for name in ("rank", "tokens at once", "states", "activations", "together"):
+            table.add_column(name, justify="right")
+        for rank, memory in enumerate(ranks):
+            both = memory.states + memory.activations
+            row = (f"{memory.tokens:,}", *map(size_text, (memory.states, memory.activations, both)))
+            table.add_row(str(rank), *row)
+        console.print(table)
 
 
 def _table(title: str) -> Table:
@@ -118,7 +173,11 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
     names = ("step", "loss", "tokens", "tokens/s", "longest", "on ranks", "micro-batches", "sent", "idle")
     for name in names:
         table.add_column(name, justify="right")
-    for step in steps:
+    shown = steps if len(steps) <= _MOST_ROWS else [*steps[: _MOST_ROWS // 2], None, *steps[-_MOST_ROWS // 2 :]]
+    for step in shown:
+        if step is None:
+            table.add_row(*("..." for _ in names))
+            continue
         table.add_row(
             str(step.step),
             f"{step.loss:.3f}",
@@ -257,7 +316,8 @@ def to_json(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> dict
             }
             for policy in others
         ],
-        "model": {**asdict(config.model), "parameters": result.parameters},
+        "model": {**model_facts(config.model), "parameters": result.parameters},
+        "evaluations": {policy: [asdict(each) for each in found] for policy, found in result.evaluations.items()},
         "config": {
             "steps": config.steps,
             "context": corpus.context,

@@ -118,7 +118,12 @@ class Corpus:
     @property
     def num_cut(self) -> int:
         """Documents that were longer than ``context`` and so became several sequences."""
-        return int((self.documents[:, 2] > self.context).sum())
+        return int((self.documents[np.unique(self.sequences[:, 0]), 2] > self.context).sum())
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that have a sequence here."""
+        return len(np.unique(self.sequences[:, 0]))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -187,7 +192,7 @@ class Corpus:
         return CorpusSummary(
             name=self.name,
             context=self.context,
-            documents=len(self.documents),
+            documents=self.num_documents,
             sequences=len(self),
             tokens=self.num_tokens,
             cut_documents=self.num_cut,
@@ -199,7 +204,7 @@ class Corpus:
         quantiles = np.quantile(self.lengths, (0.5, 0.9))
         kind = "byte token" if self.encoder == "bytes" else f"{self.encoder_name} token"
         text = (
-            f"{self.name}: {_many(len(self.documents), 'document')}, "
+            f"{self.name}: {_many(self.num_documents, 'document')}, "
             f"{_many(self.num_tokens, kind)} in {_many(len(self), 'sequence')} (median "
             f"{quantiles[0]:,.0f}, 90% below {quantiles[1]:,.0f}, longest "
             f"{int(self.lengths.max()):,})"

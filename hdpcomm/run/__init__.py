@@ -2,19 +2,36 @@
 
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
 from hdpcomm.run.config import RunConfig, learning_rate
-from hdpcomm.run.loop import RunResult, Saving, check_limits, train
-from hdpcomm.run.metrics_log import MetricsLog, read_metrics
+from hdpcomm.run.dry_run import DryRun, dry_run
+from hdpcomm.run.evaluation import Evaluation, evaluate
+from hdpcomm.run.export import export_model
+from hdpcomm.run.files import RunFiles
+from hdpcomm.run.loop import RunResult, Saving, Watching, check_limits, train
+from hdpcomm.run.metrics_log import MetricsLog, read_lines, read_metrics
+from hdpcomm.run.model import FolderModel, folder_model
+from hdpcomm.run.schedule import Schedule
 
 __all__ = [
     "Checkpoint",
     "CheckpointFolder",
+    "DryRun",
+    "Evaluation",
+    "FolderModel",
     "MetricsLog",
     "RunConfig",
+    "RunFiles",
     "RunResult",
     "Saving",
+    "Schedule",
+    "Watching",
     "check_limits",
+    "dry_run",
+    "evaluate",
+    "export_model",
+    "folder_model",
     "learning_rate",
     "open_checkpoint",
+    "read_lines",
     "read_metrics",
     "train",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import POLICIES
+from hdpcomm.run.model import FolderModel
+from hdpcomm.run.schedule import Schedule
 
 __all__ = ["BASELINES", "RunConfig", "learning_rate"]
 
@@ -24,15 +25,16 @@ class RunConfig:
             trains a model of its own, all from the same weights on the same batches.
         capacity: tokens that a rank holds at once.
         tokens_per_step: budget of a global batch.
-        learning_rate: the highest; it rises over the first tenth of the steps and then falls along a cosine to a tenth
-            of it.
+        learning_rate: the highest.
+        schedule: its share at each step.
         max_grad_norm: global L2 norm above which gradients are scaled down.
         offload_bytes: pinned host memory of a rank for activations; 0: no offload.
         dtype: of the parameters, ``fp32`` or ``bf16`` (with master weights in fp32).
         zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`.
+        eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
     """
 
-    model: LlamaConfig = field(default_factory=LlamaConfig)
+    model: LlamaConfig | FolderModel = field(default_factory=LlamaConfig)
     policies: tuple[str, ...] = ("balanced",)
     steps: int = 20
     capacity: int = 4096
@@ -45,6 +47,8 @@ class RunConfig:
     dtype: str = "fp32"
     zero: int = 0
     recompute: str | int = "none"
+    schedule: Schedule = field(default_factory=Schedule)
+    eval_every: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "capacity", "tokens_per_step"):
@@ -69,14 +73,13 @@ class RunConfig:
             raise InvalidUsage(
                 f"recompute is {self.recompute!r}; give 'none', 'full' or a number of layers from 0 to {layers}"
             )
-        if self.learning_rate <= 0:
-            raise InvalidUsage(f"learning_rate is {self.learning_rate}; it must be above 0")
+        if self.learning_rate <= 0 or self.weight_decay < 0 or self.eval_every < 0:
+            raise InvalidUsage(
+                f"learning_rate is {self.learning_rate}, weight_decay {self.weight_decay} and eval_every "
+                f"{self.eval_every}; give a rate above 0, and the others not below 0"
+            )
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """The learning rate of a step: a rise over the first tenth of the steps, then half a cosine down to a tenth."""
-    rise = max(1, config.steps // 10)
-    if step < rise:
-        return config.learning_rate * (step + 1) / rise
-    done = (step - rise) / max(1, config.steps - rise)
-    return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+    """The learning rate of a step."""
+    return config.learning_rate * config.schedule.factor(step, config.steps)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,30 +11,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hdpcomm.comm.launchers import local_place
-from hdpcomm.comm.topology import shared_cores
 from hdpcomm.data import BatchReader, BatchSampler, Corpus
-from hdpcomm.data.agree import on_rank_0
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, adapt
-from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, PlanAhead, Planner
-from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, newest_checkpoint, open_checkpoint
+from hdpcomm.offload import ActivationOffload
+from hdpcomm.plan import PlanAhead, PlannedStep, Planner
+from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
+from hdpcomm.run.costs import DTYPES, SMALLEST_OFFLOAD, make_planner, measure_costs
+from hdpcomm.run.evaluation import Evaluation, evaluate
+from hdpcomm.run.messages import MessageLog, recorded
+from hdpcomm.run.model import model_spec, new_model
+from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
+from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.stopping import StopRequest
-from hdpcomm.train import StepMetrics, Trainer, profile_cost_model
-from hdpcomm.train.activation_profile import profile_activations
+from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["RunResult", "Saving", "check_limits", "train"]
+__all__ = ["RunResult", "Saving", "Watching", "check_limits", "train"]
 
-
-SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
+_TRACED_STEPS = 50  # at most, with Watching.trace: a trace of more is too large to look at
+_LOOKED_AT = 10  # steps of a whole run of which the timeline is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,27 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True)
+class Watching:
+    """What a run tells while it runs. Functions are called on the rank that gave them, as things are done.
+
+    Attributes:
+        on_step: (policy, metrics, costs of :func:`hdpcomm.run.step_record.step_costs`) after every step.
+        on_evaluation: (policy, evaluation).
+        on_timeline: a step as planned and as measured, see :func:`hdpcomm.run.step_record.timeline_row`; about ten
+            times in a run.
+        timelines: whether timelines are collected; equal on every rank.
+        trace: collects the timeline of each of the first 50 steps of the call, with the messages of its rings; equal
+            on every rank.
+    """
+
+    on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None
+    on_evaluation: Callable[[str, Evaluation], None] | None = None
+    on_timeline: Callable[[dict[str, Any]], None] | None = None
+    timelines: bool = False
+    trace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """Outcome of :func:`train`, equal on every rank but for the clock.
 
@@ -73,6 +91,7 @@ class RunResult:
         first_step: 0, or where the checkpoint was taken.
         stopped_by: the signal that ended the run before its last step, or 0.
         saved: the last checkpoint, if there is one.
+        evaluations: by policy, those of this call.
         state: rank 0: the weights of the first policy's model, by name; elsewhere empty.
     """
 
@@ -83,6 +102,7 @@ class RunResult:
     first_step: int = 0
     stopped_by: int = 0
     saved: Path | None = None
+    evaluations: dict[str, list[Evaluation]] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
 
@@ -109,9 +129,11 @@ def train(
     config: RunConfig,
     *,
     saving: Saving | None = None,
-    on_step: Callable[[str, StepMetrics], None] | None = None,
+    held_out: Corpus | None = None,
+    watching: Watching | None = None,
 ) -> RunResult:
-    """Trains up to ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank.
+    """Trains up to ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank,
+    but for the functions of ``watching``.
 
     Plans are made in the background, while the steps before run. The policies take turns, step by step, each with
     weights of its own: what else the machine does slows all alike. With ``saving`` the run writes checkpoints, goes on
@@ -120,18 +142,20 @@ def train(
     the plans follow.
 
     Args:
-        corpus: every rank reads only the sequences that it works on.
-        on_step: called on this rank after every step with the policy and the metrics.
+        corpus: every rank reads only the tokens of its own shards.
+        held_out: text for evaluation, every ``config.eval_every`` steps and at the end.
 
     Raises:
         InvalidUsage: of :func:`check_limits`; no checkpoint where ``saving.resume`` says, or one of another run.
         Error: of the step, see :meth:`hdpcomm.train.Trainer.step`; a checkpoint cannot be written.
     """
     check_limits(corpus, config, ranks=comm.size)
+    if held_out is not None:
+        check_limits(held_out, config, ranks=comm.size)
     with ExitStack() as stack:
         stopping = stack.enter_context(StopRequest()) if saving is not None else None
-        run = _Run(comm, corpus, config, saving, stack)
-        run.advance(on_step, stopping)
+        run = _Run(comm, corpus, config, saving, held_out, watching or Watching(), stack)
+        run.advance(stopping)
         return run.result()
 
 
@@ -139,16 +163,24 @@ class _Run:
     """One rank's state of a run."""
 
     def __init__(
-        self, comm: Communicator, corpus: Corpus, config: RunConfig, saving: Saving | None, stack: ExitStack
+        self,
+        comm: Communicator,
+        corpus: Corpus,
+        config: RunConfig,
+        saving: Saving | None,
+        held_out: Corpus | None,
+        watching: Watching,
+        stack: ExitStack,
     ) -> None:
-        self.comm, self.corpus, self.config, self.saving = comm, corpus, config, saving
+        self.comm, self.corpus, self.config = comm, corpus, config
+        self.saving, self.held_out, self.watching = saving, held_out, watching
         self.folder = None
         if saving is not None and comm.rank == 0:
             self.folder = CheckpointFolder(saving.folder, keep=saving.keep)
             stack.callback(self.folder.wait)
-        found = _agree_on_checkpoint(comm, self.folder, saving)
+        found = None if saving is None else agreed_checkpoint(comm, saving.folder, saving.resume)
         if found is not None:
-            _check_same_run(found, corpus, config)
+            check_same_run(found, corpus, config)
         self.first_step = self.done = 0 if found is None else found.step
         if self.first_step > config.steps:
             raise InvalidUsage(
@@ -157,86 +189,111 @@ class _Run:
             )
         self.saved: Path | None = None if found is None else found.path
         self.stopped_by = 0
-        self.cost_model, self.memory, pool = self._costs(found)
-        cluster = ClusterSpec(
-            ranks=comm.size,
-            capacity=config.capacity,
-            offload=config.offload_bytes > 0,
-            cores=shared_cores(comm) if comm.device.type == "cpu" else None,
-        )
-        longest = int(corpus.lengths.max())
-        planners = {
-            policy: WholeSequencePlanner(cluster, self.cost_model)
-            if policy == "ddp"
-            else Planner(None, cluster, policy, self.cost_model, context=longest, memory=self.memory)
-            for policy in config.policies
-        }
+        self.costs = measure_costs(comm, corpus, config, found=found)
+        planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
             policy: stack.enter_context(PlanAhead(planner, _lengths(corpus, config, self.first_step)))
             for policy, planner in planners.items()
         }
-        self.trainers = {policy: self._trainer(planner, pool, stack) for policy, planner in planners.items()}
+        self.messages = MessageLog() if watching.trace else None
+        self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
+        self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}
+        self.spec = model_spec(config.model)
+        self.stalled = dict.fromkeys(planners, 0.0)
         if found is not None:
             self._load(found)
 
-    def _costs(self, found: Checkpoint | None) -> tuple[CostModel, MemoryModel | None, PinnedPool | None]:
-        """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums."""
+    def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
-        pool = _host_memory(comm, config)
-        if found is not None:
-            memory = found.facts.get("memory_model")
-            return CostModel(**found.facts["cost_model"]), MemoryModel(**memory) if memory else None, pool
-        model = _new_model(comm, config).to(_DTYPES[config.dtype])
-        longest = min(int(self.corpus.lengths.max()), config.capacity, PROFILE_TOKENS)
-        cost_model = profile_cost_model(model, comm, longest=longest)
-        if pool is None:
-            return cost_model, None, None
-        offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
-        profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
-        return cost_model, profile.memory_model(config.capacity, config.offload_bytes), pool
-
-    def _trainer(self, planner: Planner, pool: PinnedPool | None, stack: ExitStack) -> Trainer:
-        model = _new_model(self.comm, self.config)
+        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
         if isinstance(planner, WholeSequencePlanner):
-            group = stack.enter_context(gloo_group(self.comm))
-            optimizer = _optimizer(model, self.config)
-            limit = self.config.max_grad_norm
-            return DataParallelTrainer(model, optimizer, planner, self.comm, group, max_grad_norm=limit)
+            group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
+            return DataParallelTrainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
+        pool = self.costs.pool
         return Trainer(
             model,
-            _optimizer(model, self.config),
+            _optimizer(model, config),
             planner,
-            self.comm,
-            max_grad_norm=self.config.max_grad_norm,
+            comm if self.messages is None else recorded(comm, self.messages),
+            max_grad_norm=config.max_grad_norm,
             offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
-            zero=self.config.zero,
-            dtype=None if self.config.dtype == "fp32" else _DTYPES[self.config.dtype],
+            zero=config.zero,
+            dtype=None if config.dtype == "fp32" else DTYPES[config.dtype],
         )
 
-    def advance(self, on_step: Callable[[str, StepMetrics], None] | None, stopping: StopRequest | None) -> None:
-        """Runs the steps that are left, and saves on the way."""
+    def advance(self, stopping: StopRequest | None) -> None:
+        """Runs the steps that are left, and saves and evaluates on the way."""
         sampler = _sampler(self.corpus, self.config)
         for step in range(self.first_step, self.config.steps):
-            batch = sampler.batch(step)
-            for policy, trainer in self.trainers.items():
-                for group in trainer.optimizer.param_groups:
-                    group["lr"] = learning_rate(self.config, step)
-                metrics = trainer.step(next(self.plans[policy]), BatchReader(self.corpus, batch.ids))
-                self.steps[policy].append(metrics)
-                if on_step is not None:
-                    on_step(policy, metrics)
+            reader = BatchReader(self.corpus, sampler.batch(step).ids)
+            for policy in self.trainers:
+                self._step(policy, step, reader)
             self.done = step + 1
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
                 break
             if self.saving is not None and self.saving.every and self.done % self.saving.every == 0:
                 self._save()
+            if self.config.eval_every and self.done % self.config.eval_every == 0:
+                self._evaluate()
         if self.saving is not None and (self.saved is None or self.saved.name != f"step-{self.done}"):
             self._save()
+        if not self.stopped_by and self.done > self.first_step:
+            self._evaluate()
         if self.folder is not None:
             self.folder.wait()
+
+    def _step(self, policy: str, step: int, reader: BatchReader) -> None:
+        trainer, watching = self.trainers[policy], self.watching
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, step)
+        planned = next(self.plans[policy])
+        metrics = trainer.step(planned, reader)
+        self.steps[policy].append(metrics)
+        waited = 0.0 if trainer.offload is None else trainer.offload.stats().host_wait_s
+        stall_s, self.stalled[policy] = waited - self.stalled[policy], waited
+        costs = step_costs(
+            trainer.timeline.spans, planned.plan, self.comm,
+            seconds=metrics.seconds, spec=self.spec, device=self.comm.device, stall_s=stall_s,
+        )  # fmt: skip
+        if watching.on_step is not None:
+            watching.on_step(policy, metrics, costs)
+        if self._looked_at(step):
+            self._tell_timeline(metrics, planned, trainer)
+        elif self.messages is not None:
+            self.messages.messages.clear()
+
+    def _looked_at(self, step: int) -> bool:
+        if self.watching.trace:
+            return step - self.first_step < _TRACED_STEPS
+        every = max(1, self.config.steps // _LOOKED_AT)
+        return self.watching.timelines and step % every == min(1, every - 1)  # the very first step is no example
+
+    def _tell_timeline(self, metrics: StepMetrics, planned: PlannedStep, trainer: Trainer) -> None:
+        messages = [] if self.messages is None else self.messages.take(trainer.timeline.origin)
+        facts = {"step": metrics.step, "seconds": metrics.seconds, "predicted_s": metrics.predicted_s}
+        row = timeline_row(
+            facts, planned.plan, trainer.timeline.spans, messages, self.comm, origin=trainer.timeline.origin
+        )
+        if self.watching.on_timeline is not None:
+            others = other_policies(trainer.planner, planned.lengths)
+            self.watching.on_timeline(row | {"policies": others})
+
+    def _evaluate(self) -> None:
+        if self.held_out is None:
+            return
+        for policy, trainer in self.trainers.items():
+            if self.evaluations[policy] and self.evaluations[policy][-1].step == self.done:
+                continue
+            found = evaluate(
+                trainer.model, trainer.planner, self.comm, self.held_out,
+                tokens_per_step=self.config.tokens_per_step, step=self.done,
+            )  # fmt: skip
+            self.evaluations[policy].append(found)
+            if self.watching.on_evaluation is not None:
+                self.watching.on_evaluation(policy, found)
 
     def _state(self) -> dict[str, Any]:
         return {policy: trainer.state_dict() for policy, trainer in self.trainers.items()}
@@ -244,16 +301,17 @@ class _Run:
     def _save(self) -> None:
         assert self.saving is not None
         state = self._state()
-        generators = _gather_generators(self.comm)
+        generators = gather_generators(self.comm)
         self.saved = self.saving.folder / f"step-{self.done}"
         if self.folder is None:
             return
+        memory = self.costs.memory
         facts = {
             "ranks": self.comm.size,
-            "config": asdict(self.config),
-            "data": _data_facts(self.corpus),
-            "cost_model": asdict(self.cost_model),
-            "memory_model": None if self.memory is None else asdict(self.memory),
+            "config": config_facts(self.config),
+            "data": data_facts(self.corpus),
+            "cost_model": asdict(self.costs.cost_model),
+            "memory_model": None if memory is None else asdict(memory),
         }
         self.folder.save(self.done, {"policies": state, "generators": generators}, facts)
 
@@ -261,7 +319,7 @@ class _Run:
         same_ranks = found.facts["ranks"] == self.comm.size
         state: dict[str, Any] = {"policies": self._state()}
         if same_ranks:
-            state["generators"] = _gather_generators(self.comm)
+            state["generators"] = gather_generators(self.comm)
         found.load_into(state)
         for policy, trainer in self.trainers.items():
             trainer.load_state_dict(state["policies"][policy])
@@ -279,90 +337,9 @@ class _Run:
             first_step=self.first_step,
             stopped_by=self.stopped_by,
             saved=self.saved,
+            evaluations=self.evaluations,
             state=weights if self.comm.rank == 0 else {},
         )
-
-
-def _agree_on_checkpoint(
-    comm: Communicator, folder: CheckpointFolder | None, saving: Saving | None
-) -> Checkpoint | None:
-    """The checkpoint to go on from: rank 0 looks and checks it, all read the same one. Collective."""
-    if saving is None or saving.resume is None:
-        return None
-    found = on_rank_0(comm, lambda: _find_checkpoint(folder, saving))
-    return open_checkpoint(Path(found)) if found else None
-
-
-def _find_checkpoint(folder: CheckpointFolder | None, saving: Saving) -> str:
-    assert folder is not None
-    assert saving.resume is not None
-    if saving.resume == "auto":
-        found, damaged = folder.newest()
-        for text in damaged:
-            print(f"hdpcomm: warning: {text}", file=sys.stderr)
-        if found is None and damaged:
-            raise InvalidUsage(
-                f"{folder.path}: no checkpoint there is whole; give another one by --resume PATH, or start anew with "
-                "another --out"
-            )
-        return "" if found is None else str(found.path.resolve())
-    path = Path(saving.resume)
-    nested = path / "checkpoints"
-    for candidate in (path, nested):
-        if candidate.is_dir() and any(candidate.glob("step-*")):
-            newest, damaged = newest_checkpoint(candidate)
-            for text in damaged:
-                print(f"hdpcomm: warning: {text}", file=sys.stderr)
-            if newest is not None:
-                return str(newest.path.resolve())
-    return str(open_checkpoint(path).path.resolve())
-
-
-def _check_same_run(found: Checkpoint, corpus: Corpus, config: RunConfig) -> None:
-    """What must be as it was, so that the checkpoint's step means the same batches and the same model."""
-    then, now = found.facts.get("config"), asdict(config)
-    if not isinstance(then, dict) or "cost_model" not in found.facts:
-        raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
-    for name in ("model", "policies", "tokens_per_step", "seed", "offload_bytes", "dtype"):
-        was, wanted = then.get(name), list(now[name]) if name == "policies" else now[name]
-        if was != wanted:
-            raise InvalidUsage(
-                f"{found.path} was saved with {name}={was}, and this run has {wanted}; give the same, or start anew "
-                "with another --out"
-            )
-    saved_on, data = found.facts.get("data"), _data_facts(corpus)
-    if saved_on != data:
-        raise InvalidUsage(
-            f"{found.path} was saved on other data ({saved_on}) than this run's ({data}); give the same --data, "
-            "--tokenizer and --context, or start anew with another --out"
-        )
-
-
-def _data_facts(corpus: Corpus) -> dict[str, Any]:
-    digest = hashlib.sha256(corpus.sequences.tobytes()).hexdigest()[:16]
-    facts = {"sequences": len(corpus), "tokens": corpus.num_tokens, "context": corpus.context, "places": digest}
-    return facts | {"encoder": corpus.encoder}
-
-
-def _gather_generators(comm: Communicator) -> torch.Tensor:
-    """``[ranks, bytes]``: torch's generator of every rank. Collective."""
-    own = torch.get_rng_state()
-    states = torch.empty(comm.size * own.numel(), dtype=torch.uint8)
-    comm.all_gather(states, own)
-    return states.view(comm.size, -1)
-
-
-def _new_model(comm: Communicator, config: RunConfig) -> nn.Module:
-    """On this rank's device, the same on every rank."""
-    return adapt(Llama(config.model, seed=config.seed).to(comm.device), recompute=config.recompute)
-
-
-def _host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:
-    """Pinned memory for the activations of this rank, of which the ranks of a host get a share each."""
-    if not config.offload_bytes:
-        return None
-    _, sharers = local_place(comm.rank, comm.size)
-    return PinnedPool(config.offload_bytes, device=comm.device, sharers=sharers)
 
 
 def _sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:
@@ -377,7 +354,7 @@ def _lengths(corpus: Corpus, config: RunConfig, first: int) -> Iterator[Sequence
 
 def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """AdamW that does not pull the norms' weights towards zero."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))

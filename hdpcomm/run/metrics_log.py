@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from hdpcomm.errors import Error
 from hdpcomm.train import StepMetrics
 
-__all__ = ["MetricsLog", "read_metrics"]
+__all__ = ["JsonLines", "MetricsLog", "read_lines", "read_metrics"]
 
 
-class MetricsLog:
-    """Appends to a file; a run that was resumed goes on in the same one, so a step may stand there twice."""
+class JsonLines:
+    """Appends JSON objects to a file, a line each, at once. What a killed process left without its end is set apart."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # What a killed process left without its end must not swallow the next line.
-        cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        cut = path.exists() and path.is_file() and _is_cut(path)
         self._file = path.open("a", buffering=1)
         if cut:
             self._file.write("\n")
 
-    def write(self, policy: str, metrics: StepMetrics) -> None:
-        """Appends a step. Raises: Error if the file cannot be written."""
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Appends a line. Raises: Error if the file cannot be written."""
         try:
-            self._file.write(json.dumps({"policy": policy, **asdict(metrics)}) + "\n")
+            self._file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise Error(f"{self.path}: cannot be written ({error.strerror}); make room or give another file") from error
 
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> MetricsLog:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(
@@ -43,14 +44,37 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, object]]:
-    """The steps of a run in order; of one that stands there twice, the later line counts. Cut lines are left out."""
-    steps: dict[tuple[object, object], dict[str, object]] = {}
-    for line in path.read_text().splitlines():
+class MetricsLog(JsonLines):
+    """A line a step; a run that was resumed goes on in the same file, so a step may stand there twice."""
+
+    def write(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float] | None = None) -> None:
+        """Appends a step. Raises: Error if the file cannot be written."""
+        self.append({"policy": policy, **asdict(metrics), **(costs or {})})
+
+
+def _is_cut(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if not size:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; lines that were cut or are something else are left out."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and "step" in row:
-            steps[row.get("policy"), row["step"]] = row
-    return sorted(steps.values(), key=lambda row: (int(str(row["step"])), str(row.get("policy"))))
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run in order; of one that stands there twice, the later line counts. Cut lines are left out."""
+    steps = {(str(row.get("policy")), row["step"]): row for row in read_lines(path)}
+    return sorted(steps.values(), key=lambda row: (row["step"], str(row.get("policy"))))

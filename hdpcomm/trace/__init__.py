@@ -2,5 +2,14 @@
 
 from hdpcomm.trace.chrome import plan_events, step_events, write_plan_trace, write_stream_trace
 from hdpcomm.trace.gantt import plot_plans
+from hdpcomm.trace.run_trace import TraceFile, timeline_events
 
-__all__ = ["plan_events", "plot_plans", "step_events", "write_plan_trace", "write_stream_trace"]
+__all__ = [
+    "TraceFile",
+    "plan_events",
+    "plot_plans",
+    "step_events",
+    "timeline_events",
+    "write_plan_trace",
+    "write_stream_trace",
+]

@@ -11,7 +11,7 @@ from hdpcomm.plan import ClusterSpec, MicroBatch, StepPlan
 from hdpcomm.plan.step import format_ranks
 from hdpcomm.sim import StepReport
 
-__all__ = ["plan_events", "step_events", "write_plan_trace", "write_stream_trace"]
+__all__ = ["plan_events", "step_events", "write_events", "write_plan_trace", "write_stream_trace"]
 
 _PLANNER = 0  # process id of the planner's track; nodes follow
 
@@ -82,14 +82,15 @@ def step_events(report: StepReport, cluster: ClusterSpec, *, offset_s: float = 0
     return events
 
 
-def _write(path: str | Path, events: list[dict[str, Any]]) -> None:
+def write_events(path: str | Path, events: list[dict[str, Any]]) -> None:
+    """Writes a trace of these events."""
     with Path(path).open("w") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
 def write_plan_trace(path: str | Path, plan: StepPlan, cluster: ClusterSpec) -> None:
     """Writes the trace of a plan's predicted timeline: a process for each node, a thread for each rank."""
-    _write(path, _names(cluster) + plan_events(plan, cluster))
+    write_events(path, _names(cluster) + plan_events(plan, cluster))
 
 
 def write_stream_trace(
@@ -105,4 +106,4 @@ def write_stream_trace(
         begun = now + waited
         events.extend(step_events(report, cluster, offset_s=begun))
         now = begun + report.step_s
-    _write(path, events)
+    write_events(path, events)

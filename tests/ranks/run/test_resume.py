@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.models.export import check_export, export_llama
-from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, open_checkpoint, read_metrics, train
+from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, Watching, open_checkpoint, read_metrics, train
 from hdpcomm.testing import run_threads
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
@@ -32,13 +34,16 @@ STEPS = 8
 Ranks = Callable[..., list[Any]]
 
 
-def trained(data: str, out: str, resume: str | None = None, context: int = 300, **changed: Any) -> RunResult:
+def trained(
+    data: str, out: str, resume: str | None = None, context: int = 300, keep: int = 3, **changed: Any
+) -> RunResult:
     """One rank of a run of 8 steps, saved every second one."""
     torch.set_num_threads(1)
     config = RunConfig(**{"model": CONFIG, "steps": STEPS, "capacity": 300, "tokens_per_step": 700} | changed)
-    saving = Saving(Path(out) / "checkpoints", every=2, resume=resume)
+    saving = Saving(Path(out) / "checkpoints", every=2, keep=keep, resume=resume)
     with hdp.init() as comm, MetricsLog(Path(out) / f"metrics-{comm.rank}.jsonl") as log:
-        return train(comm, open_corpus([data], context=context), config, saving=saving, on_step=log.write)
+        watching = Watching(on_step=log.write)
+        return train(comm, open_corpus([data], context=context), config, saving=saving, watching=watching)
 
 
 def losses(out: Path) -> list[float]:
@@ -176,32 +181,57 @@ def refusal(data: str, out: str, given: dict[str, Any]) -> str:
 def command(data: str, out: Path, *options: str, steps: int = STEPS) -> list[str]:
     size = ["--layers", "2", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24"]
     limits = ["--context", "300", "--tokens-per-step", "700", "--capacity", "300", "--steps", str(steps)]
-    saving = ["--out", str(out), "--save-every", "2", "--ranks", "2"]
+    saving = ["--out", str(out), "--save-every", "2", "--ranks", "2", "--trackers", "none"]
     return [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", data, *size, *limits, *saving, *options]
 
 
+KILLS = int(os.environ.get("KILLS", "2"))
+
+
 def test_kills_lose_nothing_beyond_the_last_checkpoint(data: str, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL of the launcher at random moments, resumed each time; the last run exports."""
-    out = begun(whole, tmp_path / "run", 4)
+    """SIGKILL of one rank or of all at random moments of training and saving, resumed each time; then an export.
+
+    ``KILLS=20``: twenty of them, in a longer run.
+    """
+    steps, first = (STEPS, 4) if KILLS <= 2 else (3 * KILLS, 2)
+    if steps != STEPS:
+        whole = tmp_path / "whole"
+        whole.mkdir()
+        hdp.testing.spawn(functools.partial(trained, steps=steps, keep=steps), 2, data, str(whole), timeout=300.0)
+    out = begun(whole, tmp_path / "run", first)
     generator = random.Random(7)
-    for _ in range(2):
+    for _ in range(KILLS):
         process = subprocess.Popen(
-            command(data, out, "--resume", "auto"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command(data, out, "--resume", "auto", steps=steps),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert process.stderr is not None
-        process.stderr.readline()  # a step is done
+        for _ in range(generator.randint(1, 4)):  # so many steps are done
+            process.stderr.readline()
         time.sleep(generator.random() * 0.1)
-        process.kill()
+        if generator.random() < 0.5:
+            process.kill()
+        else:
+            kill_a_rank(process.pid, generator)
         process.communicate(timeout=60)
     folder = tmp_path / "model"
-    arguments = command(data, out, "--resume", "auto", "--export", str(folder))
+    arguments = command(data, out, "--resume", "auto", "--export", str(folder), steps=steps)
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert losses(out) == losses(whole)[4:]
-    assert f"saved: {out}/checkpoints/step-8" in done.stdout
+    assert losses(out) == losses(whole)[first:]
+    assert f"saved: {out}/checkpoints/step-{steps}" in done.stdout
     assert f"exported: {folder}" in done.stdout
     assert (folder / "model.safetensors").exists()
-    assert (out / "config.yaml").read_text().startswith("model:\n  vocabulary: 256\n")
+    assert "tokens_per_step: 700" in (out / "config.yaml").read_text()
+
+
+def kill_a_rank(launcher: int, generator: random.Random) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError, StopIteration):  # it may have ended by itself
+        everyone = psutil.Process(launcher).children(recursive=True)
+        server = next(each for each in everyone if len(each.children()) == 2)
+        generator.choice(server.children()).kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

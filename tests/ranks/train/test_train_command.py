@@ -42,7 +42,9 @@ def test_trains_and_compares(folder, tmp_path):
     command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS, *options]
     told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     # No progress bar where stderr is no terminal, but a line a step.
-    assert [line.split()[:3] for line in told.stderr.splitlines()] == [
+    first, *lines = told.stderr.splitlines()
+    assert first.startswith(f"hdpcomm train: {{data: [{folder}]")
+    assert [line.split()[:3] for line in lines] == [
         ["step", f"{step}/3", policy] for step in (1, 2, 3) for policy in POLICIES
     ]
     for words in (
@@ -170,7 +172,6 @@ BAD = {
     "--data {folder} --tokens-per-step 200": "raise --tokens-per-step to at least 300 or lower --context to 200",
     "--data {folder} --hidden 30 --heads 4": "choose hidden as a multiple of 2 x heads",
     "--data {folder} --heads 4 --kv-heads 3": "kv_heads must divide heads",
-    "--data {folder} --seed -1": "seed is -1",
     "--data {folder} --json /no/such/folder/out.json": "the folder /no/such/folder does not exist",
     "--data {folder} --log {folder}": "this is a folder",
     "--data {folder} --compare balanced": "--compare balanced is the policy of the run itself",

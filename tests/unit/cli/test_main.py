@@ -66,7 +66,7 @@ def test_other_errors_name_their_type_and_debug_shows_the_traceback(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["--nonsense"], ["doctor", "--nonsense"], ["train", "--steps", "x"]]
+    "arguments", [[], ["nonsense"], ["--nonsense"], ["doctor", "--nonsense"], ["plan", "--ranks", "x"]]
 )
 def test_bad_usage_is_6(arguments, capsys):
     with pytest.raises(SystemExit) as caught:

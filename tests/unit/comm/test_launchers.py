@@ -258,7 +258,7 @@ def test_the_pool_is_shared_with_the_ranks_of_the_host(monkeypatch: pytest.Monke
     def pool(_size: int, *, sharers: int, **_: object) -> None:
         raise hdp.InvalidUsage(f"{sharers} sharers")
 
-    run = sys.modules["hdpcomm.run.loop"]
+    run = sys.modules["hdpcomm.run.costs"]
     monkeypatch.setattr(run, "PinnedPool", pool)
     config = RunConfig(LlamaConfig(layers=3, hidden=8, heads=2, kv_heads=1, ffn=8), offload_bytes=1 << 20)
     comm = SimpleNamespace(rank=5, size=16, device=torch.device("cpu"))

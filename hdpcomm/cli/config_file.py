@@ -1,0 +1,57 @@
+"""Options of ``hdpcomm train`` from the command line, from a YAML file (by jsonargparse), and by default."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import ArgumentError
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from hdpcomm.cli.train_options import TrainOptions, add_options
+from hdpcomm.errors import InvalidUsage
+
+__all__ = ["read_config", "resolve_options"]
+
+_LONGEST = 600  # characters of a message
+
+
+def resolve_options(given: Mapping[str, Any], config: Path | None = None) -> TrainOptions:
+    """What was given on the command line, over what the file ``config`` says, over the defaults.
+
+    Raises: InvalidUsage, in one line, if the file cannot be read, or has an unknown name or a wrong value.
+    """
+    found = {} if config is None else read_config(config)
+    found |= {name: value for name, value in given.items() if name in {each.name for each in fields(TrainOptions)}}
+    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
+    return replace(TrainOptions(), **values)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The options that a file gives, checked as on the command line. Raises: InvalidUsage, in one line."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog="hdpcomm train", exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    add_options(parser)
+    try:
+        found: dict[str, Any] = vars(parser.parse_args(["--config", str(path)]))
+    except RecursionError:
+        raise InvalidUsage(f"--config {path}: this YAML is nested too deeply; give one option a line") from None
+    except (ArgumentError, OSError, ValueError, TypeError) as error:
+        raise InvalidUsage(f"--config {path}: {_told(' '.join(str(error).split()), parser)}") from None
+    found.pop("config")
+    return found
+
+
+def _told(message: str, parser: Any) -> str:
+    if message.startswith("Unexpected config"):
+        return "this file holds no options; give a line 'name: value' for each"
+    message = message.replace("Problems parsing config:", "").replace('"<unicode string>"', "the file")
+    message = re.sub(r'Parser key "([^"]+)":?', lambda key: "" if key[1] == "config" else f"{key[1]}:", message)
+    if wrong := re.search(r"Option '([^']+)' is not accepted", message):
+        near = difflib.get_close_matches(wrong[1], [action.dest for action in parser._actions], n=1)
+        message += f"; did you mean {near[0]}?" if near else "; hdpcomm train --help lists what there is"
+    return message.strip()[:_LONGEST]

@@ -1,0 +1,83 @@
+"""What steps cost on this machine: measured once, when a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdpcomm.comm.launchers import local_place
+from hdpcomm.comm.topology import shared_cores
+from hdpcomm.data import Corpus
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.run.config import RunConfig
+from hdpcomm.run.model import new_model
+from hdpcomm.train import profile_cost_model
+from hdpcomm.train.activation_profile import profile_activations
+from hdpcomm.train.data_parallel import WholeSequencePlanner
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.run.checkpoints import Checkpoint
+
+__all__ = ["DTYPES", "PROFILE_TOKENS", "SMALLEST_OFFLOAD", "Costs", "make_planner", "measure_costs"]
+
+SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
+PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the planner has to know.
+
+    Attributes:
+        memory: with offload only.
+        pool: pinned host memory of this rank, with offload only.
+    """
+
+    cost_model: CostModel
+    memory: MemoryModel | None = None
+    pool: PinnedPool | None = None
+
+
+def measure_costs(comm: Communicator, corpus: Corpus, config: RunConfig, *, found: Checkpoint | None = None) -> Costs:
+    """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums. Collective."""
+    pool = _host_memory(comm, config)
+    if found is not None:
+        facts: dict[str, Any] = dict(found.facts)
+        memory = facts.get("memory_model")
+        return Costs(CostModel(**facts["cost_model"]), MemoryModel(**memory) if memory else None, pool)
+    model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute)
+    model = model.to(DTYPES[config.dtype])
+    longest = min(int(corpus.lengths.max()), config.capacity, PROFILE_TOKENS)
+    cost_model = profile_cost_model(model, comm, longest=longest)
+    if pool is None:
+        return Costs(cost_model)
+    offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
+    profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
+    return Costs(cost_model, profile.memory_model(config.capacity, config.offload_bytes), pool)
+
+
+def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:
+    """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
+    cluster = ClusterSpec(
+        ranks=comm.size,
+        capacity=config.capacity,
+        offload=config.offload_bytes > 0,
+        cores=shared_cores(comm) if comm.device.type == "cpu" else None,
+    )
+    if policy == "ddp":
+        return WholeSequencePlanner(cluster, costs.cost_model)
+    longest = int(corpus.lengths.max())
+    return Planner(None, cluster, policy, costs.cost_model, context=longest, memory=costs.memory)
+
+
+def _host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:
+    """Pinned memory for the activations of this rank, of which the ranks of a host get a share each."""
+    if not config.offload_bytes:
+        return None
+    _, sharers = local_place(comm.rank, comm.size)
+    return PinnedPool(config.offload_bytes, device=comm.device, sharers=sharers)

@@ -1,0 +1,98 @@
+"""The files of a run: ``metrics.jsonl``, ``evaluations.jsonl``, ``timeline.jsonl``, and what trackers write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hdpcomm.data import Corpus
+from hdpcomm.run.evaluation import Evaluation
+from hdpcomm.run.metrics_log import JsonLines, MetricsLog
+from hdpcomm.run.trackers import Tracker, open_trackers
+from hdpcomm.train import StepMetrics
+
+__all__ = ["RunFiles"]
+
+
+class RunFiles:
+    """Writes what a run tells, as it is told; one process opens it. Nothing is ever truncated.
+
+    Args:
+        out: the folder of the run; made if need be. ``None``: only ``log`` is written.
+        log: one more file with the lines of ``metrics.jsonl``.
+        trackers: ``auto``, ``none``, ``tensorboard`` or ``wandb``, see :func:`hdpcomm.run.trackers.open_trackers`.
+        config: what the run was told, for trackers.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        *,
+        log: Path | None = None,
+        trackers: str = "none",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._out = out
+        self._stack = ExitStack()
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        paths = [path for path in (log, out and out / "metrics.jsonl") if path is not None]
+        self._metrics = [self._stack.enter_context(MetricsLog(path)) for path in paths]
+        self._lines = {} if out is None else {name: self._open(out, name) for name in ("evaluations", "timeline")}
+        self._trackers: list[Tracker] = [] if out is None else open_trackers(trackers, out, dict(config or {}))
+        for tracker in self._trackers:
+            self._stack.callback(tracker.close)
+
+    def _open(self, out: Path, name: str) -> JsonLines:
+        lines: JsonLines = self._stack.enter_context(JsonLines(out / f"{name}.jsonl"))
+        return lines
+
+    def started(self, corpus: Corpus) -> None:
+        """Notes the lengths of the corpus in ``lengths.json``: by octave, how many sequences and tokens."""
+        if self._out is None:
+            return
+        octaves = np.floor(np.log2(corpus.lengths)).astype(np.int64)
+        rows = [
+            {"from": int(2**octave), "sequences": int((octaves == octave).sum()), "tokens": int(total)}
+            for octave in np.unique(octaves)
+            for total in [corpus.lengths[octaves == octave].sum()]
+        ]
+        content = {**asdict(corpus.summary()), "octaves": rows}
+        (self._out / "lengths.json").write_text(json.dumps(content, indent=1) + "\n")
+
+    def step(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
+        """Appends a step. Raises: Error if a file cannot be written."""
+        for log in self._metrics:
+            log.write(policy, metrics, costs)
+        told = {**asdict(metrics), **costs}
+        values = {name: value for name, value in told.items() if name != "step" and isinstance(value, (int, float))}
+        values["tokens_per_s"] = metrics.tokens / metrics.seconds if metrics.seconds else 0.0
+        for tracker in self._trackers:
+            tracker.write(metrics.step, {f"{policy}/{name}": value for name, value in values.items()})
+
+    def evaluation(self, policy: str, found: Evaluation) -> None:
+        """Appends an evaluation."""
+        if self._lines:
+            self._lines["evaluations"].append({"policy": policy, **asdict(found)})
+        for tracker in self._trackers:
+            tracker.write(found.step - 1, {f"{policy}/held_out_loss": found.loss})
+
+    def timeline(self, row: Mapping[str, Any]) -> None:
+        """Appends a step as planned and as measured."""
+        if self._lines:
+            self._lines["timeline"].append(row)
+
+    def __enter__(self) -> RunFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)

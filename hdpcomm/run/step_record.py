@@ -1,0 +1,188 @@
+"""What a step took on all ranks: where the time and the bytes went, and the spans of a step that is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import Planner, StepPlan
+from hdpcomm.run.flops import device_peak_flops, training_flops
+from hdpcomm.train.timeline import Span
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.plan import ModelSpec
+
+__all__ = ["gather_json", "memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]
+
+
+def step_costs(
+    spans: Sequence[Span],
+    plan: StepPlan,
+    comm: Communicator,
+    *,
+    seconds: float,
+    spec: ModelSpec | None,
+    device: torch.device,
+    stall_s: float,
+) -> dict[str, float]:
+    """Figures of a step beside those of StepMetrics, equal on all ranks. Collective over ``comm``.
+
+    ``exposed_s``: seconds that a rank (on average) waited for keys, values and gradients that no compute hid;
+    ``idle_s``: for other ranks to end their micro-batches; ``compute_s``, ``optimizer_s``: what is left of these
+    phases;
+    ``ring_bytes``, ``gradient_bytes``: sent by all ranks together; ``stall_s``: for copies of offloaded activations;
+    ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known.
+    """
+    groups = {batch.index: len(batch.ranks) for batch in plan.micro_batches}
+    ring = idle = reducing = compute = optimizer = 0.0
+    ring_bytes = gradient_bytes = 0
+    for span in spans:
+        if span.phase == "micro-batch":
+            ring += span.wait_s
+            compute += span.end_s - span.start_s - span.wait_s
+            if groups[span.index] > 1:
+                ring_bytes += span.bytes_sent
+            else:  # buckets of gradients that leave while the last micro-batch runs
+                gradient_bytes += span.bytes_sent
+        elif span.phase == "wait for others":
+            idle += span.end_s - span.start_s
+        else:
+            reducing += span.wait_s
+            optimizer += span.end_s - span.start_s - span.wait_s
+            gradient_bytes += span.bytes_sent
+    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s]
+    sums = torch.tensor(own, dtype=torch.float64)
+    comm.all_reduce(sums)
+    most = torch.tensor([memory_bytes(device)], dtype=torch.float64)
+    comm.all_reduce(most, "max")
+    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s = sums.tolist()
+    size = comm.size
+    costs = {
+        "exposed_s": (ring + reducing) / size,
+        "exposed_share": min(1.0, (ring + reducing) / size / seconds) if seconds else 0.0,
+        "idle_s": idle / size,
+        "compute_s": compute / size,
+        "optimizer_s": optimizer / size,
+        "ring_bytes": ring_bytes,
+        "gradient_bytes": gradient_bytes,
+        "stall_s": stall_s / size,
+        "device_bytes": float(most),
+    }
+    peak = device_peak_flops(device)
+    if spec is not None and peak is not None and seconds:
+        lengths = [sequence.length for batch in plan.micro_batches for sequence in batch.sequences]
+        costs["mfu"] = training_flops(spec, lengths) / (seconds * size * peak)
+    return costs
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most bytes of the device's allocator since the last call, or, on the CPU, what the process holds now. Local."""
+    if device.type == "cuda":
+        most = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return most
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def gather_json(comm: Communicator, own: Any) -> list[Any]:
+    """What each rank gives, on every rank. Collective over ``comm``."""
+    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
+    most = int(sizes.max())
+    everyone = torch.empty(comm.size, most, dtype=torch.uint8)
+    comm.all_gather(everyone, torch.nn.functional.pad(data, (0, most - len(data))))
+    rows = zip(everyone.numpy(), sizes.tolist(), strict=True)
+    return [json.loads(row[:size].tobytes()) for row, size in rows]
+
+
+def planned_rows(plan: StepPlan) -> list[dict[str, Any]]:
+    """The plan's micro-batches with their predicted times, for files."""
+    return [
+        {
+            "index": batch.index,
+            "ranks": list(batch.ranks),
+            "lengths": [sequence.length for sequence in batch.sequences],
+            "start_s": start,
+            "end_s": start + batch.predicted_s,
+            "offload_ratio": batch.offload_ratio,
+        }
+        for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True)
+    ]
+
+
+def other_policies(planner: Planner, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+    """What each policy predicts for a step under the same costs; those that cannot plan it are left out. Local."""
+    found = {}
+    for policy in ("balanced", "naive", "static"):
+        with contextlib.suppress(InvalidUsage):
+            other = Planner(
+                planner.model,
+                planner.cluster,
+                policy,
+                planner.cost_model,
+                context=planner.context,
+                memory=planner.memory,
+            )
+            plan = other.plan(lengths)
+            found[policy] = {
+                "makespan_s": plan.makespan_s,
+                "idle_share": plan.idle_share,
+                "lower_bound_s": plan.lower_bound_s,
+                "micro_batches": len(plan.micro_batches),
+            }
+    return found
+
+
+def timeline_row(
+    facts: Mapping[str, Any],
+    plan: StepPlan,
+    spans: Sequence[Span],
+    messages: Sequence[Mapping[str, Any]],
+    comm: Communicator,
+    *,
+    origin: float,
+) -> dict[str, Any]:
+    """One line of ``timeline.jsonl``: a step as planned, and as measured on every rank. Collective over ``comm``.
+
+    Times count from the moment at which the first rank of a host began: ranks of a host share a clock, and hosts have
+    agreed on the plan just before.
+
+    Args:
+        origin: where the times of ``spans`` and ``messages`` count from, by ``time.perf_counter()``.
+    """
+    own = {"origin": origin, "host": _host(), "spans": [asdict(span) for span in spans], "messages": list(messages)}
+    everyone = gather_json(comm, own)
+    begun: dict[str, float] = {}
+    for each in everyone:
+        begun[each["host"]] = min(each["origin"], begun.get(each["host"], each["origin"]))
+    measured = [_shifted(each, each["origin"] - begun[each["host"]]) for each in everyone]
+    return {
+        **facts,
+        "policy": plan.policy,
+        "ranks": plan.num_ranks,
+        "planned": planned_rows(plan),
+        "measured": measured,
+    }
+
+
+def _shifted(told: Mapping[str, Any], by: float) -> dict[str, Any]:
+    def shift(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        return {**row, **{name: row[name] + by for name in names}}
+
+    return {
+        "spans": [shift(span, "start_s", "end_s") for span in told["spans"]],
+        "messages": [shift(message, "start", "end") for message in told["messages"]],
+    }
+
+
+def _host() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,265 @@
+"""``hdpcomm train`` with forty kinds of bad input: one line that says what to do, exit code 6, and no rank hangs.
+
+Ranks are threads of this process, so that a case takes milliseconds; a rank that hung would fail its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdpcomm.cli import train as train_command
+from hdpcomm.cli.main import main
+from hdpcomm.data import build_data
+from hdpcomm.testing import run_threads
+
+SMALL = ["--layers", "1", "--hidden", "8", "--heads", "1", "--kv-heads", "1", "--ffn", "8", "--steps", "1"]
+LIMITS = ["--context", "64", "--tokens-per-step", "128", "--ranks", "2", "--trackers", "none"]
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def start(job: Any, ranks: int) -> Any:
+        return run_threads(train_command.run_rank, ranks, job, timeout=60.0)[0]
+
+    monkeypatch.setattr(train_command, "_start_ranks", start)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good data, a good run and, if transformers is here, a good model."""
+    root = tmp_path_factory.mktemp("good")
+    (root / "a.txt").write_text("some text " * 40)
+    return root
+
+
+@pytest.fixture(scope="module")
+def saved(good: Path) -> Path:
+    """A run that was saved after its only step."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(train_command, "_start_ranks", lambda job, n: run_threads(train_command.run_rank, n, job)[0])
+    assert main(["train", "--data", str(good / "a.txt"), *SMALL, *LIMITS, "--out", str(good / "run")]) == 0
+    patch.undo()
+    return good / "run"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models") / "good"
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def told(arguments: list[str], capfd: pytest.CaptureFixture[str], without: Collection[str] = ()) -> str:
+    """What the command said; it must have refused, in one line."""
+    capfd.readouterr()
+    given = zip([*SMALL, *LIMITS][::2], [*SMALL, *LIMITS][1::2], strict=True)
+    common = [word for name, value in given if name not in without for word in (name, value)]
+    assert main(["train", *common, *arguments]) == 6
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    lines = [line for line in shown.err.splitlines() if line.startswith("hdpcomm: error: ")]
+    assert len(lines) == 1
+    assert len(lines[0]) < 1200
+    assert "internal error" not in lines[0]
+    return lines[0]
+
+
+# --- configuration --------------------------------------------------------------------------------------------------
+
+CONFIG = {
+    "stpes: 3": "Option 'stpes' is not accepted; did you mean steps?",
+    "steps: 0": "0 is below 1; at least 1 was expected",
+    "steps: 1e99": "is not a whole number",
+    "policy: best": "'best' not among choices",
+    "lr: .nan": "is not a finite number above 0",
+    "compare: balanced": "--compare balanced is the policy of the run itself",
+    "capacity: 8": "raise --capacity to at least 32 or --ranks to 8",
+    "tokens_per_step: 10": "raise --tokens-per-step to at least 64",
+    "recompute: 2": "recompute is 2; give 'none', 'full' or a number of layers from 0 to 1",
+    "offload: 1M": "the model has 1 layers, of which the last two always stay on the device",
+    "eval_every: 2": "--eval-every was given without held-out text",
+    "{eval_every: 2, eval_fraction: 1.0}": "1.0 of the documents were to be held out; give a number between 0 and 1",
+    "{eval_fraction: 0.5}": "leaves nothing to train on; give other text by --eval-data",
+    "{heads: 3}": "choose hidden as a multiple of 2 x heads",
+    "&a [*a]": "this file holds no options",
+}
+
+
+@pytest.mark.parametrize("content", CONFIG)
+def test_configuration(content: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    said = {"--" + word.replace("_", "-") for word in re.findall(r"(\w+):", content)}
+    line = told(["--data", str(good / "a.txt"), "--config", str(path)], capfd, without=said)
+    assert CONFIG[content] in line
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def write(name: str, content: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / name).write_text(content)
+        return folder / name
+
+    return make
+
+
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def outside(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    (folder / "data/passwd").symlink_to("/etc/passwd")
+    return folder / "data"
+
+
+def damaged_store(folder: Path) -> Path:
+    (folder / "a.jsonl").write_text('{"text": "some text of a line"}\n' * 9)
+    build_data([folder / "a.jsonl"], folder / "store")
+    tokens = folder / "store/tokens-0.bin"
+    tokens.write_bytes(b"x" + tokens.read_bytes()[1:])
+    return folder / "store"
+
+
+DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "nothing there": (lambda folder: folder / "none", "no such file or folder; check the path given with --data"),
+    "empty": (write("a.txt", ""), "the file is empty; give a file with text in it"),
+    "binary": (write("a.txt", "\0\1\2"), "this is a binary file"),
+    "an empty folder": (lambda folder: folder, "this folder holds no text file"),
+    "a pipe": (pipe, "this is a pipe, a socket or a device; give a file"),
+    "a link that leads out": (outside, "this folder holds no text file"),
+    "no JSON": (write("a.jsonl", "{"), "a.jsonl:1: this line is not JSON"),
+    "deep JSON": (write("a.jsonl", "[" * 100_000), "a.jsonl:1: this JSON is nested too deeply"),
+    "another field": (write("a.jsonl", '{"body": "x"}'), "choose one with --text-field or --messages-field"),
+    "a message without a role": (write("a.jsonl", '{"messages": [3]}'), "an object with a 'role' and a 'content' was"),
+    "no answers": (write("a.jsonl", '{"messages": [{"role": "user", "content": "x"}]}'), "conversations without an"),
+    "no Parquet": (write("a.parquet", "text"), "no Parquet file, or a damaged one"),
+    "single tokens": (write("a.txt", "x"), "no token of this batch has a label"),
+    "a damaged store": (damaged_store, "tokens-0.bin: damaged between bytes 0 and"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make, wanted = DATA[case]
+    if "Parquet" in case:
+        pytest.importorskip("pyarrow")
+    assert wanted in told(["--data", str(make(tmp_path))], capfd)
+
+
+# --- the model's folder ---------------------------------------------------------------------------------------------
+
+
+def changed(name: str, content: str | None) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_text(content)
+
+    return make
+
+
+def config_with(**values: Any) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | values
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return make
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config.json": (changed("config.json", None), "is no folder with a config.json"),
+    "no JSON": (changed("config.json", "{"), "config.json is no model that transformers knows"),
+    "an unknown kind": (config_with(model_type="nothing"), "config.json is no model that transformers knows"),
+    "a vocabulary below the tokens": (
+        config_with(vocab_size=100),
+        "the data has tokens up to 255 (byte)",
+    ),
+    "no layers": (config_with(num_hidden_layers=0), "config.json is no model that transformers knows"),
+    "cut weights": (cut, "does not hold a"),
+    "weights of another size": (config_with(hidden_size=16, head_dim=16), "does not hold a"),
+    "a damaged tokenizer": (changed("tokenizer.json", "{"), "holds no tokenizer that transformers can load"),
+    "dropout in attention": (config_with(attention_dropout=0.5), "dropout"),
+}
+
+
+@pytest.mark.parametrize("case", MODEL)
+def test_model_folder(case: str, good: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make, wanted = MODEL[case]
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    make(folder)
+    assert wanted in told(["--data", str(good / "a.txt"), "--model", str(folder)], capfd)
+
+
+# --- the checkpoint -------------------------------------------------------------------------------------------------
+
+
+def remove_weights(step: Path) -> None:
+    next(step.glob("*.distcp")).unlink()
+
+
+def flip_weights(step: Path) -> None:
+    path = next(step.glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+
+
+def foreign(step: Path) -> None:
+    for path in step.iterdir():
+        path.unlink()
+    torch.save({"step": 1}, step / "model.pt")
+
+
+CHECKPOINT: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+    "no meta.json": (changed("meta.json", None), [], "no checkpoint there is whole; give another one by --resume PATH"),
+    "a deep meta.json": (changed("meta.json", "[" * 100_000), [], "no checkpoint there is whole"),
+    "no weights": (remove_weights, [], "no checkpoint there is whole"),
+    "a flipped bit": (flip_weights, [], "no checkpoint there is whole"),
+    "of another program": (foreign, [], "no checkpoint there is whole"),
+    "of another model": (lambda _: None, ["--ffn", "16"], "was saved with model="),
+    "of other data": (lambda _: None, ["--context", "32"], "give the same --data, --tokenizer and --context"),
+    "of another seed": (lambda _: None, ["--seed", "5"], "was saved with seed=0, and this run has 5"),
+    "nowhere": (lambda _: None, ["--resume", "/no/such/run"], "/no/such/run: no such checkpoint; give a folder step-N"),
+    "not asked for": (lambda _: None, ["--resume", ""], "no checkpoint of hdpcomm"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINT)
+def test_checkpoint(case: str, good: Path, saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make, more, wanted = CHECKPOINT[case]
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    make(run / "checkpoints/step-1")
+    assert wanted in told(["--data", str(good / "a.txt"), "--out", str(run), "--resume", "auto", *more], capfd)
+
+
+def test_there_are_forty() -> None:
+    assert len(CONFIG) + len(DATA) + len(MODEL) + len(CHECKPOINT) >= 40
