@@ -20,7 +20,7 @@ from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsag
 
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
-COMMANDS = ("train", "data", "plan", "simulate", "perf", "doctor")
+COMMANDS = ("train", "report", "data", "plan", "simulate", "perf", "doctor")
 """Modules of this package with ``add_parser(subparsers)``; the parser leaves out those that are not installed."""
 
 BAD_USAGE = 6
@@ -36,6 +36,7 @@ _EPILOG = """exit codes:
   5  not implemented (perf)
   6  bad usage: an option, a path or a value
   7  wrong data, or slower than the baseline allows (perf)
+  130, 143  ended by Ctrl-C or SIGTERM (train --out: saved)
 HDPCOMM_DEBUG=1 shows the traceback of an error.
 """
 

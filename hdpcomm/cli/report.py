@@ -1,0 +1,39 @@
+"""``hdpcomm report``: a training run as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from hdpcomm.cli.output import check_writable, write_text
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "report",
+        help="show a training run as one HTML page",
+        description="Writes RUN/report.html: curves, a step as planned and as measured, the lengths, where the time "
+        "went, policies side by side. It needs no other file, and a run that is still going on can be looked at, too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of hdpcomm train --out")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="where the page goes (RUN/report.html)")
+    parser.set_defaults(func=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from hdpcomm.errors import InvalidUsage
+    from hdpcomm.trace.run_report import run_report
+
+    check_writable(options.out)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidUsage("hdpcomm report draws with matplotlib; pip install 'hdpcomm[plot]'")
+    page = run_report(options.run)
+    path = options.out or options.run / "report.html"
+    write_text(path, page)
+    print(path)
+    return 0

@@ -1,0 +1,155 @@
+"""A training run as one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.run import read_lines, read_metrics
+from hdpcomm.trace.run_figures import SHARES, curves, lengths, step_gantt, time_shares
+
+__all__ = ["run_report"]
+
+Row = Mapping[str, Any]
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a202c; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0.2rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+p.note { color: #4a5568; font-size: 0.9rem; max-width: 110ch; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 0.25rem 0.8rem; border-bottom: 1px solid #e2e8f0; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+.scroll { overflow-x: auto; } svg { width: 100%; height: auto; }
+pre { background: #f7fafc; padding: 1rem; overflow-x: auto; font-size: 0.8rem; }
+"""
+
+
+def run_report(run: Path) -> str:
+    """The page of the run in folder ``run``: curves, a step as planned and as measured, lengths, where the time went,
+    policies side by side, and the configuration. Local.
+
+    Raises: InvalidUsage if there is no run, or one without a step.
+    """
+    try:
+        metrics = read_metrics(run / "metrics.jsonl")
+    except OSError as error:
+        raise InvalidUsage(
+            f"{run}: no run there ({error.strerror}: metrics.jsonl); give the folder of hdpcomm train --out"
+        ) from None
+    metrics = [row for row in metrics if _complete(row)]
+    if not metrics:
+        raise InvalidUsage(f"{run}: no step was done yet; look again when {run}/metrics.jsonl has a line")
+    by_policy = _by_policy(metrics)
+    evaluations = _by_policy(_lines(run / "evaluations.jsonl"))
+    timelines = {policy: rows[-1] for policy, rows in _by_policy(_lines(run / "timeline.jsonl")).items()}
+    parts = [_head(run, by_policy)]
+    parts.append(_section("Curves", curves(by_policy, evaluations)))
+    parts.append(_section("Policies side by side", _policies(by_policy, timelines)))
+    parts.append(_section("Where the time went", time_shares({p: _shares(rows) for p, rows in by_policy.items()})))
+    for policy, row in timelines.items():
+        parts.append(_section(f"Step {row['step']} under {policy}", step_gantt(row), _gantt_note(row)))
+    parts += _lengths(run / "lengths.json")
+    if (run / "config.yaml").is_file():
+        text = html.escape((run / "config.yaml").read_text(errors="replace"))
+        parts.append(f"<h2>Configuration</h2><pre>{text}</pre>")
+    title = html.escape(run.resolve().name)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: hdpcomm run</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _complete(row: Row) -> bool:
+    names = ("step", "loss", "tokens", "seconds", "grad_norm", "predicted_s")
+    return all(isinstance(row.get(name), (int, float)) for name in names) and isinstance(row.get("policy"), str)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path) if path.is_file() else []
+
+
+def _by_policy(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(str(row["policy"]), []).append(row)
+    return found
+
+
+def _head(run: Path, by_policy: Mapping[str, Sequence[Row]]) -> str:
+    first = next(iter(by_policy.values()))
+    tokens, seconds = sum(row["tokens"] for row in first), sum(row["seconds"] for row in first)
+    return (
+        f"<h1>{html.escape(run.resolve().name)}</h1><p class=note>{len(first):,} steps, {tokens:,} tokens in "
+        f"{seconds:,.1f} s; loss {first[0]['loss']:.4f} at step {first[0]['step']}, {first[-1]['loss']:.4f} at step "
+        f"{first[-1]['step']}.</p>"
+    )
+
+
+def _section(title: str, content: str, note: str = "") -> str:
+    about = f"<p class=note>{html.escape(note)}</p>" if note else ""
+    return f"<h2>{html.escape(title)}</h2>{about}<div class=scroll>{content}</div>"
+
+
+def _policies(by_policy: Mapping[str, Sequence[Row]], timelines: Mapping[str, Row]) -> str:
+    names = ("policy", "tokens/s", "seconds/step", "idle", "exposed", "ring bytes/step", "gradient bytes/step", "MFU")
+    rows = []
+    for policy, steps in by_policy.items():
+        count, seconds = len(steps), sum(row["seconds"] for row in steps) or 1.0
+        known = [row["mfu"] for row in steps if "mfu" in row]
+        rows.append(
+            (
+                f"{policy}, measured",
+                f"{sum(row['tokens'] for row in steps) / seconds:,.0f}",
+                f"{seconds / count:.4f}",
+                f"{sum(row.get('idle_s', 0.0) for row in steps) / seconds:.1%}",
+                f"{sum(row.get('exposed_s', 0.0) for row in steps) / seconds:.1%}",
+                f"{sum(row.get('ring_bytes', 0) for row in steps) / count:,.0f}",
+                f"{sum(row.get('gradient_bytes', 0) for row in steps) / count:,.0f}",
+                f"{sum(known) / len(known):.1%}" if known else "peak unknown",
+            )
+        )
+    tables = [_table(names, rows)]
+    for row in list(timelines.values())[-1:]:
+        predicted = [
+            (policy, f"{each['makespan_s']:.4f}", f"{each['idle_share']:.1%}", f"{each['micro_batches']:,}")
+            for policy, each in row.get("policies", {}).items()
+        ]
+        if predicted:
+            note = f"Step {row['step']} as each policy would plan it, predicted by the run's own costs:"
+            heads = ("policy", "seconds", "idle", "micro-batches")
+            tables.append(f"<p class=note>{note}</p>{_table(heads, predicted)}")
+    return "".join(tables)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(each)}</th>" for each in heads)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(each)}</td>" for each in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _shares(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean seconds of a step by :data:`SHARES`, and what is left."""
+    count = len(rows)
+    shares = {name: sum(row.get(column, 0.0) for row in rows) / count for name, (column, _) in SHARES.items()}
+    left = sum(row["seconds"] for row in rows) / count - sum(shares.values())
+    return shares | {"other": max(0.0, left)}
+
+
+def _gantt_note(row: Row) -> str:
+    sequences = sum(len(batch["lengths"]) for batch in row["planned"])
+    return (
+        f"{sequences:,} sequences in {len(row['planned']):,} micro-batches on {row['ranks']} ranks; predicted "
+        f"{row['predicted_s']:.4f} s for forward and backward, measured {row['seconds']:.4f} s with the optimizer."
+    )
+
+
+def _lengths(path: Path) -> list[str]:
+    try:
+        found = json.loads(path.read_text())
+        return [_section("Lengths", lengths(found["octaves"]), str(found["text"]))]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # of an older run, or cut short: the rest of the page is as good without
