@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from hdpcomm.cli.output import count, ranks_here
 
 __all__ = ["add_parser", "data_progress"]
 
+_LINE_S = 15.0
 _BUILD = """Turns text, JSONL, Parquet and Hugging Face datasets into a folder of tokens that hdpcomm train --data reads
 in place. Several processes share the work; under torchrun, srun or mpirun the ranks of the given world do."""
 
@@ -83,7 +86,7 @@ def data_progress(wanted: bool) -> AbstractContextManager[Callable[[int, int], N
 
 
 class DataProgress:
-    """Shows how far a build is: a bar on a terminal; nothing elsewhere."""
+    """Shows how far a build is on stderr: a bar on a terminal, elsewhere a line every quarter of a minute."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -99,6 +102,8 @@ class DataProgress:
         )
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._bar.add_task("tokens", total=None)
+        self._terminal = console.is_terminal
+        self._told = time.monotonic()
 
     def __enter__(self) -> Callable[[int, int], None]:
         self._bar.__enter__()
@@ -106,6 +111,9 @@ class DataProgress:
 
     def _show(self, done: int, total: int) -> None:
         self._bar.update(self._task, completed=done, total=total)
+        if not self._terminal and time.monotonic() - self._told > _LINE_S:
+            self._told = time.monotonic()
+            print(f"tokenizing: {done / max(1, total):.0%}", file=sys.stderr, flush=True)
 
     def __exit__(self, *failure: Any) -> None:
         self._bar.__exit__(*failure)

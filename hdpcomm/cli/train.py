@@ -202,7 +202,7 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus, held_out: Corpus | N
         save_config(out, options)
     progress = Progress(job.config)
     with (
-        RunFiles(out, log=options.log, trackers=options.trackers, config=asdict(options)) as files,
+        RunFiles(out, log=options.log, trackers=options.trackers, config=_plain(options)) as files,
         TraceFile(options.trace) as trace,
         progress,
     ):
@@ -225,6 +225,10 @@ def _both(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, No
         second(*told, **more)
 
     return call
+
+
+def _plain(options: TrainOptions) -> dict[str, object]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
 
 
 def save_config(out: Path, options: TrainOptions) -> None:

@@ -6,6 +6,7 @@ import html.parser
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.data import BatchReader, open_corpus
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.run import RunConfig, RunFiles, Watching, evaluate, read_lines, read_metrics, train
@@ -246,3 +248,35 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert (point.step, point.value) == (3, 2.5)
     assert events.Scalars("balanced/idle_s")[0].value == 0.25
     assert events.Scalars("balanced/tokens_per_s")[0].value == 10.0
+
+
+def test_wandb_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a module that writes down what it is told."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/wandb.py").write_text(
+        "told = []\n"
+        "class Run:\n"
+        "    def log(self, values): told.append(values)\n"
+        "    def finish(self): told.append('finished')\n"
+        "def init(**options):\n"
+        "    told.append(options)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    metrics = hdp.train.StepMetrics(3, 2.5, 10, 1.0, 0, 0.0, 1.0, 5, 1, 1, 0.5, 0.0, 0.0)
+    with RunFiles(tmp_path / "run", trackers="wandb", config={"steps": 9}) as files:
+        files.step("balanced", metrics, {"idle_s": 0.25})
+    begun, values, end = sys.modules["wandb"].told
+    monkeypatch.delitem(sys.modules, "wandb")
+    assert (begun["mode"], begun["config"], begun["dir"]) == ("offline", {"steps": 9}, str(tmp_path / "run"))
+    assert (values["step"], values["balanced/loss"], values["balanced/idle_s"]) == (3, 2.5, 0.25)
+    assert end == "finished"
+
+
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(InvalidUsage, match="--trackers wandb was given and wandb is not installed"):
+        RunFiles(tmp_path, trackers="wandb")
+    RunFiles(tmp_path, trackers="auto").__exit__(None, None, None)

@@ -51,3 +51,11 @@ def test_bad_arguments(arguments: str, lines: Path, tmp_path: Path, capfd: pytes
     assert code == 6
     assert BAD[arguments] in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_log_file_sees_how_far_it_is(
+    lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hdpcomm.cli.data._LINE_S", -1.0)
+    assert main(["data", "build", str(lines), "--text-field", "body", "--out", str(tmp_path / "out")]) == 0
+    assert "tokenizing: 100%\n" in capfd.readouterr().err
