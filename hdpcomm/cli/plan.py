@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, write_json
+from hdpcomm.cli.output import check_writable, count, seed, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     batch.add_argument(
         "--context", type=count, default="2M", help="longest sequence; longer ones are cut (default %(default)s)"
     )
-    batch.add_argument("--seed", type=int, default=0, help="seed of the random lengths (default %(default)s)")
+    batch.add_argument("--seed", type=seed, default=0, help="seed of the random lengths (default %(default)s)")
     cluster = parser.add_argument_group("the cluster")
     cluster.add_argument("--ranks", type=count, default="1024", help="number of HDP ranks (default %(default)s)")
     cluster.add_argument("--capacity", type=count, help="tokens that a rank can hold (default: from its memory)")

@@ -106,7 +106,8 @@ def _make_partial(final: Path) -> str:
         partial.mkdir()
     except OSError as error:
         raise InvalidUsage(
-            f"{final}: cannot be made ({error.strerror}); give a folder that this user may write to"
+            f"{final}: cannot be made ({error.strerror}); give a folder that this user may write to (--data-cache, or "
+            "--out)"
         ) from None
     return str(partial)
 

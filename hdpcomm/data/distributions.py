@@ -107,9 +107,9 @@ def read_lengths(path: str | Path) -> list[int]:
     Raises:
         InvalidUsage: no such file, nothing in it, or something that is not a positive integer.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        raise InvalidUsage(f"{path} is no file, expected one with numbers of tokens separated by white space")
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise InvalidUsage(f"{path} is no file, expected one with numbers of tokens separated by white space")
         words = Path(path).read_text().split()
     except (OSError, ValueError) as error:
         raise InvalidUsage(f"cannot read lengths from {path}: {error}") from error

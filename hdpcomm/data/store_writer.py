@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
+import uuid
 import zlib
 from pathlib import Path
 from typing import Any
@@ -128,12 +131,18 @@ def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) ->
 
 
 def _rename(partial: Path, final: Path) -> None:
-    aside = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
-        final.rename(aside)
-    partial.rename(final)
-    shutil.rmtree(aside, ignore_errors=True)
+    while True:
+        aside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
+        with contextlib.suppress(FileNotFoundError):
+            final.rename(aside)
+        try:
+            partial.rename(final)
+            break
+        except OSError as error:  # another run has published the same store in between
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

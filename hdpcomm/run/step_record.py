@@ -58,12 +58,10 @@ def step_costs(
             reducing += span.wait_s
             optimizer += span.end_s - span.start_s - span.wait_s
             gradient_bytes += span.bytes_sent
-    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s]
-    sums = torch.tensor(own, dtype=torch.float64)
-    comm.all_reduce(sums)
-    most = torch.tensor([memory_bytes(device)], dtype=torch.float64)
-    comm.all_reduce(most, "max")
-    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s = sums.tolist()
+    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, memory_bytes(device)]
+    rows = torch.empty(comm.size, len(own), dtype=torch.float64)
+    comm.all_gather(rows, torch.tensor(own, dtype=torch.float64))
+    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, _ = rows.sum(0).tolist()
     size = comm.size
     costs = {
         "exposed_s": (ring + reducing) / size,
@@ -74,7 +72,7 @@ def step_costs(
         "ring_bytes": ring_bytes,
         "gradient_bytes": gradient_bytes,
         "stall_s": stall_s / size,
-        "device_bytes": float(most),
+        "device_bytes": float(rows[:, -1].max()),
     }
     peak = device_peak_flops(device)
     if spec is not None and peak is not None and seconds:

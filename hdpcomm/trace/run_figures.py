@@ -17,6 +17,7 @@ __all__ = ["SHARES", "curves", "lengths", "step_gantt", "time_shares"]
 Rows = Sequence[Mapping[str, Any]]
 _COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5")
 _WAIT, _GRADIENTS, _OPTIMIZER = "#cbd5e0", "#d69e2e", "#b83280"
+_POINTS = 2000  # of a curve; more are not seen and make the page slow
 SHARES = {
     "compute": ("compute_s", "#2b6cb0"),
     "exposed communication": ("exposed_s", "#c05621"),
@@ -32,6 +33,7 @@ def curves(by_policy: Mapping[str, Rows], evaluations: Mapping[str, Rows]) -> st
     figure = _figure(11, 6.4)
     axes = figure.subplots(2, 2).reshape(-1)
     for colour, (policy, rows) in zip(_COLOURS * 9, by_policy.items(), strict=False):
+        rows = rows[:: -(-len(rows) // _POINTS)]
         steps = [row["step"] for row in rows]
         axes[0].plot(steps, [row["loss"] for row in rows], color=colour, label=policy, linewidth=1.3)
         held_out = evaluations.get(policy, ())

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,20 @@ def test_held_out_documents(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("x")
     with pytest.raises(InvalidUsage, match="1 document leaves nothing to train on"):
         open_corpus([tmp_path / "one.txt"], context=3).split(0.5, seed=0)
+
+
+def test_runs_that_build_the_same_at_once(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = write_lines(path, 50)
+    with ThreadPoolExecutor(6) as pool:
+        opened = list(pool.map(lambda _: open_corpus([path], context=10_000), range(12)))
+    for corpus in opened:
+        assert [bytes(corpus.read(i).tolist()) for i in range(len(corpus))] == texts
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_lines(path, 5)
+    with pytest.raises(InvalidUsage, match=r"cannot be made \(Not a directory\); give a folder .* \(--data-cache"):
+        open_corpus([path], context=9, cache=path / "below")
