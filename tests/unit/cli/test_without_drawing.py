@@ -66,3 +66,6 @@ def test_what_draws_names_what_is_missing(tmp_path: Path) -> None:
     done = run(MAIN, "plan", *SMALL, "--plot", str(tmp_path / "plan.png"))
     assert done.returncode == 1
     assert "matplotlib" in done.stderr
+    done = run(MAIN, "report", str(tmp_path))
+    assert done.returncode == 6
+    assert done.stderr == "hdpcomm: error: hdpcomm report draws with matplotlib; pip install 'hdpcomm[plot]'\n"
