@@ -31,26 +31,35 @@ def resolve_options(given: Mapping[str, Any], config: Path | None = None) -> Tra
 
 def read_config(path: Path) -> dict[str, Any]:
     """The options that a file gives, checked as on the command line. Raises: InvalidUsage, in one line."""
+    import yaml
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(prog="hdpcomm train", exit_on_error=False)
-    parser.add_argument("--config", action="config")
     add_options(parser)
     try:
-        found: dict[str, Any] = vars(parser.parse_args(["--config", str(path)]))
+        content = yaml.safe_load(path.read_text())
+        if not isinstance(content, dict):
+            raise TypeError("this file holds no options; give a line 'name: value' for each")
+        several = {each.name for each in fields(TrainOptions) if isinstance(each.default, tuple)}
+        given = {str(n): [v] if n in several and isinstance(v, str) else v for n, v in content.items()}
+        found: dict[str, Any] = vars(parser.parse_object(given))
     except RecursionError:
         raise InvalidUsage(f"--config {path}: this YAML is nested too deeply; give one option a line") from None
-    except (ArgumentError, OSError, ValueError, TypeError) as error:
-        raise InvalidUsage(f"--config {path}: {_told(' '.join(str(error).split()), parser)}") from None
-    found.pop("config")
+    except OSError as error:
+        raise InvalidUsage(f"--config {path}: {error.strerror}; give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise InvalidUsage(f"--config {path}: no YAML ({_one_line(error)[:_LONGEST]})") from None
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise InvalidUsage(f"--config {path}: {_told(_one_line(error), parser)}") from None
     return found
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def _told(message: str, parser: Any) -> str:
-    if message.startswith("Unexpected config"):
-        return "this file holds no options; give a line 'name: value' for each"
-    message = message.replace("Problems parsing config:", "").replace('"<unicode string>"', "the file")
-    message = re.sub(r'Parser key "([^"]+)":?', lambda key: "" if key[1] == "config" else f"{key[1]}:", message)
+    message = re.sub(r'Parser key "([^"]+)":?', r"\1:", message)
     if wrong := re.search(r"Option '([^']+)' is not accepted", message):
         near = difflib.get_close_matches(wrong[1], [action.dest for action in parser._actions], n=1)
         message += f"; did you mean {near[0]}?" if near else "; hdpcomm train --help lists what there is"

@@ -110,10 +110,17 @@ def test_bad_files(content: str, tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    for path, told in ((tmp_path / "none.yaml", "File does not exist"), (tmp_path, "Path is not a file")):
+    for path, told in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(InvalidUsage, match=f"--config {path}: {told}"):
             read_options(["--config", str(path)])
 
 
 def test_what_is_told_of_a_run() -> None:
     assert changed_options(TrainOptions(steps=3, data=("a b",), ranks=2)) == "{data: [a b], ranks: 2, steps: 3}"
+
+
+def test_one_path_needs_no_list(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("data: some/path\neval_data: [b]\ncompare: static\n")
+    found = read_options(["--config", str(path)])
+    assert (found.data, found.eval_data, found.compare) == (("some/path",), ("b",), ("static",))
