@@ -33,8 +33,9 @@ Plan solve(const Problem& problem, const std::string& policy, const PolicyOption
            double lower_bound) {
   if (policy == "static") return planner::planStatic(problem, options);
   if (policy == "naive") return planner::planNaive(problem);
-  if (policy == "balanced") return planner::planBalanced(problem, options, lower_bound);
-  if (policy == "pipeline") return planner::planPipeline(problem, options, lower_bound);
+  if (policy == "balanced" || policy == "pipeline") {
+    return planner::planBalanced(problem, options, lower_bound);
+  }
   if (policy == "pow2") return planner::planPow2(problem);
   throwInvalidUsage("policy is '" + policy +
                     "', expected static, naive, balanced, pipeline or pow2");

@@ -1,4 +1,4 @@
-// The policies "balanced" and "pipeline": an extension of ByteScale's DP-Balance. A block is a run
+// The policy "balanced": an extension of ByteScale's DP-Balance. A block is a run
 // of neighbouring ranks that become free at the same time. Sequences are placed longest first; each
 // takes part of one block, with the fewest ranks on which it ends before a target time, so that no
 // rank waits for another. Short sequences come last, each onto the least loaded rank. Several
@@ -20,36 +20,9 @@ constexpr double kLongShare = 0.2;        // of the bound; sequences that take l
 constexpr int kMaxWaveJobs = 1024;        // with more of them, blocks leave little over
 constexpr int kMaxWaveTrials = 16;
 
-std::vector<Job> makeJobs(const Problem& problem) {
-  std::vector<Job> jobs;
-  jobs.reserve(problem.count());
-  for (const int32_t sequence : problem.byLength()) {
-    if (problem.rides(sequence)) continue;
-    Job job;
-    job.sequence = sequence;
-    job.min_size = problem.minRanks(sequence);
-    job.load = problem.load(sequence);
-    job.min_size_s = problem.cost().seconds(job.load, job.min_size);
-    jobs.push_back(job);
-  }
-  return jobs;
-}
-
 std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& jobs,
                                 const BlockPacker& packer) {
-  std::vector<MicroBatch> batches;
-  for (const Placement& placement : packer.placements()) {
-    MicroBatch batch;
-    std::vector<int32_t> ranks;
-    for (const auto& [first, count] : placement.ranges) {
-      for (int rank = first; rank < first + count; ++rank) ranks.push_back(rank);
-    }
-    std::sort(ranks.begin(), ranks.end());
-    batch.ranks = ringOrder(std::move(ranks));
-    batch.sequences = problem.withRiders(jobs[placement.job].sequence);
-    batch.start = placement.start;
-    batches.push_back(std::move(batch));
-  }
+  std::vector<MicroBatch> batches = placedBatches(problem, jobs, packer);
   const int64_t capacity = problem.cost().memory().capacity;
   for (const Slot& slot : packer.slots()) {
     double start = slot.start;
@@ -68,10 +41,10 @@ std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& 
 
 // Searches for the target time that gives the shortest plan: first the lower bound, then times
 // between it and the best makespan so far.
-Plan planBlocks(const Problem& problem, double lower_bound, int stages) {
+Plan planBlocks(const Problem& problem, double lower_bound) {
   std::vector<Job> jobs = makeJobs(problem);
   if (jobs.empty()) return finishPlan(problem, {});
-  BlockPacker packer(problem, jobs, stages);
+  BlockPacker packer(problem, jobs);
   double best = std::numeric_limits<double>::infinity();
   double best_target = 0;
   bool best_fill = false;
@@ -123,7 +96,7 @@ std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs
 // small for one more of them, and too large to be wasted. Waves share all ranks out instead.
 Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
   std::vector<Job> jobs = makeJobs(problem);
-  BlockPacker packer(problem, jobs, 1);
+  BlockPacker packer(problem, jobs);
   const auto long_ones = std::partition_point(jobs.begin(), jobs.end(), [&](const Job& job) {
     return job.min_size > 1 || job.min_size_s > kLongShare * lower_bound;
   });
@@ -158,7 +131,8 @@ Plan planUniform(const Problem& problem) {
 }  // namespace
 
 Plan planBalanced(const Problem& problem, const PolicyOptions& options, double lower_bound) {
-  Plan plan = planBlocks(problem, lower_bound, 1);
+  if (problem.cost().cluster().pipeline > 1) return planPipeline(problem, options, lower_bound);
+  Plan plan = planBlocks(problem, lower_bound);
   if (plan.makespan <= lower_bound * (1 + 1e-9)) return plan;
   const auto take = [&](Plan other) {
     if (other.makespan < plan.makespan) plan = std::move(other);
@@ -172,12 +146,6 @@ Plan planBalanced(const Problem& problem, const PolicyOptions& options, double l
   if (leastPow2(problem) < plan.makespan) take(planPow2(problem));
   if (leastStatic(problem, options) < plan.makespan) take(planStatic(problem, options));
   return gap_left && small ? refine(problem, std::move(plan), lower_bound) : plan;
-}
-
-Plan planPipeline(const Problem& problem, const PolicyOptions& /*options*/, double lower_bound) {
-  Plan plan = planBlocks(problem, lower_bound, problem.cost().cluster().pipeline);
-  Plan aligned = planPow2(problem);  // wide sequences on few ranks leave little to choose
-  return aligned.makespan < plan.makespan ? aligned : plan;
 }
 
 }  // namespace hdpcomm::planner

@@ -47,12 +47,15 @@ struct Placement {
   std::vector<std::pair<int, int>> ranges;  // (first rank, count)
 };
 
+// What the ranks do before and after the jobs, in seconds by rank; empty: nothing.
+struct Surroundings {
+  std::vector<double> before, after;
+};
+
 class BlockPacker {
  public:
-  // `stages`: pipeline stages, 1 without a pipeline. The first micro-batch of a rank is charged for
-  // filling the pipeline.
-  BlockPacker(const Problem& problem, std::vector<Job>& jobs, int stages)
-      : problem_(problem), cost_(problem.cost()), jobs_(jobs), stages_(stages) {}
+  BlockPacker(const Problem& problem, std::vector<Job>& jobs, Surroundings around = {})
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs), around_(std::move(around)) {}
 
   // Places all jobs and returns the makespan; placements() and slots() hold the result. With
   // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
@@ -62,7 +65,13 @@ class BlockPacker {
     fill_ = fill;
     placements_.clear();
     gaps_.clear();
-    blocks_.assign(1, Block{0, 0, problem_.ranks()});
+    double begin = 0;
+    for (const double before : around_.before) begin = std::max(begin, before);
+    for (size_t rank = 0; rank < around_.before.size(); ++rank) {
+      const double free = around_.before[rank];
+      if (free < begin) gaps_.push_back({free, begin, static_cast<int>(rank), 1});
+    }
+    blocks_.assign(1, Block{begin, 0, problem_.ranks()});
     const double short_limit_s = kShortShare * target;
     size_t next = 0;
     for (; next < jobs_.size(); ++next) {
@@ -140,9 +149,6 @@ class BlockPacker {
     return sizes;
   }
 
-  // Factor on the time of a job: the first one of a block also fills and drains the pipeline.
-  int pipelineFactor(double ready) const { return ready == 0 ? stages_ : 1; }
-
   int fastest(Job& job) {
     if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
     return job.fastest;
@@ -158,14 +164,14 @@ class BlockPacker {
       const Gap& gap = gaps_[i];
       const double room = gap.until - gap.start;
       if (gap.count < job.min_size || room >= best_room || room < job.min_size_s) continue;
-      if (room < pipelineFactor(gap.start) * seconds(job, gap.first, job.min_size)) continue;
+      if (room < seconds(job, gap.first, job.min_size)) continue;
       best = i;
       best_room = room;
     }
     if (best == gaps_.size()) return false;
     const Gap gap = gaps_[best];
     const int size = job.min_size;
-    const double end = gap.start + pipelineFactor(gap.start) * seconds(job, gap.first, size);
+    const double end = gap.start + seconds(job, gap.first, size);
     gaps_[best] = {end, gap.until, gap.first, size};
     if (gap.count > size) {
       gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size});
@@ -227,8 +233,7 @@ class BlockPacker {
     const int first = position(block, size);
     const int node = cost_.cluster().ranks_per_node;
     const bool one_node = first / node == (first + size - 1) / node;
-    const double end =
-        block.ready + pipelineFactor(block.ready) * cost_.seconds(job.load, size, one_node);
+    const double end = block.ready + cost_.seconds(job.load, size, one_node);
     if (end > target_ * (1 + 1e-9)) return false;
     blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
     insert({block.ready, block.first, first - block.first});
@@ -257,14 +262,13 @@ class BlockPacker {
       next_count = count + count / 20 + 1;
       const double start = blocks_[k].ready;
       const int widest = std::min(most, count);
-      const int factor = pipelineFactor(start);
-      const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) / factor);
+      const int size = cost_.sizeWithin(job.load, job.min_size, widest, target_ - start);
       for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
         const double time = cost_.seconds(job.load, candidate);
         const double idle =
             start * count - ready_area - (count - candidate) * (start - blocks_[k].ready);
         const double extra = candidate * time - job.min_size * job.min_size_s;
-        const double late = std::max(0.0, start + factor * time - target_) * problem_.ranks();
+        const double late = std::max(0.0, start + time - target_) * problem_.ranks();
         const double score = idle + extra + late;
         if (score < best_score) {
           best_score = score;
@@ -301,8 +305,7 @@ class BlockPacker {
       one_node = one_node && first / node == placement.ranges[0].first / node &&
                  (first + count - 1) / node == placement.ranges[0].first / node;
     }
-    const double end =
-        start + pipelineFactor(start) * cost_.seconds(jobs_[index].load, size, one_node);
+    const double end = start + cost_.seconds(jobs_[index].load, size, one_node);
     for (const auto& [first, count] : placement.ranges) insert({end, first, count});
     placements_.push_back(std::move(placement));
   }
@@ -327,18 +330,18 @@ class BlockPacker {
         slots_.push_back({gap.start, rank, {}});
       }
     }
-    const double filling = (stages_ - 1) * shortBatchSeconds(next);
+    double makespan = 0;
     std::vector<Entry> tails;
     for (const Block& block : blocks_) {
       for (int rank = block.first; rank < block.first + block.count; ++rank) {
-        tails.push_back(
-            {block.ready > 0 ? block.ready : filling, static_cast<int32_t>(slots_.size())});
+        const double ready = block.ready + (around_.after.empty() ? 0 : around_.after[rank]);
+        makespan = std::max(makespan, ready);
+        tails.push_back({ready, static_cast<int32_t>(slots_.size())});
         slots_.push_back({block.ready, rank, {}});
       }
     }
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks(std::greater<>(),
                                                                          std::move(tails));
-    double makespan = blocks_.back().ready;
     const CostParams& params = cost_.params();
     const double capacity = static_cast<double>(cost_.memory().capacity);
     for (; next < jobs_.size(); ++next) {
@@ -360,23 +363,10 @@ class BlockPacker {
     return makespan;
   }
 
-  // Mean time of a packed micro-batch of the jobs from `next` on.
-  double shortBatchSeconds(size_t next) const {
-    double seconds = 0;
-    double tokens = 0;
-    for (; next < jobs_.size(); ++next) {
-      seconds += jobs_[next].min_size_s;
-      tokens += jobs_[next].load.tokens;
-    }
-    const double capacity = static_cast<double>(cost_.memory().capacity);
-    const double batch = std::min(capacity, tokens / problem_.ranks());
-    return tokens > 0 ? seconds * batch / tokens : 0;
-  }
-
   const Problem& problem_;
   const CostModel& cost_;
   std::vector<Job>& jobs_;
-  const int stages_;
+  const Surroundings around_;
   double target_ = 0;
   bool fill_ = false;
   std::vector<Block> blocks_;  // by rising ready time
@@ -384,5 +374,12 @@ class BlockPacker {
   std::vector<Gap> gaps_;
   std::vector<Slot> slots_;
 };
+
+// Jobs by falling length, on the smallest sizes that memory allows.
+std::vector<Job> makeJobs(const Problem& problem);
+
+// The micro-batch of each placement.
+std::vector<MicroBatch> placedBatches(const Problem& problem, const std::vector<Job>& jobs,
+                                      const BlockPacker& packer);
 
 }  // namespace hdpcomm::planner

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/error.hpp"
+#include "planner/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -164,34 +165,38 @@ std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& length
   return bins;
 }
 
-void runTimeline(const Problem& problem, Plan& plan) {
-  const int stages = problem.cost().cluster().pipeline;
-  std::vector<double> ready(static_cast<size_t>(problem.ranks()) * stages, 0.0);
-  double busy = 0;
-  plan.makespan = 0;
-  for (MicroBatch& batch : plan.micro_batches) {
-    double end = 0;
-    for (int stage = 0; stage < stages; ++stage) {
-      double start = end;
-      for (const int32_t rank : batch.ranks) start = std::max(start, ready[rank * stages + stage]);
-      if (stage == 0) batch.start = start;
-      end = start + batch.predicted_s;
-      for (const int32_t rank : batch.ranks) ready[rank * stages + stage] = end;
-    }
-    busy += batch.predicted_s * static_cast<double>(batch.ranks.size());
-    plan.makespan = std::max(plan.makespan, end);
+namespace {
+
+// Each micro-batch starts when the last of its ranks is free.
+double runInOrder(const Problem& problem, const std::vector<MicroBatch>& batches) {
+  std::vector<double> ready(problem.ranks(), 0.0);
+  double makespan = 0;
+  for (const MicroBatch& batch : batches) {
+    double start = 0;
+    for (const int32_t rank : batch.ranks) start = std::max(start, ready[rank]);
+    const double end = start + batch.predicted_s;
+    for (const int32_t rank : batch.ranks) ready[rank] = end;
+    makespan = std::max(makespan, end);
   }
-  const double area = plan.makespan * problem.ranks();
-  plan.idle_share = area > 0 ? std::max(0.0, 1 - busy / area) : 0;
+  return makespan;
 }
+
+}  // namespace
 
 Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches) {
   Plan plan;
   plan.micro_batches = std::move(batches);
   std::stable_sort(plan.micro_batches.begin(), plan.micro_batches.end(),
                    [](const MicroBatch& a, const MicroBatch& b) { return a.start < b.start; });
-  for (MicroBatch& batch : plan.micro_batches) price(problem, batch);
-  runTimeline(problem, plan);
+  double busy = 0;
+  for (MicroBatch& batch : plan.micro_batches) {
+    price(problem, batch);
+    busy += batch.predicted_s * static_cast<double>(batch.ranks.size());
+  }
+  plan.makespan = problem.cost().cluster().pipeline == 1 ? runInOrder(problem, plan.micro_batches)
+                                                         : simulate(problem, plan).makespan;
+  const double area = plan.makespan * problem.ranks();
+  plan.idle_share = area > 0 ? std::max(0.0, 1 - busy / area) : 0;
   return plan;
 }
 

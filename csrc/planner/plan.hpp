@@ -14,7 +14,7 @@ struct MicroBatch {
   std::vector<int32_t> sequences;  // positions in the given lengths
   double offload = 0;              // ratio, 0 to 1
   double predicted_s = 0;
-  double start = 0;  // while solving: the desired start, which sets the order; after: predicted
+  double start = 0;  // while solving: the desired start, which sets the order
 };
 
 struct Plan {
@@ -105,11 +105,8 @@ std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& length
                                               const std::vector<int32_t>& sequences,
                                               int64_t capacity);
 
-// Runs the micro-batches in the order given: each starts when the last of its ranks is free, and
-// passes the pipeline's stages one after the other. Fills start, makespan and idle_share.
-void runTimeline(const Problem& problem, Plan& plan);
-
-// Sorts by start (equal ones stay in place), prices and runs the timeline.
+// Sorts by start (equal ones stay in place), prices, and finds the makespan, with a pipeline that
+// of the simulated schedule.
 Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches);
 
 }  // namespace hdpcomm::planner

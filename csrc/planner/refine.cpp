@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "planner/plan.hpp"
+#include "planner/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -59,9 +60,11 @@ class Annealer {
 
  private:
   Groups anneal(Groups current) {
+    const int stages = cost_.cluster().pipeline;
     const double work = static_cast<double>(current.size()) * problem_.ranks() + 10;
-    const int trials = static_cast<int>(std::clamp(2e5 / work, 100.0, 5000.0));
-    double current_score = decode(current, nullptr);
+    const int trials = static_cast<int>(stages == 1 ? std::clamp(2e5 / work, 100.0, 5000.0)
+                                                    : std::clamp(1e5 / work, 100.0, 2000.0));
+    double current_score = score(current);
     Groups best = current;
     double best_score = current_score;
     const double first_temperature = 0.05 * current_score;
@@ -69,18 +72,18 @@ class Annealer {
       if (best_score <= bound_ * (1 + kIdleWeight) * 1.0005) break;
       Groups next = current;
       if (!mutate(next)) continue;
-      const double score = decode(next, nullptr);
+      const double next_score = score(next);
       const double temperature =
           first_temperature * std::pow(1e-3, static_cast<double>(trial) / trials);
-      if (score > current_score &&
-          random_.unit() >= std::exp((current_score - score) / temperature)) {
+      if (next_score > current_score &&
+          random_.unit() >= std::exp((current_score - next_score) / temperature)) {
         continue;
       }
       current = std::move(next);
-      current_score = score;
-      if (score < best_score) {
+      current_score = next_score;
+      if (next_score < best_score) {
         best = current;
-        best_score = score;
+        best_score = next_score;
       }
     }
     return best;
@@ -162,6 +165,15 @@ class Annealer {
   void append(Group& group, int32_t sequence) {
     group.sequences.push_back(sequence);
     group.load.add(problem_.lengths()[sequence]);
+  }
+
+  // What the search makes smaller: decode()'s score, with a pipeline the simulated makespan and a
+  // small weight on that score.
+  double score(const Groups& groups) {
+    if (cost_.cluster().pipeline == 1) return decode(groups, nullptr);
+    Plan plan;
+    const double flat = decode(groups, &plan.micro_batches);
+    return simulate(problem_, plan).makespan + kIdleWeight * flat;
   }
 
   // Places the groups in order, each on the ranks on which it ends first, and returns the score:

@@ -153,7 +153,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_step_options(parser)
     parser.add_argument(
-        "--policy", default="balanced", help="balanced, pipeline, naive, pow2 or static (default %(default)s)"
+        "--policy", default="balanced", help="balanced (alias: pipeline), naive, pow2 or static (default %(default)s)"
     )
     parser.add_argument("--compare", metavar="POLICIES", help="policies to compare with, separated by commas")
     parser.add_argument("--rows", type=count, default="12", help="micro-batches to print (default %(default)s)")

@@ -4,6 +4,7 @@ from hdpcomm.plan.ahead import PlanAhead, PlannedStep
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import load_cluster, save_cluster
 from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
+from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
@@ -20,6 +21,8 @@ __all__ = [
     "MemoryModel",
     "MicroBatch",
     "ModelSpec",
+    "Pass",
+    "PipelineSchedule",
     "PlanAhead",
     "PlannedStep",
     "Planner",

@@ -7,11 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
+
+import numpy as np
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
+from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
 
@@ -26,9 +30,9 @@ class Planner:
     Args:
         model: may be ``None`` when ``cost_model`` and the cluster's capacity are given.
         cluster: ranks and capacity.
-        policy: ``balanced`` (near the lower bound), ``pipeline`` (the same for pipelines: the micro-batches of a rank
-            are alike, and filling the pipeline is counted), ``naive`` (the paper's Algorithm 1), ``pow2`` (groups of
-            2^k ranks on aligned places) or ``static`` (a fixed DP x CP mesh).
+        policy: ``balanced`` (near the lower bound, with pipelines for the 1F1B schedule that runs; never worse than
+            the others), ``naive`` (the paper's Algorithm 1), ``pow2`` (groups of 2^k ranks on aligned places) or
+            ``static`` (a fixed DP x CP mesh). ``pipeline`` is another name of ``balanced``.
         cost_model: default :meth:`CostModel.analytic`.
         context: longest sequence that a static mesh has to hold; 0: the longest of each step.
         context_ranks: size of the static groups; 0: the smallest divisor of the ranks that holds the context.
@@ -144,6 +148,26 @@ class Planner:
         return core.solve(
             cost, sizes, policy or self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo
         )
+
+    def schedule(self, plan: StepPlan) -> PipelineSchedule:
+        """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.
+
+        Raises: InvalidUsage if the plan cannot run on this cluster.
+        """
+        self.validate(plan)
+        spans = self.simulate(plan)["which"]
+        index = np.array([batch.index for batch in plan.micro_batches], dtype=np.int32)
+        passes = spans.copy()
+        passes[:, 0] = index[spans[:, 0]] if len(index) else 0
+        return PipelineSchedule(self.cluster.pipeline, passes)
+
+    def simulate(self, plan: StepPlan) -> dict[str, Any]:
+        """The passes and times of the simulated step (:func:`hdpcomm.sim.simulate_step` makes a report of them)."""
+        batches = [
+            (batch.ranks, [sequence.length for sequence in batch.sequences], batch.offload_ratio)
+            for batch in plan.micro_batches
+        ]
+        return core.simulate(self._core, batches)
 
     def lower_bound(self, lengths: Sequence[int]) -> float:
         """Seconds below which no plan of these lengths can be (docs/planner.md)."""

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hdpcomm._core import planner as core
 from hdpcomm.plan import Planner, StepPlan
-from hdpcomm.plan.cost import core_cost
 from hdpcomm.sim.sync import optimizer_seconds, reduction_seconds
 
 __all__ = ["StepReport", "simulate_step"]
@@ -88,12 +86,7 @@ def simulate_step(planner: Planner, plan_or_lengths: StepPlan | Sequence[int]) -
         planner.validate(plan)
     else:
         plan = planner.plan(plan_or_lengths)
-    batches = [
-        (batch.ranks, [sequence.length for sequence in batch.sequences], batch.offload_ratio)
-        for batch in plan.micro_batches
-    ]
-    cost = core_cost(planner.cost_model, planner.memory, planner.cluster)
-    return _report(planner, plan, core.simulate(cost, batches))
+    return _report(planner, plan, planner.simulate(plan))
 
 
 def _report(planner: Planner, plan: StepPlan, found: dict[str, Any]) -> StepReport:

@@ -51,7 +51,7 @@ def test_plan_of_given_lengths_and_profile(tmp_path: Path, capsys: pytest.Captur
         (["--model", "gpt"], "unknown model 'gpt'"),
         (["--cluster", "tpu"], "unknown device 'tpu'"),
         (["--distribution", "zipf"], "distribution is 'zipf'"),
-        (["--capacity", "1K"], "raise capacity to at least 1771"),
+        (["--capacity", "1K"], "raise capacity to at least 4096"),
         (["--profile", "/no/file"], "cannot read the profile"),
         (["--json", "/no/folder/x"], "does not exist"),
     ],

@@ -9,7 +9,7 @@ from hdpcomm._core import planner as core
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel
 from hdpcomm.plan.cost import core_cost
 
-__all__ = ["TooManyNodes", "fits", "optimum", "pipeline_optimum"]
+__all__ = ["TooManyNodes", "fits", "optimum", "partitions", "pipeline_optimum"]
 
 
 class TooManyNodes(Exception):

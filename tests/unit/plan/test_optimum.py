@@ -10,7 +10,7 @@ import random
 import statistics
 
 import pytest
-from exhaustive import TooManyNodes, fits, optimum, pipeline_optimum
+from exhaustive import TooManyNodes, fits, optimum, partitions, pipeline_optimum
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
@@ -67,8 +67,6 @@ def tiny_case(
 
 def feasible(lengths: list[int], cluster: ClusterSpec, cost: CostModel, memory: MemoryModel) -> bool:
     """Whether there is a plan at all: some packs of the sequences fit onto all ranks."""
-    from exhaustive import partitions
-
     return any(
         all(fits([lengths[i] for i in pack], cluster.ranks, cost, memory) for pack in packs)
         for packs in partitions(tuple(range(len(lengths))))
@@ -119,3 +117,12 @@ def test_bound_optimum_plan(nodes: bool, offload: bool) -> None:
     print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
     assert statistics.mean(ratios) <= 1.01
     assert percentile(ratios, 0.95) <= 1.01
+
+
+def test_bound_optimum_plan_with_pipelines() -> None:
+    """The plans are simulated, so the optimum is that of the schedule that runs, with 2 to 4 stages."""
+    ratios = compare(2, CASES // 4, nodes=True, pipeline=True) + compare(3, CASES // 8, offload=True, pipeline=True)
+    ratios.sort()
+    print(f"pipelines: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
+    assert percentile(ratios, 0.95) <= 1.05
