@@ -70,8 +70,23 @@ class SlotFiller {
   std::vector<py::str> names_;
 };
 
+// Keeps Python's garbage collector off while many objects are made, none of which is garbage.
+class CollectorPause {
+ public:
+  CollectorPause() : was_on_(PyGC_Disable() == 1) {}
+  ~CollectorPause() {
+    if (was_on_) PyGC_Enable();
+  }
+  CollectorPause(const CollectorPause&) = delete;
+  CollectorPause& operator=(const CollectorPause&) = delete;
+
+ private:
+  bool was_on_;
+};
+
 py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
                       const py::object& batch_class, const py::object& sequence_class) {
+  const CollectorPause pause;
   const SlotFiller make_sequence(sequence_class, {"id", "length"});
   const SlotFiller make_batch(batch_class,
                               {"index", "ranks", "sequences", "offload_ratio", "predicted_s"});

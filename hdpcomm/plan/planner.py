@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,24 @@ from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
 __all__ = ["POLICIES", "Planner"]
 
 POLICIES = ("balanced", "pipeline", "naive", "pow2", "static")
+
+
+_LONGEST = 2**40  # tokens
+
+
+def _tokens(lengths: Sequence[int]) -> list[int]:
+    """The lengths as ints. Raises InvalidUsage for anything else, of which int() would cut something off."""
+    try:
+        sizes = list(map(operator.index, lengths))
+    except TypeError:
+        wrong = next(i for i, length in enumerate(lengths) if not hasattr(length, "__index__"))
+        raise InvalidUsage(
+            f"sequence {wrong} has {lengths[wrong]!r} tokens, expected a whole number: give lengths as integers"
+        ) from None
+    if sizes and max(sizes) > _LONGEST:
+        wrong = sizes.index(max(sizes))
+        raise InvalidUsage(f"sequence {wrong} has {sizes[wrong]} tokens, expected at most 2^40: cut it")
+    return sizes
 
 
 class Planner:
@@ -88,10 +107,10 @@ class Planner:
             lengths: tokens of each sequence; the ids in the plan are positions in this list.
 
         Raises:
-            InvalidUsage: a length below 1, or a sequence that the cluster cannot hold.
+            InvalidUsage: a length that is no whole number or below 1, or a sequence that the cluster cannot hold.
         """
         start = time.perf_counter()
-        sizes = list(map(int, lengths))
+        sizes = _tokens(lengths)
         batches, makespan, lower_bound, idle_share = self._solve(self._core, sizes)
         lower_bound *= 1 - self._spare
         if self.policy == "balanced" and self._spare:
@@ -171,7 +190,7 @@ class Planner:
 
     def lower_bound(self, lengths: Sequence[int]) -> float:
         """Seconds below which no plan of these lengths can be (docs/planner.md)."""
-        return (1 - self._spare) * core.lower_bound(self._core, [int(length) for length in lengths])
+        return (1 - self._spare) * core.lower_bound(self._core, _tokens(lengths))
 
     def validate(self, plan: StepPlan, lengths: Sequence[int] | None = None) -> None:
         """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""

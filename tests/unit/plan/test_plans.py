@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +118,17 @@ def test_a_sequence_that_fits_nowhere_is_named(policy: str) -> None:
 def test_bad_lengths_and_options() -> None:
     with pytest.raises(InvalidUsage, match="sequence 2 has 0 tokens"):
         make_planner("balanced", 4, 100).plan([10, 50, 0])
+    planner = make_planner("balanced", 4, 100)
+    wrong: list[tuple[list[Any], str]] = [
+        ([10, 3.7], "sequence 1 has 3.7 tokens, expected a whole number"),
+        (["7"], "sequence 0 has '7' tokens"),
+        ([5, 2**63], "sequence 1 has 9223372036854775808 tokens, expected at most 2"),
+    ]
+    for lengths, message in wrong:
+        for call in (planner.plan, planner.lower_bound):
+            with pytest.raises(InvalidUsage, match=message):
+                call(lengths)
+    assert planner.plan(list(np.array([10, 50]))).tokens == 60
     with pytest.raises(InvalidUsage, match="policy is 'best', expected one of balanced"):
         make_planner("best", 4, 100)
     with pytest.raises(InvalidUsage, match="does not divide the 4 ranks"):

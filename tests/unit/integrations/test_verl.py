@@ -1,0 +1,63 @@
+"""Micro-batches for verl: complete, within the tokens, of equal time; no more of them than verl's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations import split_micro_batches
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_micro_batches_are_complete_and_within_the_limit(group_size: int) -> None:
+    rng = random.Random(group_size)
+    for _ in range(50):
+        lengths = [rng.randint(1, 1000) for _ in range(group_size * rng.randint(1, 60))]
+        divisible = rng.choice([1, 2])
+        if len(lengths) < 2 * group_size * divisible:
+            continue
+        bins = split_micro_batches(lengths, 2000, divisible_by=divisible, group_size=group_size, min_count=divisible)
+        assert sorted(i for one in bins for i in one) == list(range(len(lengths)))
+        assert all(one and sum(lengths[i] for i in one) <= 2000 for one in bins)
+        assert len(bins) % divisible == 0
+        for one in bins:
+            assert all((i // group_size * group_size + k) in one for i in one for k in range(group_size))
+
+
+def test_equal_time_not_equal_tokens() -> None:
+    """Half of the work is the long sample and three short ones; half of the tokens would be four."""
+    bins = split_micro_batches([8000, *[1000] * 16], 16_000, min_count=2)
+    assert [len(one) for one in bins] == [1 + 3, 13]
+
+
+def test_bad_input() -> None:
+    assert split_micro_batches([], 100) == []
+    with pytest.raises(InvalidUsage, match="samples of 5 to 101 tokens"):
+        split_micro_batches([101, 5], 100)
+    with pytest.raises(InvalidUsage, match="samples of 0 to 5 tokens"):
+        split_micro_batches([0, 5], 100)
+    with pytest.raises(InvalidUsage, match="cannot make 3 micro-batches"):
+        split_micro_batches([5, 5], 100, min_count=3)
+    with pytest.raises(InvalidUsage, match="group_size 2 for 3 samples"):
+        split_micro_batches([5, 5, 5], 100, group_size=2)
+
+
+def test_no_more_micro_batches_than_verl() -> None:
+    balancing = pytest.importorskip("verl.utils.seqlen_balancing")
+    rng = random.Random(0)
+    ours = theirs = 0
+    for _ in range(20):
+        lengths = [max(16, int(4096 ** rng.random())) for _ in range(64)]
+        bins = split_micro_batches(lengths, 4096)
+        count = -(-sum(lengths) // 4096)
+        while True:  # as rearrange_micro_batches does
+            work = [24576 * length + length**2 for length in lengths]
+            parts = balancing.get_seqlen_balanced_partitions(work, count, equal_size=False)
+            if all(sum(lengths[i] for i in part) <= 4096 for part in parts):
+                break
+            count += 1
+        assert len(bins) <= len(parts)
+        ours, theirs = ours + len(bins), theirs + len(parts)
+    assert ours <= theirs
