@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.plan import CostModel, Planner, StepPlan
 
-__all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "read_profile"]
+__all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "ranks_per_node", "read_profile"]
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,9 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         default="h100",
         help="kind of device: a100, h100, h200, or a .json of doctor --topology (default %(default)s)",
     )
-    cluster.add_argument("--ranks-per-node", type=count, default="8", help="(default %(default)s)")
+    cluster.add_argument(
+        "--ranks-per-node", type=count, help="ranks that share the fast link (default: nodes of 8 devices)"
+    )
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
     cluster.add_argument("--pipeline", type=count, default="1", help="stages of a rank's pipeline (default 1)")
     cluster.add_argument("--offload", action="store_true", help="activations may go to host memory")
@@ -76,6 +79,21 @@ def read_profile(path: str) -> CostModel:
     return CostModel.fit(samples)
 
 
+_NODE_DEVICES = 8
+
+
+def ranks_per_node(tensor: int, pipeline: int) -> int:
+    """How many ranks of tensor x pipeline devices are on a node of eight; warns where they are cut by its border."""
+    devices = tensor * pipeline
+    if _NODE_DEVICES % devices and devices % _NODE_DEVICES:
+        print(
+            f"hdpcomm: warning: ranks of {tensor} x {pipeline} devices do not fill nodes of {_NODE_DEVICES}, so some "
+            "lie on two; give --ranks-per-node",
+            file=sys.stderr,
+        )
+    return max(1, _NODE_DEVICES // devices)
+
+
 def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
     """A planner for each policy, from the options of :func:`add_step_options`."""
     from hdpcomm.plan import MODELS, ClusterSpec, Planner, load_cluster
@@ -85,7 +103,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     cluster = ClusterSpec(
         ranks=options.ranks,
         capacity=options.capacity,
-        ranks_per_node=options.ranks_per_node,
+        ranks_per_node=options.ranks_per_node or ranks_per_node(options.tensor, options.pipeline),
         tensor=options.tensor,
         pipeline=options.pipeline,
         offload=options.offload,

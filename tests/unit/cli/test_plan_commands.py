@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hdpcomm.cli.main import main
+from hdpcomm.cli.plan import ranks_per_node
 from hdpcomm.plan import StepPlan
 
 SMALL = ["--ranks", "16", "--capacity", "8K", "--tokens", "512K", "--context", "64K"]
@@ -89,3 +90,14 @@ def test_simulate_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_simulate_refuses_an_unknown_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *SMALL, "--policy", "balanced,best"]) == 6
     assert "policy is 'best'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "ranks", "warns"),
+    [(1, 1, 8, False), (2, 2, 2, False), (8, 1, 1, False), (8, 4, 1, False), (3, 1, 2, True), (6, 2, 1, True)],
+)
+def test_ranks_per_node_follow_from_the_devices_of_a_rank(
+    tensor: int, pipeline: int, ranks: int, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ranks_per_node(tensor, pipeline) == ranks
+    assert ("give --ranks-per-node" in capsys.readouterr().err) == warns
