@@ -1,0 +1,40 @@
+"""The figures of docs/planner.md are those of the files that the benchmarks wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+TOP = Path(__file__).parents[3]
+PAGE = (TOP / "docs/planner.md").read_text()
+
+
+def rows_of(header: str) -> list[list[str]]:
+    """The cells of the table whose header begins so."""
+    lines = PAGE.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
+    rows = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_gaps_and_times() -> None:
+    found = json.loads((TOP / "benchmarks/results/planner.json").read_text())["tables"]
+    rows = rows_of("| cost | lengths | ranks |")
+    assert len(rows) == sum(len(table) for table in found.values())
+    names = {"256 lognormal": "lognormal"}
+    for cost, lengths, ranks, mean, worst, mean_ms, worst_ms, _ in rows:
+        table = found[f"{cost} {names.get(lengths, lengths)}"]
+        row = next(row for row in table if row["ranks"] == int(ranks.replace(",", "")))
+        assert [mean, worst] == [f"{row['mean_ratio']:.4f}", f"{row['worst_ratio']:.4f}"]
+        assert [mean_ms, worst_ms] == [f"{1e3 * row['mean_s']:.1f}", f"{1e3 * row['worst_s']:.1f}"]
+
+
+def test_simulator_against_real_steps() -> None:
+    rows = json.loads((TOP / "benchmarks/results/sim_vs_real.json").read_text())["rows"]
+    errors = [abs(simulated / real - 1) for simulated, real in rows]
+    text = f"differ by {100 * sum(errors) / len(errors):.1f}% on average and {100 * max(errors):.1f}% at worst"
+    assert text in PAGE
