@@ -45,8 +45,14 @@ class Pass(Protocol):
     def zero(self) -> torch.Tensor:
         """States [sequences, heads, dk, dv] of zeros."""
 
+    def prepare(self, part: int) -> None:
+        """Does what needs no state; may be left out."""
+
     def run(self, part: int, state: torch.Tensor) -> torch.Tensor:
         """Takes the runs from ``state``; returns the state after them."""
+
+    def finish(self, part: int) -> None:
+        """Does what remains after :meth:`run`, and frees what the part needed."""
 
     def summary(self, part: int) -> Map:
         """(transition, bias) of the runs; does not need their initial state."""
@@ -77,22 +83,29 @@ def travel(passes: Sequence[Pass], comm: Communicator | None, exchange: str) -> 
 
     Collective over ``comm`` (None: a group of one).
     """
-    first = passes[0]
     if comm is None:
         for each in passes:
             each.run(0, each.zero())
+            each.finish(0)
     elif exchange == "pipeline":
-        _relay(comm, passes, lambda group, part, state: group.run(part, state))
+        _relay(comm, passes, lambda group, part, state: group.run(part, state), whole=True)
     elif exchange == "scan":
-        _scan(comm, first)
+        _scan(comm, passes[0])
     else:
-        _gather(comm, first)
+        _gather(comm, passes[0])
 
 
 def _relay(
-    comm: Communicator, passes: Sequence[Pass], hop: Callable[[Pass, int, torch.Tensor], torch.Tensor | None]
+    comm: Communicator,
+    passes: Sequence[Pass],
+    hop: Callable[[Pass, int, torch.Tensor], torch.Tensor | None],
+    *,
+    whole: bool = False,
 ) -> None:
-    """Carries the states of each group of heads along the chain; ``hop`` gives the state after a part."""
+    """Carries the states of each group of heads along the chain; ``hop`` gives the state after a part.
+
+    ``whole``: also prepares each part, before its state has come, and finishes it, after the next one was sent.
+    """
     sent: list[tuple[Any, torch.Tensor]] = []
     for part, (source, target) in enumerate(_stops(comm)):
         states = [group.zero() for group in passes]
@@ -100,6 +113,8 @@ def _relay(
         if source is not None:
             coming = [comm.exchange([], [(state, source)], async_op=True) for state in states]
         for i, group in enumerate(passes):
+            if whole:
+                group.prepare(part)
             if source is not None:
                 coming[i].wait()
             state = hop(group, part, states[i])
@@ -107,6 +122,8 @@ def _relay(
                 assert state is not None
                 state = state.contiguous()
                 sent.append((comm.exchange([(state, target)], [], async_op=True), state))
+            if whole:
+                group.finish(part)
     for work, _ in sent:
         work.wait()
 
@@ -125,8 +142,10 @@ def _scan(comm: Communicator, group: Pass) -> None:
         return None if target is None else apply_map(maps[part], state)
 
     _relay(comm, [group], hop)
-    for part, state in initial.items():
-        group.run(part, state)
+    for part in range(len(stops)):
+        if part in initial:
+            group.run(part, initial[part])
+        group.finish(part)
 
 
 def _gather(comm: Communicator, group: Pass) -> None:
@@ -146,8 +165,10 @@ def _gather(comm: Communicator, group: Pass) -> None:
     state, last = zero, comm.size - 1
     for place in range(2 * comm.size - 1):
         owner, part = (place, 0) if place <= last else (2 * last - place, 1)
-        if owner == comm.rank and stops[part][0] is not None:
-            group.run(part, state)
+        if owner == comm.rank:
+            if stops[part][0] is not None:
+                group.run(part, state)
+            group.finish(part)
         if owner == comm.rank and part == len(stops) - 1:
             break
         found = everyone[owner, part]

@@ -12,12 +12,15 @@ from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.linear.exchange import Map, num_groups, travel
 from hdpcomm.attention.linear.fla import make_scan
 from hdpcomm.attention.linear.runs import Runs, runs_of
-from hdpcomm.attention.linear.scan import Inputs
+from hdpcomm.attention.linear.scan import Inputs, Scan
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = ["LinearCall", "LinearRecurrence"]
+
+_CACHE_BYTES = 16 << 20
+"""Keys and values of heads that are computed together on a CPU; larger temporary tensors are slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +35,63 @@ class LinearCall:
     def runs(self, dk: int) -> tuple[Runs, ...]:
         return runs_of(self.layout, 0 if self.comm is None else self.comm.rank, dk)
 
-    def groups(self, heads: int, device: str) -> list[slice]:
-        """The heads that travel together."""
-        count = num_groups(heads, device) if self.exchange == "pipeline" and self.comm is not None else 1
+    def groups(self, inputs: Inputs) -> list[slice]:
+        """The heads that are computed together. Without an exchange they are as many as fit into a CPU's cache."""
+        heads, device, count = inputs.q.shape[1], inputs.q.device.type, 1
+        if self.comm is not None:
+            count = num_groups(heads, device) if self.exchange == "pipeline" else 1
+        elif device == "cpu":
+            row = (inputs.q.shape[2] + inputs.v.shape[2]) * inputs.dtype.itemsize
+            least = inputs.q.shape[0] * heads * row / _CACHE_BYTES
+            count = next((n for n in range(1, heads + 1) if heads % n == 0 and n >= least), heads)
         width = heads // count
         return [slice(i * width, (i + 1) * width) for i in range(count)]
 
 
 class _Group:
-    """The runs of some heads; what both directions share. ``states[part]``: the initial states of the forward, or None
-    for zeros; ``transitions[part]``: of the maps that the forward summed up."""
+    """The runs of some heads, part by part; a part's scan lives from :meth:`prepare` to :meth:`finish`.
+
+    ``states[i]``: the initial states of the i-th runs in the forward, or None for zeros; ``transitions[i]``: of the
+    maps that the forward summed up.
+    """
 
     def __init__(self, backend: str, runs: tuple[Runs, ...], inputs: Inputs) -> None:
-        self.scans = [make_scan(backend, each, inputs) for each in runs]
-        shape = inputs.state_shape(runs[0].sequences)
-        self._zero = torch.zeros((), dtype=inputs.dtype, device=inputs.q.device).expand(shape)
-        dk = shape[2]
-        scalar = (1 if inputs.g.ndim == 2 else dk, 1)
-        self.transition_shape = (dk, dk) if inputs.beta is not None else scalar
+        self._backend, self._runs, self._inputs = backend, runs, inputs
+        self._scans: dict[int, Scan] = {}
+        self._shape = inputs.state_shape(runs[0].sequences)
+        dk = self._shape[2]
+        self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
         self.states: list[torch.Tensor | None] = [None] * len(runs)
         self.transitions: list[torch.Tensor | None] = [None] * len(runs)
 
     def zero(self) -> torch.Tensor:
-        return self._zero.contiguous()
+        return torch.zeros(self._shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
+
+    def _make(self, place: int) -> Scan:
+        return make_scan(self._backend, self._runs[place], self._inputs)
 
 
 class _Forward(_Group):
+    def __init__(self, backend: str, runs: tuple[Runs, ...], inputs: Inputs, out: torch.Tensor) -> None:
+        """``out``: receives the output of these heads."""
+        super().__init__(backend, runs, inputs)
+        self._out = out
+
+    def prepare(self, part: int) -> None:
+        if part not in self._scans:
+            self._scans[part] = self._make(part)
+
     def run(self, part: int, state: torch.Tensor) -> torch.Tensor:
+        self.prepare(part)
         self.states[part] = state
-        return self.scans[part].run(state)
+        return self._scans[part].run(state)
+
+    def finish(self, part: int) -> None:
+        self._scans.pop(part).output(self._out)
 
     def summary(self, part: int) -> Map:
-        found = self.scans[part].summary(self.zero())
+        self.prepare(part)
+        found = self._scans[part].summary(self.zero())
         self.transitions[part] = found[0].contiguous()
         return found
 
@@ -71,49 +99,59 @@ class _Forward(_Group):
 class _Backward(_Group):
     """The parts in the order of the backward: the last one is the first."""
 
+    def __init__(self, backend: str, runs: tuple[Runs, ...], inputs: Inputs, dout: torch.Tensor, grads: Inputs) -> None:
+        """``dout``: the gradient of the output of these heads; ``grads``: receives those of the inputs."""
+        super().__init__(backend, runs, inputs)
+        self._dout, self._grads = dout, grads
+
+    def _place(self, part: int) -> int:
+        return len(self._runs) - 1 - part
+
+    def prepare(self, part: int) -> None:
+        if part not in self._scans:
+            scan, state = self._make(self._place(part)), self.states[self._place(part)]
+            scan.run(self.zero() if state is None else state)
+            scan.take_grad(self._dout)
+            self._scans[part] = scan
+
     def run(self, part: int, state: torch.Tensor) -> torch.Tensor:
-        return self.scans[-1 - part].run_backward(state)
+        self.prepare(part)
+        return self._scans[part].run_backward(state)
+
+    def finish(self, part: int) -> None:
+        self._scans.pop(part).gradients(self._grads)
 
     def summary(self, part: int) -> Map:
-        transition = self.transitions[-1 - part]
+        self.prepare(part)
+        transition = self.transitions[self._place(part)]
         assert transition is not None
         if transition.shape[-1] > 1:
             transition = transition.mT
-        return transition, self.scans[-1 - part].backward_bias(self.zero())
+        return transition, self._scans[part].backward_bias(self.zero())
 
 
 def _run_forward(inputs: Inputs, call: LinearCall) -> tuple[torch.Tensor, list[_Forward]]:
     """The output, and the passes with the states that their runs began with. Collective over the call's ranks."""
-    q, v = inputs.q, inputs.v
-    runs, heads = call.runs(q.shape[2]), call.groups(q.shape[1], q.device.type)
-    passes = [_Forward(call.backend, runs, inputs.heads(each)) for each in heads]
+    runs, heads = call.runs(inputs.q.shape[2]), call.groups(inputs)
+    out = inputs.v.new_empty(inputs.v.shape)
+    passes = [_Forward(call.backend, runs, inputs.heads(each), out[:, each]) for each in heads]
     travel(passes, call.comm, call.exchange)
-    out = v.new_empty(v.shape)
-    for each, chosen in zip(passes, heads, strict=True):
-        for scan in each.scans:
-            scan.output(out[:, chosen])
     return out, passes
 
 
 def _run_backward(dout: torch.Tensor, inputs: Inputs, kept: Sequence[torch.Tensor | None], call: LinearCall) -> Inputs:
     """The gradients of the inputs; ``kept``: the initial states and the transitions of the forward, group by group.
     Collective over the call's ranks."""
-    new, q, beta = torch.empty_like, inputs.q, inputs.beta
-    runs, heads = call.runs(q.shape[2]), call.groups(q.shape[1], q.device.type)
-    grads = Inputs(new(q), new(inputs.k), new(inputs.v), new(inputs.g), None if beta is None else new(beta))
+    new, beta = torch.empty_like, inputs.beta
+    runs, heads = call.runs(inputs.q.shape[2]), call.groups(inputs)
+    grads = Inputs(new(inputs.q), new(inputs.k), new(inputs.v), new(inputs.g), None if beta is None else new(beta))
     passes = []
     for i, chosen in enumerate(heads):
-        group = _Backward(call.backend, runs, inputs.heads(chosen))
+        group = _Backward(call.backend, runs, inputs.heads(chosen), dout[:, chosen], grads.heads(chosen))
         own = kept[2 * len(runs) * i : 2 * len(runs) * (i + 1)]
-        group.transitions = list(own[len(runs) :])
-        for scan, state in zip(group.scans, own, strict=False):
-            scan.run(group.zero() if state is None else state)
-            scan.take_grad(dout[:, chosen])
+        group.states, group.transitions = list(own[: len(runs)]), list(own[len(runs) :])
         passes.append(group)
     travel(passes, call.comm, call.exchange)
-    for group, chosen in zip(passes, heads, strict=True):
-        for scan in group.scans:
-            scan.gradients(grads.heads(chosen))
     return grads
 
 
