@@ -12,7 +12,7 @@ import hdpcomm as hdp
 from hdpcomm.attention import shard, short_conv, unshard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.ranks.attention.attention_oracle import Case, error
+from tests.ranks.attention.attention_oracle import Case
 from tests.ranks.attention.test_attention_traffic import minimum_rows
 
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PACKS", "25"))
@@ -61,7 +61,10 @@ def check(size, lengths, channels, width, dtype, seed=0):
     inputs = tensors(lengths, channels, width, dtype, seed)
     found, _ = run(size, lengths, inputs)
     for name, got, want in zip(("out", "x", "weight", "bias"), found, wanted(lengths, inputs), strict=True):
-        assert error(got, want) <= TOLERANCE[dtype], (name, error(got, want), size, lengths, channels, width)
+        # gradients of parameters are sums over tokens, which may cancel: compared with the norm of what is added
+        norm = max(float(want.norm()), sum(lengths) ** 0.5) if name in ("weight", "bias") else float(want.norm())
+        wrong = float((got.double() - want).norm()) / norm
+        assert wrong <= TOLERANCE[dtype], (name, wrong, size, lengths, channels, width)
 
 
 @given(
