@@ -1,7 +1,8 @@
-"""Corpora whose lengths are known before their tokens, and the sampling of global batches from them."""
+"""Corpora whose lengths are known before their tokens, sampling of global batches, and trees of trajectories."""
 
 from hdpcomm.data.corpus import BatchReader, Corpus, CorpusSummary, standard_library
 from hdpcomm.data.encoders import ByteEncoder, Encoder, FolderEncoder, encoder_of, has_tokenizer
+from hdpcomm.data.fold import FoldedTree, fold
 from hdpcomm.data.opening import build_data, is_indexed, open_corpus
 from hdpcomm.data.sampler import BatchSampler, GlobalBatch
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
@@ -13,11 +14,13 @@ __all__ = [
     "Corpus",
     "CorpusSummary",
     "Encoder",
+    "FoldedTree",
     "FolderEncoder",
     "GlobalBatch",
     "TokenStore",
     "build_data",
     "encoder_of",
+    "fold",
     "has_tokenizer",
     "is_indexed",
     "is_store",
