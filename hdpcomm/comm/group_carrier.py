@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm._core import transport
+from hdpcomm.comm.forks import closed_in_children
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, Secret
 from hdpcomm.comm.torch_store import SignedStore
@@ -202,8 +203,9 @@ def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     where = {"interface": interface.split(",")[0]} if interface else {"hostname": own_address(store)}
     try:
-        options._devices = [dist.ProcessGroupGloo.create_device(**where)]
-        return dist.ProcessGroupGloo(store, rank, size, options), True
+        with closed_in_children():
+            options._devices = [dist.ProcessGroupGloo.create_device(**where)]
+            return dist.ProcessGroupGloo(store, rank, size, options), True
     except RuntimeError as error:
         text = _first_line(error)
         if "timed out" in text.lower() or "timeout" in text.lower():

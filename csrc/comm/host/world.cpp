@@ -42,6 +42,7 @@ World::~World() {
 }
 
 Stats World::stats() {
+  refuseInChild();
   std::lock_guard lock(mutex_);
   Stats stats = transport_->stats();
   stats["wait_ns"] = static_cast<uint64_t>(waited_ / std::chrono::nanoseconds(1));
@@ -49,9 +50,18 @@ Stats World::stats() {
 }
 
 std::shared_ptr<std::byte> World::allocate(size_t bytes) {
+  refuseInChild();
   std::lock_guard lock(mutex_);
   if (over()) throwUnusable();
   return transport_->allocate(bytes);
+}
+
+void World::throwInChild() const {
+  throw Error(ErrorKind::kInvalidUsage,
+              "this communicator belongs to process " + std::to_string(pid_) +
+                  ", of which process " + std::to_string(::getpid()) +
+                  " is a forked child: use it there, or start processes that communicate by spawn",
+              {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
 }
 
 void World::throwUnusable() const {
@@ -68,6 +78,7 @@ void World::throwUnusable() const {
 }
 
 void World::submit(const std::shared_ptr<Work>& work) {
+  refuseInChild();
   std::lock_guard lock(mutex_);
   work->background_ = true;
   enterLocked(*work);
@@ -218,6 +229,7 @@ size_t World::HashRequest::operator()(const ScheduleRequest& request) const noex
 }
 
 std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) {
+  refuseInChild();
   std::lock_guard lock(mutex_);
   if (const auto found = schedules_.find(request); found != schedules_.end()) return found->second;
   ScheduleRequest chosen = request;
@@ -244,12 +256,14 @@ void World::listen(std::shared_ptr<WorldListener> listener) {
 }
 
 std::optional<Error> World::departure(int peer) {
+  refuseInChild();
   std::lock_guard lock(mutex_);
   progressLocked();
   return transport_->departure(peer);
 }
 
 void World::abort(const std::string& reason) {
+  refuseInChild();
   if (const auto part = part_) part->abort(reason);
   abortTransport(reason);
 }

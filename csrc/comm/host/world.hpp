@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/process.hpp"
 #include "collective/cost.hpp"
 #include "comm/host/work.hpp"
 
@@ -91,6 +92,7 @@ class World {
   // Runs a function under the world's lock, for state that a listener shares with others.
   template <typename Function>
   void underLock(Function function) {
+    refuseInChild();
     std::lock_guard lock(mutex_);
     function();
   }
@@ -129,6 +131,12 @@ class World {
   void finish(Work& work, Work::State state);
   void dropEndedLocked();
   [[noreturn]] void throwUnusable() const;
+  [[noreturn]] void throwInChild() const;
+  // In a forked child no lock may be taken: a thread that only its parent has may hold it.
+  void refuseInChild() const {
+    if (forkGeneration() != forks_) [[unlikely]]
+      throwInChild();
+  }
   void forgetSchedules();
   void ensureProgressThread();
   void progressLoop();
@@ -147,6 +155,7 @@ class World {
   std::unique_ptr<Transport> transport_;
   double timeout_s_;
   int pid_;
+  uint32_t forks_ = forkGeneration();  // of the process that made this world
   int spins_;  // polls of the transport before the clock is read for the first time
   double spin_s_;
   double yield_s_;

@@ -97,12 +97,14 @@ Error World::timeoutError(const Work& work, Clock::duration waited) const {
 }
 
 bool World::test(Work& work) {
+  refuseInChild();
   std::lock_guard lock(mutex_);
   if (!ended(work)) progressLocked();
   return ended(work);
 }
 
 void World::wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  refuseInChild();
   {
     std::lock_guard lock(mutex_);
     if (spinLocked(work)) return;
@@ -111,6 +113,7 @@ void World::wait(Work& work, double timeout_s, const InterruptCheck& check_inter
 }
 
 void World::run(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
+  refuseInChild();
   {
     std::lock_guard lock(mutex_);
     enterLocked(work);

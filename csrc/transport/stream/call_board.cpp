@@ -104,7 +104,7 @@ SharedBoard::Ring& SharedBoard::ring(int src, int dst) const {
 void SharedBoard::enter(int rank) {
   Control& own = control(rank);
   own.pid = ::getpid();
-  own.start_time = processInfo(own.pid).start_time;
+  own.start_time = ownStartTime();
   own.state.store(BoardState::kReady, std::memory_order_release);
 }
 

@@ -111,6 +111,7 @@ std::optional<Error> ShmTransport::lostInJoining(const ShmJoining& joining) cons
 // Finds out how to read the memory of a peer that has joined.
 void ShmTransport::probePeer(Peer& peer) {
   peer.same_process = peer.control->pid == segment_->control(rank_).pid;
+  (void)processAlive(*peer.control);  // opens its descriptor, as long as there are some
   uint64_t value = 0;
   bool readable = peer.same_process;
   if (!readable && Settings::get().shm_cma) {

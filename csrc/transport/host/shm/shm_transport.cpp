@@ -66,7 +66,7 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
   }
   segment_->populate(rank, members_);
   own.pid = ::getpid();
-  own.start_time = processInfo(own.pid).start_time;
+  own.start_time = ownStartTime();
   own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
   own.heap_descriptor.store(-1, std::memory_order_relaxed);
   barriers_ = membarrier(MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED) == 0;

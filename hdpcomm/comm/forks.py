@@ -1,0 +1,57 @@
+"""Connections that other libraries make, which a forked child must not hold: it would hide the death of its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+
+__all__ = ["closed_in_children"]
+
+_sockets: dict[int, int] = {}  # descriptor -> inode, which tells whether it is still the same socket
+
+
+@contextlib.contextmanager
+def closed_in_children() -> Iterator[None]:
+    """Sockets that this process opens inside are closed in its forked children from then on (DataLoader's workers, say).
+
+    Those that another thread opens meanwhile, too: what needs connections in a child makes them there.
+    """
+    before = _open_sockets()
+    yield
+    for handle in [handle for handle, inode in _sockets.items() if _inode(handle) != inode]:
+        del _sockets[handle]
+    _sockets.update({handle: inode for handle, inode in _open_sockets().items() if before.get(handle) != inode})
+
+
+def _open_sockets() -> dict[int, int]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        inode = _inode(int(name))
+        if inode is not None:
+            found[int(name)] = inode
+    return found
+
+
+def _inode(handle: int) -> int | None:
+    """Of a socket; ``None`` for all else."""
+    try:
+        status = os.fstat(handle)
+    except OSError:
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+
+
+def _close_in_child() -> None:
+    if not _sockets:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for handle, inode in _sockets.items():
+        if _inode(handle) == inode:
+            os.dup2(nothing, handle, inheritable=False)  # the number stays taken: its library may close it once more
+    os.close(nothing)
+    _sockets.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
