@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -162,6 +162,17 @@ def _drop_packs_of_ended_worlds() -> None:
             del _saved[ticket]
 
 
+def _apart(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What an operator returns may share no memory with what it got (dv of a sequence of one token is dout), nor among
+    itself."""
+    seen = {x.untyped_storage().data_ptr() for x in given}
+    results = []
+    for x in made:
+        results.append(x.clone() if x.untyped_storage().data_ptr() in seen and x.numel() else x)
+        seen.add(results[-1].untyped_storage().data_ptr())
+    return results
+
+
 def _saved_pack(ticket: int) -> Pack:
     found = _saved.get(ticket)
     if found is None:
@@ -206,6 +217,7 @@ def _packed_op(
             options=options,
             check=pack.check,
         )
+    out, lse = _apart((out, lse), (q, k, v))
     return out, lse, torch.tensor(_save(pack))
 
 
@@ -249,7 +261,8 @@ def _packed_backward_op(
     saved = retrace(q, (k, v), out, lse, call)
     dq, dk, dv, dsinks = backward(dout, saved, sinks, call, (q.shape[1], k.shape[1]))
     none = q.new_empty(0) if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
-    return dq.to(q.dtype), dk.to(q.dtype).contiguous(), dv.to(q.dtype).contiguous(), none
+    made = dq.to(q.dtype), dk.to(q.dtype).contiguous(), dv.to(q.dtype).contiguous(), none
+    return tuple(_apart(made, (dout, q, k, v, out, lse)))  # type: ignore[return-value]
 
 
 @_packed_backward_op.register_fake
