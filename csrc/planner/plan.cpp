@@ -24,6 +24,8 @@ namespace {
                     " tokens");
 }
 
+constexpr double kLongestS = 1e15;  // of a step: sums and ratios of such times stay finite
+
 }  // namespace
 
 Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost)
@@ -36,6 +38,15 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost)
                         " tokens, expected at least 1: leave empty sequences out");
     }
     min_ranks_.push_back(length <= cost_.memory().capacity ? 1 : cost_.minRanks(length));
+  }
+  Load all;
+  for (const int64_t length : lengths_) all.add(length);
+  for (const int size : {1, ranks()}) {
+    if (lengths_.empty() || cost_.seconds(all, size, false) <= kLongestS) continue;  // not NaN
+    throwInvalidUsage("by this profile all " + std::to_string(count()) + " sequences take " +
+                      std::to_string(cost_.seconds(all, size, false)) + " s on " +
+                      std::to_string(size) +
+                      " ranks: its coefficients are no measured ones; give seconds per token");
   }
   const auto fitsAlone = [this](int32_t least) { return least <= ranks(); };
   if (std::all_of(min_ranks_.begin(), min_ranks_.end(), fitsAlone)) return;

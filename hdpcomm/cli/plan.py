@@ -65,13 +65,13 @@ def read_profile(path: str) -> CostModel:
     try:
         text = Path(path).read_text()
         data = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidUsage(f"cannot read the profile {path}: {error}") from error
     if isinstance(data, dict):
         return CostModel.from_json(text)
     try:
         samples = [CostSample(int(s["ranks"]), tuple(s["lengths"]), float(s["seconds"])) for s in data]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidUsage(
             f"{path} is no profile ({type(error).__name__}: {error}): expected coefficients or a list of "
             "{ranks, lengths, seconds}"

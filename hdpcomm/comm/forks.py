@@ -14,7 +14,7 @@ _sockets: dict[int, int] = {}  # descriptor -> inode, which tells whether it is 
 
 @contextlib.contextmanager
 def closed_in_children() -> Iterator[None]:
-    """Sockets that this process opens inside are closed in its forked children from then on (DataLoader's workers, say).
+    """Sockets that this process opens inside are closed in its forked children from then on (those of DataLoader, say).
 
     Those that another thread opens meanwhile, too: what needs connections in a child makes them there.
     """

@@ -28,7 +28,7 @@ def load_cluster(path: Path) -> ClusterSpec:
         content = json.loads(path.read_text())
         device = DeviceSpec(**content.pop("device"))
         return ClusterSpec(**content, device=device)
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidUsage(
             f"{path} holds no cluster ({type(error).__name__}: {error}); write one with hdpcomm doctor --topology "
             "--cluster FILE"

@@ -23,6 +23,10 @@ _ATTENTION_PASSES = 3.5
 _KV_MESSAGES = 3
 
 
+_MOST_RANKS = 1 << 31
+_MOST_TOKENS = 1 << 40  # of a sequence
+
+
 @dataclass(frozen=True, slots=True)
 class CostSample:
     """One measurement: both passes of a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks."""
@@ -132,8 +136,12 @@ class CostModel:
                 f"{len(measured)} samples given, expected at least 3 of different lengths: profile more micro-batches"
             )
         for sample in measured:
-            if sample.ranks < 1 or not sample.lengths or min(sample.lengths) < 1 or not sample.seconds > 0:
+            if sample.ranks < 1 or not sample.lengths or min(sample.lengths) < 1 or not 0 < sample.seconds < math.inf:
                 raise InvalidUsage(f"{sample} is no measurement: ranks, lengths and seconds have to be positive")
+            if sample.ranks > _MOST_RANKS or max(sample.lengths) > _MOST_TOKENS:
+                raise InvalidUsage(
+                    f"a sample has more than {_MOST_RANKS} ranks or a length above {_MOST_TOKENS} tokens"
+                )
         rows = []
         for sample in measured:
             squares, tokens, ranks = sum(s * s for s in sample.lengths), sum(sample.lengths), sample.ranks
@@ -154,7 +162,7 @@ class CostModel:
         try:
             values = json.loads(text)
             return cls(**{name: float(value) for name, value in values.items()})
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise InvalidUsage(f"no cost model ({error}): expected a JSON object with numbers for {names}") from error
 

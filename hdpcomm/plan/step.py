@@ -241,7 +241,7 @@ class StepPlan:
                 planning_s=float(data["planning_s"]),
                 idle_share=float(data["idle_share"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise InvalidUsage(
                 f"no step plan ({type(error).__name__}: {error}): expected the output of StepPlan.to_json"
             ) from error
