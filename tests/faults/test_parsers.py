@@ -66,7 +66,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("reader", "text"), itertools.product(READERS, TEXTS))
+@pytest.mark.parametrize(("reader", "text"), list(itertools.product(READERS, TEXTS)))
 def test_files_that_nobody_wrote(tmp_path: Path, reader: str, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(TEXTS[text])
