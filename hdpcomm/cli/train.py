@@ -122,6 +122,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         recompute=options.recompute,
         schedule=Schedule(options.schedule, options.warmup, options.min_lr, options.decay),
         eval_every=options.eval_every or 0,
+        memory_bytes=options.memory,
     )
     held_out = _data(options, options.eval_data) if options.eval_data else None
     for each in (data, held_out):

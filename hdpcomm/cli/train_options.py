@@ -20,11 +20,11 @@ any of these options (as RUN/config.yaml); what stands on the command line wins.
 
 
 def recompute(text: str) -> str | int:
-    """argparse type: ``none``, ``full`` or a number of layers."""
-    if str(text) in ("none", "full"):
+    """argparse type: ``none``, ``full``, ``auto`` or a number of layers."""
+    if str(text) in ("none", "full", "auto"):
         return str(text)
     if not str(text).isdecimal():
-        raise BadOption(f"{text!r} is neither none, full nor a number of layers")
+        raise BadOption(f"{text!r} is neither none, full, auto nor a number of layers")
     return int(text)
 
 
@@ -107,8 +107,13 @@ class TrainOptions:
     )
     zero: int = _option("training", 0, "1: each rank keeps a part of the optimizer's state", int, choices=(0, 1))
     recompute: str | int = _option(
-        "training", "none", "layers that are computed again in the backward pass instead of kept", recompute,
-        metavar="none|full|N",
+        "training", "none", "layers that are computed again in the backward pass instead of kept; auto: as few as "
+        "--memory allows", recompute,
+        metavar="none|full|auto|N",
+    )  # fmt: skip
+    memory: int = _option(
+        "training", 0, "memory that a rank's step may take, weights and optimizer included, like 4G; with --recompute "
+        "auto", num_bytes, metavar="SIZE",
     )  # fmt: skip
     max_grad_norm: float = _option("training", 1.0, "gradients are clipped to this global norm", positive)
     eval_every: int | None = _option(

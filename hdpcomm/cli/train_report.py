@@ -93,6 +93,8 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         f"{_model_text(config)} of {result.parameters:,} parameters on {_ranks_text(result.ranks)} "
         f"({result.transport}), capacity {config.capacity:,} tokens a rank"
     )
+    if result.step_memory is not None:
+        console.print(_memory_text(config, result))
     console.print(_steps_table(policy, result.steps[policy]))
     console.print(_policies_table(result))
     if len(config.policies) > 1:
@@ -159,6 +161,18 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
             row = (f"{memory.tokens:,}", *map(size_text, (memory.states, memory.activations, both)))
             table.add_row(str(rank), *row)
         console.print(table)
+
+
+def _memory_text(config: RunConfig, result: RunResult) -> str:
+    """What the memory model has chosen."""
+    memory, recompute = result.step_memory, int(result.recompute)
+    assert memory is not None
+    ratio = 1.0 if config.offload_bytes else 0.0
+    taken = memory.peak_bytes(config.capacity, recompute, ratio)
+    return (
+        f"{recompute} of {memory.layers} layers are recomputed: {config.capacity:,} tokens then take "
+        f"{size_text(taken)} of {size_text(config.memory_bytes)}, {size_text(memory.states)} of it states"
+    )
 
 
 def _table(title: str) -> Table:

@@ -17,7 +17,7 @@ from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["default_chunk_tokens", "linear_cross_entropy"]
 
 _SMALL_CHUNK = 16 << 20
 """Bytes of logits up to which a larger chunk costs nothing worth saving."""
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     job = _Job(
         VocabularyShard(first, total, ignore_index, comm if size > 1 else None),
         float(scale), float(softcap), float(z_loss),
-        chunk_tokens or _chunk_tokens(weight, -(-total // size)), torch.is_grad_enabled(),
+        chunk_tokens or default_chunk_tokens(weight, -(-total // size)), torch.is_grad_enabled(),
     )  # fmt: skip
     factors = None if weights is None else weights.detach().reshape(-1).contiguous()
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -187,8 +187,8 @@ def _logit_gradient(rows: LogitRows, logits: Tensor, job: _Job) -> Tensor:
     return gradient
 
 
-def _chunk_tokens(weight: Tensor, columns: int) -> int:
-    """The same on all ranks: ``columns`` are those of an equal shard."""
+def default_chunk_tokens(weight: Tensor, columns: int) -> int:
+    """Tokens of a chunk, the same on all ranks: ``columns`` are those of an equal shard of the vocabulary."""
     return max(weight.shape[1], _SMALL_CHUNK // max(1, columns * weight.element_size()), 1)
 
 

@@ -89,6 +89,11 @@ class AdaptedCausalLM(nn.Module):
         """The transformers model; of a peft model, the one inside."""
         return inner_causal_lm(self.model)
 
+    @property
+    def last_layer(self) -> Any:
+        """The layer that makes logits."""
+        return self.causal_lm.get_output_embeddings()
+
     def forward(
         self,
         tokens: Tensor,

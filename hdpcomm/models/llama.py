@@ -164,6 +164,8 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config = config or LlamaConfig()
+        self.chunk_tokens: int | None = None
+        """Of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
         if not dtype.is_floating_point:
             raise InvalidUsage(f"dtype is {dtype}; a model's parameters need a floating-point type")
         device = torch.device(device)
@@ -219,9 +221,14 @@ class Llama(nn.Module):
             x = block(x, tables, cu_seqlens, comm)
         x = self.norm(x)
         if labels is not None:
-            return linear_cross_entropy(x, self.head.weight, labels)
+            return linear_cross_entropy(x, self.head.weight, labels, chunk_tokens=self.chunk_tokens)
         logits: Tensor = self.head(x)
         return logits
+
+    @property
+    def last_layer(self) -> nn.Linear:
+        """The layer that makes logits."""
+        return self.head
 
     def num_parameters(self) -> int:
         """Parameters, tied ones counted once."""

@@ -13,7 +13,7 @@ from hdpcomm.attention import carry_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.layers import find_layers
 
-__all__ = ["set_recompute"]
+__all__ = ["recomputed_layers", "set_recompute"]
 
 
 class _Recomputed:
@@ -33,6 +33,11 @@ class _Recomputed:
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=carry_pack, **kwargs)
 
 
+def recomputed_layers(model: nn.Module) -> int:
+    """How many layers :func:`set_recompute` has last made recompute. Local."""
+    return sum(isinstance(vars(module).get("forward"), _Recomputed) for module in model.modules())
+
+
 def set_recompute(model: nn.Module, recompute: str | int) -> int:
     """Chooses which layers of a model are computed again in the backward pass; returns how many.
 
@@ -46,7 +51,7 @@ def set_recompute(model: nn.Module, recompute: str | int) -> int:
     Raises:
         InvalidUsage: another value, more layers than there are, or a model without a list of layers.
     """
-    if recompute == "none" and not any(isinstance(vars(m).get("forward"), _Recomputed) for m in model.modules()):
+    if recompute == "none" and not recomputed_layers(model):
         return 0
     layers = find_layers(model)
     wanted = {"none": 0, "full": len(layers)}.get(recompute, recompute) if isinstance(recompute, str) else recompute

@@ -68,6 +68,13 @@ class MemoryMeter:
         self._before = 0
         self.peak = 0
 
+    @property
+    def in_use(self) -> int:
+        """What is in use now, inside of the ``with``."""
+        if self._mode is not None:
+            return self._mode.alive
+        return torch.cuda.memory_allocated(self._device) - self._before
+
     def __enter__(self) -> MemoryMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

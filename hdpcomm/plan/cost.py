@@ -11,6 +11,7 @@ from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.fit import fit_coefficients
+from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.specs import ModelSpec
 
 __all__ = ["CostModel", "CostSample", "MemoryModel", "core_cost"]
@@ -169,15 +170,16 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """How many tokens a rank can hold (ByteScale, section 5.2, with the logits added).
+    """How many tokens a rank can hold (ByteScale, section 5.2), of the parts that :class:`StepMemory` has.
 
     Attributes:
         capacity: tokens without offload.
-        offloadable: share of a token's bytes that offload can move: all layers but two, without the logits.
+        offloadable: share of a token's bytes that offload can move: all layers but two.
         copy_s: seconds to copy that share of one token one way; 0: no offload.
         host_tokens: tokens that fit into the pinned host memory of a rank.
-        token_bytes: activations and logits of one token; ``None`` without a model.
-        state_bytes: weights, gradients and optimizer on a rank; ``None`` without a model.
+        token_bytes: activations of one token; ``None`` without a model.
+        state_bytes: weights, gradients and optimizer on a rank, with the logits of a chunk and the gradient of the last
+            layer, which every pass needs; ``None`` without a model.
     """
 
     capacity: int
@@ -203,13 +205,12 @@ class MemoryModel:
             return cls(cluster.capacity)
         device = cluster.hardware
         layers = math.ceil(model.layers / cluster.pipeline)
-        layer_bytes = model.activation_bytes / cluster.tensor
-        token_bytes = layers * layer_bytes + model.logits_bytes / cluster.tensor
-        states = _state_bytes(model, cluster)
+        step = StepMemory.of(model, states=_state_bytes(model, cluster), layers=layers, tensor=cluster.tensor)
+        token_bytes, states = step.line().token, step.states + step.line().fixed
         capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes, states)
         if not cluster.offload or layers <= 2:
             return cls(capacity, token_bytes=token_bytes, state_bytes=states)
-        moved = (layers - 2) * layer_bytes
+        moved = step.offloadable()
         bandwidth = min(device.d2h_bandwidth, device.h2d_bandwidth)
         return cls(
             capacity,

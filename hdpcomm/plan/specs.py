@@ -92,14 +92,17 @@ class ModelSpec:
         """Bytes that one token keeps per layer until the backward pass, with flash attention and no recomputation.
 
         Inputs of the two norms, of QKV and of the MLP (4 hidden), Q, KV, the attention output, and gate, up and their
-        product for each expert that processes the token.
+        product for each expert that processes the token; in fp32 (fp64 for 8 bytes) attention's own result with the LSE
+        of each head, and a factor of each norm.
         """
         width = 4 * self.hidden + 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn * self.top_k
-        return float(self.dtype_bytes * width)
+        wide = max(4, self.dtype_bytes) * (self.attention_width + self.heads + 2)
+        return float(self.dtype_bytes * width + wide)
 
     @property
     def logits_bytes(self) -> float:
-        """Bytes of one token's logits with the fused loss, which replaces them by their gradient."""
+        """Bytes of one token's logits. They exist for the tokens of one chunk
+        (:func:`hdpcomm.kernels.linear_cross_entropy`)."""
         return float(self.dtype_bytes * self.vocab)
 
 

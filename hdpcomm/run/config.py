@@ -30,7 +30,10 @@ class RunConfig:
         max_grad_norm: global L2 norm above which gradients are scaled down.
         offload_bytes: pinned host memory of a rank for activations; 0: no offload.
         dtype: of the parameters, ``fp32`` or ``bf16`` (with master weights in fp32).
-        zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`.
+        zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`; ``auto``: the
+            fewest layers with which ``capacity`` tokens, a part of them in host memory if there is offload, fit into
+            ``memory_bytes``.
+        memory_bytes: device memory of a rank for a step, states included; 0: not limited.
         eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
     """
 
@@ -49,6 +52,7 @@ class RunConfig:
     recompute: str | int = "none"
     schedule: Schedule = field(default_factory=Schedule)
     eval_every: int = 0
+    memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "capacity", "tokens_per_step"):
@@ -69,7 +73,12 @@ class RunConfig:
         if self.dtype not in ("fp32", "bf16") or self.zero not in (0, 1):
             raise InvalidUsage(f"dtype is {self.dtype!r} and zero {self.zero}; give fp32 or bf16, and 0 or 1")
         layers = self.model.layers
-        if self.recompute not in ("none", "full", *range(layers + 1)):
+        if (self.recompute == "auto") != (self.memory_bytes > 0):
+            raise InvalidUsage(
+                f"recompute is {self.recompute!r} and the memory of a rank {self.memory_bytes} bytes; give recompute "
+                "'auto' (--recompute auto) with the bytes to stay below (--memory), or neither"
+            )
+        if self.recompute not in ("none", "full", "auto", *range(layers + 1)):
             raise InvalidUsage(
                 f"recompute is {self.recompute!r}; give 'none', 'full' or a number of layers from 0 to {layers}"
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,17 +13,19 @@ from hdpcomm.comm.topology import shared_cores
 from hdpcomm.data import Corpus
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_model
 from hdpcomm.train import profile_cost_model
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
+from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.run.checkpoints import Checkpoint
 
-__all__ = ["DTYPES", "PROFILE_TOKENS", "SMALLEST_OFFLOAD", "Costs", "make_planner", "measure_costs"]
+__all__ = ["DTYPES", "PROFILE_TOKENS", "SMALLEST_OFFLOAD", "Costs", "make_planner", "measure_costs", "within_memory"]
 
 SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
@@ -34,38 +37,69 @@ class Costs:
     """What the planner has to know.
 
     Attributes:
+        capacity: tokens that a rank holds without offload.
         memory: with offload only.
         pool: pinned host memory of this rank, with offload only.
     """
 
     cost_model: CostModel
+    capacity: int
     memory: MemoryModel | None = None
     pool: PinnedPool | None = None
 
 
-def measure_costs(comm: Communicator, corpus: Corpus, config: RunConfig, *, found: Checkpoint | None = None) -> Costs:
-    """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums. Collective."""
+def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int, StepMemory | None]:
+    """The configuration with ``recompute="auto"`` resolved, the tokens that a rank then holds without offload, and the
+    memory model that says so. Collective.
+
+    Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
+    """
+    if config.recompute != "auto":
+        return config, config.capacity, None
+    dtype = DTYPES[config.dtype]
+    memory = profile_memory(
+        new_model(config.model, device=comm.device, seed=config.seed, recompute="none").to(dtype),
+        comm,
+        partial(torch.optim.AdamW, lr=config.learning_rate),
+        tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
+        zero=config.zero,
+        dtype=None if config.dtype == "fp32" else dtype,
+    )
+    limit, ratio = config.memory_bytes, 1.0 if config.offload_bytes else 0.0
+    recompute = memory.fewest_recomputed(limit, config.capacity, ratio)
+    resident = min(config.capacity, memory.capacity(limit, recompute))
+    return replace(config, recompute=recompute, memory_bytes=0), resident, memory
+
+
+def measure_costs(
+    comm: Communicator, corpus: Corpus, config: RunConfig, *, capacity: int, found: Checkpoint | None = None
+) -> Costs:
+    """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums. Collective.
+
+    Args:
+        config, capacity: from :func:`within_memory`.
+    """
     pool = _host_memory(comm, config)
     if found is not None:
         facts: dict[str, Any] = dict(found.facts)
         memory = facts.get("memory_model")
-        return Costs(CostModel(**facts["cost_model"]), MemoryModel(**memory) if memory else None, pool)
+        return Costs(CostModel(**facts["cost_model"]), capacity, MemoryModel(**memory) if memory else None, pool)
     model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute)
     model = model.to(DTYPES[config.dtype])
     longest = min(int(corpus.lengths.max()), config.capacity, PROFILE_TOKENS)
     cost_model = profile_cost_model(model, comm, longest=longest)
     if pool is None:
-        return Costs(cost_model)
+        return Costs(cost_model, capacity)
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
     profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
-    return Costs(cost_model, profile.memory_model(config.capacity, config.offload_bytes), pool)
+    return Costs(cost_model, capacity, profile.memory_model(capacity, config.offload_bytes), pool)
 
 
 def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
     cluster = ClusterSpec(
         ranks=comm.size,
-        capacity=config.capacity,
+        capacity=costs.capacity,
         offload=config.offload_bytes > 0,
         cores=shared_cores(comm) if comm.device.type == "cpu" else None,
     )

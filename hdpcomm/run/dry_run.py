@@ -11,7 +11,7 @@ from hdpcomm.data import BatchSampler, Corpus
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.plan import Planner
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import DTYPES, PROFILE_TOKENS, make_planner, measure_costs
+from hdpcomm.run.costs import DTYPES, PROFILE_TOKENS, make_planner, measure_costs, within_memory
 from hdpcomm.run.loop import check_limits
 from hdpcomm.run.model import new_model
 from hdpcomm.sim import StepReport, simulate_step
@@ -62,7 +62,8 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     Nothing is trained or written. Raises: InvalidUsage as :func:`hdpcomm.run.train`.
     """
     check_limits(corpus, config, ranks=comm.size)
-    costs = measure_costs(comm, corpus, config)
+    config, capacity, _ = within_memory(comm, config)
+    costs = measure_costs(comm, corpus, config, capacity=capacity)
     model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

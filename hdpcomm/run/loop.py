@@ -15,9 +15,10 @@ from hdpcomm.data import BatchReader, BatchSampler, Corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
+from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
-from hdpcomm.run.costs import DTYPES, SMALLEST_OFFLOAD, make_planner, measure_costs
+from hdpcomm.run.costs import DTYPES, SMALLEST_OFFLOAD, make_planner, measure_costs, within_memory
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_model
@@ -93,6 +94,7 @@ class RunResult:
         saved: the last checkpoint, if there is one.
         evaluations: by policy, those of this call.
         state: rank 0: the weights of the first policy's model, by name; elsewhere empty.
+        recompute, step_memory: what ``recompute="auto"`` has become, and the memory model that said so.
     """
 
     ranks: int
@@ -104,6 +106,8 @@ class RunResult:
     saved: Path | None = None
     evaluations: dict[str, list[Evaluation]] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    recompute: str | int = "none"
+    step_memory: StepMemory | None = None
 
 
 def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
@@ -189,7 +193,9 @@ class _Run:
             )
         self.saved: Path | None = None if found is None else found.path
         self.stopped_by = 0
-        self.costs = measure_costs(comm, corpus, config, found=found)
+        config, capacity, self.step_memory = within_memory(comm, config)
+        self.config = config
+        self.costs = measure_costs(comm, corpus, config, capacity=capacity, found=found)
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
@@ -339,6 +345,8 @@ class _Run:
             saved=self.saved,
             evaluations=self.evaluations,
             state=weights if self.comm.rank == 0 else {},
+            recompute=self.config.recompute,
+            step_memory=self.step_memory,
         )
 
 

@@ -78,7 +78,7 @@ def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int]) -
 
 
 def forward_backward(
-    model: nn.Module, group: Communicator, lengths: list[int], *, context: AbstractContextManager[None] | None = None
+    model: nn.Module, group: Communicator, lengths: list[int], *, context: AbstractContextManager[object] | None = None
 ) -> float:
     """Seconds of one forward and backward of a pack of sequences on ``group``; ``context``: round the forward pass."""
     device = next(model.parameters()).device

@@ -102,7 +102,25 @@ def test_memory_savers(folder, tmp_path, capfd):
     assert "recompute is 2; give 'none', 'full' or a number of layers from 0 to 1" in capfd.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "--recompute", "some"])
-    assert "'some' is neither none, full nor a number of layers" in capfd.readouterr().err
+    assert "'some' is neither none, full, auto nor a number of layers" in capfd.readouterr().err
+
+
+def test_recomputation_chosen_by_the_memory(folder, tmp_path, capfd):
+    """The less memory, the more layers, with the same losses; what cannot fit is refused."""
+    options = ["train", "--data", folder, *SMALL, *LIMITS, "--layers", "4", "--ranks", "2", "--capacity", "300"]
+    curves, recomputed = [], []
+    for size in ("1G", "1M", "700k"):
+        path = tmp_path / f"{size}.json"
+        assert main([*options, "--recompute", "auto", "--memory", size, "--json", str(path)]) == 0
+        told = capfd.readouterr().out
+        recomputed.append(int(told.split(" of 4 layers are recomputed")[0].split()[-1]))
+        curves.append([step["loss"] for step in json.loads(path.read_text())["steps"]])
+    assert recomputed[0] == 0
+    assert 0 < recomputed[1] < recomputed[2]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-4)
+    assert main([*options, "--recompute", "auto", "--memory", "300k"]) != 0
+    assert "lower the capacity, or take more ranks" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--policy", "naive"], ["--policy", "static"]])
@@ -165,6 +183,7 @@ def test_joins_the_world_of_mpirun(folder, tmp_path):
     assert json.loads(path.read_text())["ranks"] == 2
 
 
+_NEITHER = "give recompute 'auto' (--recompute auto) with the bytes to stay below (--memory), or neither"
 BAD = {
     "--data /no/such/path": "/no/such/path: no such file or folder",
     "--data {folder} --capacity 100 --ranks 2": "raise --capacity to at least 150 or --ranks to 3, or lower "
@@ -176,6 +195,8 @@ BAD = {
     "--data {folder} --log {folder}": "this is a folder",
     "--data {folder} --compare balanced": "--compare balanced is the policy of the run itself",
     "--data {folder} --compare ddp --zero 1": "compare with it without dtype, zero and offload",
+    "--data {folder} --recompute auto": _NEITHER,
+    "--data {folder} --memory 1G": _NEITHER,
     "--data {folder} --save-every 5": "--save-every was given without --out",
     "--data {folder} --resume auto": "--resume was given without --out",
     "--data {folder} --out {folder}/0.txt": "this is a file; give a folder",

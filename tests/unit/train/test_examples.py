@@ -7,7 +7,13 @@ import importlib
 
 import pytest
 
-MODULES = {"hdpcomm.data.corpus": 1, "hdpcomm.data.sampler": 1, "hdpcomm.models.adapt": 1, "hdpcomm.train.trainer": 1}
+MODULES = {
+    "hdpcomm.data.opening": 1,
+    "hdpcomm.data.sampler": 1,
+    "hdpcomm.data.text": 1,
+    "hdpcomm.models.adapt": 1,
+    "hdpcomm.train.trainer": 1,
+}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,0 +1,155 @@
+"""Device memory of a training step, from its parts: :class:`StepMemory`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.specs import ModelSpec
+
+__all__ = ["Line", "StepMemory"]
+
+_CHUNK_BYTES = 16 << 20
+"""Of the loss, see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes that grow with the tokens of a rank: ``fixed + token * tokens``."""
+
+    fixed: float
+    token: float
+
+    def at(self, tokens: float) -> float:
+        return self.fixed + self.token * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes on a rank's device in a step: states, and the most that a forward and backward pass adds to them.
+
+    A pass is largest in one of three places. At the loss, which holds the activations of all layers and the logits of
+    one chunk. In the backward pass of the last layer, which needs room to work beside them. And, if layers are
+    recomputed, in the backward pass of one of those, which holds its activations again, and the inputs of the layers
+    before it. Linear in the tokens each; the loss has a part that ends to grow where a chunk is full.
+
+    Attributes:
+        layers: of the model. Recomputed ones are counted from the first.
+        states: parameters, gradients, master weights and the optimizer's state.
+        layer: bytes a token that a layer keeps for its backward pass.
+        layer_input: of these, what a recomputed layer keeps.
+        forward: the pass up to the loss, all layers kept, without logits.
+        backward: the pass in the last layer's backward, all layers kept.
+        recomputed: the pass in the backward of a recomputed layer, all layers recomputed.
+        logits: bytes of one token's logits; 0: they do not exist or are in the lines, as the whole.
+        chunk: tokens whose logits exist at a time.
+        update: what the optimizer's step adds to the states.
+        resident: layers at the end that offload leaves alone.
+    """
+
+    layers: int
+    states: float
+    layer: float
+    layer_input: float
+    forward: Line
+    backward: Line
+    recomputed: Line
+    logits: float = 0.0
+    chunk: int = 1
+    update: float = 0.0
+    resident: int = 2
+
+    def offloadable(self, recompute: int = 0) -> float:
+        """Bytes a token that go to host memory at an offload ratio of 1, with ``recompute`` layers recomputed."""
+        leaving = max(0, self.layers - self.resident)
+        inputs = min(recompute, leaving)
+        return inputs * self.layer_input + (leaving - inputs) * self.layer
+
+    def activation_bytes(self, tokens: float, recompute: int = 0, ratio: float = 0.0) -> float:
+        """The most that a pass over ``tokens`` tokens of a rank takes beside the states.
+
+        Args:
+            recompute: layers that are recomputed.
+            ratio: share of the tokens whose activations go to host memory.
+        """
+        saved = recompute * (self.layer - self.layer_input) + ratio * self.offloadable(recompute)
+        chunk = math.ceil(tokens / math.ceil(tokens / self.chunk)) if tokens > 0 else 0  # chunks are of equal size
+        most = self.forward.at(tokens) + chunk * self.logits - saved * tokens
+        if recompute < self.layers:
+            most = max(most, self.backward.at(tokens) - saved * tokens)
+        if recompute:
+            # The recomputed layer, and the inputs of those before it, of which offload has taken some.
+            kept = (self.layers - recompute) * self.layer_input
+            inputs = min(recompute, max(0, self.layers - self.resident)) * self.layer_input
+            most = max(most, self.recomputed.at(tokens) - (kept + ratio * inputs) * tokens)
+        return most
+
+    def peak_bytes(self, tokens: float, recompute: int = 0, ratio: float = 0.0) -> float:
+        """The most that a step takes; arguments of :meth:`activation_bytes`."""
+        return self.states + max(self.update, self.activation_bytes(tokens, recompute, ratio))
+
+    def capacity(self, limit: float, recompute: int = 0, ratio: float = 0.0) -> int:
+        """The most tokens of a rank that fit into ``limit`` bytes; 0: not even one."""
+        low, high = 0, 1
+        while self.peak_bytes(high, recompute, ratio) <= limit:
+            low, high = high, 2 * high
+            if high > 1 << 50:  # nothing grows with the tokens
+                break
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.peak_bytes(middle, recompute, ratio) <= limit else (low, middle)
+        return low
+
+    def fewest_recomputed(self, limit: float, tokens: int, ratio: float = 0.0) -> int:
+        """The fewest layers to recompute so that ``tokens`` tokens of a rank fit into ``limit`` bytes.
+
+        Raises:
+            InvalidUsage: they do not fit whatever is recomputed; says what does.
+        """
+        for recompute in range(self.layers + 1):
+            if self.peak_bytes(tokens, recompute, ratio) <= limit:
+                return recompute
+        best = max(self.capacity(limit, recompute, ratio) for recompute in (0, self.layers))
+        raise InvalidUsage(
+            f"{tokens:,} tokens a rank take {self.peak_bytes(tokens, self.layers, ratio) / 1e9:.3g} GB with all "
+            f"{self.layers} layers recomputed, and {limit / 1e9:.3g} GB is the limit, in which {best:,} fit "
+            f"({self.states / 1e9:.3g} GB are weights, gradients and optimizer); lower the capacity, or take more ranks"
+        )
+
+    def line(self, recompute: int = 0) -> Line:
+        """:meth:`activation_bytes` of many tokens, where it is a line."""
+        tokens = 1e9
+        near, far = (self.activation_bytes(count, recompute) for count in (tokens, 2 * tokens))
+        token = (far - near) / tokens
+        return Line(max(0.0, near - token * tokens), token)
+
+    @classmethod
+    def of(cls, model: ModelSpec, *, states: float, layers: int | None = None, tensor: int = 1) -> StepMemory:
+        """From the shape of a model as :class:`hdpcomm.models.Llama` keeps its activations.
+
+        Args:
+            layers: on this rank, of a pipeline; default all.
+            tensor: ranks that share each layer.
+        """
+        size, layers = model.dtype_bytes, layers or model.layers
+        wide = max(4, size)
+        hidden, vocabulary = size * model.hidden, model.vocab / tensor
+        layer = model.activation_bytes / tensor
+        # The gradient of the last layer's weight, which is summed in the wide type.
+        chunk = max(model.hidden, int(_CHUNK_BYTES // max(1.0, vocabulary * size)), 1)
+        head = vocabulary * model.hidden
+        around = 3 * 8 + size * (model.head_dim or model.hidden // model.heads)  # tokens, labels, positions; angles
+        kept = layers * layer + around
+        working = (3 * model.ffn * model.top_k * size) / tensor + hidden
+        return cls(
+            layers=layers,
+            states=states,
+            layer=layer,
+            layer_input=hidden,
+            forward=Line(head * (wide if wide == size else wide + size), kept + 3 * hidden),
+            backward=Line(head * size, kept + working),
+            recomputed=Line(head * size, (layers - 1) * hidden + layer + around + working),
+            logits=size * vocabulary,
+            chunk=chunk,
+        )

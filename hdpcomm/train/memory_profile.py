@@ -1,0 +1,202 @@
+"""The device memory of a model's training step, measured on short passes: for the memory model of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.linear_cross_entropy import default_chunk_tokens
+from hdpcomm.models.recompute import recomputed_layers, set_recompute
+from hdpcomm.offload import MemoryMeter
+from hdpcomm.offload.layers import find_layers
+from hdpcomm.plan.memory import Line, StepMemory
+from hdpcomm.train.buckets import trained_parameters
+from hdpcomm.train.profile import forward_backward
+from hdpcomm.train.sharded import BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["profile_memory"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_DOUBLINGS = 6
+_CHUNK = 16
+"""Tokens whose logits exist at a time in the passes, so that they are not the most of them."""
+_SEQUENCE = 256
+"""Tokens of a rank of one sequence: packs of short ones take the memory of a long one, and less time."""
+_SAMPLE = 4096
+"""Elements of the tensor on which an optimizer shows what it needs."""
+
+
+def profile_memory(
+    model: nn.Module,
+    comm: Communicator,
+    optimizer: MakeOptimizer,
+    *,
+    tokens: int,
+    zero: int = 0,
+    dtype: torch.dtype | None = None,
+) -> StepMemory:
+    """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, one and all layers recomputed.
+
+    Collective over ``comm``: with more than one rank the passes are those of one sequence on all of them, so that the
+    buffers of the ring are counted. Gradients are dropped; the model recomputes afterwards what it did before.
+
+    Args:
+        model: in the type that it will be trained in (``dtype`` if that is given).
+        optimizer: makes one over the parameters it is given; called with a small one, to count its state.
+        tokens: of a rank, in the longer of the first passes; some hundreds are enough. Doubled until bytes a token
+            are steady, since gradients of the embedding and the last layer may be the most of a short pass.
+        zero, dtype: as the trainer gets them.
+
+    Raises:
+        InvalidUsage: fewer than 8 tokens, or a model without a list of layers.
+    """
+    if tokens < 8:
+        raise InvalidUsage(f"tokens is {tokens}; at least 8 are needed to see how memory grows")
+    layers = find_layers(model)
+    before = recomputed_layers(model)
+    inputs: list[int] = []
+    before_that: Tensor | None = None
+    hook = layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.append(_largest(args, kwargs)), with_kwargs=True
+    )
+    try:
+        for _ in range(_DOUBLINGS):
+            with _small_chunks(model, min(_CHUNK, tokens // 4)):
+                set_recompute(model, 0)
+                forward_backward(model, comm, [2 * comm.size])  # makes the gradients, which stay
+                inputs.clear()
+                kept, backward = _lines(model, comm, tokens)
+                layer_input = inputs[-1] / tokens
+                set_recompute(model, 1)
+                fewer, _ = _lines(model, comm, tokens)
+                set_recompute(model, len(layers))
+                _, recomputed = _lines(model, comm, tokens)
+            layer = kept.token - fewer.token + layer_input
+            working = recomputed.token - (len(layers) - 1) * layer_input - layer
+            slopes = torch.tensor([kept.token, backward.token, recomputed.token])
+            steady = before_that is not None and torch.allclose(slopes, before_that, rtol=2e-3)
+            if steady and working > 0 and backward.token > len(layers) * layer + working / 2:
+                break
+            tokens, before_that = 2 * tokens, slopes  # what does not grow with the tokens was the most
+    finally:
+        hook.remove()
+        set_recompute(model, before)
+        model.zero_grad(set_to_none=True)
+    logits, usual, narrow = _logits(model)
+    states, update = _state_bytes(model, optimizer, parts=comm.size if zero else 1, zero=zero, dtype=dtype)
+    found = torch.tensor(
+        [
+            kept.fixed + narrow, kept.token + layer_input, backward.fixed, backward.token, recomputed.fixed,
+            recomputed.token, layer, layer_input,
+        ],
+        dtype=torch.float64,
+    )  # fmt: skip
+    comm.all_reduce(found, "max")
+    values = found.tolist()
+    return StepMemory(
+        layers=len(layers),
+        states=states,
+        layer=values[6],
+        layer_input=values[7],
+        forward=Line(values[0], values[1]),
+        backward=Line(values[2], values[3]),
+        recomputed=Line(values[4], values[5]),
+        logits=logits,
+        chunk=usual,
+        update=update,
+    )
+
+
+def _lines(model: nn.Module, comm: Communicator, tokens: int) -> tuple[Line, Line]:
+    """What is kept at the end of the forward pass, and the most of both."""
+    peaks = []
+    device = next(model.parameters()).device
+    for length in (tokens // 2, tokens):
+        kept: list[int] = []
+        pack = [min(_SEQUENCE, length - start) * comm.size for start in range(0, length, _SEQUENCE)]
+        with MemoryMeter(device) as meter:
+            forward_backward(model, comm, pack, context=_noting_at_end(meter, kept))
+        peaks.append((kept[0], meter.peak))
+    (f0, b0), (f1, b1) = peaks
+    grown = tokens - tokens // 2
+    return tuple(Line(y - (y - x) / grown * tokens, (y - x) / grown) for x, y in ((f0, f1), (b0, b1)))  # type: ignore[return-value]
+
+
+@contextmanager
+def _noting_at_end(meter: MemoryMeter, found: list[int]) -> Iterator[None]:
+    yield
+    found.append(meter.in_use)
+
+
+@contextmanager
+def _small_chunks(model: nn.Module, tokens: int) -> Iterator[None]:
+    """The loss in chunks of so many tokens, where it has chunks, so that longer passes only add activations."""
+    if not hasattr(model, "chunk_tokens"):
+        yield
+        return
+    before = model.chunk_tokens
+    model.chunk_tokens = tokens  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.chunk_tokens = before
+
+
+def _logits(model: nn.Module) -> tuple[float, int, float]:
+    """Bytes of one token's logits, tokens of a chunk, and bytes of a second gradient of the last layer, in its own
+    type; (0, 1, 0) where the logits exist as a whole."""
+    if not hasattr(model, "chunk_tokens"):
+        return 0.0, 1, 0.0
+    weight: Tensor = model.last_layer.weight  # type: ignore[union-attr, assignment]
+    chunk = model.chunk_tokens or default_chunk_tokens(weight, weight.shape[0])
+    narrow = weight.numel() * weight.element_size() if weight.element_size() < 4 else 0
+    return float(weight.shape[0] * weight.element_size()), int(chunk), float(narrow)  # type: ignore[arg-type]
+
+
+def _state_bytes(
+    model: nn.Module, optimizer: MakeOptimizer, *, parts: int, zero: int, dtype: torch.dtype | None
+) -> tuple[float, float]:
+    """What a trainer keeps between steps, and the most that its optimizer's step adds."""
+    trained = trained_parameters(model.parameters())
+    wide = torch.float64 if torch.float64 in {p.dtype for p in trained} or dtype == torch.float64 else torch.float32
+    sharded = bool(zero) or dtype is not None
+    held = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    weights = sum(t.numel() * (dtype or t.dtype if t.is_floating_point() else t.dtype).itemsize for t in held)
+    count = sum(p.numel() for p in trained)
+    narrow = sum(p.numel() for p in trained if (dtype or p.dtype) != wide) if sharded else 0
+    kept, added = _needs(optimizer, wide)
+    largest = max(p.numel() for p in trained)
+    part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / parts if sharded else largest
+    states = weights + count * wide.itemsize + narrow * wide.itemsize / parts + kept * count / parts
+    return states, added * part
+
+
+def _needs(optimizer: MakeOptimizer, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes an element that an optimizer keeps, and that its step adds for a while."""
+    sample = nn.Parameter(torch.zeros(_SAMPLE, dtype=dtype))
+    made = optimizer([sample])
+    for _ in range(2):  # the state is made in the first step
+        sample.grad = torch.zeros_like(sample)
+        with MemoryMeter("cpu") as meter:
+            made.step()
+    kept = sum(
+        t.numel() * t.element_size() for t in made.state[sample].values() if isinstance(t, Tensor) and t.numel() > 1
+    )
+    return kept / _SAMPLE, meter.peak / _SAMPLE
+
+
+def _largest(args: Any, kwargs: Any) -> int:
+    """Bytes of the largest tensor among a layer's arguments: the hidden states."""
+    return max(
+        t.numel() * t.element_size() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad
+    )
