@@ -21,7 +21,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceIn
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
+from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
 from hdpcomm.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ class DataParallelTrainer(Trainer):
         loss = torch.zeros(2, dtype=torch.float64)
         alone = self.comm.subset([self.comm.rank])
         assert alone is not None
-        packs = [pack_shard(each, fetch, comm=alone, device=self._device) for each in micro_batches] or [_no_tokens()]
+        packs = [pack_shard(each, fetch, comm=alone, device=self._device) for each in micro_batches]
+        packs = packs or [no_tokens(self._device)]
         for place, packed in enumerate(packs):
             last = place == len(packs) - 1
             with nullcontext() if last else self._wrapped.no_sync():
@@ -159,9 +160,3 @@ class DataParallelTrainer(Trainer):
             if place < len(micro_batches):
                 self.timeline.end("micro-batch", micro_batches[place].index)
         return loss
-
-
-def _no_tokens() -> PackedShard:
-    """For a rank with no sequence, which DDP waits for: one token without a loss."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    return PackedShard(zero, torch.full_like(zero, IGNORE), zero, torch.tensor([0, 1], dtype=torch.int32))

@@ -14,13 +14,13 @@ from hdpcomm.attention import positions as positions_of
 from hdpcomm.attention import shard
 from hdpcomm.attention.layout import Layout, layout_of
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.loss import next_token_labels
+from hdpcomm.train.loss import IGNORE, next_token_labels
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import MicroBatch
 
-__all__ = ["Fetch", "FetchParts", "PackedShard", "pack_shard"]
+__all__ = ["Fetch", "FetchParts", "PackedShard", "no_tokens", "pack_shard"]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor]"]
 """Gives the tokens ``[length]`` (int64) of a sequence of the global batch by its place in the lengths.
@@ -52,6 +52,12 @@ class PackedShard:
     labels: Tensor
     positions: Tensor
     cu_seqlens: Tensor
+
+
+def no_tokens(device: torch.device) -> PackedShard:
+    """For a rank that has to run a pass and has no sequence: one token without a loss. Local."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return PackedShard(zero, torch.full_like(zero, IGNORE), zero, torch.tensor([0, 1], dtype=torch.int32))
 
 
 def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, device: torch.device) -> PackedShard:

@@ -21,6 +21,7 @@ from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import trained_parameters
+from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.metrics import StepMetrics
@@ -28,7 +29,7 @@ from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
-from hdpcomm.train.shards import Fetch, pack_shard
+from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
 from hdpcomm.train.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Trainer:
         model: called as ``model(tokens, positions=, cu_seqlens=, comm=) -> logits [local tokens, vocabulary]``; one
             with ``takes_labels = True``, as :class:`hdpcomm.models.Llama`, gets ``labels=`` too and returns the sum of
             the labelled tokens' losses. :func:`hdpcomm.models.adapt` brings other models into this form. Rank 0's
-            parameters and buffers are copied to all ranks at once.
+            parameters and buffers are copied to all ranks at once, unless ``fully_shard`` has sharded it.
         optimizer: any optimizer over the model's parameters.
         planner: a :class:`hdpcomm.plan.Planner` for as many ranks as ``comm`` has.
         comm: the ranks that train together; the plan's ranks are positions in it.
@@ -125,8 +126,16 @@ class Trainer:
         self._memory = planner.memory
         self._loss = loss
         self._device = trained_parameters(model.parameters())[0].device
+        self.gradients: GradientBuffer | ShardedParameters | FullyShardedParameters
+        if is_fully_sharded(model.parameters()):
+            if zero or dtype is not None:
+                raise InvalidUsage(
+                    "the model is sharded by fully_shard already, optimizer included; give zero=0 and dtype=None (its "
+                    "MixedPrecisionPolicy has types)"
+                )
+            self.gradients = FullyShardedParameters(model, comm)
+            return
         self._same_start()
-        self.gradients: GradientBuffer | ShardedParameters
         if zero or dtype is not None:
             self.gradients = ShardedParameters(
                 model.parameters(), optimizer, comm, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
@@ -217,6 +226,20 @@ class Trainer:
         self, micro_batches: Sequence[MicroBatch], fetch: Fetch, scale: float, offloading: OffloadedStep
     ) -> Tensor:
         """This rank's micro-batches, in their order; the sum of what :meth:`_run` gives."""
+        if isinstance(self.gradients, FullyShardedParameters):
+            with self.gradients.passes(self._empty_pass):
+                return self._run_each(micro_batches, fetch, scale, offloading)
+        return self._run_each(micro_batches, fetch, scale, offloading)
+
+    def _empty_pass(self) -> None:
+        """A forward and backward pass over a token without a loss, on this rank alone."""
+        alone = cast("Communicator", self.comm.subset([self.comm.rank]))
+        loss = micro_batch_loss(self.model, no_tokens(self._device), alone, self._loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _run_each(
+        self, micro_batches: Sequence[MicroBatch], fetch: Fetch, scale: float, offloading: OffloadedStep
+    ) -> Tensor:
         loss = torch.zeros(2, dtype=torch.float64)
         for place, micro_batch in enumerate(micro_batches):
             last_and_alone = place == len(micro_batches) - 1 and len(micro_batch.ranks) == 1

@@ -72,7 +72,7 @@ BAD = {
     "--lr 0": "0 is not a finite number above 0",
     "--min-lr 2": "2 is not a number from 0 to 1",
     "--policy fast": "invalid choice: 'fast' (choose from",
-    "--recompute half": "'half' is neither none, full nor a number of layers",
+    "--recompute half": "'half' is neither none, full, auto nor a number of layers",
     "--offload 1Q": "argument --offload",
 }
 
