@@ -1,0 +1,107 @@
+"""The programs in examples/ at tiny size."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(path, words):
+    """Stdout of an example on this rank; in a process that has imported torch already, as torchrun starts it."""
+    told = io.StringIO()
+    given, sys.argv = sys.argv, [path, *words]
+    try:
+        with contextlib.redirect_stdout(told):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = given
+    return told.getvalue()
+
+
+@pytest.fixture
+def started(ranks):
+    def start(name, *words):
+        told, *others = ranks(2, run, str(EXAMPLES / name), [str(word) for word in words], timeout=120)
+        assert others == [""]  # rank 0 alone reports
+        return told
+
+    return start
+
+
+def losses(told):
+    return [float(line.split("loss ")[1].split(",")[0]) for line in told.splitlines() if "loss " in line]
+
+
+def test_own_loop(started):
+    told = started("own_loop.py", "4", "2500")
+    assert len(losses(told)) == 4
+    assert losses(told)[-1] < losses(told)[0]
+
+
+def test_fsdp2(started):
+    told = started("fsdp2.py", "4", "2500")
+    assert len(losses(told)) == 4
+    assert losses(told)[-1] < losses(told)[0]
+
+
+def test_lora(started, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "data.txt").write_text("a text that repeats itself; " * 60)
+    (tmp_path / "more.txt").write_text("short")
+    words = [tmp_path / "model", tmp_path / "data.txt", tmp_path / "more.txt", "--out", tmp_path / "adapter"]
+    told = started("lora.py", *words, "--steps", "6", "--context", "400")
+    assert losses(told)[-1] < losses(told)[0]
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "adapter")
+    changed = [p for name, p in loaded.named_parameters() if "lora_B" in name]
+    assert changed
+    assert all(torch.count_nonzero(p) for p in changed)
+
+
+def test_long_context(started):
+    told = started("long_context.py", "--length", "3000", "--memory", "0.015", "--steps", "1")
+    assert "3,000 tokens on 2 ranks" in told
+    assert "0 of 6 layers recomputed" not in told
+    used, limit = told.split(" of the tokens offloaded, ")[1].split(" MiB")[0].split(" of ")
+    assert int(used) <= int(limit)
+
+
+def test_two_hosts(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "data.txt").write_text("some text to learn; " * 100)
+    small = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "2"]
+    small += ["--context", "200", "--tokens-per-step", "400", "--data", str(tmp_path / "data.txt")]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    hosts = [
+        subprocess.Popen(
+            [EXAMPLES / "two_hosts.sh", "127.0.0.1", str(node), *small],
+            env=os.environ | {"PATH": path, "PORT": str(port), "RANKS_PER_HOST": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    outputs = [host.communicate(timeout=150) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert "on 2 ranks" in outputs[0][0]
+    assert outputs[1][0] == ""
