@@ -84,8 +84,10 @@ class CollectorPause {
   bool was_on_;
 };
 
+// `ids`: the id of each sequence in the step; empty: its position.
 py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
-                      const py::object& batch_class, const py::object& sequence_class) {
+                      const std::vector<int64_t>& ids, const py::object& batch_class,
+                      const py::object& sequence_class) {
   const CollectorPause pause;
   const SlotFiller make_sequence(sequence_class, {"id", "length"});
   const SlotFiller make_batch(batch_class,
@@ -104,8 +106,9 @@ py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
     for (size_t k = 0; k < batch.ranks.size(); ++k) group[k] = rankObject(batch.ranks[k]);
     py::tuple sequences(batch.sequences.size());
     for (size_t k = 0; k < batch.sequences.size(); ++k) {
-      const int32_t id = batch.sequences[k];
-      sequences[k] = make_sequence.make(py::int_(id), py::int_(lengths[id]));
+      const int32_t place = batch.sequences[k];
+      const int64_t id = ids.empty() ? place : ids.at(place);
+      sequences[k] = make_sequence.make(py::int_(id), py::int_(lengths[place]));
     }
     batches[i] = make_batch.make(py::int_(i), group, sequences, py::float_(batch.offload),
                                  py::float_(batch.predicted_s));
@@ -116,17 +119,18 @@ py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
 // (micro-batches, makespan, lower bound, idle share)
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
-                       const py::object& batch_class, const py::object& sequence_class) {
+                       const py::object& batch_class, const py::object& sequence_class,
+                       std::vector<double> squares, const std::vector<int64_t>& ids) {
   Plan plan;
   double lower_bound = 0;
   std::optional<Problem> problem;
   {
     py::gil_scoped_release release;
-    problem.emplace(std::move(lengths), cost);
+    problem.emplace(std::move(lengths), cost, std::move(squares));
     lower_bound = planner::lowerBound(*problem);
     plan = solve(*problem, policy, PolicyOptions{context, context_ranks}, lower_bound);
   }
-  return py::make_tuple(makeBatches(plan, problem->lengths(), batch_class, sequence_class),
+  return py::make_tuple(makeBatches(plan, problem->lengths(), ids, batch_class, sequence_class),
                         plan.makespan, lower_bound, plan.idle_share);
 }
 
@@ -134,16 +138,17 @@ py::array_t<double> toArray(const std::vector<double>& values) {
   return py::array_t<double>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// Runs micro-batches given as (ranks, lengths, offload ratio).
-py::dict simulateToDict(
-    const CostModel& cost,
-    const std::vector<std::tuple<std::vector<int32_t>, std::vector<int64_t>, double>>& batches) {
+// Runs micro-batches given as (ranks, lengths, offload ratio, squares of the lengths).
+py::dict simulateToDict(const CostModel& cost,
+                        const std::vector<std::tuple<std::vector<int32_t>, std::vector<int64_t>,
+                                                     double, std::vector<double>>>& batches) {
   planner::SimulatedStep step;
   {
     py::gil_scoped_release release;
     std::vector<int64_t> lengths;
+    std::vector<double> squares;
     Plan plan;
-    for (const auto& [ranks, own_lengths, offload] : batches) {
+    for (const auto& [ranks, own_lengths, offload, own_squares] : batches) {
       MicroBatch batch;
       batch.ranks = ranks;
       batch.offload = offload;
@@ -151,9 +156,10 @@ py::dict simulateToDict(
         batch.sequences.push_back(static_cast<int32_t>(lengths.size()));
         lengths.push_back(length);
       }
+      squares.insert(squares.end(), own_squares.begin(), own_squares.end());
       plan.micro_batches.push_back(std::move(batch));
     }
-    const Problem problem(std::move(lengths), cost);
+    const Problem problem(std::move(lengths), cost, std::move(squares));
     step = planner::simulate(problem, plan);
   }
   const auto count = static_cast<py::ssize_t>(step.spans.size());
@@ -210,14 +216,15 @@ void bindPlanner(py::module_& module) {
       .def("token_limit", &CostModel::tokenLimit, py::arg("ratio"));
   module.def("solve", &solveToTuple, py::arg("cost"), py::arg("lengths"), py::arg("policy"),
              py::arg("context"), py::arg("context_ranks"), py::arg("batch_class"),
-             py::arg("sequence_class"));
+             py::arg("sequence_class"), py::arg("squares") = std::vector<double>(),
+             py::arg("ids") = std::vector<int64_t>());
   module.def(
       "lower_bound",
-      [](const CostModel& cost, std::vector<int64_t> lengths) {
+      [](const CostModel& cost, std::vector<int64_t> lengths, std::vector<double> squares) {
         py::gil_scoped_release release;
-        return planner::lowerBound(Problem(std::move(lengths), cost));
+        return planner::lowerBound(Problem(std::move(lengths), cost, std::move(squares)));
       },
-      py::arg("cost"), py::arg("lengths"));
+      py::arg("cost"), py::arg("lengths"), py::arg("squares") = std::vector<double>());
   module.def("simulate", &simulateToDict, py::arg("cost"), py::arg("batches"));
 }
 

@@ -14,7 +14,9 @@
 namespace hdpcomm::planner {
 namespace {
 
-struct Item {  // a sequence that may have to take several ranks
+// A sequence that may have to take several ranks. That of a tree has no more squares than any
+// longer item, so that all that is tested falls along the items; its true cost is not less.
+struct Item {
   Load load;
   double tokens_before = 0;  // of all longer items
 };
@@ -29,13 +31,16 @@ class Bound {
         stages_(cost_.cluster().pipeline) {
     int64_t longest = 0;
     int64_t shortest = problem.lengths()[0];
-    for (const int64_t length : problem.lengths()) {
-      all_.add(length);
+    double squares = kForever;
+    for (int i = 0; i < problem.count(); ++i) {
+      const int64_t length = problem.lengths()[i];
+      all_ += problem.own(i);
       longest = std::max(longest, length);
       shortest = std::min(shortest, length);
+      squares = std::min(squares, problem.own(i).squares);
     }
     longest_.add(longest);
-    shortest_.add(shortest);
+    shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = cost_.maxOffload(longest_);  // the ratio grows with the length
     if (stages_ > 1) filling_ = (stages_ - 1) * shortestBatch();
     collectItems();
@@ -75,27 +80,42 @@ class Bound {
   // Keeps the sequences that need several ranks, or that take longer on one rank than the least
   // possible step; the others never do.
   void collectItems() {
-    const int least = leastRanks(longest_, mostHeld(kForever));
-    // The fastest time grows with the length, so that of the longest sequence is the slowest.
-    slowest_ = cost_.seconds(longest_, cost_.fastestSize(longest_, least));
+    slowest_ = slowestFastest();
     const double low = std::max(slowest_, (workAlone() / problem_.ranks() + filling_) / stages_);
-    std::vector<int64_t> lengths;
-    for (const int64_t length : problem_.lengths()) {
-      Load load;
-      load.add(length);
-      if (length > memory_.capacity || cost_.seconds(load, 1) > low / kMaxStack) {
-        lengths.push_back(length);
+    std::vector<Load> loads;
+    for (int i = 0; i < problem_.count(); ++i) {
+      const Load load = problem_.own(i);
+      if (problem_.lengths()[i] > memory_.capacity || cost_.seconds(load, 1) > low / kMaxStack) {
+        loads.push_back(load);
       }
     }
-    std::sort(lengths.begin(), lengths.end(), std::greater<>());
+    std::sort(loads.begin(), loads.end(), [](const Load& a, const Load& b) {
+      return a.tokens != b.tokens ? a.tokens > b.tokens : a.squares > b.squares;
+    });
     double tokens = 0;
-    for (const int64_t length : lengths) {
-      Item item;
-      item.load.add(length);
-      item.tokens_before = tokens;
-      tokens += item.load.tokens;
-      items_.push_back(item);
+    double squares = kForever;
+    for (const Load& load : loads) {
+      squares = std::min(squares, load.squares);
+      items_.push_back({{squares, load.tokens}, tokens});
+      tokens += load.tokens;
     }
+  }
+
+  // The fastest time of the longest sequence, or of the one with the most squares, which differ
+  // only where there are trees. It grows with both, so without trees no sequence is slower.
+  double slowestFastest() const {
+    Load longest, widest;
+    for (int i = 0; i < problem_.count(); ++i) {
+      const Load load = problem_.own(i);
+      if (load.tokens > longest.tokens) longest = load;
+      if (load.squares > widest.squares) widest = load;
+    }
+    double slowest = 0;
+    for (const Load& load : {longest, widest}) {
+      const int least = leastRanks(load, mostHeld(kForever));
+      slowest = std::max(slowest, cost_.seconds(load, cost_.fastestSize(load, least)));
+    }
+    return slowest;
   }
 
   // Least sum of the forward pass of one micro-batch and the backward pass of another one: each has

@@ -79,10 +79,9 @@ int64_t CostModel::tokenLimit(double ratio) const noexcept {
   return static_cast<int64_t>(limit + 1e-6);
 }
 
-int CostModel::minRanks(int64_t length) const noexcept {
-  Load load;
-  load.add(length);
-  const int64_t limit = tokenLimit(length > memory_.capacity ? maxOffload(load) : 0.0);
+int CostModel::minRanks(const Load& sequence) const noexcept {
+  const auto length = static_cast<int64_t>(sequence.tokens);
+  const int64_t limit = tokenLimit(length > memory_.capacity ? maxOffload(sequence) : 0.0);
   const int64_t size = (length + limit - 1) / limit;
   return static_cast<int>(std::min<int64_t>(size, std::numeric_limits<int>::max()));
 }

@@ -45,6 +45,11 @@ struct Load {
     squares += static_cast<double>(length) * static_cast<double>(length);
     tokens += static_cast<double>(length);
   }
+  Load& operator+=(const Load& other) noexcept {
+    squares += other.squares;
+    tokens += other.tokens;
+    return *this;
+  }
 };
 
 class CostModel {
@@ -111,7 +116,7 @@ class CostModel {
   // Tokens a rank can hold at an offload ratio.
   int64_t tokenLimit(double ratio) const noexcept;
   // Fewest ranks that can hold a sequence; may exceed the cluster.
-  int minRanks(int64_t length) const noexcept;
+  int minRanks(const Load& sequence) const noexcept;
   // The fastest group size, at least min_size.
   int fastestSize(const Load& load, int min_size) const noexcept;
   // Smallest size in [min_size, max_size] that ends within `limit` seconds; 0 if there is none.

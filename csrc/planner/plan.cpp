@@ -28,8 +28,12 @@ constexpr double kLongestS = 1e15;  // of a step: sums and ratios of such times 
 
 }  // namespace
 
-Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost)
-    : lengths_(std::move(lengths)), cost_(cost) {
+Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares)
+    : lengths_(std::move(lengths)), squares_(std::move(squares)), cost_(cost) {
+  if (!squares_.empty() && squares_.size() != lengths_.size()) {
+    throwInvalidUsage(std::to_string(squares_.size()) + " squares were given for " +
+                      std::to_string(lengths_.size()) + " lengths: give one for each, or none");
+  }
   min_ranks_.reserve(lengths_.size());
   for (int i = 0; i < count(); ++i) {
     const int64_t length = lengths_[i];
@@ -37,7 +41,7 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost)
       throwInvalidUsage("sequence " + std::to_string(i) + " has " + std::to_string(length) +
                         " tokens, expected at least 1: leave empty sequences out");
     }
-    min_ranks_.push_back(length <= cost_.memory().capacity ? 1 : cost_.minRanks(length));
+    min_ranks_.push_back(length <= cost_.memory().capacity ? 1 : cost_.minRanks(own(i)));
   }
   Load all;
   for (const int64_t length : lengths_) all.add(length);
@@ -76,7 +80,7 @@ void Problem::findHost(int sequence) {
 
 int Problem::minRanks(const std::vector<int32_t>& sequences) const {
   Load load;
-  for (const int32_t sequence : sequences) load.add(lengths_[sequence]);
+  for (const int32_t sequence : sequences) load += own(sequence);
   const auto limit = static_cast<double>(cost_.tokenLimit(cost_.maxOffload(load)));
   int size = static_cast<int>(std::min(load.tokens / limit, ranks() + 1.0));
   for (size = std::max(size, 1); size <= ranks(); ++size) {
@@ -94,10 +98,9 @@ std::vector<int32_t> Problem::withRiders(int sequence) const {
 }
 
 Load Problem::load(int sequence) const {
-  Load load;
-  load.add(lengths_[sequence]);
+  Load load = own(sequence);
   for (const int32_t rider : riders_) {
-    if (host_[rider] == sequence) load.add(lengths_[rider]);
+    if (host_[rider] == sequence) load += own(rider);
   }
   return load;
 }
@@ -146,7 +149,7 @@ void price(const Problem& problem, MicroBatch& batch) {
   int64_t held = 0;
   for (const int32_t sequence : batch.sequences) {
     const int64_t length = problem.lengths()[sequence];
-    load.add(length);
+    load += problem.own(sequence);
     held += (length + size - 1) / size;
   }
   batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster()));

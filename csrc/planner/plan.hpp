@@ -37,12 +37,19 @@ struct PolicyOptions {
 class Problem {
  public:
   // Raises InvalidUsage for a length below 1 and for a sequence that the cluster cannot hold.
-  Problem(std::vector<int64_t> lengths, const CostModel& cost);
+  // `squares`: of each item the square of its length, or of a tree what its attention costs in the
+  // same unit; empty: all are sequences.
+  Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares = {});
 
   const std::vector<int64_t>& lengths() const noexcept { return lengths_; }
   const CostModel& cost() const noexcept { return cost_; }
   int ranks() const noexcept { return cost_.cluster().ranks; }
   int count() const noexcept { return static_cast<int>(lengths_.size()); }
+  // The sums over this sequence or tree, without its riders.
+  Load own(int sequence) const noexcept {
+    const auto tokens = static_cast<double>(lengths_[sequence]);
+    return {squares_.empty() ? tokens * tokens : squares_[sequence], tokens};
+  }
   // Fewest ranks that hold the sequence and its riders.
   int minRanks(int sequence) const noexcept { return min_ranks_[sequence]; }
   bool rides(int sequence) const noexcept { return !host_.empty() && host_[sequence] >= 0; }
@@ -58,6 +65,7 @@ class Problem {
   int minRanks(const std::vector<int32_t>& sequences) const;
 
   std::vector<int64_t> lengths_;
+  std::vector<double> squares_;
   std::vector<int32_t> min_ranks_;
   std::vector<int32_t> host_;  // the sequence that each one rides on, or -1; empty: none does
   std::vector<int32_t> riders_;

@@ -47,7 +47,7 @@ class Annealer {
     for (const MicroBatch& batch : plan.micro_batches) {
       Group group;
       group.sequences = batch.sequences;
-      for (const int32_t sequence : batch.sequences) group.load.add(problem_.lengths()[sequence]);
+      for (const int32_t sequence : batch.sequences) group.load += problem_.own(sequence);
       group.size = static_cast<int>(batch.ranks.size());
       groups.push_back(std::move(group));
     }
@@ -156,15 +156,15 @@ class Annealer {
   int32_t remove(Group& group, size_t place) {
     const int32_t sequence = group.sequences[place];
     group.sequences.erase(group.sequences.begin() + static_cast<std::ptrdiff_t>(place));
-    const double length = static_cast<double>(problem_.lengths()[sequence]);
-    group.load.tokens -= length;
-    group.load.squares -= length * length;
+    const Load own = problem_.own(sequence);
+    group.load.tokens -= own.tokens;
+    group.load.squares -= own.squares;
     return sequence;
   }
 
   void append(Group& group, int32_t sequence) {
     group.sequences.push_back(sequence);
-    group.load.add(problem_.lengths()[sequence]);
+    group.load += problem_.own(sequence);
   }
 
   // What the search makes smaller: decode()'s score, with a pipeline the simulated makespan and a

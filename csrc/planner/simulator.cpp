@@ -112,7 +112,7 @@ class Simulator {
     int64_t held = 0;
     for (const int32_t sequence : batch.sequences) {
       const int64_t length = problem_.lengths()[sequence];
-      load.add(length);
+      load += problem_.own(sequence);
       held += (length + size - 1) / size;
     }
     const bool one_node = onOneNode(batch.ranks, cost.cluster());

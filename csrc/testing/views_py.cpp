@@ -19,7 +19,14 @@ void bindViews(py::module_& module) {
   // The engine's lock may be held by a thread that is in a call of NCCL.
   module.def("scratch_bytes", &StreamEngine::scratchBytes, py::arg("engine"), Unlocked());
   module.def("num_operations", &DeviceCheck::numOperations, py::arg("check"));
-  module.def("min_ranks", &planner::CostModel::minRanks, py::arg("cost"), py::arg("length"));
+  module.def(
+      "min_ranks",
+      [](const planner::CostModel& cost, int64_t length) {
+        planner::Load load;
+        load.add(length);
+        return cost.minRanks(load);
+      },
+      py::arg("cost"), py::arg("length"));
   module.def(
       "max_offload",
       [](const planner::CostModel& cost, const std::vector<int64_t>& lengths) {

@@ -9,6 +9,7 @@ from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
+from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
 
 __all__ = [
     "DEVICES",
@@ -28,6 +29,9 @@ __all__ = [
     "Planner",
     "SequenceInfo",
     "StepPlan",
+    "Tree",
+    "TreeFragment",
+    "join_trees",
     "load_cluster",
     "save_cluster",
 ]

@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeAlias
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.planner import Planner
 from hdpcomm.plan.step import StepPlan
+from hdpcomm.plan.tree import Tree
 
 __all__ = ["PlanAhead", "PlannedStep"]
 
@@ -20,9 +22,12 @@ __all__ = ["PlanAhead", "PlannedStep"]
 class PlannedStep:
     """A step that is ready to run: its lengths, its plan, and the seconds that the caller waited for the plan."""
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int | Tree, ...]
     plan: StepPlan
     waited_s: float
+
+
+_Planned: TypeAlias = "tuple[tuple[int | Tree, ...], StepPlan]"
 
 
 class PlanAhead:
@@ -34,7 +39,7 @@ class PlanAhead:
 
     Args:
         planner: plans each step.
-        batches: for each step, the lengths of its sequences.
+        batches: for each step, the lengths of its sequences, or trees.
         depth: most plans that are ready and waiting.
 
     Example:
@@ -45,13 +50,13 @@ class PlanAhead:
         [True, True]
     """
 
-    def __init__(self, planner: Planner, batches: Iterable[Sequence[int]], *, depth: int = 1) -> None:
+    def __init__(self, planner: Planner, batches: Iterable[Sequence[int | Tree]], *, depth: int = 1) -> None:
         if depth < 1:
             raise InvalidUsage(f"depth is {depth}, expected at least 1 plan ahead")
         self._planner = planner
         self._batches = iter(batches)
         self._slots = threading.Semaphore(depth)
-        self._ready: queue.SimpleQueue[tuple[tuple[int, ...], StepPlan] | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Planned | BaseException | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hdpcomm-planner", daemon=True)
         self._thread.start()

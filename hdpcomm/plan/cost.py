@@ -79,8 +79,11 @@ class CostModel:
 
     def seconds(self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True) -> float:
         """Predicted seconds of a micro-batch of ``lengths`` on ``ranks`` ranks."""
-        tokens = float(sum(lengths))
-        step = self.attention * sum(float(s) * s for s in lengths) / ranks**2 + self.piece * tokens / ranks
+        return self.load_seconds(sum(float(s) * s for s in lengths), sum(lengths), ranks, one_node=one_node)
+
+    def load_seconds(self, squares: float, tokens: float, ranks: int = 1, *, one_node: bool = True) -> float:
+        """:meth:`seconds` of so many tokens, by the sum of the squares of their lengths (:attr:`Tree.squares`)."""
+        step = self.attention * squares / ranks**2 + self.piece * tokens / ranks
         total = ranks * step + self.linear * tokens / ranks + self.fixed
         if ranks > 1:
             kv, latency = (self.kv_intra, self.latency_intra) if one_node else (self.kv_inter, self.latency_inter)

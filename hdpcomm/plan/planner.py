@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,31 +15,15 @@ from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
+from hdpcomm.plan.fragments import Jobs, jobs_of
 from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
+from hdpcomm.plan.tree import Tree
 
 __all__ = ["POLICIES", "Planner"]
 
 POLICIES = ("balanced", "pipeline", "naive", "pow2", "static")
-
-
-_LONGEST = 2**40  # tokens
-
-
-def _tokens(lengths: Sequence[int]) -> list[int]:
-    """The lengths as ints. Raises InvalidUsage for anything else, of which int() would cut something off."""
-    try:
-        sizes = list(map(operator.index, lengths))
-    except TypeError:
-        wrong = next(i for i, length in enumerate(lengths) if not hasattr(length, "__index__"))
-        raise InvalidUsage(
-            f"sequence {wrong} has {lengths[wrong]!r} tokens, expected a whole number: give lengths as integers"
-        ) from None
-    if sizes and max(sizes) > _LONGEST:
-        wrong = sizes.index(max(sizes))
-        raise InvalidUsage(f"sequence {wrong} has {sizes[wrong]} tokens, expected at most 2^40: cut it")
-    return sizes
 
 
 class Planner:
@@ -100,25 +83,31 @@ class Planner:
         """Longest sequence that fits without offload: capacity x ranks."""
         return self.memory.capacity * self.cluster.ranks
 
-    def plan(self, lengths: Sequence[int]) -> StepPlan:
+    def plan(self, lengths: Sequence[int | Tree]) -> StepPlan:
         """Plans one step.
 
         Args:
-            lengths: tokens of each sequence; the ids in the plan are positions in this list.
+            lengths: tokens of each sequence, or in its place a tree; the ids in the plan are positions in this list. A
+                tree costs what its tokens and its pairs of queries and keys cost. One that is larger than a rank's
+                capacity is cut where that costs less than more ranks, or where it does not fit the cluster.
 
         Raises:
             InvalidUsage: a length that is no whole number or below 1, or a sequence that the cluster cannot hold.
         """
         start = time.perf_counter()
-        sizes = _tokens(lengths)
-        batches, makespan, lower_bound, idle_share = self._solve(self._core, sizes)
+        jobs = self._jobs(lengths)
+        batches, makespan, lower_bound, idle_share = self._solve(self._core, jobs)
         lower_bound *= 1 - self._spare
         if self.policy == "balanced" and self._spare:
-            return self._plan_for_shared_cores(sizes, batches, lower_bound, start)
+            return self._plan_for_shared_cores(jobs, batches, lower_bound, start)
         others = self._without_offload
-        if others is not None and makespan > lower_bound * (1 + 1e-9) and max(sizes, default=0) <= self.max_length:
+        if (
+            others is not None
+            and makespan > lower_bound * (1 + 1e-9)
+            and max(jobs.tokens, default=0) <= self.max_length
+        ):
             with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
-                plain = self._solve(others, sizes)
+                plain = self._solve(others, jobs)
                 if plain[1] < makespan:  # heuristics may find a better plan with fewer choices
                     batches, makespan, _, idle_share = plain
         return StepPlan(
@@ -129,10 +118,11 @@ class Planner:
             lower_bound_s=lower_bound,
             planning_s=time.perf_counter() - start,
             idle_share=idle_share,
+            fragments=jobs.fragments,
         )
 
     def _plan_for_shared_cores(
-        self, sizes: list[int], balanced: tuple[MicroBatch, ...], lower_bound: float, start: float
+        self, jobs: Jobs, balanced: tuple[MicroBatch, ...], lower_bound: float, start: float
     ) -> StepPlan:
         """The plan in which the ranks together have the least to do: idle ranks leave their cores to others.
 
@@ -143,7 +133,7 @@ class Planner:
         costs = [self._core] if self._without_offload is None else [self._core, self._without_offload]
         for policy, cost in [("balanced", None), *product(("naive", "static"), costs)]:
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
-                batches = balanced if cost is None else self._solve(cost, sizes, policy)[0]
+                batches = balanced if cost is None else self._solve(cost, jobs, policy)[0]
                 busy = [0.0] * self.cluster.ranks
                 for batch in batches:
                     for rank in batch.ranks:
@@ -159,14 +149,14 @@ class Planner:
             lower_bound_s=lower_bound,
             planning_s=time.perf_counter() - start,
             idle_share=1 - mean / makespan if makespan else 0.0,
+            fragments=jobs.fragments,
         )
 
     def _solve(
-        self, cost: core.CostModel, sizes: list[int], policy: str | None = None
+        self, cost: core.CostModel, jobs: Jobs, policy: str | None = None
     ) -> tuple[tuple[MicroBatch, ...], float, float, float]:
-        return core.solve(
-            cost, sizes, policy or self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo
-        )
+        options = (policy or self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo)
+        return core.solve(cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids)
 
     def schedule(self, plan: StepPlan) -> PipelineSchedule:
         """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.
@@ -180,19 +170,32 @@ class Planner:
         passes[:, 0] = index[spans[:, 0]] if len(index) else 0
         return PipelineSchedule(self.cluster.pipeline, passes)
 
-    def simulate(self, plan: StepPlan) -> dict[str, Any]:
-        """The passes and times of the simulated step (:func:`hdpcomm.sim.simulate_step` makes a report of them)."""
+    def simulate(self, plan: StepPlan, squares: Mapping[int, float] | None = None) -> dict[str, Any]:
+        """The passes and times of the simulated step (:func:`hdpcomm.sim.simulate_step` makes a report of them).
+
+        ``squares``: by id, of trees and fragments; a sequence that is not in it costs the square of its length.
+        """
+        known = squares or {}
         batches = [
-            (batch.ranks, [sequence.length for sequence in batch.sequences], batch.offload_ratio)
+            (
+                batch.ranks,
+                [sequence.length for sequence in batch.sequences],
+                batch.offload_ratio,
+                [known.get(sequence.id, float(sequence.length) ** 2) for sequence in batch.sequences],
+            )
             for batch in plan.micro_batches
         ]
         return core.simulate(self._core, batches)
 
-    def lower_bound(self, lengths: Sequence[int]) -> float:
-        """Seconds below which no plan of these lengths can be (docs/planner.md)."""
-        return (1 - self._spare) * core.lower_bound(self._core, _tokens(lengths))
+    def _jobs(self, lengths: Sequence[int | Tree]) -> Jobs:
+        return jobs_of(lengths, self.cost_model, self.cluster, self.memory.capacity)
 
-    def validate(self, plan: StepPlan, lengths: Sequence[int] | None = None) -> None:
+    def lower_bound(self, lengths: Sequence[int | Tree]) -> float:
+        """Seconds below which no plan of these lengths can be (docs/planner.md), trees cut as :meth:`plan` does."""
+        jobs = self._jobs(lengths)
+        return (1 - self._spare) * core.lower_bound(self._core, jobs.tokens, squares=jobs.squares)
+
+    def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
         """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
         if plan.num_ranks != self.cluster.ranks:
             raise InvalidUsage(

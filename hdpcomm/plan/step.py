@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
     from hdpcomm.plan.cost import MemoryModel
@@ -33,7 +34,10 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """A sequence of the step: its position in the planned lengths, and its tokens."""
+    """A sequence of the step: its position in the planned lengths, and its tokens.
+
+    Positions after the last one are those of the plan's fragments of trees.
+    """
 
     id: int
     length: int
@@ -91,6 +95,7 @@ class StepPlan:
         lower_bound_s: seconds that no plan can beat under the same cost model (docs/planner.md).
         planning_s: seconds that planning took; not part of the hash.
         idle_share: share of ranks x makespan in which ranks wait or are done.
+        fragments: parts of trees that were cut; number i has the id ``len(lengths) + i``, and its tree none.
     """
 
     policy: str
@@ -100,6 +105,7 @@ class StepPlan:
     lower_bound_s: float
     planning_s: float
     idle_share: float
+    fragments: tuple[TreeFragment, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -142,6 +148,8 @@ class StepPlan:
                 sequences = [(sequence.id, sequence.length) for sequence in batch.sequences]
                 line = f"{batch.index};{batch.ranks};{sequences};{batch.offload_ratio!r}\n"
                 digest.update(line.encode())
+            for fragment in self.fragments:
+                digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
             found = self._cache["hash"] = digest.hexdigest()
         return found
 
@@ -200,6 +208,9 @@ class StepPlan:
             "planning_s": self.planning_s,
             "idle_share": self.idle_share,
             "hash": self.hash,
+            "fragments": [
+                {"tree": f.tree, "segments": list(f.segments), "repeated": list(f.repeated)} for f in self.fragments
+            ],
             "micro_batches": [
                 {
                     "index": batch.index,
@@ -240,6 +251,10 @@ class StepPlan:
                 lower_bound_s=float(data["lower_bound_s"]),
                 planning_s=float(data["planning_s"]),
                 idle_share=float(data["idle_share"]),
+                fragments=tuple(
+                    TreeFragment(int(f["tree"]), tuple(map(int, f["segments"])), tuple(map(bool, f["repeated"])))
+                    for f in data.get("fragments", ())
+                ),
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise InvalidUsage(
@@ -252,7 +267,7 @@ class StepPlan:
             )
         return plan
 
-    def validate(self, lengths: Sequence[int] | None = None, *, memory: MemoryModel | None = None) -> None:
+    def validate(self, lengths: Sequence[int | Tree] | None = None, *, memory: MemoryModel | None = None) -> None:
         """Checks that the plan can be run.
 
         Args:
@@ -293,15 +308,35 @@ class StepPlan:
         if not 0 <= batch.offload_ratio <= 1:
             raise InvalidUsage(f"{name} has offload ratio {batch.offload_ratio}, expected 0 to 1")
 
-    def _check_sequences(self, lengths: Sequence[int]) -> None:
+    def _check_sequences(self, lengths: Sequence[int | Tree]) -> None:
+        tokens = [item.num_tokens if isinstance(item, Tree) else item for item in lengths]
+        trained = [Counter[int]() for _ in lengths] if self.fragments else []
+        for fragment in self.fragments:
+            item = lengths[fragment.tree] if 0 <= fragment.tree < len(lengths) else None
+            if not isinstance(item, Tree):
+                raise InvalidUsage(
+                    f"the plan has a fragment of tree {fragment.tree}, which is not among the {len(lengths)} given "
+                    "items: plan these again"
+                )
+            tokens.append(item.part(fragment.segments).num_tokens)
+            new = zip(fragment.segments, fragment.repeated, strict=True)
+            trained[fragment.tree].update(segment for segment, repeated in new if not repeated)
+        cut = {fragment.tree for fragment in self.fragments}
+        for tree in cut:
+            if any(trained[tree][segment] != 1 for segment in range(len(lengths[tree]))):  # type: ignore[arg-type]
+                raise InvalidUsage(f"the fragments of tree {tree} do not train each of its segments once")
         seen = Counter(sequence.id for batch in self.micro_batches for sequence in batch.sequences)
-        for sequence in range(len(lengths)):
-            if seen[sequence] != 1:
-                raise InvalidUsage(f"sequence {sequence} appears {seen[sequence]} times in the plan, expected once")
+        for sequence in range(len(tokens)):
+            wanted = 0 if sequence in cut else 1
+            if seen[sequence] != wanted:
+                raise InvalidUsage(
+                    f"sequence {sequence} appears {seen[sequence]} times in the plan, expected "
+                    f"{'once' if wanted else 'never, as its fragments do'}"
+                )
         for batch in self.micro_batches:
             for info in batch.sequences:
-                if not 0 <= info.id < len(lengths) or info.length != lengths[info.id]:
+                if not 0 <= info.id < len(tokens) or info.length != tokens[info.id]:
                     raise InvalidUsage(
                         f"micro-batch {batch.index} has sequence {info.id} of {info.length} tokens, which is not one "
-                        f"of the {len(lengths)} given ones: plan these lengths again"
+                        f"of the {len(tokens)} given ones: plan these lengths again"
                     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Tree", "join_trees"]
+__all__ = ["Tree", "TreeFragment", "join_trees"]
 
 Int64: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -134,6 +135,21 @@ class Tree:
                 f"{chosen.tolist()} are no part of a tree: give rising segments with all their ancestors"
             )
         return Tree(parents, self.lengths[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFragment:
+    """A part of a tree of the step that runs as a tree of its own.
+
+    Attributes:
+        tree: the tree's position in the planned lengths.
+        segments: the segments of the part, rising, each with all its ancestors.
+        repeated: for each of them, whether another fragment trains it, and this one only needs it as a prefix.
+    """
+
+    tree: int
+    segments: tuple[int, ...]
+    repeated: tuple[bool, ...]
 
 
 def join_trees(trees: Sequence[Tree | int]) -> Tree:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hdpcomm.plan import Planner, StepPlan
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import Planner, StepPlan, Tree
 from hdpcomm.sim.sync import optimizer_seconds, reduction_seconds
 
 __all__ = ["StepReport", "simulate_step"]
@@ -66,7 +67,9 @@ class StepReport:
         return head | {name: getattr(self, name) for name in names}
 
 
-def simulate_step(planner: Planner, plan_or_lengths: StepPlan | Sequence[int]) -> StepReport:
+def simulate_step(
+    planner: Planner, plan_or_lengths: StepPlan | Sequence[int | Tree], *, items: Sequence[int | Tree] = ()
+) -> StepReport:
     """Simulates a plan (or plans the lengths first) under the planner's cost model. Local.
 
     The events are passes of micro-batches through the stages of their ranks. A pass starts when all ranks of its group
@@ -76,20 +79,38 @@ def simulate_step(planner: Planner, plan_or_lengths: StepPlan | Sequence[int]) -
 
     Args:
         planner: gives the model, the cluster and the cost model.
-        plan_or_lengths: a plan of any policy for as many ranks, or the lengths of a step.
+        plan_or_lengths: a plan of any policy for as many ranks, or the lengths of a step (and its trees).
+        items: what the plan was made for; needed where it has trees, which cost less than their tokens tell.
 
     Raises:
-        InvalidUsage: the plan is for another number of ranks, or cannot run.
+        InvalidUsage: the plan is for another number of ranks, or cannot run; or it has fragments of trees, and no
+            ``items`` are given.
     """
     if isinstance(plan_or_lengths, StepPlan):
         plan = plan_or_lengths
-        planner.validate(plan)
+        planner.validate(plan, items or None)
+        if plan.fragments and not items:
+            raise InvalidUsage("the plan has fragments of trees; give items=, what the plan was made for")
     else:
-        plan = planner.plan(plan_or_lengths)
-    return _report(planner, plan, planner.simulate(plan))
+        items = plan_or_lengths
+        plan = planner.plan(items)
+    squares = _squares_by_id(items, plan)
+    sequences = [sequence for batch in plan.micro_batches for sequence in batch.sequences]
+    total = sum(squares.get(sequence.id, float(sequence.length) ** 2) for sequence in sequences)
+    return _report(planner, plan, planner.simulate(plan, squares), total)
 
 
-def _report(planner: Planner, plan: StepPlan, found: dict[str, Any]) -> StepReport:
+def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan) -> dict[int, float]:
+    """Of each tree and each fragment, by its id in the plan: the sum of squares that tells its attention's cost."""
+    found = {i: item.squares for i, item in enumerate(items) if isinstance(item, Tree)}
+    for k, fragment in enumerate(plan.fragments):
+        tree = items[fragment.tree]
+        assert isinstance(tree, Tree)  # the plan was validated against the items
+        found[len(items) + k] = tree.part(fragment.segments).squares
+    return found
+
+
+def _report(planner: Planner, plan: StepPlan, found: dict[str, Any], squares: float) -> StepReport:
     model, cluster = planner.model, planner.cluster
     sync = reduction_seconds(model, cluster) if model else 0.0
     optimizer = optimizer_seconds(model, cluster) if model else 0.0
@@ -106,7 +127,7 @@ def _report(planner: Planner, plan: StepPlan, found: dict[str, Any]) -> StepRepo
         sync_s=sync,
         optimizer_s=optimizer,
         tokens_per_s=plan.tokens / step if step > 0 else 0.0,
-        mfu=_mfu(planner, plan, step) if step > 0 else None,
+        mfu=_mfu(planner, plan, step, squares) if step > 0 else None,
         idle_share=max(0.0, idle / area) if area > 0 else 0.0,
         exposed_share=exposed / area if area > 0 else 0.0,
         stalled_share=stalled / area if area > 0 else 0.0,
@@ -120,12 +141,10 @@ def _report(planner: Planner, plan: StepPlan, found: dict[str, Any]) -> StepRepo
     )
 
 
-def _mfu(planner: Planner, plan: StepPlan, step: float) -> float | None:
+def _mfu(planner: Planner, plan: StepPlan, step: float, squares: float) -> float | None:
     model, cluster = planner.model, planner.cluster
     if model is None:
         return None
-    lengths = [sequence.length for batch in plan.micro_batches for sequence in batch.sequences]
-    squares = float(sum(length * length for length in lengths))
-    flops = 3 * (model.linear_flops_per_token * sum(lengths) + model.attention_flops_per_token_squared * squares)
+    flops = 3 * (model.linear_flops_per_token * plan.tokens + model.attention_flops_per_token_squared * squares)
     devices = cluster.ranks * cluster.tensor * cluster.pipeline
     return float(flops / (step * devices * cluster.hardware.peak_flops))

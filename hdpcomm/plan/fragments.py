@@ -1,0 +1,142 @@
+"""Cuts trees that are larger than a rank's capacity into parts, where computing prefixes again costs less."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.cluster import ClusterSpec
+from hdpcomm.plan.cost import CostModel
+from hdpcomm.plan.tree import Tree, TreeFragment
+
+_LONGEST = 2**40  # tokens
+
+__all__ = ["Jobs", "cut_tree", "jobs_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """What the solver places: the sequences and trees of a step, and the fragments in the place of trees that were cut.
+
+    Attributes:
+        tokens: of each job.
+        squares: sums of squared lengths, of each job; empty if all jobs are plain sequences.
+        fragments: of the trees that were cut.
+        ids: the id of each job in the plan; empty if they are the positions in ``tokens``.
+    """
+
+    tokens: list[int]
+    squares: list[float]
+    fragments: tuple[TreeFragment, ...] = ()
+    ids: Sequence[int] = ()
+
+
+def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, capacity: int) -> Jobs:
+    """The jobs of a step; cuts trees that are larger than ``capacity`` where that is cheaper. Pure and local."""
+    if not any(isinstance(item, Tree) for item in items):
+        return Jobs(_tokens(items), [])
+    _tokens([item.num_tokens if isinstance(item, Tree) else item for item in items])
+    cut = _cut_trees(items, cost, cluster, capacity)
+    whole = [(i, item) for i, item in enumerate(items) if i not in cut]
+    fragments = tuple(fragment for parts in cut.values() for fragment in parts)
+    parts = [item for _, item in whole]
+    for fragment in fragments:
+        tree = items[fragment.tree]
+        assert isinstance(tree, Tree)
+        parts.append(tree.part(fragment.segments))
+    return Jobs(
+        tokens=[part.num_tokens if isinstance(part, Tree) else int(part) for part in parts],
+        squares=[part.squares if isinstance(part, Tree) else float(part) * part for part in parts],
+        fragments=fragments,
+        ids=[*(i for i, _ in whole), *range(len(items), len(items) + len(fragments))] if cut else (),
+    )
+
+
+def _tokens(lengths: Sequence[Any]) -> list[int]:
+    """The lengths as ints. Raises InvalidUsage for anything else, of which int() would cut something off."""
+    try:
+        sizes = list(map(operator.index, lengths))
+    except TypeError:
+        wrong = next(i for i, length in enumerate(lengths) if not hasattr(length, "__index__"))
+        raise InvalidUsage(
+            f"sequence {wrong} has {lengths[wrong]!r} tokens, expected a whole number: give lengths as integers"
+        ) from None
+    if sizes and max(sizes) > _LONGEST:
+        wrong = sizes.index(max(sizes))
+        raise InvalidUsage(f"sequence {wrong} has {sizes[wrong]} tokens, expected at most 2^40: cut it")
+    return sizes
+
+
+def cut_tree(tree: Tree, limit: int) -> list[tuple[list[int], list[bool]]]:
+    """Parts of at most ``limit`` tokens (more where one way to a leaf has more), as (segments, repeated): leaves in
+    order, as many in a part as fit with their ways from the root."""
+    lengths = tree.lengths.tolist()
+    parts: list[tuple[list[int], list[bool]]] = []
+    waiting: list[int] = []  # segments since the last leaf, to be added with the next one
+    held = added = 0
+    for segment, end in enumerate(tree.ends.tolist()):
+        waiting.append(segment)
+        added += lengths[segment]
+        if end != segment + 1:
+            continue
+        if not parts or held + added > limit:
+            before = tree.path(waiting[0])[:-1]
+            parts.append((before, [True] * len(before)))
+            held = sum(lengths[s] for s in before)
+        parts[-1][0].extend(waiting)
+        parts[-1][1].extend([False] * len(waiting))
+        held += added
+        waiting, added = [], 0
+    return parts
+
+
+def _cut_trees(
+    items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, capacity: int
+) -> dict[int, list[TreeFragment]]:
+    """The fragments of each tree that is better cut, by its position in ``items``.
+
+    A tree that fits one rank is left whole. Of a larger one, parts for 1, 2, 4, ... ranks are compared with the whole
+    on as many ranks as it needs, by seconds x ranks.
+    """
+    cut = {}
+    for i, item in enumerate(items):
+        if isinstance(item, Tree) and item.num_tokens > capacity:
+            parts = _cheapest_parts(item, cost, cluster, capacity)
+            if len(parts) > 1:
+                cut[i] = [TreeFragment(i, tuple(segments), tuple(repeated)) for segments, repeated in parts]
+    return cut
+
+
+def _rank_seconds(squares: float, tokens: int, cost: CostModel, cluster: ClusterSpec, capacity: int) -> float:
+    """Seconds x ranks of so many tokens on the fewest ranks that hold them; infinite if the cluster does not."""
+    size = -(-tokens // capacity)
+    if size > cluster.ranks:
+        return math.inf
+    return size * cost.load_seconds(squares, tokens, size, one_node=size <= cluster.node_ranks)
+
+
+def _cheapest_parts(
+    tree: Tree, cost: CostModel, cluster: ClusterSpec, capacity: int
+) -> list[tuple[list[int], list[bool]]]:
+    """Empty: the whole tree is cheaper, or no part fits."""
+    needed = -(-tree.num_tokens // capacity)
+    least = _rank_seconds(tree.squares, tree.num_tokens, cost, cluster, capacity)
+    if len(tree.parents) > 1 and tree.parents[1:].min() >= 0:  # one root, which every part after the first repeats
+        root = int(tree.lengths[0])
+        if least <= cost.load_seconds(tree.squares + float(root) * root, tree.num_tokens + root):
+            return []
+    squares, tokens = (tree.lengths * (2 * tree.starts + tree.lengths)).tolist(), tree.lengths.tolist()
+    best: list[tuple[list[int], list[bool]]] = []
+    ranks = 1
+    while ranks < needed and ranks <= cluster.ranks:
+        parts = cut_tree(tree, ranks * capacity)
+        sums = [(float(sum(squares[s] for s in part)), sum(tokens[s] for s in part)) for part, _ in parts]
+        total = sum(_rank_seconds(*load, cost, cluster, capacity) for load in sums)
+        if total < least:
+            least, best = total, parts
+        ranks *= 2
+    return best
