@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hdpcomm.attention import packing
+from hdpcomm.attention import Tree, packing
 from hdpcomm.attention.layout import longest_length
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
@@ -63,6 +63,7 @@ class AdaptedCausalLM(nn.Module):
     """
 
     takes_labels = True
+    takes_label_rows = True
 
     def __init__(self, model: nn.Module, *, z_loss: float, chunk_tokens: int | None, check: bool) -> None:
         super().__init__()
@@ -99,26 +100,31 @@ class AdaptedCausalLM(nn.Module):
         tokens: Tensor,
         *,
         positions: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | Tree,
         comm: Communicator | None,
         labels: Tensor | None = None,
+        label_rows: Tensor | None = None,
+        label_weights: Tensor | None = None,
     ) -> Tensor:
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
         Args:
             tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
             positions: ``[tokens]`` int64, the place of each token inside its own sequence.
-            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end.
+            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree, not
+                with a router's auxiliary loss.
             comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
             labels: ``[tokens]`` int64, :data:`IGNORE` for a token without a loss. With a router's auxiliary loss,
                 each labelled token adds the coefficient times that of its sequence.
+            label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
+            label_weights: float32, for each label the factor of its loss; ``None``: 1.
         """
         if self._longest is not None:
             _check_length(longest_length(cu_seqlens), *self._longest)
         hidden, router_logits = self._hidden(tokens, positions, cu_seqlens, comm)
         if labels is None:
             return self._logits(hidden)
-        loss = self._loss(hidden, labels)
+        loss = self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)
         if self._router is not None:
             loss = loss + self._router.coefficient * router_loss(
                 router_logits, labels != IGNORE, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
@@ -126,7 +132,7 @@ class AdaptedCausalLM(nn.Module):
         return loss
 
     def _hidden(
-        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, comm: Communicator | None
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None
     ) -> tuple[Tensor, list[Tensor]]:
         """The last layer's input ``[tokens, width]``, and each router's logits ``[tokens, experts]``."""
         count = tokens.shape[0]
@@ -147,31 +153,32 @@ class AdaptedCausalLM(nn.Module):
             logits = logits * self._scale
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         head = self.causal_lm.get_output_embeddings()
         if not _is_plain_linear(head):
-            return self._loss_of_any_head(hidden, labels)
+            return self._loss_of_any_head(hidden, labels, weights)
         return linear_cross_entropy(
-            hidden, head.weight, labels, bias=head.bias, scale=self._scale, softcap=self._softcap, z_loss=self.z_loss,
-            ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
+            hidden, head.weight, labels, weights=weights, bias=head.bias, scale=self._scale, softcap=self._softcap,
+            z_loss=self.z_loss, ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
         )  # fmt: skip
 
-    def _loss_of_any_head(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _loss_of_any_head(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """The same for a head that is more than a matrix, as one that LoRA changes: its chunks are computed again in
         the backward pass."""
         chunk = self.chunk_tokens or max(256, hidden.shape[-1])
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for part, wanted in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True):
-            total = total + checkpoint(self._chunk_loss, part, wanted, use_reentrant=False)
+        factors = labels.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights
+        for part in zip(*(torch.split(x, chunk) for x in (hidden, labels, factors)), strict=True):
+            total = total + checkpoint(self._chunk_loss, *part, use_reentrant=False)
         return total
 
-    def _chunk_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _chunk_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         logits = self._logits(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         trained = labels != IGNORE
         lse = logits.logsumexp(-1)
         picked = logits.gather(1, torch.where(trained, labels, 0)[:, None])[:, 0]
-        return torch.where(trained, lse - picked + self.z_loss * lse.square(), 0.0).sum()
+        return torch.where(trained, weights * (lse - picked + self.z_loss * lse.square()), 0.0).sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import ring_attention
+from hdpcomm.attention import Tree, ring_attention
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
 from hdpcomm.models.lean import rms_norm, swiglu
@@ -110,7 +110,9 @@ class _Attention(nn.Module):
         self.v = nn.Linear(config.hidden, kv, bias=False, dtype=dtype, device=device)
         self.out = nn.Linear(inner, config.hidden, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor, comm: Communicator) -> Tensor:
+    def forward(
+        self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor | Tree, comm: Communicator
+    ) -> Tensor:
         tokens = x.shape[0]
         q = apply_rope(self.q(x).view(tokens, self.heads, self.head_dim), tables)
         k = apply_rope(self.k(x).view(tokens, self.kv_heads, self.head_dim), tables)
@@ -140,7 +142,9 @@ class _Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden, eps=config.norm_eps, dtype=dtype, device=device)
         self.ffn = _SwiGLU(config, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor, comm: Communicator) -> Tensor:
+    def forward(
+        self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor | Tree, comm: Communicator
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), tables, cu_seqlens, comm)
         mixed: Tensor = x + self.ffn(self.ffn_norm(x))
         return mixed
@@ -190,25 +194,30 @@ class Llama(nn.Module):
             parameter.copy_(noise * scale)
 
     takes_labels = True
+    takes_label_rows = True
 
     def forward(
         self,
         tokens: Tensor,
         *,
         positions: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | Tree,
         comm: Communicator,
         labels: Tensor | None = None,
+        label_rows: Tensor | None = None,
+        label_weights: Tensor | None = None,
     ) -> Tensor:
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
         Args:
             tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
             positions: ``[tokens]`` int64, the place of each token inside its own sequence.
-            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end.
+            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree.
             comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
             labels: ``[tokens]`` int64, -100 for a token without a loss. The logits then exist for a chunk of tokens at
                 a time (:func:`hdpcomm.kernels.linear_cross_entropy`).
+            label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
+            label_weights: float32, for each label the factor of its loss; ``None``: 1.
         """
         if tokens.shape != positions.shape or tokens.dim() != 1:
             raise InvalidUsage(
@@ -221,7 +230,10 @@ class Llama(nn.Module):
             x = block(x, tables, cu_seqlens, comm)
         x = self.norm(x)
         if labels is not None:
-            return linear_cross_entropy(x, self.head.weight, labels, chunk_tokens=self.chunk_tokens)
+            x = x if label_rows is None else x[label_rows]
+            return linear_cross_entropy(
+                x, self.head.weight, labels, weights=label_weights, chunk_tokens=self.chunk_tokens
+            )
         logits: Tensor = self.head(x)
         return logits
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.attention import local_cu_seqlens
-from hdpcomm.attention.layout import as_cu_seqlens
+from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -28,7 +28,7 @@ def router_loss(
     trained: Tensor,
     *,
     top_k: int,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     comm: Communicator | None,
 ) -> Tensor:
     """This rank's share of the sum over all trained tokens of their sequence's loss; differentiable.
@@ -39,7 +39,7 @@ def router_loss(
     Args:
         router_logits: of each layer ``[local tokens, experts]``.
         trained: ``[local tokens]`` bool, tokens that have a label.
-        cu_seqlens: of the whole pack.
+        cu_seqlens: of the whole pack, which must be no tree.
         comm: the ranks that share the pack. Collective over it: one all-reduce of ``experts + 1`` numbers a sequence.
     """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)

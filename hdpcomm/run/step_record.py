@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Planner, StepPlan
+from hdpcomm.plan import Planner, StepPlan, Tree
 from hdpcomm.run.flops import device_peak_flops, training_flops
 from hdpcomm.train.timeline import Span
 
@@ -117,7 +117,7 @@ def planned_rows(plan: StepPlan) -> list[dict[str, Any]]:
     ]
 
 
-def other_policies(planner: Planner, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+def other_policies(planner: Planner, lengths: Sequence[int | Tree]) -> dict[str, dict[str, float]]:
     """What each policy predicts for a step under the same costs; those that cannot plan it are left out. Local."""
     found = {}
     for policy in ("balanced", "naive", "static"):

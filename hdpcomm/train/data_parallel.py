@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, PlannedStep, Planner, SequenceInfo, StepPlan, Tree
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.micro_batch import micro_batch_loss
@@ -44,14 +44,17 @@ class WholeSequencePlanner(Planner):
         super().__init__(None, cluster, "naive", cost_model)
         self.policy = "ddp"
 
-    def plan(self, lengths: Sequence[int]) -> StepPlan:
-        """Longest first, each to the rank with the fewest tokens. Local."""
+    def plan(self, lengths: Sequence[int | Tree]) -> StepPlan:
+        """Longest first, each to the rank with the fewest tokens. Local. Raises InvalidUsage for a tree."""
         started = time.perf_counter()
         ranks = self.cluster.ranks
+        sizes = [item for item in lengths if not isinstance(item, Tree)]
+        if len(sizes) < len(lengths):
+            raise InvalidUsage("a tree was given to plain data parallelism, which runs whole sequences only")
         packs: list[list[list[SequenceInfo]]] = [[] for _ in range(ranks)]
         totals = [0] * ranks
-        for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-            sequence = SequenceInfo(place, int(lengths[place]))
+        for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+            sequence = SequenceInfo(place, int(sizes[place]))
             rank = totals.index(min(totals))
             totals[rank] += sequence.length
             for pack in packs[rank]:
@@ -143,7 +146,8 @@ class DataParallelTrainer(Trainer):
         flat = self.gradients.flat  # a ring sends 2 (n - 1) / n of it
         self._bytes_elsewhere = 2 * (comm.size - 1) * flat.numel() * flat.element_size() // comm.size
 
-    def _run_all(self, micro_batches: Sequence[MicroBatch], fetch: Fetch, scale: float, _: OffloadedStep) -> Tensor:
+    def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, _: OffloadedStep) -> Tensor:
+        micro_batches = planned.plan.for_rank(self.comm.rank)
         loss = torch.zeros(2, dtype=torch.float64)
         alone = self.comm.subset([self.comm.rank])
         assert alone is not None

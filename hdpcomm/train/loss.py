@@ -31,7 +31,7 @@ def next_token_labels(tokens: Tensor) -> Tensor:
     return labels
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Cross-entropy summed over the tokens that have a label, in at least fp32.
 
     Backward writes the gradient in place of the logits (:func:`hdpcomm.kernels.cross_entropy`): do not read them after
@@ -41,6 +41,7 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits: ``[tokens, vocabulary]``; zero tokens are fine and give a zero that still has a graph, so that this rank
             takes part in the backward of its group.
         labels: ``[tokens]`` int64, :data:`IGNORE` where there is no loss.
+        weights: ``[tokens]`` float32, factors of the tokens' losses. Default: 1.
     """
     if logits.shape[:-1] != labels.shape:
         raise InvalidUsage(
@@ -48,6 +49,8 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
             "expected"
         )
     if logits.dtype in CROSS_ENTROPY_DTYPES:
-        return cross_entropy(logits, labels, ignore_index=IGNORE).sum()
+        return cross_entropy(logits, labels, weights=weights, ignore_index=IGNORE).sum()
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORE, reduction="sum")
+    if weights is None:
+        return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORE, reduction="sum")
+    return (weights * F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORE, reduction="none")).sum()

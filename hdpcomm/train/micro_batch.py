@@ -20,15 +20,22 @@ def micro_batch_loss(
     model: nn.Module,
     packed: PackedShard,
     comm: Communicator,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The summed loss of this rank's shard of a micro-batch; the forward pass. Collective over ``comm``.
 
     A model with ``takes_labels = True`` gets the labels and returns the sum, unless ``loss(logits, labels)`` is given;
-    with any other, the logits exist as a whole.
+    with any other, the logits exist as a whole. Of a tree, only a model with ``takes_label_rows = True`` gets the
+    labels; ``loss(logits, labels, weights)`` gets the logits of each label's token and the label's factor.
     """
     places = {"positions": packed.positions, "cu_seqlens": packed.cu_seqlens, "comm": comm}
-    if loss is None and getattr(model, "takes_labels", False):
-        total: Tensor = model(packed.tokens, **places, labels=packed.labels)
-        return total
-    return (loss or summed_loss)(model(packed.tokens, **places), packed.labels)
+    rows, weights = packed.label_rows, packed.label_weights
+    if rows is None:
+        if loss is None and getattr(model, "takes_labels", False):
+            total: Tensor = model(packed.tokens, **places, labels=packed.labels)
+            return total
+        return (loss or summed_loss)(model(packed.tokens, **places), packed.labels)
+    if loss is None and getattr(model, "takes_label_rows", False):
+        of_tree: Tensor = model(packed.tokens, **places, labels=packed.labels, label_rows=rows, label_weights=weights)
+        return of_tree
+    return (loss or summed_loss)(model(packed.tokens, **places)[rows], packed.labels, weights)

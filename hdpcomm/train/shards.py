@@ -14,18 +14,20 @@ from hdpcomm.attention import positions as positions_of
 from hdpcomm.attention import shard
 from hdpcomm.attention.layout import Layout, layout_of
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.tree import Tree
 from hdpcomm.train.loss import IGNORE, next_token_labels
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import MicroBatch
 
-__all__ = ["Fetch", "FetchParts", "PackedShard", "no_tokens", "pack_shard"]
+__all__ = ["Fetch", "FetchParts", "PackedShard", "checked", "no_tokens", "pack_shard"]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor]"]
 """Gives the tokens ``[length]`` (int64) of a sequence of the global batch by its place in the lengths.
 
-It may also give (tokens, labels)."""
+It may also give (tokens, labels), or for a tree (tokens, weights): float32 ``[tokens]``, the factor of each token's
+loss as what is to be predicted; by default, how many trajectories contain it."""
 
 
 @runtime_checkable
@@ -45,13 +47,25 @@ class PackedShard:
 
     Attributes:
         tokens, labels, positions: ``[local tokens]`` int64, in the order of the shard.
-        cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end.
+        cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree.
+        label_rows: of a tree, where a token has any number of labels: ``labels`` are ``[local labels]``, each of the
+            token ``label_rows[i]``.
+        label_weights: of a tree, float32 ``[local labels]``, the factor of each label's loss.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | Tree
+    label_rows: Tensor | None = None
+    label_weights: Tensor | None = None
+
+    @property
+    def trained(self) -> Tensor:
+        """Scalar: the labels of this shard, each as often as its weight says."""
+        if self.label_weights is not None:
+            return self.label_weights.double().sum()
+        return (self.labels != IGNORE).sum()
 
 
 def no_tokens(device: torch.device) -> PackedShard:
@@ -75,7 +89,7 @@ def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, dev
     if size > 1 and isinstance(fetch, FetchParts):
         tokens, labels = _own_parts(micro_batch, fetch, cu_seqlens, rank=rank, size=size)
     else:
-        whole = [_checked(fetch(each.id), each.id, each.length) for each in micro_batch.sequences]
+        whole = [checked(fetch(each.id), each.id, each.length) for each in micro_batch.sequences]
         tokens, labels = (shard(torch.cat(each), cu_seqlens, rank=rank, size=size) for each in zip(*whole, strict=True))
     return PackedShard(
         tokens=tokens.to(device),
@@ -93,14 +107,15 @@ def _own_parts(
     assert isinstance(layout, Layout)  # of plain sequences
     spans = layout.spans(rank).tolist()
     parts = [
-        _checked(fetch.part(sequence.id, start, stop), sequence.id, stop - start)
+        checked(fetch.part(sequence.id, start, stop), sequence.id, stop - start)
         for sequence, heads_and_tails in zip(micro_batch.sequences, spans, strict=True)
         for start, stop in heads_and_tails
     ]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
-def _checked(fetched: Tensor | tuple[Tensor, Tensor], sequence: int, length: int) -> tuple[Tensor, Tensor]:
+def checked(fetched: Tensor | tuple[Tensor, Tensor], sequence: int, length: int) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) of a sequence as ``fetch`` gave them. Raises InvalidUsage."""
     tokens, labels = fetched if isinstance(fetched, tuple) else (fetched, None)
     for name, given in (("tokens", tokens), ("labels", labels)):
         if given is not None and (given.shape != (length,) or given.dtype != torch.int64):

@@ -23,7 +23,6 @@ from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import trained_parameters
 from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import GradientBuffer
-from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.plan_check import check_same_plan
@@ -31,11 +30,12 @@ from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
 from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
 from hdpcomm.train.timeline import Timeline
+from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.plan import MicroBatch, Planner, StepPlan
+    from hdpcomm.plan import MicroBatch, Planner, StepPlan, Tree
 
 __all__ = ["Trainer"]
 
@@ -59,7 +59,8 @@ class Trainer:
         comm: the ranks that train together; the plan's ranks are positions in it.
         max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
         loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label, in place of the
-            model's own. The logits then exist as a whole. ``None``: the model's own, or cross-entropy.
+            model's own; of trees ``loss(logits, labels, weights)``, where the logits are those of the labels' tokens.
+            The logits then exist as a whole. ``None``: the model's own, or cross-entropy.
         zero: 1 keeps the optimizer's state and the wide master weights of 1 / ranks of the parameters on each rank
             (:class:`hdpcomm.train.ShardedParameters`): the optimizer must be a new one of torch.optim that updates each
             element by itself. The loss is that of ``zero=0``.
@@ -143,15 +144,19 @@ class Trainer:
         else:
             self.gradients = GradientBuffer(model.parameters(), comm)
 
-    def step(self, lengths: Sequence[int] | PlannedStep, fetch: Fetch) -> StepMetrics:
+    def step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
 
         Args:
-            lengths: tokens of each sequence of the global batch; or a step that :class:`hdpcomm.plan.PlanAhead` has
-                planned with this trainer's ``planner`` while the step before ran, so that this one waits for no plan.
+            lengths: tokens of each sequence of the global batch, or in its place a tree of trajectories; or a step that
+                :class:`hdpcomm.plan.PlanAhead` has planned with this trainer's ``planner`` while the step before ran,
+                so that this one waits for no plan.
             fetch: ``fetch(i)`` gives the tokens (int64 ``[lengths[i]]``) of sequence i, or (tokens, labels); it is
                 called only for the sequences that this rank works on. Without labels, every token is to predict the
                 next one.
+                Of a tree, (tokens, weights): each token is a label of the one before it on its way from the root, with
+                a loss times its weight; by default the number of trajectories that contain it. The loss is the sum
+                over all labels divided by the sum of all weights. :func:`hdpcomm.data.fold` makes these.
 
         Raises:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
@@ -167,11 +172,11 @@ class Trainer:
         self.timeline.begin()
         self.gradients.zero()
         waited = self.comm.stats()["wait_ns"]
-        scale = 1.0 / max(1, sum(planned.lengths))
+        scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         sharded = self.gradients if isinstance(self.gradients, ShardedParameters) else None
         with offloading:
-            loss = self._run_all(plan.for_rank(self.comm.rank), fetch, scale, offloading)
+            loss = self._run_all(planned, fetch, scale, offloading)
         if sharded is not None:
             sharded.start()
         self._synchronize()
@@ -217,19 +222,17 @@ class Trainer:
             )
         self.num_steps = int(state["num_steps"])
 
-    def _plan_now(self, lengths: Sequence[int]) -> PlannedStep:
+    def _plan_now(self, lengths: Sequence[int | Tree]) -> PlannedStep:
         started = time.perf_counter()
         plan = self.planner.plan(lengths)
         return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)
 
-    def _run_all(
-        self, micro_batches: Sequence[MicroBatch], fetch: Fetch, scale: float, offloading: OffloadedStep
-    ) -> Tensor:
+    def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
         """This rank's micro-batches, in their order; the sum of what :meth:`_run` gives."""
         if isinstance(self.gradients, FullyShardedParameters):
             with self.gradients.passes(self._empty_pass):
-                return self._run_each(micro_batches, fetch, scale, offloading)
-        return self._run_each(micro_batches, fetch, scale, offloading)
+                return self._run_each(planned, fetch, scale, offloading)
+        return self._run_each(planned, fetch, scale, offloading)
 
     def _empty_pass(self) -> None:
         """A forward and backward pass over a token without a loss, on this rank alone."""
@@ -237,41 +240,45 @@ class Trainer:
         loss = micro_batch_loss(self.model, no_tokens(self._device), alone, self._loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _run_each(
-        self, micro_batches: Sequence[MicroBatch], fetch: Fetch, scale: float, offloading: OffloadedStep
-    ) -> Tensor:
+    def _run_each(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
+        micro_batches = planned.plan.for_rank(self.comm.rank)
         loss = torch.zeros(2, dtype=torch.float64)
         for place, micro_batch in enumerate(micro_batches):
             last_and_alone = place == len(micro_batches) - 1 and len(micro_batch.ranks) == 1
             if last_and_alone and isinstance(self.gradients, ShardedParameters):
                 self.gradients.reduce_early()
-            loss += self._run(micro_batch, fetch, scale, offloading)
+            loss += self._run(micro_batch, planned, fetch, scale, offloading)
             self.timeline.end("micro-batch", micro_batch.index)
         return loss
 
     def _run(
         self,
         micro_batch: MicroBatch,
+        planned: PlannedStep,
         fetch: Fetch,
         scale: float,
         offloading: OffloadedStep,
     ) -> Tensor:
         """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
         comm = cast("Communicator", self.comm.subset(micro_batch.ranks))
-        packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
+        if holds_trees(micro_batch, planned.lengths):
+            fragments = planned.plan.fragments
+            packed = pack_trees(micro_batch, planned.lengths, fragments, fetch, comm=comm, device=self._device)
+        else:
+            packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
         with offloading.micro_batch(micro_batch.offload_ratio, packed.tokens.numel()):
             loss = micro_batch_loss(self.model, packed, comm, self._loss)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         if isinstance(self.gradients, GradientBuffer):
             self.gradients.collect()
-        labels = (packed.labels != IGNORE).sum()
-        return torch.stack((loss.detach().double(), labels.double())).cpu()
+        return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
 
     def _mean(self, total: float, labels: float) -> float:
-        if not labels:
+        if labels <= 0:
             raise InvalidUsage(
-                "no token of this batch has a label (a sequence of one token has no next one); give longer "
-                "sequences or labels"
+                "no token of this batch has a label (a sequence of one token has no next one), or the weights of trees "
+                f"do not sum up to more than 0 (the sum of labels and weights is {labels}); give longer sequences, "
+                "labels or other weights"
             )
         return self._finite("loss", total / labels)
 

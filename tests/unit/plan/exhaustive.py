@@ -144,12 +144,13 @@ def pipeline_optimum(
         choices = []
         for pack in packs:
             members = [lengths[i] for i in pack]
-            choices.append([(g, members, 0.0) for g in groups if fits(members, len(g), cost, memory)])
+            squares = [float(length) ** 2 for length in members]
+            choices.append([(g, members, 0.0, squares) for g in groups if fits(members, len(g), cost, memory)])
         for chosen in product(*choices):
             work = sum(
                 len(g)
                 * cost.seconds(members, len(g), one_node=g[0] // cluster.node_ranks == g[-1] // cluster.node_ranks)
-                for g, members, _ in chosen
+                for g, members, _, _ in chosen
             )
             if work / ranks >= best:
                 continue

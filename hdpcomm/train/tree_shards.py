@@ -1,0 +1,114 @@
+"""From the trees of a micro-batch to this rank's shard of their pack, with the losses of every branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdpcomm.attention import positions, shard
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import Tree, TreeFragment, join_trees
+from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.shards import Fetch, PackedShard, checked
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.plan import MicroBatch
+
+__all__ = ["holds_trees", "pack_trees"]
+
+
+def holds_trees(micro_batch: MicroBatch, items: Sequence[int | Tree]) -> bool:
+    """Whether a sequence of the micro-batch is a tree, or a fragment of one."""
+    return any(s.id >= len(items) or isinstance(items[s.id], Tree) for s in micro_batch.sequences)
+
+
+def pack_trees(
+    micro_batch: MicroBatch,
+    items: Sequence[int | Tree],
+    fragments: Sequence[TreeFragment],
+    fetch: Fetch,
+    *,
+    comm: Communicator,
+    device: torch.device,
+) -> PackedShard:
+    """Like :func:`hdpcomm.train.shards.pack_shard`, for a micro-batch with trees. Local.
+
+    The token after a branch is one of several, so a token has any number of labels: each of the shard's labels tells
+    its row, and its weight: how many trajectories train on it.
+
+    Args:
+        items: what the step was planned for.
+        fragments: of the step's plan.
+    """
+    trees, parts = [], []
+    first = 0
+    for sequence in micro_batch.sequences:
+        tree, part = _fetched(sequence.id, items, fragments, fetch)
+        trees.append(tree)
+        parts.append(replace(part, places=part.places + first))
+        first += tree.num_tokens
+    pack = join_trees(trees)
+    tokens, places, labels, weights = (torch.cat([getattr(part, name) for part in parts]) for name in _Losses.__slots__)
+    rank, size = comm.rank, comm.size
+    mine = shard(torch.arange(pack.num_tokens), pack, rank=rank, size=size)
+    row = torch.full((pack.num_tokens,), -1, dtype=torch.int64)
+    row[mine] = torch.arange(len(mine))
+    here = row[places] >= 0
+    return PackedShard(
+        tokens=tokens[mine].to(device),
+        labels=labels[here].to(device),
+        positions=positions(pack, rank=rank, size=size, device=device),
+        cu_seqlens=pack,
+        label_rows=row[places[here]].to(device),
+        label_weights=weights[here].to(device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Losses:
+    """The tokens of a tree, and all that is to be predicted: a label after the token at a place, with a weight."""
+
+    tokens: Tensor
+    places: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+def _fetched(
+    i: int, items: Sequence[int | Tree], fragments: Sequence[TreeFragment], fetch: Fetch
+) -> tuple[Tree, _Losses]:
+    fragment = fragments[i - len(items)] if i >= len(items) else None
+    item = items[i] if fragment is None else items[fragment.tree]
+    if not isinstance(item, Tree):
+        tokens, labels = checked(fetch(i), i, item)
+        places = (labels != IGNORE).nonzero()[:, 0]
+        return Tree([-1], [item]), _Losses(tokens, places, labels[places], torch.ones(len(places)))
+    tokens, weights = _checked_tree(fetch(i if fragment is None else fragment.tree), i, item)
+    tree = item
+    if fragment is not None:
+        tree = item.part(fragment.segments)
+        chosen = torch.from_numpy(item.token_places(fragment.segments))
+        repeated = torch.from_numpy(np.repeat(fragment.repeated, tree.lengths))
+        tokens, weights = tokens[chosen], weights[chosen].masked_fill(repeated, 0.0)
+    previous = torch.from_numpy(tree.previous.copy())
+    trained = ((previous >= 0) & (weights != 0)).nonzero()[:, 0]
+    return tree, _Losses(tokens, previous[trained], tokens[trained], weights[trained])
+
+
+def _checked_tree(fetched: Tensor | tuple[Tensor, Tensor], i: int, tree: Tree) -> tuple[Tensor, Tensor]:
+    tokens, weights = fetched if isinstance(fetched, tuple) else (fetched, None)
+    if weights is None:
+        weights = torch.from_numpy(np.repeat(tree.trajectories, tree.lengths)).float()
+    for name, given, dtype in (("tokens", tokens, torch.int64), ("weights", weights, torch.float32)):
+        if given.shape != (tree.num_tokens,) or given.dtype != dtype:
+            raise InvalidUsage(
+                f"fetch({i}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was planned for a "
+                f"tree, whose {name} are {dtype} [{tree.num_tokens}]"
+            )
+    return tokens, weights
