@@ -8,9 +8,12 @@ import importlib
 import pytest
 
 MODULES = {
+    "hdpcomm.attention.block_mask": 1,
+    "hdpcomm.data.fold": 1,
     "hdpcomm.data.opening": 1,
     "hdpcomm.data.sampler": 1,
     "hdpcomm.data.text": 1,
+    "hdpcomm.plan.tree": 1,
     "hdpcomm.models.adapt": 1,
     "hdpcomm.train.trainer": 1,
 }
