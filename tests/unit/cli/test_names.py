@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hdpcomm.cli import main as cli
-from hdpcomm.cli.perf import OPS
+from hdpcomm.cli.perf_options import OPS
 from hdpcomm.perf.ops import OPERATIONS
 
 TOP = Path(__file__).resolve().parents[3]
