@@ -254,11 +254,11 @@ def join_gloo(timeout: float | None = None) -> Any:
     try:
         store = dist.HashStore() if size == 1 else _store_of_run(rank, size, seconds)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    except RuntimeError as error:  # of torch or gloo; the errors of open_store() are no RuntimeError
+    except (RuntimeError, CommTimeout) as error:  # of torch or gloo, or of the job's store
         if dist.is_initialized():
             dist.destroy_process_group()
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if "timed out" in text.lower() or "timeout" in text.lower():
+        if isinstance(error, CommTimeout) or "timed out" in text.lower() or "timeout" in text.lower():
             raise CommTimeout(
                 f"rank {rank} did not join the other ranks over gloo within {seconds:g} s: {text}; look for their "
                 "errors, or raise -T",

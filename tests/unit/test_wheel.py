@@ -110,8 +110,16 @@ def test_the_source_distribution_has_all_that_building_takes(tmp_path: Path) -> 
     (archive,) = (tmp_path / "dist").iterdir()
     with tarfile.open(archive) as opened:
         packed = {name.partition("/")[2] for name in opened.getnames()}
-    needed = {name for name in names if name.startswith(("csrc/", "hdpcomm/", "tools/"))}
-    needed |= {"CMakeLists.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE", ".ci/keep-ptxas-report"}
+    needed = {name for name in names if name.startswith(("csrc/", "hdpcomm/"))}
+    needed |= {
+        "tools/hdpcomm_build.py",
+        "CMakeLists.txt",
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        ".ci/keep-ptxas-report",
+    }
     assert needed - packed == {"hdpcomm/_testing.pyi"}
     assert [name for name in packed if name.startswith(("tests/", "benchmarks/"))] == []
 
