@@ -92,6 +92,15 @@ def build_store(
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    return _open_published(final)
+
+
+def _open_published(final: Path) -> TokenStore:
+    """Another run may be putting its own store in the place of this one, which holds the same."""
+    for _ in range(20):
+        with contextlib.suppress(InvalidUsage):
+            return open_store(final)
+        time.sleep(0.05)
     return open_store(final)
 
 
