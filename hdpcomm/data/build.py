@@ -27,7 +27,7 @@ from hdpcomm.errors import Error, InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["build_store", "cache_folder", "store_key"]
+__all__ = ["build_store", "cache_folder", "open_published", "store_key"]
 
 _ROUND_S = 0.5  # between two looks at how far the other ranks are
 _STALE_S = 86400.0  # after which what a killed process left is removed
@@ -92,10 +92,10 @@ def build_store(
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return _open_published(final)
+    return open_published(final)
 
 
-def _open_published(final: Path) -> TokenStore:
+def open_published(final: Path) -> TokenStore:
     """Another run may be putting its own store in the place of this one, which holds the same."""
     for _ in range(20):
         with contextlib.suppress(InvalidUsage):

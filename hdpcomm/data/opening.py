@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hdpcomm.data.agree import on_rank_0, raise_together
-from hdpcomm.data.build import build_store, cache_folder, store_key
+from hdpcomm.data.build import build_store, cache_folder, open_published, store_key
 from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
 from hdpcomm.data.encoders import ByteEncoder, Encoder
 from hdpcomm.data.records import Fields, Unit, input_files, is_text, units_of
@@ -179,7 +179,7 @@ def _open(
     else:
         store, error = None, None
         try:
-            store = open_store(Path(found["store"]))
+            store = open_published(Path(found["store"]))
         except InvalidUsage as failure:  # rank 0 has opened it: this rank sees another file system
             error = failure
         raise_together(comm, error)

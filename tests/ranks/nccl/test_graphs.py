@@ -171,7 +171,7 @@ def test_peers_that_nccl_has_not_met(world: str) -> None:
         on_all(run, world)
 
 
-# A defect that is not mended: since resync() came in, the rank that captures does not hear of it in 2 of 5 runs where links
+# A defect that is not mended: since resync() came in, the rank that captures misses it in 2 of 5 runs where links
 # and NCCL are mixed, and polls synchronize() until the deadline of the run.
 _NOT_HEARD = pytest.mark.xfail(run=False, reason="the capturing rank does not always hear of it (hangs)")
 
