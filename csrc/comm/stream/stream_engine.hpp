@@ -115,6 +115,7 @@ class StreamEngine final : public WorldPart {
 
   // stream_monitor.cpp
   void compareCalls();
+  void failCaptured(int rank);  // where the peer has failed before it called the operation
   std::optional<Error> checkWork(StreamWork& work, Clock::time_point now);
   std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
   std::optional<Error> departureError(const StreamWork& work, const StreamWork::Share& share) const;

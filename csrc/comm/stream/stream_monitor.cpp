@@ -34,6 +34,18 @@ std::string detailsOf(const CallEntry& entry) {
 
 }  // namespace
 
+// A captured operation is not among the running ones, which hear of a failed peer by lossOf(). The
+// entry of a peer that failed first never comes.
+void StreamEngine::failCaptured(int rank) {
+  const WorkPtr work = peers_[static_cast<size_t>(rank)].expected.front().work;
+  if (!work->captured_ || board_->state(rank) != BoardState::kFailed) return;
+  for (const StreamWork::Share& share : work->shares_) {
+    if (share.peer != rank) continue;
+    if (const auto error = departureError(*work, share)) failWork(*work, *error);
+    return;
+  }
+}
+
 // The n-th entry of a pair on one side is the n-th on the other.
 void StreamEngine::compareCalls() {
   for (int rank = 0; rank < num_ranks_ && !failed_; ++rank) {
@@ -43,7 +55,10 @@ void StreamEngine::compareCalls() {
     }
     while (!peer.expected.empty()) {
       const std::optional<CallEntry> theirs = board_->take(rank, rank_);
-      if (!theirs) break;
+      if (!theirs) {
+        failCaptured(rank);
+        break;
+      }
       const Expected ours = std::move(peer.expected.front());
       peer.expected.pop_front();
       if (*theirs == ours.entry) {
