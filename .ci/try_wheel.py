@@ -26,7 +26,7 @@ def main() -> None:
     table = run(hdpcomm, "perf", "all_reduce", "--ranks", "2", "-b", "8", "-e", "1K", "-f", "2", "-n", "5")
     if "Out of bounds values : 0 OK" not in table:
         sys.exit(f"hdpcomm perf found wrong data:\n{table}")
-    run(hdpcomm, "plan", "--ranks", "16", "--tokens", "1M", "--capacity", "64K")
+    run(hdpcomm, "plan", "--ranks", "16", "--tokens", "1M")
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text.txt")
         text.write_text("Short and long sequences, planned together.\n" * 500)

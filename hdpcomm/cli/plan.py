@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,9 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--lengths", metavar="FILE", help="use exactly the lengths in this text file")
     batch.add_argument("--tokens", type=count, default="32M", help="tokens of a step (default %(default)s)")
     batch.add_argument(
-        "--context", type=count, default="2M", help="longest sequence; longer ones are cut (default %(default)s)"
+        "--context",
+        type=count,
+        help="longest sequence; longer ones are cut (default 2M, or what the ranks hold if that is less)",
     )
     batch.add_argument("--seed", type=seed, default=0, help="seed of the random lengths (default %(default)s)")
     cluster = parser.add_argument_group("the cluster")
@@ -80,6 +83,7 @@ def read_profile(path: str) -> CostModel:
 
 
 _NODE_DEVICES = 8
+_CONTEXT = 2 << 20
 
 
 def ranks_per_node(tensor: int, pipeline: int) -> int:
@@ -94,8 +98,18 @@ def ranks_per_node(tensor: int, pipeline: int) -> int:
     return max(1, _NODE_DEVICES // devices)
 
 
+def _default_context(planner: Planner) -> int:
+    if planner.cluster.offload:  # how much more it holds depends on the lengths
+        return _CONTEXT
+    held = planner.memory.capacity << int(math.log2(planner.cluster.ranks))  # groups of some policies are powers of two
+    if held >= _CONTEXT:
+        return _CONTEXT
+    print(f"hdpcomm: sequences are cut to the {held:,} tokens that the ranks hold; see --context", file=sys.stderr)
+    return held
+
+
 def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
-    """A planner for each policy, from the options of :func:`add_step_options`."""
+    """A planner for each policy, from the options of :func:`add_step_options`; chooses ``context`` where it is open."""
     from hdpcomm.plan import MODELS, ClusterSpec, Planner, load_cluster
 
     if options.model not in MODELS:
@@ -110,12 +124,14 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         device=load_cluster(Path(options.cluster)).device if options.cluster.endswith(".json") else options.cluster,
     )
     cost = read_profile(options.profile) if options.profile else None
+    if options.context is None and not options.lengths:
+        options.context = _default_context(Planner(MODELS[options.model], cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
     return [Planner(MODELS[options.model], cluster, policy, cost, context=context) for policy in policies]
 
 
 def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:
-    """The lengths of a step, from the options of :func:`add_step_options`."""
+    """The lengths of a step, from the options of :func:`add_step_options` after :func:`make_planners`."""
     from hdpcomm.data.distributions import read_lengths, sample_lengths
 
     if options.lengths:

@@ -101,3 +101,16 @@ def test_ranks_per_node_follow_from_the_devices_of_a_rank(
 ) -> None:
     assert ranks_per_node(tensor, pipeline) == ranks
     assert ("give --ranks-per-node" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 16])
+@pytest.mark.parametrize("policy", ["balanced", "pow2", "static"])
+def test_by_default_sequences_fit_the_ranks(ranks: int, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", str(ranks), "--capacity", "8K", "--tokens", "512K", "--policy", policy]) == 0
+    held = 8192 << ranks.bit_length() - 1
+    assert f"sequences are cut to the {held:,} tokens that the ranks hold" in capsys.readouterr().err
+
+
+def test_the_default_context_of_a_large_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "512", "--capacity", "8K", "--tokens", "1M"]) == 0
+    assert capsys.readouterr().err == ""
