@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ class AllGather(Operation):
     """In place: the input is the rank's part of the output."""
 
     name = "all_gather"
-    core_name = "all_gather"
+    core_name: ClassVar[str | None] = "all_gather"
 
     def shape(self, elements: int, ranks: int) -> Shape:
         part = blocks(elements, ranks)

@@ -8,30 +8,23 @@ from typing import Any
 import torch
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.perf.data import values
-from hdpcomm.perf.operation import Case, Operation, Shape, blocks
+from hdpcomm.perf.operation import Case, Shape
+from hdpcomm.perf.ops.all_gather import AllGather
 
 __all__ = ["Hypercube"]
 
 
-class Hypercube(Operation):
-    """size(B) is the gathered whole, count the part of a rank. In place: the input is the rank's part of the output."""
+class Hypercube(AllGather):
+    """Each exchange is waited for before the next one, which doubles the bytes. The ranks are a power of two."""
 
     name = "hypercube"
+    core_name = None
     asynchronous = False
 
     def shape(self, elements: int, ranks: int) -> Shape:
         if ranks & (ranks - 1):
             raise InvalidUsage(f"hypercube: there are {ranks} ranks; give a power of two, or use all_gather")
-        part = blocks(elements, ranks)
-        return Shape(part, part, part * ranks, part * ranks)
-
-    def bus_factor(self, ranks: int) -> float:
-        return (ranks - 1) / ranks
-
-    def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-        part = case.shape.send
-        return shared[case.comm.rank * part : (case.comm.rank + 1) * part], shared
+        return super().shape(elements, ranks)
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         del async_op
@@ -54,9 +47,3 @@ class Hypercube(Operation):
                 comm.exchange(send, recv)
 
         return gather
-
-    def given(self, case: Case) -> torch.Tensor:
-        return values(case.kind, case.comm.rank, case.shape.send)
-
-    def expected(self, case: Case) -> torch.Tensor | None:
-        return torch.cat([values(case.kind, rank, case.shape.send) for rank in range(case.comm.size)])
