@@ -86,7 +86,7 @@ def _round(core: _core.comm.Communicator, living: list[int], call: str, flag: bo
     mine[-2], mine[-1] = flag, _CALLS.index(call)
     others = [rank for rank in living if rank != world.rank]
     if others:
-        # Of the world: a rank may be in shrink() of a larger communicator than another one.
+        # On the communicator of all ranks, since two ranks may call shrink() on communicators of different size.
         sends, recvs = [(mine, rank) for rank in others], [(views[rank], rank) for rank in others]
         work = _core.comm.exchange(world.communicator(), describe, sends, recvs, True)
         assert work is not None  # asynchronous

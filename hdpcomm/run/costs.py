@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.run.checkpoints import Checkpoint
 
-__all__ = ["DTYPES", "PROFILE_TOKENS", "SMALLEST_OFFLOAD", "Costs", "make_planner", "measure_costs", "within_memory"]
+__all__ = [
+    "DTYPES",
+    "PROFILE_TOKENS",
+    "SMALLEST_OFFLOAD",
+    "Costs",
+    "make_planner",
+    "measure_costs",
+    "measure_memory",
+    "within_memory",
+]
 
 SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
@@ -56,8 +65,17 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
     """
     if config.recompute != "auto":
         return config, config.capacity, None
+    memory = measure_memory(comm, config)
+    limit, ratio = config.memory_bytes, 1.0 if config.offload_bytes else 0.0
+    recompute = memory.fewest_recomputed(limit, config.capacity, ratio)
+    resident = min(config.capacity, memory.capacity(limit, recompute))
+    return replace(config, recompute=recompute, memory_bytes=0), resident, memory
+
+
+def measure_memory(comm: Communicator, config: RunConfig) -> StepMemory:
+    """What a step of the run's model takes on a rank's device, whatever is recomputed. Collective."""
     dtype = DTYPES[config.dtype]
-    memory = profile_memory(
+    return profile_memory(
         new_model(config.model, device=comm.device, seed=config.seed, recompute="none").to(dtype),
         comm,
         partial(torch.optim.AdamW, lr=config.learning_rate),
@@ -65,10 +83,6 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
         zero=config.zero,
         dtype=None if config.dtype == "fp32" else dtype,
     )
-    limit, ratio = config.memory_bytes, 1.0 if config.offload_bytes else 0.0
-    recompute = memory.fewest_recomputed(limit, config.capacity, ratio)
-    resident = min(config.capacity, memory.capacity(limit, recompute))
-    return replace(config, recompute=recompute, memory_bytes=0), resident, memory
 
 
 def measure_costs(
