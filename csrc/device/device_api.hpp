@@ -168,6 +168,9 @@ class DeviceApi {
                          Site site = std::source_location::current()) = 0;
   virtual void launch(KernelLaunch kernel, Stream stream,
                       Site site = std::source_location::current()) = 0;
+  // Makes all kernels of this library ready, so that no first launch waits for work of the streams.
+  // Call it before the first waitValue.
+  virtual void loadKernels() {}
 
   // --- the host beside the streams --------------------------------------------------------------
   // Release store and acquire load of a flag in pinned memory, or of any flag of a SimDevice.

@@ -45,12 +45,12 @@ void launch(const CastArgs& args, void* stream) {
                         commonWidth(reinterpret_cast<uintptr_t>(in + slices.head)) >=
                             kCount * static_cast<int64_t>(sizeof(From));
   if (together) {
-    launchKernel("cast", castKernel<To, From, kCount>, blocksForVectors(slices.vectors), kThreads,
-                 stream, out, in, slices);
+    launchKernel<castKernel<To, From, kCount>>("cast", blocksForVectors(slices.vectors), kThreads,
+                                               stream, out, in, slices);
   } else {
     slices = Slices{0, args.count, 0};
-    launchKernel("cast", castKernel<To, From, 1>, blocksForVectors(slices.vectors), kThreads,
-                 stream, out, in, slices);
+    launchKernel<castKernel<To, From, 1>>("cast", blocksForVectors(slices.vectors), kThreads,
+                                          stream, out, in, slices);
   }
 }
 

@@ -216,15 +216,16 @@ void crossEntropyStatsCuda(const CrossEntropyStatsArgs& args, void* stream) {
   if (args.shape.tokens == 0) return;
   withShape(args.shape, [&](auto value, auto threads) {
     constexpr int kPerRow = decltype(threads)::value;
-    launchKernel("cross_entropy_stats", statsKernel<decltype(value), kPerRow>,
-                 blocksFor(args.shape.tokens * kPerRow, kRowThreads), kRowThreads, stream, args);
+    launchKernel<statsKernel<decltype(value), kPerRow>>(
+        "cross_entropy_stats", blocksFor(args.shape.tokens * kPerRow, kRowThreads), kRowThreads,
+        stream, args);
   });
 }
 
 void crossEntropyLossCuda(const CrossEntropyLossArgs& args, void* stream) {
   checkCrossEntropyLoss(args);
   if (args.tokens == 0) return;
-  launchKernel("cross_entropy_loss", lossKernel, blocksFor(args.tokens), kThreads, stream, args);
+  launchKernel<lossKernel>("cross_entropy_loss", blocksFor(args.tokens), kThreads, stream, args);
 }
 
 void crossEntropyGradCuda(const CrossEntropyGradArgs& args, void* stream) {
@@ -235,10 +236,11 @@ void crossEntropyGradCuda(const CrossEntropyGradArgs& args, void* stream) {
     using T = decltype(value);
     constexpr int kPerRow = decltype(threads)::value;
     const unsigned blocks = blocksFor(args.shape.tokens * kPerRow, kRowThreads);
-    launchKernel("cross_entropy_grad",
-                 shiftedBy(args.logits, args.grad) ? gradKernel<T, kPerRow, false>
-                                                   : gradKernel<T, kPerRow, true>,
-                 blocks, kRowThreads, stream, args);
+    const auto launch = [&]<bool kVector>(std::bool_constant<kVector>) {
+      launchKernel<gradKernel<T, kPerRow, kVector>>("cross_entropy_grad", blocks, kRowThreads,
+                                                    stream, args);
+    };
+    shiftedBy(args.logits, args.grad) ? launch(std::false_type{}) : launch(std::true_type{});
   });
 }
 

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <string>
-#include <type_traits>
 
 #include "base/error.hpp"
+#include "device/cuda/loading.hpp"
 
 namespace hdpcomm::kernels {
 
@@ -21,10 +21,18 @@ inline unsigned blocksFor(int64_t items, int threads = kThreads) {
   return static_cast<unsigned>(std::clamp<int64_t>((items + threads - 1) / threads, 1, kMaxBlocks));
 }
 
+// A kernel that cuda::loadKernels() loads.
+template <auto kernel>
+struct Loaded {
+  static inline const bool entered =
+      hdpcomm::cuda::enterKernel(reinterpret_cast<const void*>(kernel));
+};
+
 // Enqueues `kernel` on `stream` (a cudaStream_t); throws DeviceError with `name` if that fails.
-template <typename... Parameters>
-void launchKernel(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
-                  void* stream, std::type_identity_t<Parameters>... arguments) {
+template <auto kernel, typename... Arguments>
+void launchKernel(const char* name, dim3 blocks, int threads, void* stream,
+                  Arguments... arguments) {
+  static_cast<void>(&Loaded<kernel>::entered);  // its use makes it
   kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
   const cudaError_t status = cudaGetLastError();
   if (status != cudaSuccess) {

@@ -87,8 +87,11 @@ void launch(const MergeArgs& args, void* stream) {
   const bool wide =
       commonWidth(address(args.out), row_out) == 16 &&
       commonWidth(address(args.block_out), row_block) >= kWidth * int64_t{sizeof(Block)};
-  launchKernel("merge", wide ? mergeKernel<Acc, Block, kWidth> : mergeKernel<Acc, Block, 1>, blocks,
-               kThreads, stream, args);
+  if (wide) {
+    launchKernel<mergeKernel<Acc, Block, kWidth>>("merge", blocks, kThreads, stream, args);
+  } else {
+    launchKernel<mergeKernel<Acc, Block, 1>>("merge", blocks, kThreads, stream, args);
+  }
 }
 
 }  // namespace

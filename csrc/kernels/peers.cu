@@ -83,7 +83,7 @@ void launchFold(const FoldArgs& args, void* stream) {
     if (shiftedBy(args.outputs[0], args.outputs[p])) slices = Slices{0, 0, args.count};
   }
   const int64_t threads = slices.vectors > 0 ? slices.vectors : slices.edges();
-  launchKernel("fold", foldKernel<T, op>, blocksFor(threads), kThreads, stream, args, slices);
+  launchKernel<foldKernel<T, op>>("fold", blocksFor(threads), kThreads, stream, args, slices);
 }
 
 // blockIdx.y is the input, counted from `first`.
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kThreads) putKernel(PutArgs args) {
   // when they see the flag.
   __syncthreads();
   if (threadIdx.x == 0) {
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_system>(*args.flag)
-        .store(args.value, cuda::std::memory_order_release);
+    ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_system>(*args.flag)
+        .store(args.value, ::cuda::std::memory_order_release);
   }
 }
 
@@ -148,12 +148,12 @@ void collectCuda(const CollectArgs& args, void* stream) {
   checkCollect(args);
   if (args.bytes == 0) return;
   const dim3 grid(blocksForVectors(args.bytes / 16), static_cast<unsigned>(args.num_inputs));
-  launchKernel("collect", collectKernel, grid, kThreads, stream, args);
+  launchKernel<collectKernel>("collect", grid, kThreads, stream, args);
 }
 
 void putCuda(const PutArgs& args, void* stream) {
   checkPut(args);
-  launchKernel("put", putKernel, 1, kThreads, stream, args);
+  launchKernel<putKernel>("put", 1, kThreads, stream, args);
 }
 
 }  // namespace hdpcomm::kernels

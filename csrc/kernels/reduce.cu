@@ -66,8 +66,9 @@ __global__ void __launch_bounds__(kThreads) divideKernel(T* data, Wide<T> diviso
 template <typename T>
 void launchDivide(const DivideArgs& args, void* stream) {
   const Slices slices = sliceBuffer(args.data, args.count, sizeof(T), false);
-  launchKernel("divide", divideKernel<T>, blocksForVectors(slices.vectors), kThreads, stream,
-               static_cast<T*>(args.data), static_cast<Wide<T>>(args.divisor), slices);
+  launchKernel<divideKernel<T>>("divide", blocksForVectors(slices.vectors), kThreads, stream,
+                                static_cast<T*>(args.data), static_cast<Wide<T>>(args.divisor),
+                                slices);
 }
 
 }  // namespace
@@ -79,9 +80,9 @@ void reduceCuda(const ReduceArgs& args, void* stream) {
     using T = decltype(value);
     const Slices slices = sliceBuffer(args.out, args.count, sizeof(T),
                                       shiftedBy(args.out, args.a) || shiftedBy(args.out, args.b));
-    launchKernel("reduce", reduceKernel<T, decltype(tag)::kOp>, blocksForVectors(slices.vectors),
-                 kThreads, stream, static_cast<T*>(args.out), static_cast<const T*>(args.a),
-                 static_cast<const T*>(args.b), slices);
+    launchKernel<reduceKernel<T, decltype(tag)::kOp>>(
+        "reduce", blocksForVectors(slices.vectors), kThreads, stream, static_cast<T*>(args.out),
+        static_cast<const T*>(args.a), static_cast<const T*>(args.b), slices);
   });
 }
 

@@ -108,8 +108,8 @@ void launch(const RowsArgs& args, void* stream, const char* name) {
   tiles.rows = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(args.row_bytes, 1), 1, kTileRows);
   tiles.chunks = std::max<int64_t>((args.row_bytes + kTileBytes - 1) / kTileBytes, 1);
   tiles.count = (args.total_rows + tiles.rows - 1) / tiles.rows * tiles.chunks;
-  launchKernel(name, rowsKernel<Op, Word>, blocksFor(tiles.count * kThreads), kThreads, stream,
-               args, tiles);
+  launchKernel<rowsKernel<Op, Word>>(name, blocksFor(tiles.count * kThreads), kThreads, stream,
+                                     args, tiles);
 }
 
 int64_t widthOf(const RowsArgs& args) {

@@ -25,6 +25,7 @@ StreamWork::Share& StreamWork::shareOf(int peer) {
 std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, DevicePtr device,
                                                   std::shared_ptr<CallBoard> board,
                                                   std::unique_ptr<StreamMover> mover) {
+  device->loadKernels();
   board->enter(comm.rank());
   // Every rank has mapped the board, and the memory that movers share, before any rank goes on.
   device->annotateRelease(board->key());

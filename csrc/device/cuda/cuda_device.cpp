@@ -8,6 +8,7 @@
 
 #include "base/error.hpp"
 #include "device/arguments.hpp"
+#include "device/cuda/loading.hpp"
 #include "device/devices.hpp"
 
 namespace hdpcomm::cuda {
@@ -207,6 +208,11 @@ void CudaDevice::launch(KernelLaunch kernel, Stream stream, Site) {
   }
   const Guard guard(*this);
   kernel.cuda(raw(stream));
+}
+
+void CudaDevice::loadKernels() {
+  const Guard guard(*this);
+  cuda::loadKernels();
 }
 
 void CudaDevice::storeFlag(uint32_t* flag, uint32_t value, Site) {

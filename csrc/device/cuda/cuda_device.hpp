@@ -52,6 +52,7 @@ class CudaDevice final : public DeviceApi {
   void writeValue(Stream stream, uint32_t* flag, uint32_t value, Site) override;
   void waitValue(Stream stream, uint32_t* flag, uint32_t value, Site) override;
   void launch(KernelLaunch kernel, Stream stream, Site) override;
+  void loadKernels() override;
 
   void storeFlag(uint32_t* flag, uint32_t value, Site) override;
   uint32_t loadFlag(const uint32_t* flag, Site) override;

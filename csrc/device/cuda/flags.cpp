@@ -1,5 +1,6 @@
 #include "base/error.hpp"
 #include "device/cuda/driver.hpp"
+#include "device/cuda/loading.hpp"
 
 #ifndef HDPCOMM_WITH_CUDA
 
@@ -16,6 +17,7 @@ namespace {
 
 void launchWriteValue(uint32_t*, uint32_t, void*) { throwNoKernels(); }
 void launchWaitValue(const uint32_t*, uint32_t, void*) { throwNoKernels(); }
+void loadKernels() {}  // there are none
 
 }  // namespace hdpcomm::cuda
 

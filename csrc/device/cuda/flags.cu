@@ -6,6 +6,7 @@
 
 #include "base/error.hpp"
 #include "device/cuda/driver.hpp"
+#include "device/cuda/loading.hpp"
 
 namespace hdpcomm::cuda {
 namespace {
@@ -27,6 +28,10 @@ __global__ void waitValue(uint32_t* flag, uint32_t value) {
     if (pause_ns < 1024) pause_ns *= 2;
   }
 }
+
+// Entered like the kernels of kernels/.
+[[maybe_unused]] const bool entered = enterKernel(reinterpret_cast<const void*>(&writeValue)) &&
+                                      enterKernel(reinterpret_cast<const void*>(&waitValue));
 
 void check(const char* kernel) {
   const cudaError_t status = cudaGetLastError();
