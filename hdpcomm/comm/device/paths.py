@@ -81,6 +81,7 @@ class Devices:
             return self._path
         if not on_cuda(x):
             return None
-        if not hasattr(x, "__cuda_array_interface__") or type(x).__module__.split(".")[0] == "torch":
+        # Asked first: torch's __cuda_array_interface__ raises for a tensor that requires a gradient.
+        if isinstance(x, torch.Tensor) or not hasattr(x, "__cuda_array_interface__"):
             return self._path
         return DevicePath(self.engine, arrays_of(x, self.engine.device.ordinal))
