@@ -30,6 +30,7 @@
 #include <cstdint>
 #include <functional>
 #include <source_location>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -74,6 +75,20 @@ struct MemoryRange {
 struct FlagValue {
   uint32_t* flag = nullptr;
   uint32_t value = 0;
+};
+
+// A flag that a stream waits for, or writes.
+struct FlagOp {
+  bool waits = false;
+  FlagValue target;
+  Site site;
+
+  static FlagOp wait(uint32_t* flag, uint32_t value, Site site = std::source_location::current()) {
+    return {true, {flag, value}, site};
+  }
+  static FlagOp write(uint32_t* flag, uint32_t value, Site site = std::source_location::current()) {
+    return {false, {flag, value}, site};
+  }
 };
 
 // One kernel of this library. `cuda` launches it on a cudaStream_t; `cpu` is its CPU twin, which
@@ -166,6 +181,14 @@ class DeviceApi {
   // Only a write to the flag (by any stream, or storeFlag) ends the wait.
   virtual void waitValue(Stream stream, uint32_t* flag, uint32_t value,
                          Site site = std::source_location::current()) = 0;
+  // waitValue and writeValue for each, in order; one call of the driver, which takes some 3 us
+  // whatever it holds.
+  virtual void flagOps(Stream stream, std::span<const FlagOp> ops) {
+    for (const FlagOp& op : ops) {
+      op.waits ? waitValue(stream, op.target.flag, op.target.value, op.site)
+               : writeValue(stream, op.target.flag, op.target.value, op.site);
+    }
+  }
   virtual void launch(KernelLaunch kernel, Stream stream,
                       Site site = std::source_location::current()) = 0;
   // Makes all kernels of this library ready, so that no first launch waits for work of the streams.

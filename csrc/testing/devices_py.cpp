@@ -58,6 +58,21 @@ void bindKernels(py::module_& module) {
       },
       py::arg("device"), py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("count"),
       py::arg("stream"));
+  // DeviceApi::flagOps: waits, then writes.
+  module.def(
+      "flag_ops",
+      [](DeviceApi& device, uintptr_t stream, const Flags& waits, const Flags& writes) {
+        std::vector<FlagOp> ops;
+        for (const FlagValue& each : flagsOf(waits)) {
+          ops.push_back(FlagOp::wait(each.flag, each.value));
+        }
+        for (const FlagValue& each : flagsOf(writes)) {
+          ops.push_back(FlagOp::write(each.flag, each.value));
+        }
+        device.flagOps({stream}, ops);
+      },
+      py::arg("device"), py::arg("stream"), py::kw_only(), py::arg("waits") = Flags{},
+      py::arg("writes") = Flags{});
   // accumulate() with flags that the kernel itself waits for and sets; on simulated devices only.
   module.def(
       "accumulate_with_flags",
@@ -102,7 +117,8 @@ void bindTestDevice(py::module_& module) {
           "end_capture",
           [](TestDevice& device, uintptr_t stream) { return device.endCapture({stream}); },
           py::arg("stream"), Unlocked())
-      .def("limit_threads", &TestDevice::limitThreads, py::arg("count"), Unlocked());
+      .def("limit_threads", &TestDevice::limitThreads, py::arg("count"), Unlocked())
+      .def("limit_queues", &TestDevice::limitQueues, py::arg("operations"), Unlocked());
 }
 
 }  // namespace

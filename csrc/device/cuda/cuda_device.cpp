@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <thread>
 
@@ -200,6 +201,36 @@ void CudaDevice::waitValue(Stream stream, uint32_t* flag, uint32_t value, Site) 
     memory_operations_.store(false, std::memory_order_relaxed);
   }
   launchWaitValue(flag, value, raw(stream));
+}
+
+void CudaDevice::flagOps(Stream stream, std::span<const FlagOp> ops) {
+  // Relaxed: as in writeValue.
+  if (memory_operations_.load(std::memory_order_relaxed)) {
+    std::array<MemOp, 256> batch;  // the driver takes no more
+    size_t count = 0;
+    const Guard guard(*this);
+    for (size_t i = 0; i < ops.size(); ++i) {
+      const FlagOp& op = ops[i];
+      device::checkFlag(op.waits ? "waitValue" : "writeValue", op.target.flag);
+      batch[count++] = {op.waits ? kMemOpWait32 : kMemOpWrite32,
+                        pointer(op.target.flag),
+                        op.target.value,
+                        op.waits ? kWaitGeq : kWriteDefault,
+                        0,
+                        0};
+      if (count < batch.size() && i + 1 < ops.size()) continue;
+      const Result result = driver_->cuStreamBatchMemOp_v2(
+          raw(stream), static_cast<unsigned>(count), batch.data(), 0);
+      if (result == kNotSupported) {
+        return DeviceApi::flagOps(stream, ops.subspan(i + 1 - count));
+      }
+      driver_->check(result, "cuStreamBatchMemOp_v2(stream, count, operations, 0)", __FILE__,
+                     __LINE__);
+      count = 0;
+    }
+    return;
+  }
+  DeviceApi::flagOps(stream, ops);
 }
 
 void CudaDevice::launch(KernelLaunch kernel, Stream stream, Site) {

@@ -51,6 +51,7 @@ class CudaDevice final : public DeviceApi {
   void fill(void* dst, unsigned char value, size_t bytes, Stream stream, Site) override;
   void writeValue(Stream stream, uint32_t* flag, uint32_t value, Site) override;
   void waitValue(Stream stream, uint32_t* flag, uint32_t value, Site) override;
+  void flagOps(Stream stream, std::span<const FlagOp> ops) override;
   void launch(KernelLaunch kernel, Stream stream, Site) override;
   void loadKernels() override;
 

@@ -22,6 +22,18 @@ struct IpcHandle {  // CUipcMemHandle
   char reserved[64];
 };
 
+// CUstreamBatchMemOpParams, of a wait or a write of 32 bits.
+struct MemOp {
+  uint32_t operation;  // kMemOpWait32, kMemOpWrite32
+  Pointer address;
+  uint64_t value;
+  uint32_t flags;  // kWaitGeq, kWriteDefault
+  Pointer alias;
+  uint64_t unused;
+};
+inline constexpr uint32_t kMemOpWait32 = 1;
+inline constexpr uint32_t kMemOpWrite32 = 2;
+
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kNoDevice = 100;
 inline constexpr Result kNotReady = 600;
@@ -73,6 +85,7 @@ inline constexpr unsigned kWriteDefault = 0;  // with a fence before the write
   X(cuMemsetD8Async, Pointer, unsigned char, size_t, DriverStream)      \
   X(cuStreamWriteValue32_v2, DriverStream, Pointer, uint32_t, unsigned) \
   X(cuStreamWaitValue32_v2, DriverStream, Pointer, uint32_t, unsigned)  \
+  X(cuStreamBatchMemOp_v2, DriverStream, unsigned, MemOp*, unsigned)    \
   X(cuGetErrorName, Result, const char**)                               \
   X(cuGetErrorString, Result, const char**)
 

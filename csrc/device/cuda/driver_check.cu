@@ -1,6 +1,7 @@
 // Compares driver.hpp with the toolkit's cuda.h; makes no code.
 #include <cuda.h>
 
+#include <cstddef>
 #include <type_traits>
 
 #include "device/cuda/driver.hpp"
@@ -22,6 +23,17 @@ static_assert(kHostDeviceMap == CU_MEMHOSTALLOC_DEVICEMAP &&
 static_assert(kIpcLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 static_assert(kWaitGeq == CU_STREAM_WAIT_VALUE_GEQ);
 static_assert(kWriteDefault == CU_STREAM_WRITE_VALUE_DEFAULT);
+static_assert(kMemOpWait32 == CU_STREAM_MEM_OP_WAIT_VALUE_32 &&
+              kMemOpWrite32 == CU_STREAM_MEM_OP_WRITE_VALUE_32);
+static_assert(sizeof(MemOp) == sizeof(CUstreamBatchMemOpParams) &&
+              alignof(MemOp) == alignof(CUstreamBatchMemOpParams));
+static_assert(offsetof(MemOp, address) == offsetof(CUstreamBatchMemOpParams, waitValue.address) &&
+              offsetof(MemOp, value) == offsetof(CUstreamBatchMemOpParams, waitValue.value) &&
+              offsetof(MemOp, flags) == offsetof(CUstreamBatchMemOpParams, waitValue.flags) &&
+              offsetof(MemOp, alias) == offsetof(CUstreamBatchMemOpParams, waitValue.alias));
+static_assert(offsetof(MemOp, address) == offsetof(CUstreamBatchMemOpParams, writeValue.address) &&
+              offsetof(MemOp, value) == offsetof(CUstreamBatchMemOpParams, writeValue.value) &&
+              offsetof(MemOp, flags) == offsetof(CUstreamBatchMemOpParams, writeValue.flags));
 static_assert(sizeof(IpcHandle) == sizeof(CUipcMemHandle));
 static_assert(sizeof(Pointer) == sizeof(CUdeviceptr) && std::is_unsigned_v<CUdeviceptr>);
 static_assert(sizeof(Ordinal) == sizeof(CUdevice) && sizeof(Result) == sizeof(CUresult));

@@ -78,6 +78,7 @@ R cuEventRecord(void* e, void* s) { ENTER; (void)e; (void)s; return 0; }
 R cuEventQuery(void* e) { ENTER; (void)e; return 0; }
 R cuMemcpyAsync(P d, P s, size_t n, void* t) { ENTER; (void)t; memcpy((void*)d, (void*)s, n); return 0; }
 R cuMemsetD8Async(P d, unsigned char v, size_t n, void* s) { ENTER; (void)s; memset((void*)d, v, n); return 0; }
+struct op { uint32_t operation; P address; uint64_t value; uint32_t flags; P alias; uint64_t unused; };
 R cuStreamWriteValue32_v2(void* s, P p, uint32_t v, unsigned f) {
   ENTER;
   (void)s;
@@ -88,6 +89,15 @@ R cuStreamWaitValue32_v2(void* s, P p, uint32_t v, unsigned f) {
   ENTER;
   (void)s;
   return f || (int32_t)(*(uint32_t*)p - v) < 0 ? 1 : 0;
+}
+R cuStreamBatchMemOp_v2(void* s, unsigned n, struct op* ops, unsigned f) {
+  ENTER;
+  for (unsigned i = 0; i < n; ++i) {
+    R r = ops[i].operation == 1 ? cuStreamWaitValue32_v2(s, ops[i].address, (uint32_t)ops[i].value, ops[i].flags)
+                                : cuStreamWriteValue32_v2(s, ops[i].address, (uint32_t)ops[i].value, ops[i].flags);
+    if (r) return r;
+  }
+  return f || n > 256 ? 1 : 0;
 }
 R cuGetErrorName(R r, const char** s) { *s = r == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE"; return 0; }
 R cuGetErrorString(R r, const char** s) { *s = r == 2 ? "out of memory" : "made up"; return 0; }

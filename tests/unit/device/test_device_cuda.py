@@ -99,6 +99,7 @@ def test_errors_name_the_call_and_the_driver_s_text(library: ctypes.CDLL, device
         ("cuMemsetD8Async", lambda: device.fill(memory, 1, bytes=8, stream=0)),
         ("cuStreamWriteValue32_v2", lambda: device.write_value(0, memory, 1)),
         ("cuStreamWaitValue32_v2", lambda: device.wait_value(0, memory, 1)),
+        ("cuStreamBatchMemOp_v2", lambda: _testing.flag_ops(device, 0, waits=[(memory, 1)])),
         ("cuEventQuery", lambda: device.query(event)),
         ("cuEventRecord", lambda: device.record(event, 0)),
         ("cuStreamWaitEvent", lambda: device.wait(0, event)),
@@ -142,6 +143,24 @@ def test_flags(library: ctypes.CDLL, device: Device) -> None:
     assert library.fake_calls(b"cuStreamWriteValue32_v2") == before
     device.free(memory)
     device.free_pinned(pinned)
+
+
+def test_many_flags_in_few_calls(library: ctypes.CDLL, device: Device) -> None:
+    memory = device.allocate(4096)
+    for i in range(600):
+        device.write_value(0, memory + 4 * i, 0)
+    before = library.fake_calls(b"cuStreamBatchMemOp_v2")
+    _testing.flag_ops(device, 0, waits=[(memory, 0)], writes=[(memory + 4 * i, i) for i in range(600)])
+    assert library.fake_calls(b"cuStreamBatchMemOp_v2") == before + 3  # a call takes 256
+    assert words(memory, 600).tolist() == list(range(600))
+    _testing.flag_ops(device, 0)
+    with pytest.raises(DeviceError, match="cuStreamBatchMemOp_v2"):  # the fake's stream would wait for ever
+        _testing.flag_ops(device, 0, waits=[(memory + 4, 2)])
+    # A driver that has no batches: one by one.
+    _fail(library, "cuStreamBatchMemOp_v2", 801)
+    _testing.flag_ops(device, 0, waits=[(memory + 4, 1)], writes=[(memory, 9)])
+    assert words(memory, 1)[0] == 9
+    device.free(memory)
 
 
 def test_memory_of_another_device_of_this_process(library: ctypes.CDLL, device: Device) -> None:
