@@ -110,12 +110,25 @@ void TestDevice::limitThreads(int count) {
   threads_left_ = count;
 }
 
+void TestDevice::limitQueues(uint64_t operations) {
+  const std::lock_guard lock(captures_mutex_);
+  most_queued_ = operations;
+}
+
 void TestDevice::submit(Op op, Stream stream) {
   const auto state = find(stream);
   if (const auto capture = capturing(state.get())) {
     const std::lock_guard lock(captures_mutex_);
     capture->add(state.get(), std::move(op));
     return;
+  }
+  {
+    const uint64_t held = state->submitted() - state->completed();
+    const std::lock_guard lock(captures_mutex_);
+    if (most_queued_ && held >= *most_queued_) {
+      throw Error(ErrorKind::kDevice, "a stream holds " + std::to_string(held) +
+                                          " operations: a driver would block the host here");
+    }
   }
   if (op.kind == simulated::OpKind::kWaitValue) {
     const std::lock_guard lock(captures_mutex_);

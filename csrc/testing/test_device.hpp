@@ -1,5 +1,5 @@
-// A simulated device in fast mode with what only tests ask of one: captures into graphs, and a host
-// that runs out of threads.
+// A simulated device in fast mode with what only tests ask of one: captures into graphs, a host
+// that runs out of threads, and streams that hold no more operations than those of a driver.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,9 @@ class TestDevice final : public simulated::FastDevice {
   // From now on only `count` streams that have to wait get a thread; for the others the system has
   // none left, which is an error of the call.
   void limitThreads(int count);
+  // From now on a stream that holds `operations` takes no more: an error of the call, where a
+  // driver would block the host.
+  void limitQueues(uint64_t operations);
 
   bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
   void record(Event event, Stream stream, Site site) override;
@@ -46,6 +49,7 @@ class TestDevice final : public simulated::FastDevice {
   std::map<uintptr_t, Capture::Moment> captured_events_;  // last recorded in a capture
   uint64_t next_capture_ = 1;
   std::optional<int> threads_left_;
+  std::optional<uint64_t> most_queued_;
   std::set<uintptr_t> streams_with_threads_;
 };
 

@@ -162,6 +162,10 @@ void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& wor
   work->submitted_ = true;
 }
 
+void StreamEngine::pace(Stream stream, size_t operations, const StreamMover::WaitCheck& check) {
+  pacers_.try_emplace(stream.handle, device_).first->second.pass(stream, operations, check);
+}
+
 namespace {
 
 uint64_t landingsWith(const StreamMover::Messages& messages, int peer) {
@@ -211,8 +215,9 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     for (const Message& message : recvs) expect(work, message.peer, entryOf(message, false));
   };
   submit(lock, work, caller, announce, [&] {
-    for (const Stream stream :
-         std::move(*prepared).enqueue(work->begin_.get(), waitCheckOf(*work))) {
+    const StreamMover::WaitCheck check = waitCheckOf(*work);
+    pace(caller, 2 + 2 * (sends.size() + recvs.size()), check);
+    for (const Stream stream : std::move(*prepared).enqueue(work->begin_.get(), check)) {
       work->ends_.push_back(events_->take());
       device_->record(work->ends_.back().get(), stream);
       if (!background && stream != caller) device_->wait(caller, work->ends_.back().get());
@@ -249,8 +254,11 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
     }
   };
   submit(lock, work, caller, announce, [&] {
+    const StreamMover::WaitCheck check = waitCheckOf(*work);
+    const size_t steps = plan.schedule == nullptr ? 1 : plan.schedule->steps.size();
+    pace(stream, 8 * (steps + 1), check);
     if (background) device_->wait(stream, work->begin_.get());
-    std::move(*prepared).enqueue(waitCheckOf(*work));
+    std::move(*prepared).enqueue(check);
     work->ends_.push_back(events_->take());
     device_->record(work->ends_.back().get(), stream);
   });

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -20,6 +21,7 @@
 #include "comm/host/communicator.hpp"
 #include "comm/stream/stream_work.hpp"
 #include "transport/stream/call_board.hpp"
+#include "transport/stream/pacer.hpp"
 #include "transport/stream/stream_mover.hpp"
 
 namespace hdpcomm {
@@ -111,6 +113,7 @@ class StreamEngine final : public WorldPart {
   template <typename Announce, typename Enqueue>
   void submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
               Announce announce, Enqueue enqueue);
+  void pace(Stream stream, size_t operations, const StreamMover::WaitCheck& check);
   StreamMover::WaitCheck waitCheckOf(StreamWork& work);
 
   // stream_monitor.cpp
@@ -146,7 +149,8 @@ class StreamEngine final : public WorldPart {
   const std::shared_ptr<device::CallBoard> board_;
   std::shared_ptr<EventPool> events_;
   const std::unique_ptr<StreamMover> mover_;
-  std::atomic<uint64_t> wait_ns_{0};  // relaxed: a count
+  std::map<uintptr_t, device::Pacer> pacers_;  // of the streams that operations were called on
+  std::atomic<uint64_t> wait_ns_{0};           // relaxed: a count
   OwnedStream host_stream_;
   OwnedStream background_stream_;  // collectives in the background
   OwnedStream control_stream_;     // sets flags that the others wait for

@@ -37,7 +37,7 @@ def test_every_line_that_orders_is_needed() -> None:
         for name, program in ALL.items():
             sites: list[PlantedSite] = planted_sites(program, 2, seeds=range(3), path="csrc", transport="sim")
             for site in sites:
-                if "/device/simulated/" in site.file:
+                if any(name in site.file for name in ("/device/simulated/", "/pacer.cpp")):  # it bounds the host only
                     continue
                 key = (site.file, site.line, site.call)
                 found[key] = found.get(key, False) or bool(site.found)

@@ -1,6 +1,7 @@
 #include "transport/stream/links/link.hpp"
 
 #include <algorithm>
+#include <array>
 
 #include "transport/stream/launch.hpp"
 
@@ -14,6 +15,9 @@ constexpr size_t kShareBytes = 1 << 20;
 // Up to this, a piece and its flag go by one small kernel: a launch costs less than a copy and a
 // write, and the copy engines' start-up time is saved.
 constexpr size_t kFusedBytes = 8192;
+
+// A piece on either side, with the fork and the join of its lane.
+constexpr size_t kPieceOperations = 7;
 
 }  // namespace
 
@@ -40,6 +44,7 @@ Link::Link(DevicePtr device, const Arena& arena, int rank, int peer)
       mine_(arena.flags(rank, peer)),
       theirs_(arena.flags(peer, rank)) {}
 
+// The lane of a slot, or of a part of a landing message.
 Lane& Link::lane(std::vector<Lane>& lanes, int index) {
   // Made on first use, all together: a Fork holds their addresses.
   if (lanes.empty()) {
@@ -47,17 +52,15 @@ Lane& Link::lane(std::vector<Lane>& lanes, int index) {
     lanes.reserve(count);
     while (lanes.size() < count) lanes.emplace_back(device_);
   }
-  return lanes[static_cast<size_t>(index)];
+  return lanes[static_cast<size_t>(index) % lanes.size()];
 }
 
 // An empty message is one empty piece: the receiver waits for it all the same.
-std::vector<Link::Piece> Link::pieces(size_t bytes) const {
-  std::vector<Piece> result;
-  const size_t most = arena_.config().slot_bytes;
-  for (size_t offset = 0; offset < bytes || result.empty(); offset += most) {
-    result.push_back({offset, std::min(most, bytes - offset)});
-  }
-  return result;
+Link::Piece Link::next(size_t bytes, Progress& progress) const {
+  const Piece piece{progress.bytes, std::min(arena_.config().slot_bytes, bytes - progress.bytes)};
+  progress.bytes += piece.bytes;
+  progress.complete = progress.bytes == bytes;
+  return piece;
 }
 
 // The pieces of a message with a landing place: one a lane, or one in all.
@@ -73,41 +76,100 @@ std::vector<Link::Piece> Link::shares(size_t bytes) const {
   return result;
 }
 
-void Link::send(const std::byte* data, size_t bytes, Fork& fork) {
-  const ArenaConfig& config = arena_.config();
-  for (const Piece& piece : pieces(bytes)) {
-    const int slot = next_out_slot_;
-    next_out_slot_ = (slot + 1) % config.num_slots;
-    const Stream stream = fork.enter(lane(out_, slot % config.num_lanes));
-    sendPiece(data + piece.offset, piece.bytes, slot, stream);
+// Flag operations of a lane that go to the driver in one call, with what comes next on it.
+class Link::LaneFlags {
+ public:
+  LaneFlags(DeviceApi& device, Lane& lane) : device_(device), lane_(lane) {}
+
+  void take(uint32_t* flag, Site site = std::source_location::current()) {
+    add(FlagOp::wait(flag, 1, site));
+    add(FlagOp::write(flag, 0, site));
   }
+  void set(uint32_t* flag, Site site = std::source_location::current()) {
+    add(FlagOp::write(flag, 1, site));
+  }
+  void flush() {
+    if (count_ > 0) device_.flagOps(lane_.stream(), {ops_.data(), count_});
+    count_ = 0;
+  }
+  Lane& lane() { return lane_; }
+  static std::vector<LaneFlags>::iterator find(std::vector<LaneFlags>& all, const Lane& lane) {
+    return std::find_if(all.begin(), all.end(), [&](LaneFlags& f) { return &f.lane_ == &lane; });
+  }
+
+ private:
+  void add(const FlagOp& op) { ops_[count_++] = op; }
+
+  DeviceApi& device_;
+  Lane& lane_;
+  std::array<FlagOp, 3> ops_;  // of a piece that ends, and of the next one
+  size_t count_ = 0;
+};
+
+// The lanes of the next `pieces` pieces, with room for them on each: once the first piece is on its
+// way, the host does not wait before the last flag is written.
+std::vector<Link::LaneFlags> Link::enter(std::vector<Lane>& lanes, int next_slot, size_t bytes,
+                                         const Progress& progress, int pieces, Fork& fork,
+                                         const WaitCheck& check) {
+  const ArenaConfig& config = arena_.config();
+  const size_t left = (bytes - progress.bytes + config.slot_bytes - 1) / config.slot_bytes;
+  const size_t count = std::min(static_cast<size_t>(pieces), std::max<size_t>(left, 1));
+  std::vector<LaneFlags> entered;
+  entered.reserve(static_cast<size_t>(config.num_lanes));
+  for (size_t i = 0; i < count; ++i) {
+    Lane& lane = this->lane(lanes, (next_slot + static_cast<int>(i)) % config.num_slots);
+    lane.pass(kPieceOperations, check);
+    if (LaneFlags::find(entered, lane) == entered.end()) entered.emplace_back(*device_, lane);
+    fork.enter(lane);
+  }
+  return entered;
 }
 
-void Link::sendPiece(const std::byte* data, size_t bytes, int slot, Stream stream) {
-  device_->waitValue(stream, &mine_.credit[slot], 1);
-  device_->writeValue(stream, &mine_.credit[slot], 0);
+int Link::send(const std::byte* data, size_t bytes, Progress& progress, int pieces, Fork& fork,
+               const WaitCheck& check) {
+  auto lanes = enter(out_, next_out_slot_, bytes, progress, pieces, fork, check);
+  int count = 0;
+  for (; count < pieces && !progress.complete; ++count) {
+    const Piece piece = next(bytes, progress);
+    const int slot = next_out_slot_;
+    next_out_slot_ = (slot + 1) % arena_.config().num_slots;
+    sendPiece(data + piece.offset, piece.bytes, slot, *LaneFlags::find(lanes, lane(out_, slot)));
+  }
+  for (LaneFlags& flags : lanes) flags.flush();
+  return count;
+}
+
+void Link::sendPiece(const std::byte* data, size_t bytes, int slot, LaneFlags& flags) {
+  const Stream stream = flags.lane().stream();
+  flags.take(&mine_.credit[slot]);
+  flags.flush();
   std::byte* to = arena_.slot(peer_, rank_, slot);
   if (bytes > 0 && bytes <= kFusedBytes) {
     launchPut(*device_, {to, data, static_cast<int64_t>(bytes), &theirs_.full[slot], 1}, stream);
     return;
   }
   device_->copy(to, data, bytes, stream);
-  device_->writeValue(stream, &theirs_.full[slot], 1);
+  flags.set(&theirs_.full[slot]);
 }
 
-void Link::receive(const Incoming& message, Fork& fork) {
-  const ArenaConfig& config = arena_.config();
-  for (const Piece& piece : pieces(message.bytes)) {
+int Link::receive(const Incoming& message, Progress& progress, int pieces, Fork& fork,
+                  const WaitCheck& check) {
+  auto lanes = enter(in_, next_in_slot_, message.bytes, progress, pieces, fork, check);
+  int count = 0;
+  for (; count < pieces && !progress.complete; ++count) {
+    const Piece piece = next(message.bytes, progress);
     const int slot = next_in_slot_;
-    next_in_slot_ = (slot + 1) % config.num_slots;
-    const Stream stream = fork.enter(lane(in_, slot % config.num_lanes));
-    receivePiece(message, piece, slot, stream);
+    next_in_slot_ = (slot + 1) % arena_.config().num_slots;
+    receivePiece(message, piece, slot, *LaneFlags::find(lanes, lane(in_, slot)));
   }
+  for (LaneFlags& flags : lanes) flags.flush();
+  return count;
 }
 
-void Link::receivePiece(const Incoming& message, const Piece& piece, int slot, Stream stream) {
-  device_->waitValue(stream, &mine_.full[slot], 1);
-  device_->writeValue(stream, &mine_.full[slot], 0);
+void Link::receivePiece(const Incoming& message, const Piece& piece, int slot, LaneFlags& flags) {
+  const Stream stream = flags.lane().stream();
+  flags.take(&mine_.full[slot]);
+  flags.flush();
   const std::byte* from = arena_.slot(rank_, peer_, slot);
   std::byte* to = message.data + piece.offset;
   if (message.operand == nullptr && piece.bytes > 0 && piece.bytes <= kFusedBytes) {
@@ -123,29 +185,35 @@ void Link::receivePiece(const Incoming& message, const Piece& piece, int slot, S
                  {to, message.operand + piece.offset, from, count, message.dtype, message.redop},
                  stream);
   }
-  device_->writeValue(stream, &theirs_.credit[slot], 1);
+  flags.set(&theirs_.credit[slot]);
 }
 
-void Link::put(const std::byte* data, size_t bytes, size_t offset, Fork& fork) {
+int Link::put(const std::byte* data, size_t bytes, size_t offset, Fork& fork,
+              const WaitCheck& check) {
   const std::vector<Piece> parts = shares(bytes);
   for (size_t i = 0; i < parts.size(); ++i) {
-    const Stream stream = fork.enter(lane(out_, static_cast<int>(i)));
-    device_->waitValue(stream, &mine_.clear[i], 1);
-    device_->writeValue(stream, &mine_.clear[i], 0);
+    Lane& lane = this->lane(out_, static_cast<int>(i));
+    lane.pass(kPieceOperations, check);
+    const Stream stream = fork.enter(lane);
+    const std::array ready{FlagOp::wait(&mine_.clear[i], 1), FlagOp::write(&mine_.clear[i], 0)};
+    device_->flagOps(stream, ready);
     device_->copy(arena_.landing(peer_) + offset + parts[i].offset, data + parts[i].offset,
                   parts[i].bytes, stream);
     device_->writeValue(stream, &theirs_.landed[i], 1);
   }
+  return static_cast<int>(parts.size());
 }
 
-void Link::land(size_t bytes, Fork& fork) {
+int Link::land(size_t bytes, Fork& fork, const WaitCheck& check) {
   const std::vector<Piece> parts = shares(bytes);
   for (size_t i = 0; i < parts.size(); ++i) {
-    const Stream stream = fork.enter(lane(in_, static_cast<int>(i)));
-    device_->writeValue(stream, &theirs_.clear[i], 1);
-    device_->waitValue(stream, &mine_.landed[i], 1);
-    device_->writeValue(stream, &mine_.landed[i], 0);
+    Lane& lane = this->lane(in_, static_cast<int>(i));
+    lane.pass(kPieceOperations, check);
+    const std::array ops{FlagOp::write(&theirs_.clear[i], 1), FlagOp::wait(&mine_.landed[i], 1),
+                         FlagOp::write(&mine_.landed[i], 0)};
+    device_->flagOps(fork.enter(lane), ops);
   }
+  return static_cast<int>(parts.size());
 }
 
 void Link::addStreams(std::vector<Stream>& streams) const {
@@ -156,14 +224,16 @@ void Link::addStreams(std::vector<Stream>& streams) const {
 
 void Link::release(Stream stream) const {
   const ArenaConfig& config = arena_.config();
+  std::vector<FlagOp> ops;
   for (int slot = 0; slot < config.num_slots; ++slot) {
-    device_->writeValue(stream, &mine_.credit[slot], 1);
-    device_->writeValue(stream, &mine_.full[slot], 1);
+    ops.push_back(FlagOp::write(&mine_.credit[slot], 1));
+    ops.push_back(FlagOp::write(&mine_.full[slot], 1));
   }
   for (int lane = 0; lane < config.num_lanes; ++lane) {
-    device_->writeValue(stream, &mine_.clear[lane], 1);
-    device_->writeValue(stream, &mine_.landed[lane], 1);
+    ops.push_back(FlagOp::write(&mine_.clear[lane], 1));
+    ops.push_back(FlagOp::write(&mine_.landed[lane], 1));
   }
+  device_->flagOps(stream, ops);
 }
 
 }  // namespace hdpcomm::device

@@ -3,7 +3,8 @@
 // A message goes through slots, in pieces of a slot, or to a landing place; both sides derive the
 // pieces from its size, so they need not agree on them by messages. Each piece belongs to one lane,
 // a stream of its own in each direction, so that several copy engines share a large message and a
-// receive never queues behind a send. Nothing here waits on the host.
+// receive never queues behind a send. The host waits only when it is far ahead of a lane
+// (pacer.hpp).
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@
 
 #include "base/call.hpp"
 #include "transport/stream/links/arena.hpp"
+#include "transport/stream/pacer.hpp"
 
 namespace hdpcomm::device {
 
@@ -18,13 +20,20 @@ namespace hdpcomm::device {
 class Lane {
  public:
   explicit Lane(const DevicePtr& device)
-      : stream_(device, device->createStream()), event_(device, device->createEvent()) {}
+      : stream_(device, device->createStream()),
+        event_(device, device->createEvent()),
+        pacer_(device) {}
   Stream stream() const { return stream_.get(); }
   Event event() const { return event_.get(); }
+  // Call before operations are enqueued on the stream (pacer.hpp).
+  void pass(size_t operations, const Pacer::WaitCheck& check) {
+    pacer_.pass(stream_.get(), operations, check);
+  }
 
  private:
   OwnedStream stream_;
   OwnedEvent event_;
+  Pacer pacer_;
 };
 
 // Lanes that run beside a stream, from one point of the stream on.
@@ -55,13 +64,24 @@ struct Incoming {
 
 class Link {
  public:
+  using WaitCheck = Pacer::WaitCheck;
+
+  // What of a message is enqueued.
+  struct Progress {
+    size_t bytes = 0;
+    bool complete = false;
+  };
+
   Link(DevicePtr device, const Arena& arena, int rank, int peer);
 
-  void send(const std::byte* data, size_t bytes, Fork& fork);
-  void receive(const Incoming& message, Fork& fork);
-  // Send to, and receive at, an offset of the receiver's landing zone.
-  void put(const std::byte* data, size_t bytes, size_t offset, Fork& fork);
-  void land(size_t bytes, Fork& fork);
+  // Enqueue at most `pieces` more pieces of a message, and return how many.
+  int send(const std::byte* data, size_t bytes, Progress& progress, int pieces, Fork& fork,
+           const WaitCheck& check);
+  int receive(const Incoming& message, Progress& progress, int pieces, Fork& fork,
+              const WaitCheck& check);
+  // Send to, and receive at, an offset of the receiver's landing zone: all pieces.
+  int put(const std::byte* data, size_t bytes, size_t offset, Fork& fork, const WaitCheck& check);
+  int land(size_t bytes, Fork& fork, const WaitCheck& check);
 
   // The streams of its lanes.
   void addStreams(std::vector<Stream>& streams) const;
@@ -73,10 +93,14 @@ class Link {
     size_t offset;
     size_t bytes;
   };
-  std::vector<Piece> pieces(size_t bytes) const;
+  Piece next(size_t bytes, Progress& progress) const;
   std::vector<Piece> shares(size_t bytes) const;
-  void sendPiece(const std::byte* data, size_t bytes, int slot, Stream stream);
-  void receivePiece(const Incoming& message, const Piece& piece, int slot, Stream stream);
+  class LaneFlags;
+  std::vector<LaneFlags> enter(std::vector<Lane>& lanes, int next_slot, size_t bytes,
+                               const Progress& progress, int pieces, Fork& fork,
+                               const WaitCheck& check);
+  void sendPiece(const std::byte* data, size_t bytes, int slot, LaneFlags& flags);
+  void receivePiece(const Incoming& message, const Piece& piece, int slot, LaneFlags& flags);
   Lane& lane(std::vector<Lane>& lanes, int index);
 
   DevicePtr device_;

@@ -60,20 +60,22 @@ PlanningRules LinkMover::planning(const std::vector<int>& /*ranks*/) const {
 
 // --- exchanges
 
-void LinkMover::receive(const Message& message, device::Fork& fork) {
+void LinkMover::receive(const Message& message, device::Fork& fork, device::Rounds& rounds) {
+  device::Link& from = link(message.peer);
   if (message.landing == kNoLanding) {
-    link(message.peer).receive({.data = message.data, .bytes = message.bytes()}, fork);
+    rounds.receive(from, {.data = message.data, .bytes = message.bytes()}, fork);
   } else {
-    link(message.peer).land(message.bytes(), fork);
+    rounds.land(from, message.bytes(), fork);
   }
   counts_.countReceived(message.bytes());
 }
 
-void LinkMover::send(const Message& message, device::Fork& fork) {
+void LinkMover::send(const Message& message, device::Fork& fork, device::Rounds& rounds) {
+  device::Link& to = link(message.peer);
   if (message.landing == kNoLanding) {
-    link(message.peer).send(message.data, message.bytes(), fork);
+    rounds.send(to, message.data, message.bytes(), fork);
   } else {
-    link(message.peer).put(message.data, message.bytes(), message.landing, fork);
+    rounds.put(to, message.data, message.bytes(), message.landing, fork);
   }
   counts_.countSent(message.bytes());
 }
@@ -83,10 +85,12 @@ class LinkMover::LinkExchange final : public PreparedExchange {
   LinkExchange(LinkMover& mover, const Exchange& operation)
       : mover_(mover), operation_(operation) {}
 
-  std::vector<Stream> enqueue(Event begin, const WaitCheck& /*check*/) && override {
+  std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
     device::Fork fork(*mover_.device_, begin);
-    for (const Message& message : operation_.recvs) mover_.receive(message, fork);
-    for (const Message& message : operation_.sends) mover_.send(message, fork);
+    device::Rounds rounds;
+    for (const Message& message : operation_.recvs) mover_.receive(message, fork, rounds);
+    for (const Message& message : operation_.sends) mover_.send(message, fork, rounds);
+    rounds.run(check);
     std::vector<Stream> streams;
     for (const device::Lane* lane : fork.lanes()) streams.push_back(lane->stream());
     return streams;
@@ -133,13 +137,15 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
   PeerReadCollective(LinkMover& mover, const Collective& operation)
       : mover_(mover), operation_(operation) {}
 
-  void enqueue(const WaitCheck& /*check*/) && override {
+  void enqueue(const WaitCheck& check) && override {
     const Event begin = mover_.fork_event_.get();
     mover_.device_->record(begin, operation_.stream);
     device::Fork fork(*mover_.device_, begin);
     const std::vector<int> places = mover_.placesOf(operation_.ranks);
     const auto reads = readsOf(operation_, places);
-    mover_.reads_.run(reads, fork.enter(mover_.reads_.lane()));
+    device::Lane& lane = mover_.reads_.lane();
+    fork.enter(lane);
+    mover_.reads_.run(reads, lane, check);
     fork.join(operation_.stream);
     for (int i = 0; i < static_cast<int>(operation_.ranks.size()); ++i) {
       const int peer = operation_.ranks[static_cast<size_t>(i)];
@@ -162,7 +168,7 @@ class LinkMover::Transfers final : public StepTransfers {
  public:
   Transfers(LinkMover& mover, const ScheduleRun& run) : mover_(mover), run_(run) {}
 
-  void start(size_t index, const WaitCheck& /*check*/) override {
+  void start(size_t index, const WaitCheck& check) override {
     const Step& step = run_.schedule->steps[index];
     const auto linked = [&](const auto& each) { return mover_.lands(run_.globalRank(each.peer)); };
     if (std::none_of(step.sends.begin(), step.sends.end(), linked) &&
@@ -173,12 +179,14 @@ class LinkMover::Transfers final : public StepTransfers {
     mover_.device_->record(begin, run_.stream);
     device::Fork& fork = fork_.emplace(*mover_.device_, begin);
     device::Fork late(*mover_.device_, begin);
+    device::Rounds rounds;
     for (const Recv& recv : step.recvs) {
-      if (linked(recv)) receive(recv, fork);
+      if (linked(recv)) receive(recv, fork, rounds);
     }
     for (const Send& send : step.sends) {
-      if (linked(send)) this->send(send, send.deferred ? late : fork);
+      if (linked(send)) this->send(send, send.deferred ? late : fork, rounds);
     }
+    rounds.run(check);
     if (!late.lanes().empty()) deferred_.push_back(std::move(late));
   }
 
@@ -193,20 +201,20 @@ class LinkMover::Transfers final : public StepTransfers {
   }
 
  private:
-  void receive(const Recv& recv, device::Fork& fork) {
-    mover_.link(run_.globalRank(recv.peer))
-        .receive({.data = addressOf(run_.buffers, recv.to),
-                  .bytes = recv.to.bytes,
-                  .operand = recv.reduce ? addressOf(run_.buffers, recv.operand) : nullptr,
-                  .dtype = run_.call.dtype,
-                  .redop = run_.call.redop},
-                 fork);
+  void receive(const Recv& recv, device::Fork& fork, device::Rounds& rounds) {
+    rounds.receive(mover_.link(run_.globalRank(recv.peer)),
+                   {.data = addressOf(run_.buffers, recv.to),
+                    .bytes = recv.to.bytes,
+                    .operand = recv.reduce ? addressOf(run_.buffers, recv.operand) : nullptr,
+                    .dtype = run_.call.dtype,
+                    .redop = run_.call.redop},
+                   fork);
     mover_.counts_.countReceived(recv.to.bytes);
   }
 
-  void send(const Send& send, device::Fork& fork) {
-    mover_.link(run_.globalRank(send.peer))
-        .send(addressOf(run_.buffers, send.from), send.from.bytes, fork);
+  void send(const Send& send, device::Fork& fork, device::Rounds& rounds) {
+    rounds.send(mover_.link(run_.globalRank(send.peer)), addressOf(run_.buffers, send.from),
+                send.from.bytes, fork);
     mover_.counts_.countSent(send.from.bytes);
   }
 

@@ -8,6 +8,7 @@
 #include "transport/stream/call_board.hpp"
 #include "transport/stream/links/link.hpp"
 #include "transport/stream/links/peer_reads.hpp"
+#include "transport/stream/links/rounds.hpp"
 #include "transport/stream/runner.hpp"
 #include "transport/stream/scratch.hpp"
 #include "transport/stream/stream_mover.hpp"
@@ -52,8 +53,8 @@ class LinkMover final : public StreamMover {
   std::vector<int> placesOf(const std::vector<int>& ranks) const;
   void use(int peer);
   device::Link& link(int peer);
-  void send(const Message& message, device::Fork& fork);
-  void receive(const Message& message, device::Fork& fork);
+  void send(const Message& message, device::Fork& fork, device::Rounds& rounds);
+  void receive(const Message& message, device::Fork& fork, device::Rounds& rounds);
 
   const DevicePtr device_;
   const std::vector<int> places_;

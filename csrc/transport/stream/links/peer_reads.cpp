@@ -121,32 +121,39 @@ size_t PeerReads::bytesWith(const Operation& operation, int group_rank) const {
   return total;
 }
 
-void PeerReads::run(const Operation& operation, Stream stream) {
+void PeerReads::run(const Operation& operation, Lane& lane, const WaitCheck& check) {
   const Group group(*this, operation);
   switch (operation.call.op) {
     case OpCode::kAllGather:
-      return gather(group, stream);
+      return gather(group, lane, check);
     case OpCode::kReduceScatter:
-      return reduceScatter(group, stream);
+      return reduceScatter(group, lane, check);
     default:
-      return operation.call.algorithm == Algorithm::kTwoShot ? reduceTwice(group, stream)
-                                                             : reduceOnce(group, stream);
+      return operation.call.algorithm == Algorithm::kTwoShot ? reduceTwice(group, lane, check)
+                                                             : reduceOnce(group, lane, check);
   }
+}
+
+// Of a piece: two meetings, a copy for each block, and a kernel.
+size_t PeerReads::operationsOf(const Group& group) {
+  return 7 * static_cast<size_t>(group.size()) + 4;
 }
 
 // Every member signals every other one: what all streams did before the meeting comes before what
 // any of them does after it.
 void PeerReads::meet(const Group& group, uint32_t PairFlags::* flag, Stream stream) {
+  std::vector<FlagOp> ops;
   for (int i = 1; i < group.size(); ++i) {
     const int peer = group.world((group.rank() + i) % group.size());
     if (std::find(met_.begin(), met_.end(), peer) == met_.end()) met_.push_back(peer);
-    device_->writeValue(stream, &(arena_.flags(peer, rank_).*flag), 1);
+    ops.push_back(FlagOp::write(&(arena_.flags(peer, rank_).*flag), 1));
   }
   for (int i = 1; i < group.size(); ++i) {
     uint32_t* mine = &(arena_.flags(rank_, group.world((group.rank() + i) % group.size())).*flag);
-    device_->waitValue(stream, mine, 1);
-    device_->writeValue(stream, mine, 0);
+    ops.push_back(FlagOp::wait(mine, 1));
+    ops.push_back(FlagOp::write(mine, 0));
   }
+  device_->flagOps(stream, ops);
 }
 
 void PeerReads::copyPart(std::byte* to, const std::byte* from, size_t at, size_t bytes,
@@ -154,9 +161,11 @@ void PeerReads::copyPart(std::byte* to, const std::byte* from, size_t at, size_t
   if (bytes > 0) device_->copy(to + at, from + at, bytes, stream, site);
 }
 
-void PeerReads::gather(const Group& group, Stream stream) {
+void PeerReads::gather(const Group& group, Lane& lane, const WaitCheck& check) {
+  const Stream stream = lane.stream();
   const Operation& op = group.op();
   group.forPieces(1, [&](size_t at, size_t bytes) {
+    lane.pass(operationsOf(group), check);
     if (!group.inPlace()) copyPart(group.window(), op.in + at, 0, bytes, stream);
     meet(group, &PairFlags::published, stream);
     kernels::CollectArgs args;
@@ -173,12 +182,14 @@ void PeerReads::gather(const Group& group, Stream stream) {
   });
 }
 
-void PeerReads::reduceScatter(const Group& group, Stream stream) {
+void PeerReads::reduceScatter(const Group& group, Lane& lane, const WaitCheck& check) {
+  const Stream stream = lane.stream();
   const Operation& op = group.op();
   const size_t block = group.bytes();
   const auto ranks = static_cast<size_t>(group.size());
   const auto own = static_cast<size_t>(group.rank());
   group.forPieces(ranks, [&](size_t at, size_t bytes) {
+    lane.pass(operationsOf(group), check);
     if (!group.inPlace() && bytes == block) {  // all but the own block, at once
       copyPart(group.window(), op.in, 0, own * block, stream);
       copyPart(group.window(), op.in, (own + 1) * block, (ranks - own - 1) * block, stream);
@@ -200,9 +211,11 @@ void PeerReads::reduceScatter(const Group& group, Stream stream) {
   });
 }
 
-void PeerReads::reduceOnce(const Group& group, Stream stream) {
+void PeerReads::reduceOnce(const Group& group, Lane& lane, const WaitCheck& check) {
+  const Stream stream = lane.stream();
   const Operation& op = group.op();
   group.forPieces(1, [&](size_t at, size_t bytes) {
+    lane.pass(operationsOf(group), check);
     if (!group.inPlace()) copyPart(group.window(), op.in + at, 0, bytes, stream);
     meet(group, &PairFlags::published, stream);
     kernels::FoldArgs args = group.foldOf(bytes);
@@ -215,9 +228,11 @@ void PeerReads::reduceOnce(const Group& group, Stream stream) {
   });
 }
 
-void PeerReads::reduceTwice(const Group& group, Stream stream) {
+void PeerReads::reduceTwice(const Group& group, Lane& lane, const WaitCheck& check) {
+  const Stream stream = lane.stream();
   const Operation& op = group.op();
   group.forPieces(1, [&](size_t at, size_t bytes) {
+    lane.pass(operationsOf(group), check);
     const Extent own = group.part(group.rank(), bytes);
     if (!group.inPlace()) {
       copyPart(group.window(), op.in + at, 0, own.begin, stream);
@@ -241,11 +256,13 @@ void PeerReads::reduceTwice(const Group& group, Stream stream) {
 }
 
 void PeerReads::release(Stream stream) const {
+  std::vector<FlagOp> ops;
   for (const int peer : met_) {
     PairFlags& mine = arena_.flags(rank_, peer);
-    device_->writeValue(stream, &mine.published, 1);
-    device_->writeValue(stream, &mine.consumed, 1);
+    ops.push_back(FlagOp::write(&mine.published, 1));
+    ops.push_back(FlagOp::write(&mine.consumed, 1));
   }
+  device_->flagOps(stream, ops);
 }
 
 }  // namespace hdpcomm::device

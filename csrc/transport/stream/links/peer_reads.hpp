@@ -45,7 +45,10 @@ class PeerReads {
   // Bytes that kernels move from this rank's memory to that of a peer, and as many back.
   size_t bytesWith(const Operation& operation, int group_rank) const;
 
-  void run(const Operation& operation, Stream stream);
+  using WaitCheck = Pacer::WaitCheck;
+
+  // On the lane, which is lane(), and has been forked.
+  void run(const Operation& operation, Lane& lane, const WaitCheck& check);
   Lane& lane();  // made on first use
   void addStreams(std::vector<Stream>& streams) const {
     if (lane_) streams.push_back(lane_->stream());
@@ -55,10 +58,11 @@ class PeerReads {
 
  private:
   class Group;  // an operation and what follows from it
-  void gather(const Group& group, Stream stream);
-  void reduceScatter(const Group& group, Stream stream);
-  void reduceOnce(const Group& group, Stream stream);
-  void reduceTwice(const Group& group, Stream stream);
+  void gather(const Group& group, Lane& lane, const WaitCheck& check);
+  void reduceScatter(const Group& group, Lane& lane, const WaitCheck& check);
+  void reduceOnce(const Group& group, Lane& lane, const WaitCheck& check);
+  void reduceTwice(const Group& group, Lane& lane, const WaitCheck& check);
+  static size_t operationsOf(const Group& group);
   // Copies to `to + at` from `from + at`.
   void copyPart(std::byte* to, const std::byte* from, size_t at, size_t bytes, Stream stream,
                 Site site = std::source_location::current());
