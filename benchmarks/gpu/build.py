@@ -25,6 +25,7 @@ def arguments(architecture: str) -> list[str]:
     return [
         "cmake", "-S", str(TOP), "-B", str(build), *generator,
         "-DCMAKE_BUILD_TYPE=Release",
+        "-DHDPCOMM_TESTING=ON",  # tests/gpu uses the simulated device's helpers, too
         f"-DCMAKE_CUDA_ARCHITECTURES={architecture}-real",
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={TOP / 'hdpcomm'}",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,6 +17,15 @@ from hdpcomm.train import summed_loss
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="needs a GPU")
 
 TOKENS = 8192
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Without it, flash attention's backward and the embedding's differ between runs by 1% in bf16."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Case:
@@ -39,18 +51,12 @@ class Case:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
 
-def test_gradients_of_the_reference_llama_are_the_same_to_the_bit() -> None:
+def test_gradients_of_the_reference_llama_are_the_same_to_the_bit(deterministic: None) -> None:
     case = Case()
     expected = case.gradients(0.0)
-    repeated = case.gradients(0.0)  # shows which gradients differ between runs without offload, too
-    stable = [torch.equal(a, b) for a, b in zip(expected, repeated, strict=True)]
-    assert any(stable)
-    for ratio in (0.3, 0.5, 1.0):
-        for got, wanted, same in zip(case.gradients(ratio), expected, stable, strict=True):
-            if same:
-                assert torch.equal(got, wanted)
-            else:
-                torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
+    for ratio in (0.0, 0.3, 0.5, 1.0):
+        for got, wanted in zip(case.gradients(ratio), expected, strict=True):
+            assert torch.equal(got, wanted)
         assert case.offload.stats().held == 0
         assert case.offload.stats().pool.in_use == 0
 
