@@ -51,6 +51,9 @@ def _own_stream(transport: str, rank: int) -> AbstractContextManager[object]:
     if transport != "cuda" or not torch.cuda.is_available():  # init() says what is missing
         return nullcontext()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA is initialised; see comm/device/joining.py
+    # The first launch of a kernel that is loaded late waits for the work of all ranks of the process: for ever, if that
+    # waits for this rank.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     torch.cuda.set_device(rank % torch.cuda.device_count())
     stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     return stream
