@@ -51,7 +51,8 @@ class Case:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
 
-def test_gradients_of_the_reference_llama_are_the_same_to_the_bit(deterministic: None) -> None:
+@pytest.mark.usefixtures("deterministic")
+def test_gradients_of_the_reference_llama_are_the_same_to_the_bit() -> None:
     case = Case()
     expected = case.gradients(0.0)
     for ratio in (0.0, 0.3, 0.5, 1.0):

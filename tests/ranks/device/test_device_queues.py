@@ -105,11 +105,26 @@ def a_peer_never_comes() -> None:
         return
     began = time.monotonic()
     works = []
-    with pytest.raises(hdp.CommTimeout, match="look for a rank that did not call it"):
+
+    def call_often() -> None:
         for _ in range(600):
             works.append(comm.exchange([(torch.ones(1000), 1)], [(torch.ones(1000), 1)], async_op=True))
+
+    with pytest.raises(hdp.CommTimeout, match="look for a rank that did not call it"):
+        call_often()
     assert time.monotonic() - began < 30
 
 
 def test_the_wait_for_room_has_the_deadline() -> None:
     run(a_peer_never_comes, 2)
+
+
+def joins(transport: str) -> None:
+    hdp.init(transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["cuda", "nccl", "cuda+nccl"])
+def test_threads_are_no_ranks_of_a_gpu(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(hdp.InvalidUsage, match="2 ranks that are threads .* on CUDA each rank is a process"):
+        testing.run_threads(joins, 2, transport, timeout=20)

@@ -57,7 +57,9 @@ def tree(tmp_path_factory):
     shutil.copytree(TOP / "csrc/kernels", sources)
     replace(sources / "cuda_launch.cuh", LAUNCH, EMULATED)
     replace(sources / "cuda_launch.cuh", BLOCKS, "kMaxBlocks = 3;")
-    others = [TOP / "csrc" / name for name in ("base/error.cpp", "base/dtype.cpp", "base/call.cpp", "device/cuda/loading.cu")]
+    others = [
+        TOP / "csrc" / name for name in ("base/error.cpp", "base/dtype.cpp", "base/call.cpp", "device/cuda/loading.cu")
+    ]
     files = [*sources.glob("*.cu"), *sources.glob("*.cpp"), *others, HERE / "driver.cpp"]
     files.sort(key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(2) as pool:
