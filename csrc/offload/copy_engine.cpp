@@ -22,6 +22,7 @@ CopyEngine::CopyEngine(std::shared_ptr<PinnedPool> pool, double timeout_s)
 CopyEngine::~CopyEngine() {
   try {
     drain(timeout_s_);
+    for (auto& [ticket, entry] : entries_) pool_->release(entry.block, std::move(entry.last_copy));
   } catch (...) {
     // A copy may still read or write the arena, so the pool is leaked on purpose.
     static_cast<void>(new std::shared_ptr<PinnedPool>(pool_));

@@ -42,7 +42,8 @@ class CopyEngine {
 
   // `timeout_s`: limit of the host's waits where the host computes, and of the destructor's wait.
   CopyEngine(std::shared_ptr<PinnedPool> pool, double timeout_s);
-  // Waits for the copies; if they do not end in time, the pool's memory is never freed.
+  // Waits for the copies and drops all tickets; if the copies do not end in time, the pool's memory
+  // is never freed.
   ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;

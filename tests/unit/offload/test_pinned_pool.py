@@ -69,6 +69,17 @@ def test_what_goes_out_comes_back() -> None:
     assert bench.pool.stats().in_use == 0
 
 
+def test_an_engine_that_goes_leaves_nothing_in_the_pool() -> None:
+    """A forward pass that failed leaves tickets; the pool may serve others."""
+    bench = Bench(1 << 20)
+    assert all(bench.stored(size, 1) for size in (1, 4096, 300_000))
+    assert bench.pool.stats().in_use > 300_000
+    del bench.engine
+    assert bench.pool.stats().in_use == 0
+    bench.engine = CopyEngine(bench.pool.core, timeout=20.0)
+    assert (bench.loaded(bench.stored(900_000, 7), 900_000) == 7).all()
+
+
 def test_a_computing_thread_waits_itself() -> None:
     bench = Bench(1 << 20)
     address, memory = bench.memory(200_000)
