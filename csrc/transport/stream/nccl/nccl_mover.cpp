@@ -64,6 +64,7 @@ class NcclMover::NcclExchange final : public PreparedExchange {
 };
 
 std::unique_ptr<StreamMover::PreparedExchange> NcclMover::prepare(const Exchange& operation) {
+  if (operation.captured) world_->keepForGraph();
   NcclWorld::checkExchange(operation.sends.size(), operation.recvs.size());
   size_t staged = 0;
   for (const Messages* messages : {&operation.sends, &operation.recvs}) {
@@ -173,11 +174,15 @@ bool NcclMover::runsWhole(const Collective& operation) const {
 
 std::unique_ptr<StreamMover::PreparedCollective> NcclMover::prepare(const Collective& operation) {
   if (!runsWhole(operation)) return prepareSchedule(operation);
-  if (operation.captured) world_->checkConnected(operation.plan.request.op);
+  if (operation.captured) {
+    world_->keepForGraph();
+    world_->checkConnected(operation.plan.request.op);
+  }
   return std::make_unique<WholeCollective>(*world_, operation);
 }
 
 std::unique_ptr<ScheduleRunner> NcclMover::prepareSchedule(const Collective& operation) {
+  if (operation.captured) world_->keepForGraph();
   const std::shared_ptr<const nccl::GroupPlan> plan = plans_.get(
       operation.plan.request, operation.plan.schedule, world_->leftOutOf(operation.ranks));
   const auto rankOf = [&](int peer) { return operation.ranks[static_cast<size_t>(peer)]; };

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
+#include <memory>
+#include <system_error>
 #include <thread>
 
 #include "base/error.hpp"
@@ -101,12 +104,31 @@ void NcclWorld::checkAsync() {
   checkResult(state, "an operation of NCCL");
 }
 
+// The call returns when the last graph has gone, which the program may keep for ever.
+void NcclWorld::destroyWithGraphs() noexcept {
+  constexpr auto kGrace = std::chrono::milliseconds(500);
+  try {
+    auto ended = std::make_shared<std::promise<void>>();
+    std::future<void> end = ended->get_future();
+    std::thread destroys([api = api_, comm = comm_, ended] {
+      api->commDestroy(comm);
+      ended->set_value();
+    });
+    end.wait_for(kGrace) == std::future_status::ready ? destroys.join() : destroys.detach();
+  } catch (const std::system_error&) {  // no thread: the communicator stays until the process ends
+  }
+}
+
 void NcclWorld::retire() noexcept {
   try {
     closeWindow();
   } catch (const Error&) {  // then the communicator says so, too, or it frees the window
   }
-  if (comm_ != nullptr) api_->commDestroy(comm_);
+  if (comm_ != nullptr && in_graphs_) {
+    destroyWithGraphs();
+  } else if (comm_ != nullptr) {
+    api_->commDestroy(comm_);
+  }
   comm_ = nullptr;
   freeWindow();
 }

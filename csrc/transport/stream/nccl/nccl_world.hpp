@@ -119,7 +119,10 @@ class NcclWorld {
 
   // Throws when the communicator has failed since. Cheap; called while something is waited for.
   void checkAsync();
-  // The orderly end: all operations have ended, and the other ranks retire as well. May wait.
+  // An operation goes into a graph, which keeps the communicator until the graph goes.
+  void keepForGraph() { in_graphs_ = true; }
+  // The orderly end: all operations have ended, and the other ranks retire as well. May wait, but
+  // not for graphs.
   void retire() noexcept;
   // Gives up everything that is under way; the world cannot be used any more.
   void abort() noexcept;
@@ -132,6 +135,7 @@ class NcclWorld {
   Stats stats() const;
 
  private:
+  void destroyWithGraphs() noexcept;
   struct Counts {
     MessageCounts messages;
     uint64_t groups = 0;
@@ -157,6 +161,7 @@ class NcclWorld {
   int size_;
   std::vector<int> node_of_rank_;
   NcclComm comm_ = nullptr;
+  bool in_graphs_ = false;  // captured operations refer to it
   double timeout_s_;
   std::vector<bool> used_;       // by peer: there were messages
   std::vector<bool> connected_;  // ... others than puts
