@@ -69,10 +69,10 @@ constexpr Setting kTable[] = {
      .meaning = "nccl: 1: ring attention's keys and values are put (ncclPutSignal, 2.29.7 or "
                 "newer); auto: if init() measures that to be faster",
      .choices = kOneSided},
-    {HDP_SETTING("HDPCOMM_DEVICE_SLOT_BYTES", device_slot_bytes), .fallback = "2097152",
-     .meaning =
-         "device memory of a slot, in which a piece of a message arrives; the same on all ranks",
-     .least = 1, .most = kMostBytes},
+    {HDP_SETTING("HDPCOMM_DEVICE_SLOT_BYTES", device_slot_bytes), .fallback = "0",
+     .meaning = "device memory of a slot, in which a piece of a message arrives, the same on all "
+                "ranks; 0: 8 MiB, and down to 2 MiB where a rank's slots would exceed 256 MiB",
+     .least = 0, .most = kMostBytes},
     {HDP_SETTING("HDPCOMM_DEVICE_SLOTS", device_slots), .fallback = "4",
      .meaning = "slots of an ordered pair of ranks on a device", .least = 1, .most = 1e6},
     {HDP_SETTING("HDPCOMM_DEVICE_LANES", device_lanes), .fallback = "2",

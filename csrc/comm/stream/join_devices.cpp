@@ -1,5 +1,6 @@
 #include "comm/stream/join_devices.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "comm/stream/join_nccl.hpp"
@@ -69,9 +70,14 @@ bool tryImport(Arena& arena, const DeviceApi& device, int place, const Introduct
 // Opens this rank's arena, maps those of its hostmates, and enters in `map` which pairs are linked.
 // `strict`: throws where a pair cannot be linked. Otherwise returns null for a rank without links.
 std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& device,
-                                 const ArenaConfig& config, LinkMap& map, bool strict) {
+                                 const ArenaConfig& given, LinkMap& map, bool strict) {
   device::freeRetiredArenas();
   const int own = comm.rank();
+  size_t most_ranks = 0;  // of a host
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    most_ranks = std::max(most_ranks, map.hostmates(rank).size());
+  }
+  const ArenaConfig config = device::withSlotBytes(given, static_cast<int>(most_ranks));
   const std::vector<int>& mates = map.hostmates(own);
   std::unique_ptr<Arena> arena;
   Introduction introduction{{}, config, device->ordinal(), device->isSim()};

@@ -1,10 +1,23 @@
 #include "transport/stream/links/arena.hpp"
 
+#include <algorithm>
 #include <string>
 
 #include "base/error.hpp"
 
 namespace hdpcomm::device {
+
+ArenaConfig withSlotBytes(const ArenaConfig& config, int most_ranks) {
+  constexpr size_t kLeast = size_t{2} << 20;
+  constexpr size_t kMost = size_t{8} << 20;
+  constexpr size_t kAllSlots = size_t{256} << 20;  // of a rank
+  ArenaConfig result = config;
+  if (result.slot_bytes == 0) {
+    const auto slots = static_cast<size_t>(std::max(1, most_ranks) * std::max(1, config.num_slots));
+    result.slot_bytes = std::clamp(kAllSlots / slots / 4096 * 4096, kLeast, kMost);
+  }
+  return result;
+}
 
 void checkArenaConfig(const ArenaConfig& config) {
   if (config.slot_bytes < 4096 || config.slot_bytes % 4096 != 0) {

@@ -55,9 +55,17 @@ Lane& Link::lane(std::vector<Lane>& lanes, int index) {
   return lanes[static_cast<size_t>(index) % lanes.size()];
 }
 
+// Most bytes of a piece of such a message: a slot, or less, so that all lanes have a share.
+size_t Link::pieceBytes(size_t bytes) const {
+  const ArenaConfig& config = arena_.config();
+  const auto lanes = static_cast<size_t>(config.num_lanes);
+  const size_t share = ((bytes + lanes - 1) / lanes + 511) / 512 * 512;
+  return std::min(config.slot_bytes, std::max(kShareBytes, share));
+}
+
 // An empty message is one empty piece: the receiver waits for it all the same.
 Link::Piece Link::next(size_t bytes, Progress& progress) const {
-  const Piece piece{progress.bytes, std::min(arena_.config().slot_bytes, bytes - progress.bytes)};
+  const Piece piece{progress.bytes, std::min(pieceBytes(bytes), bytes - progress.bytes)};
   progress.bytes += piece.bytes;
   progress.complete = progress.bytes == bytes;
   return piece;
@@ -112,7 +120,8 @@ std::vector<Link::LaneFlags> Link::enter(std::vector<Lane>& lanes, int next_slot
                                          const Progress& progress, int pieces, Fork& fork,
                                          const WaitCheck& check) {
   const ArenaConfig& config = arena_.config();
-  const size_t left = (bytes - progress.bytes + config.slot_bytes - 1) / config.slot_bytes;
+  const size_t most = pieceBytes(bytes);
+  const size_t left = (bytes - progress.bytes + most - 1) / most;
   const size_t count = std::min(static_cast<size_t>(pieces), std::max<size_t>(left, 1));
   std::vector<LaneFlags> entered;
   entered.reserve(static_cast<size_t>(config.num_lanes));

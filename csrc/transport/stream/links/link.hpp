@@ -93,6 +93,7 @@ class Link {
     size_t offset;
     size_t bytes;
   };
+  size_t pieceBytes(size_t bytes) const;
   Piece next(size_t bytes, Progress& progress) const;
   std::vector<Piece> shares(size_t bytes) const;
   class LaneFlags;
