@@ -44,6 +44,9 @@ class FakeMachine(Machine):
         del transport
         return self.opens(rank, [other for other in range(size) if not self.reaches(rank, other)])
 
+    def refuse_threads(self, transport: str, size: int) -> None:
+        """None of its devices has locks that ranks share."""
+
     def nccl(self, rank: int, device: _core.device.Device) -> _core.transport.NcclLibrary:
         return self.fake.library(rank, device)
 

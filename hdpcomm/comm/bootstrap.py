@@ -84,6 +84,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         seconds = joining.timeout if timeout is None else seconds
         world = _core.comm.join_shm_world(joining.segment, joining.rank, timeout=seconds, joining=seconds)
         joining.worlds.append(world)
+        machine().refuse_threads(transport, world.size)
         world.set_costs(**load_costs("shm"))
         names = [machine().host(each) for each in range(world.size)]
         _set_nodes(world, [names.index(name) for name in names], load_costs("torch"))

@@ -55,6 +55,15 @@ class Machine:
             torch.cuda.set_device(local_place(rank, size)[0] % count)
         return _core.device.open_cuda(torch.cuda.current_device())
 
+    def refuse_threads(self, transport: str, size: int) -> None:
+        """Raises InvalidUsage where ranks that are threads would wait for each other in CUDA's locks."""
+        if size > 1 and transport in ("cuda", "nccl", "cuda+nccl") and torch.cuda.is_available():
+            raise InvalidUsage(
+                f"{size} ranks that are threads of one process asked for transport={transport!r}: on CUDA each rank is "
+                "a process, since threads share the driver's locks and autograd's thread, and one rank's work may wait "
+                "there for another's; take hdpcomm.testing.spawn, or transport='sim' for threads"
+            )
+
     def nccl(self, rank: int, device: _core.device.Device) -> _core.transport.NcclLibrary:
         """The NCCL that works on the rank's device. Raises: DeviceError, saying what was tried."""
         del rank, device  # one library serves all GPUs

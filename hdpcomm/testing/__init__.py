@@ -8,10 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.bootstrap import TRANSPORTS, ThreadRank, close_all, thread_rank
@@ -46,19 +43,6 @@ def _on_transport(transport: str, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-def _own_stream(transport: str, rank: int) -> AbstractContextManager[object]:
-    """On CUDA a stream for the rank: on the default one, which threads share, ranks would wait behind each other."""
-    if transport != "cuda" or not torch.cuda.is_available():  # init() says what is missing
-        return nullcontext()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA is initialised; see comm/device/joining.py
-    # The first launch of a kernel that is loaded late waits for the work of all ranks of the process: for ever, if that
-    # waits for this rank.
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    stream: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-    return stream
-
-
 def run_threads(
     fn: Callable[..., Any],
     world_size: int,
@@ -68,8 +52,9 @@ def run_threads(
 ) -> list[Any]:
     """Runs ``fn(*args)`` on ``world_size`` ranks that are threads of this process; returns the results by rank.
 
-    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` (shm, sim, cuda, nccl, cuda+nccl) unless
-    it names one. ``fn`` may be any callable. ``timeout``: seconds for the run, and the default of its operations.
+    Inside, ``hdpcomm.init()`` joins their world (once a run), by ``transport`` unless it names one: shm or sim; on CUDA
+    each rank is a process (:func:`spawn`). ``fn`` may be any callable. ``timeout``: seconds for the run, and the
+    default of its operations.
 
     Raises: what a rank raised, also where other ranks are stuck (a CommTimeout that names them is its cause then, if it
     has no other); CommTimeout when ranks are stuck and none raised.
@@ -81,8 +66,7 @@ def run_threads(
     def main(rank: int) -> None:
         thread_rank.value = ThreadRank(segment, rank, timeout, transport)
         try:
-            with _own_stream(transport, rank):
-                results[rank] = fn(*args)
+            results[rank] = fn(*args)
             close_all("")
         except BaseException as error:
             errors[rank] = error

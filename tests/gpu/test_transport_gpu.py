@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +23,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_messages(world_size: int) -> None:
-    with small_slots():
-        run_threads(messages, world_size, transport="cuda")
     spawn(messages, world_size, transport="cuda")
+
+
+def messages_in_small_slots() -> None:
+    with small_slots():
+        messages()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_messages_of_many_pieces(world_size: int) -> None:
+    spawn(messages_in_small_slots, world_size, transport="cuda")
 
 
 @pytest.mark.parametrize(("world_size", "count"), [(2, 5000), (2, 1_000_003)])
@@ -62,9 +72,29 @@ def test_peer_reads_give_the_bits_of_shared_memory(count: int) -> None:
             assert value == expected[name.removeprefix("landed "), dtype], (name, dtype)
 
 
-def test_ranks_that_are_threads() -> None:
-    run_threads(messages, 2, transport="cuda")
-    run_threads(peer_bits, 2, 70_001, True, transport="cuda")
+def test_ranks_that_are_threads_are_refused() -> None:
+    with pytest.raises(hdp.InvalidUsage, match="each rank is a process"):
+        run_threads(messages, 2, transport="cuda")
+    run_threads(messages, 1, transport="cuda")
+
+
+def long_messages() -> None:
+    """More pieces each way than a driver holds operations."""
+    with hdp.init() as comm:
+        n = 3 << 28
+        x = torch.full((n,), comm.rank + 1, dtype=torch.uint8, device=comm.device)
+        y = torch.zeros_like(x)
+        comm.exchange([(x, 1 - comm.rank)], [(y, 1 - comm.rank)])
+        assert bool((y == 2 - comm.rank).all())
+
+
+def in_slots_of_one_mib(fn: Any) -> None:
+    with mock.patch.dict(os.environ, {"HDPCOMM_DEVICE_SLOT_BYTES": str(1 << 20)}):
+        fn()
+
+
+def test_messages_longer_than_a_queue() -> None:
+    spawn(in_slots_of_one_mib, 2, long_messages, transport="cuda")
 
 
 def host_tensors() -> None:
