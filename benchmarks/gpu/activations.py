@@ -146,13 +146,15 @@ def against_save_on_cpu() -> list[Row]:
     ]
 
 
-GROUPS: list[Rows] = [
-    copy_rows,
-    lambda: ratio_rows(MEDIUM, 8, "half", SLOWER_HALF, SAVED),
-    lambda: ratio_rows(LONG, 4, "all", SLOWER_ALL, None),
-    longest_rows,
-    against_save_on_cpu,
-]
+GROUPS: dict[str, list[Rows]] = {
+    "copies": [copy_rows],
+    "ratios": [
+        lambda: ratio_rows(MEDIUM, 8, "half", SLOWER_HALF, SAVED),
+        lambda: ratio_rows(LONG, 4, "all", SLOWER_ALL, None),
+    ],
+    "longest": [longest_rows],
+    "others": [against_save_on_cpu],
+}
 
 if __name__ == "__main__":
     main(__doc__.splitlines()[0], GROUPS)

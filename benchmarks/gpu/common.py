@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -64,11 +65,22 @@ def collect(groups: Sequence[Rows], keep: Callable[[list[Row]], None]) -> tuple[
     return rows, failed
 
 
-def main(description: str, groups: Sequence[Rows]) -> None:
-    """Runs a benchmark script: prints its rows, and writes them to ``--json``. Exit code 1: a group failed."""
+def processes_kind() -> tuple[str, bool]:
+    """What ranks that are processes are called in the table, and whether they run at the same time (with_mps.py)."""
+    together = os.environ.get("HDPCOMM_MPS") == "1"
+    return "processes, MPS" if together else "processes", together
+
+
+def main(description: str, groups: Sequence[Rows] | Mapping[str, Sequence[Rows]]) -> None:
+    """Runs a benchmark script: prints its rows, and writes them to ``--json``. Groups with names: those named by
+    ``--groups``, else all. Exit code 1: a group failed."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    if isinstance(groups, Mapping):
+        parser.add_argument("--groups", nargs="+", choices=list(groups), default=list(groups))
     arguments = parser.parse_args()
+    if isinstance(groups, Mapping):
+        groups = [each for name in arguments.groups for each in groups[name]]
     if not torch.cuda.is_available():
         parser.exit(3, "no GPU: torch sees no CUDA device\n")
 

@@ -1,20 +1,21 @@
 """Exchanges between two ranks on one GPU compared with cudaMemcpyAsync, and a matrix product at the same time.
 
-Ranks are first threads of one process (one CUDA context) and then processes (a context each: they get time slices of
-the GPU, so these figures have no target).
+Figures have targets where the two processes run at the same time (with_mps.py); otherwise they get time slices of the
+GPU.
+
+A message of 64 MiB goes through slots, which is two copies, and to a landing place, which is one.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 
 import torch
-from common import CUDA, Row, Rows, main, row, seconds
+from common import CUDA, Row, Rows, main, processes_kind, row, seconds
 
 import hdpcomm as hdp
-from hdpcomm.testing import run_threads, spawn
+from hdpcomm.testing import spawn
 
 SMALL, LARGE = 8, 64 << 20
 LATENCY, BANDWIDTH, BESIDE = 2.0, 0.95, 0.98
@@ -50,6 +51,24 @@ def both_ways(comm: hdp.Communicator, num_bytes: int, count: int) -> float:
             comm.exchange(sends=[(out, peer)], recvs=[(back, peer)])
         torch.cuda.synchronize()
     return (time.perf_counter() - started) / count
+
+
+def landing(comm: hdp.Communicator, num_bytes: int, count: int) -> float:
+    """Seconds of a message to a landing place, in alternating directions."""
+    x = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA)
+    zone = comm.landing_zone(x)
+    assert zone is not None
+    place, peer = zone.memory[:num_bytes], 1 - comm.rank
+    for repeat in (2, count):
+        torch.cuda.synchronize()
+        comm.barrier()
+        started = time.perf_counter()
+        for _ in range(repeat):
+            for sender in (0, 1):
+                mine = comm.rank == sender
+                comm.exchange([(x, peer, 0)] if mine else [], [] if mine else [(place, peer, 0)])
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / count / 2
 
 
 def memcpy(num_bytes: int, count: int) -> float:
@@ -102,6 +121,7 @@ def on_a_rank() -> dict[str, float]:
         return {
             "small": one_way(comm, SMALL, 500),
             "large": one_way(comm, LARGE, 20),
+            "landing": landing(comm, LARGE, 20),
             "both": both_ways(comm, LARGE, 20),
             "beside": product_beside(comm),
             **{f"{name} small": all_reduce(comm, SMALL, name, 200) for name in REDUCTIONS},
@@ -123,16 +143,17 @@ def copy_rows() -> list[Row]:
     ]
 
 
-def rank_rows(kind: str, run: Callable[..., list[dict[str, float]]]) -> list[Row]:
-    found = run(on_a_rank, 2, transport="cuda", timeout=RANKS_S)[0]
+def rank_rows() -> list[Row]:
+    kind, limits = processes_kind()
+    found = spawn(on_a_rank, 2, transport="cuda", timeout=RANKS_S)[0]
     copy_small, copy_large = copies()
-    limits = kind == "threads"
-    ratio, share = found["small"] / copy_small, copy_large / found["large"]
+    ratio, share = found["small"] / copy_small, copy_large / found["landing"]
     rows = [
         row(f"{kind}: message of 8 B", found["small"] * 1e6, "us"),
         row(f"{kind}: 8 B, times cudaMemcpyAsync", ratio, "x", at_most=LATENCY if limits else None),
         row(f"{kind}: message of 64 MiB", LARGE / found["large"] / 1e9, "GB/s"),
-        row(f"{kind}: 64 MiB, share of cudaMemcpyAsync", share, "", at_least=BANDWIDTH if limits else None),
+        row(f"{kind}: message of 64 MiB to a landing place", LARGE / found["landing"] / 1e9, "GB/s"),
+        row(f"{kind}: of it, share of cudaMemcpyAsync", share, "", at_least=BANDWIDTH if limits else None),
         row(f"{kind}: exchange of 64 MiB, both ways", 2 * LARGE / found["both"] / 1e9, "GB/s"),
         row(f"{kind}: matrix product beside", found["beside"], "", at_least=BESIDE if limits else None),
     ]
@@ -142,11 +163,7 @@ def rank_rows(kind: str, run: Callable[..., list[dict[str, float]]]) -> list[Row
     return rows
 
 
-GROUPS: list[Rows] = [
-    copy_rows,
-    lambda: rank_rows("threads", run_threads),
-    lambda: rank_rows("processes", spawn),
-]
+GROUPS: list[Rows] = [copy_rows, rank_rows]
 
 if __name__ == "__main__":
     main(__doc__.splitlines()[0], GROUPS)

@@ -52,13 +52,19 @@ def tests(name: str) -> Part:
     return Part(f"test_{name}", (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}_gpu.py"), 110)
 
 
-def benchmark(name: str, limit_s: float, script: str = "") -> Part:
-    return Part(name, (sys.executable, str(HERE / f"{script or name}.py"), "--json", "{json}"), limit_s)
+def benchmark(name: str, limit_s: float, script: str = "", *options: str) -> Part:
+    command = (sys.executable, str(HERE / f"{script or name}.py"), "--json", "{json}", *options)
+    return Part(name, command, limit_s)
+
+
+def of_processes(part: Part) -> Part:
+    """The part with the Multi-Process Service, where it can be started."""
+    return Part(part.name, (sys.executable, str(HERE / "with_mps.py"), *part.command), part.limit_s)
 
 
 def calibration() -> Part:
     command = ("-m", "hdpcomm.cli.main", "perf", "--calibrate", "{out}/costs.json", "--transport", "cuda")
-    return Part("calibrate", (sys.executable, *command, "--ranks", "2"), 40)
+    return of_processes(Part("calibrate", (sys.executable, *command, "--ranks", "2"), 40))
 
 
 def all_parts() -> list[list[Part]]:
@@ -68,9 +74,10 @@ def all_parts() -> list[list[Part]]:
         [Part("build", (sys.executable, str(HERE / "build.py")), 200)],
         [benchmark("kernels", 60)],
         [benchmark("cross_entropy", 75)],
-        [benchmark("exchange", 90)],
-        [benchmark("ring", 110)],
-        [benchmark("graph", 45)],
+        [of_processes(benchmark("exchange", 50))],
+        [of_processes(benchmark("ring", 40, "ring", "--groups", "two"))],
+        [of_processes(benchmark("ring4", 50, "ring", "--groups", "four"))],
+        [of_processes(benchmark("graph", 45))],
         [*map(tests, kinds), *map(sanitizer, ("memcheck", "racecheck", "synccheck"))],
         [benchmark("offload", 180, "activations")],
         [calibration()],
@@ -99,11 +106,10 @@ def find_gpu() -> tuple[dict[str, str], str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of every part: this tree's package, the tools of this Python and of the CUDA toolkit, and enough
-    hardware queues for several ranks in a process (docs/stream-transport.md)."""
+    """The environment of every part: this tree's package, and the tools of this Python and of the CUDA toolkit."""
     packages = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH", ""))))
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
-    return os.environ | {"PYTHONPATH": packages, "PATH": tools, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    return os.environ | {"PYTHONPATH": packages, "PATH": tools}
 
 
 class Running:

@@ -89,7 +89,10 @@ def sound(rows):
 
 
 def measured(module):
-    rows, failed = sys.modules["common"].collect(module.GROUPS, lambda _: None)
+    groups = module.GROUPS
+    if isinstance(groups, dict):
+        groups = [each for named in groups.values() for each in named]
+    rows, failed = sys.modules["common"].collect(groups, lambda _: None)
     assert failed == 0
     return rows
 
@@ -113,7 +116,7 @@ def test_flags(script, capsys):
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
     batches = main.all_parts()
     assert [[part.name for part in batch] for batch in batches] == [
-        ["build"], ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["graph"],
+        ["build"], ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["ring4"], ["graph"],
         ["test_attention", "test_device", "test_kernels", "test_nccl", "test_offload", "test_transport",
          "memcheck", "racecheck", "synccheck"],
         ["offload"], ["calibrate"],
@@ -328,6 +331,7 @@ def _exchange_on_a_rank(module):
     with hdp.init() as comm:
         assert module.one_way(comm, 8, 3) > 0
         assert module.both_ways(comm, 1 << 16, 3) > 0
+        assert module.landing(comm, 1 << 16, 3) > 0
         assert module.product_beside(comm) == 1.0
         for name in module.REDUCTIONS:
             assert module.all_reduce(comm, 1 << 16, name, 3) > 0
@@ -343,12 +347,48 @@ def test_exchange_bodies(on_cpu, monkeypatch):
 
 def test_exchange_rows(on_cpu, monkeypatch):
     module = on_cpu("exchange")
-    found = dict.fromkeys(("small", "large", "both", "beside"), 1.0)
+    found = dict.fromkeys(("small", "large", "landing", "both", "beside"), 1.0)
     found |= {f"{name} {size}": 1.0 for name in module.REDUCTIONS for size in ("small", "large")}
-    for name in ("run_threads", "spawn"):
-        monkeypatch.setattr(module, name, lambda *_, **__: [found, found])
-    values = sound(measured(module))
-    assert values["threads: 8 B, times cudaMemcpyAsync"] == 2.0
+    monkeypatch.setattr(module, "spawn", lambda *_, **__: [found, found])
+    assert sound(measured(module))["processes: 8 B, times cudaMemcpyAsync"] == 2.0
+    monkeypatch.setenv("HDPCOMM_MPS", "1")
+    assert "processes, MPS: message of 8 B" in sound(measured(module))
+
+
+def test_groups_by_name(on_cpu, monkeypatch, capsys):
+    common = on_cpu("common")
+    groups = {name: [lambda name=name: [common.row(name, 1.0, "s")]] for name in ("a", "b")}
+    monkeypatch.setattr(sys, "argv", ["x.py", "--groups", "b"])
+    with pytest.raises(SystemExit, match="0"):
+        common.main("x", groups)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["b"]
+
+
+@pytest.mark.parametrize("service", [True, False])
+def test_the_service_that_lets_processes_share_a_gpu(service, tmp_path):
+    """A stand-in for its control program notes how it is called; without it, the command runs all the same."""
+    note = tmp_path / "note"
+    if service:
+        (tmp_path / "nvidia-cuda-mps-control").write_text(
+            f'#!/bin/sh\necho "$@ $(test "$1" = -d || cat)" >> {note}\necho $CUDA_MPS_PIPE_DIRECTORY >> {note}\n'
+        )
+        (tmp_path / "nvidia-cuda-mps-control").chmod(0o755)
+    code = (
+        "import os, sys; print(os.environ.get('HDPCOMM_MPS'), os.environ.get('CUDA_MPS_PIPE_DIRECTORY')); sys.exit(3)"
+    )
+    done = subprocess.run(
+        [sys.executable, str(TOP / "benchmarks/gpu/with_mps.py"), sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=60, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 3
+    runs, folder = done.stdout.split()
+    if service:
+        assert runs == "1"
+        assert note.read_text().split() == ["-d", folder, "quit", folder]
+        assert not Path(folder).exists()
+    else:
+        assert (runs, folder) == ("None", "None")
+        assert "processes get time slices" in done.stderr
 
 
 def _ring_on_a_rank(module):
@@ -371,10 +411,9 @@ def test_ring_bodies(on_cpu, monkeypatch):
 def test_ring_rows(on_cpu, monkeypatch):
     module = on_cpu("ring")
     found = {"error": 0.001, "step": 2.0, "silent": 1.9}
-    for name in ("run_threads", "spawn"):
-        monkeypatch.setattr(module, name, lambda *_, **__: [found, found])
+    monkeypatch.setattr(module, "spawn", lambda *_, **__: [found, found])
     values = sound(measured(module))
-    assert values["ring, 4 threads: exposed communication"] == pytest.approx(0.05)
+    assert values["ring, 4 processes: exposed communication"] == pytest.approx(0.05)
 
 
 def _graph_on_a_rank(module):
