@@ -25,6 +25,7 @@ from hdpcomm._core import device as _device
 from hdpcomm.comm.bootstrap import close_all, thread_rank
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.testing import run_threads
+from hdpcomm.testing.kept_memory import KeptMemory
 
 __all__ = ["PlantedSite", "OrderingError", "OrderingReport", "check", "current_rank", "planted_sites"]
 
@@ -94,7 +95,7 @@ def check(
 
     Inside, ``hdpcomm.init(transport="sim")`` or ``open_sim(current_rank())`` gives the rank its device. ``transport``
     is what ``init()`` takes where it names none. ``timeout``: seconds for one run; where all ranks wait for devices and
-    nothing can run, the shortest wait ends at once instead.
+    nothing can run, the shortest wait ends at once instead. A run keeps the memory of all its tensors.
     Returns the results by seed and rank.
 
     Raises: OrderingError with the reports of the first seed that has any (and what ``fn`` raised as its cause); else
@@ -164,15 +165,19 @@ def _run(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, options: _Options
 ) -> tuple[_device.DeviceCheck, list[Any], BaseException | None]:
     run = _device.DeviceCheck(seed)
+    # Memory that one rank frees and another is given would be one address for two tensors that nothing orders.
+    kept = [KeptMemory() for _ in range(world_size)]
     entered = threading.Barrier(world_size)
     raised: list[BaseException] = []
 
     def rank_main() -> Any:
-        run.enter_rank(current_rank())
+        rank = current_rank()
+        run.enter_rank(rank)
         entered.wait(options.timeout)  # so that no rank is taken for the only one
         try:
-            result = fn(*args)
-            close_all("")
+            with kept[rank]:
+                result = fn(*args)
+                close_all("")
             return result
         except BaseException as failure:
             raised.append(failure)
