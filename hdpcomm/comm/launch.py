@@ -67,7 +67,8 @@ class RankPool:
         secret = new_secret()
         name = local_name()
         self._store = JobStoreServer.on_this_host(name, Secret(secret))
-        self._port = TorchStorePort()
+        self._store_name = name
+        self._ports = [TorchStorePort()]
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         context = _context(preload)
@@ -80,12 +81,10 @@ class RankPool:
                     "WORLD_SIZE": str(world_size),
                     "LOCAL_WORLD_SIZE": str(world_size),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(self._port.port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    "HDPCOMM_STORE": f"{self._port.port}:{name}",
                     "HDPCOMM_SECRET": secret,
                     "HDPCOMM_SECRET_FILE": "",
-                }
+                } | self._places()
                 process = context.Process(
                     target=_rank_main, args=(theirs, dict(os.environ) | environment), name=f"hdpcomm-rank-{rank}"
                 )
@@ -96,6 +95,11 @@ class RankPool:
         except BaseException:
             self.close()
             raise
+
+    def _places(self) -> dict[str, str]:
+        """Where the ranks find the stores of their job."""
+        port = self._ports[-1].port
+        return {"MASTER_PORT": str(port), "HDPCOMM_STORE": f"{port}:{self._store_name}"}
 
     @property
     def healthy(self) -> bool:
@@ -116,7 +120,11 @@ class RankPool:
         """
         if not self._pipes:
             raise InvalidUsage("this RankPool is closed (by close(), or an error that ended its ranks); make a new one")
-        message = pickle.dumps((fn, args))
+        # The groups of torch.distributed have the same keys in each run: a rank would find addresses of the run before.
+        # Groups that are still open may need their store.
+        if self._ports[-1].used:
+            self._ports.append(TorchStorePort())
+        message = pickle.dumps((self._places(), fn, args))
         results: dict[int, Any] = {}
         errors: dict[int, tuple[BaseException, str]] = {}
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -220,7 +228,8 @@ class RankPool:
                 break
         self._processes = []
         self._pipes = []
-        self._port.close()
+        for port in self._ports:
+            port.close()
         self._store.close()
 
     def __enter__(self) -> RankPool:
@@ -264,7 +273,8 @@ def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[st
         except (EOFError, OSError):
             return
         try:
-            fn, args = pickle.loads(job)
+            places, fn, args = pickle.loads(job)
+            os.environ.update(places)
             answer = _pickled(fn(*args))
             close_all("")
         except BaseException as error:

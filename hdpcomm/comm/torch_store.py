@@ -187,6 +187,7 @@ class TorchStorePort:
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(256)
         self.port: int = self._listener.getsockname()[1]
+        self.used = False  # whether there is a store, or will be in a moment
         self._store: Any = None
         self._end, self._ended = os.pipe2(os.O_CLOEXEC)
         threading.Thread(target=self._run, name="hdpcomm-torch-port", daemon=True).start()
@@ -198,6 +199,7 @@ class TorchStorePort:
         try:
             while all(handle != self._end for handle, _ in ready.poll()):
                 if _user_connects(self.port):
+                    self.used = True
                     self._store = dist.TCPStore(  # type: ignore[attr-defined]
                         "127.0.0.1",
                         self.port,

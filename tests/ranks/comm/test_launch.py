@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool, _join, run_threads, spawn
@@ -186,3 +188,35 @@ def test_errors_of_the_function_leave_the_pool_open(pool: RankPool) -> None:
     with pytest.raises(hdp.InvalidUsage, match="returned a Communicator that cannot be pickled"):
         pool.run(hdp.init)
     assert pool.run(rank) == [0, 1]
+
+
+def group_of_torch(late: int | None) -> str:
+    """Sums over a default group of torch that one rank joins later than the other; returns the port of its store."""
+    with hdp.init() as comm:
+        rank, world = comm.rank, comm.size
+        comm.barrier()
+    if rank == late:
+        time.sleep(0.5)
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    assert float(x) == world
+    return port_of_torch()
+
+
+def port_of_torch() -> str:
+    return os.environ["MASTER_PORT"]
+
+
+def test_each_run_of_a_pool_has_groups_of_torch_of_its_own() -> None:
+    """Else a rank that is early would take the addresses that the late one had in the run before."""
+    ports = set()
+    with RankPool(2) as pool:
+        for late in (None, 0, 1, None):
+            port, same = pool.run(group_of_torch, late, timeout=60)
+            assert port == same
+            ports.add(port)
+        assert len(ports) == 4
+        unused = {*pool.run(port_of_torch, timeout=60), *pool.run(port_of_torch, timeout=60)}
+        assert len(unused) == 1  # a run that makes no group needs no new store
