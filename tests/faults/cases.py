@@ -129,17 +129,25 @@ def late_after_a_timeout(comm: hdp.Communicator, folder: str) -> hdp.Error:
     return info.value
 
 
-def aborted_by_rank_0(comm: hdp.Communicator, *, members: int) -> None:
-    """Rank 0 aborts during an operation of the first ``members`` ranks, which the last of all never calls."""
+def aborted_by_rank_0(comm: hdp.Communicator) -> None:
+    """Rank 0 aborts during an operation of ranks 0 and 1 that cannot end: a third rank never calls it, or, of two
+    ranks, each receives what the other does not send."""
+    x = torch.zeros(100_000)
+
+    def start() -> Any:
+        if comm.size > 2:
+            return comm.all_reduce(x, async_op=True)
+        return comm.recv(x, 1 - comm.rank, async_op=True)
+
     if comm.rank == 0:
-        work = comm.all_reduce(torch.zeros(100_000), async_op=True)
+        work = start()
         comm.abort("the user had enough")
         with pytest.raises(hdp.Aborted, match="the user had enough"):
             work.wait()
         with pytest.raises((hdp.Aborted, hdp.InvalidUsage), match="make a new one"):
             comm.all_reduce(torch.zeros(1))
-    elif comm.rank < members:
-        error = caught(lambda: comm.all_reduce(torch.zeros(100_000)))
+    elif comm.rank == 1:
+        error = caught(lambda: start().wait())
         assert isinstance(error, (hdp.Aborted, hdp.PeerLost))
         assert "the user had enough" in str(error)
 

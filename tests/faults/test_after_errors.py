@@ -176,7 +176,7 @@ def test_right_or_refused(pool: RankPool, name: str, tmp_path: Path) -> None:
 def aborts() -> None:
     """The world of rank 0 is over, and the pair for rank 1; a new world is right."""
     comm = hdp.init(timeout=LONG_S)
-    aborted_by_rank_0(comm, members=2)
+    aborted_by_rank_0(comm)
     for number in range(STEPS):
         assert isinstance(caught(lambda: step(comm, 3, number)), hdp.Aborted | hdp.PeerLost)  # noqa: B023
     assert isinstance(caught(comm.resync), hdp.Aborted if comm.rank == 0 else hdp.PeerLost)

@@ -115,7 +115,7 @@ def test_bad_arguments(ranks: Any) -> None:
 
 def aborts() -> None:
     comm = hdp.init(timeout=LONG_S)  # stays open on the rank that does not call the operation
-    aborted_by_rank_0(comm, members=2)
+    aborted_by_rank_0(comm)
     still_works(hdp.init(timeout=LONG_S))  # a new world
 
 

@@ -268,7 +268,7 @@ def test_bad_arguments(ranks: Any) -> None:
 
 def aborts() -> None:
     comm = hdp.init(transport="sim", timeout=LONG_S)
-    aborted_by_rank_0(comm, members=2)
+    aborted_by_rank_0(comm)
     with hdp.init(transport="sim", timeout=LONG_S) as again:
         still_works(again)
 
