@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = ["AdaptedModule", "adapt", "from_pretrained"]
+
+# While transformers makes or loads a model it changes its own class and torch's default dtype for the whole process. Of
+# two threads that do so at once the second puts back what the first had set, and no model has tied weights ever after.
+_making = threading.Lock()
 
 _PLACES = ("positions", "cu_seqlens", "comm")
 
@@ -119,15 +124,15 @@ def from_pretrained(
             transformers: weights are drawn from ``seed``, alike on every rank.
         dtype: of the parameters. Default: as stored, or fp32 for a configuration.
 
-    The others are those of :func:`adapt`. Local. Raises InvalidUsage: no such folder, no model in it, no transformers,
-    or what :func:`adapt` refuses.
+    The others are those of :func:`adapt`. Local; threads that load at the same time take turns. Raises InvalidUsage: no
+    such folder, no model in it, no transformers, or what :func:`adapt` refuses.
     """
     try:
         from transformers import AutoModelForCausalLM, PretrainedConfig
     except ImportError as error:
         raise InvalidUsage("transformers is needed; pip install 'hdpcomm[huggingface]'") from error
     if isinstance(source, PretrainedConfig):
-        with torch.random.fork_rng(devices=[]):
+        with _making, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(source, dtype=dtype or torch.float32)
     else:
@@ -138,7 +143,8 @@ def from_pretrained(
                 "or a configuration object of transformers"
             )
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+            with _making:
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
         except (OSError, ValueError) as error:
             raise InvalidUsage(f"{folder} does not hold a causal LM that transformers can load: {error}") from error
     adapted = adapt(

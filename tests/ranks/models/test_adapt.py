@@ -1,5 +1,6 @@
 """Models of transformers in the trainer: loss and gradients of the unsharded model, for many families."""
 
+import sys
 import threading
 
 import pytest
@@ -197,6 +198,27 @@ def test_from_a_folder_and_from_a_configuration(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(InvalidUsage, match="does not hold a causal LM that transformers can load"):
         from_pretrained(tmp_path)
+
+
+def test_threads_load_at_the_same_time(tmp_path):
+    """transformers changes its own class while it loads; threads in each other's way leave it changed for good."""
+    model_of("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path)
+    config, start = config_of("qwen3", tie_word_embeddings=True), threading.Barrier(3)
+
+    def main():
+        start.wait(30)
+        loaded = [from_pretrained(source, check=False).model for source in (tmp_path, config, tmp_path)]
+        return [model.lm_head.weight is model.model.embed_tokens.weight for model in loaded]
+
+    interval, before = sys.getswitchinterval(), transformers.PreTrainedModel.tie_weights
+    sys.setswitchinterval(1e-5)
+    try:
+        assert run_threads(main, 3, timeout=60.0) == [[True] * 3] * 3
+        assert transformers.PreTrainedModel.tie_weights is before
+    finally:
+        sys.setswitchinterval(interval)
+        transformers.PreTrainedModel.tie_weights = before
+    assert torch.get_default_dtype() == torch.float32
 
 
 REFUSED = [
