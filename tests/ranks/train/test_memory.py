@@ -25,12 +25,12 @@ SIZE |= {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
 OWN = OwnConfig(vocabulary=500, layers=4, hidden=64, heads=4, kv_heads=2, ffn=160)
 MODELS = {
     "Llama here": lambda: Llama(OWN),
-    "Llama": lambda: from_pretrained(LlamaConfig(vocab_size=4000, **SIZE)),
+    "Llama": lambda: from_pretrained(LlamaConfig(vocab_size=2000, **SIZE)),
     "Qwen3": lambda: from_pretrained(Qwen3Config(vocab_size=1000, **SIZE)),
     "Gemma 3": lambda: from_pretrained(Gemma3TextConfig(vocab_size=1000, sliding_window=64, **SIZE)),
     "Mixtral": lambda: from_pretrained(MixtralConfig(vocab_size=1000, num_local_experts=4, **SIZE)),
 }
-LENGTHS = [700, 500, 300]
+LENGTHS = [350, 250, 150]
 
 
 def adamw(parameters):
@@ -85,7 +85,7 @@ def test_on_two_ranks_with_a_sharded_optimizer():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("vocabulary", "layers"), [(500, 4), (6000, 8)])
+@pytest.mark.parametrize(("vocabulary", "layers"), [(500, 4), (3000, 6)])
 def test_the_analytic_model_is_that_of_the_llama_here(dtype, vocabulary, layers):
     config = OwnConfig(vocabulary=vocabulary, layers=layers, hidden=64, heads=4, kv_heads=2, ffn=160)
     measured = profile_memory(Llama(config, dtype=dtype), hdp.init(), adamw, tokens=256)
