@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, PeerLost
 
 if TYPE_CHECKING:
-    from hdpcomm import attention, comm, data, kernels, models, offload, perf, plan, run, sim, testing, trace, train
+    from hdpcomm import (
+        attention,
+        comm,
+        data,
+        kernels,
+        models,
+        offload,
+        parallel,
+        perf,
+        plan,
+        run,
+        sim,
+        testing,
+        trace,
+        train,
+    )
     from hdpcomm.comm import Communicator, Work, init
 
 __version__ = "0.1.0"
@@ -31,6 +46,7 @@ __all__ = [
     "kernels",
     "models",
     "offload",
+    "parallel",
     "perf",
     "plan",
     "run",
@@ -48,6 +64,7 @@ _ROOMS = (
     "kernels",
     "models",
     "offload",
+    "parallel",
     "perf",
     "plan",
     "run",

@@ -1,0 +1,173 @@
+"""Which rank does what when HDP runs beside pipeline, tensor and expert parallelism: :class:`Mesh`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from hdpcomm.comm.topology import nodes_of
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hdpcomm.comm import Communicator
+
+__all__ = ["Mesh"]
+
+
+class Mesh:
+    """The ranks of a communicator as pipeline stages x HDP ranks x tensor ranks.
+
+    Every communicator of the mesh is a :meth:`Communicator.subset` of the one that is given: no message, no group, no
+    memory. Expert parallelism lies inside HDP: ``expert`` neighbouring HDP ranks hold the experts of a layer together.
+
+    By default the tensor ranks are neighbours on one host, HDP ranks follow, and the pipeline's stages are farthest
+    apart, since they exchange least: rank = (stage * hdp + hdp_rank) * tensor + tensor_rank, counted host by host.
+    Local: every rank of ``comm`` makes one with equal arguments.
+
+    Args:
+        comm: the ranks that train together.
+        pipeline, tensor: sizes; their product divides the number of ranks, and the rest is HDP.
+        expert: ranks that share the experts of a layer; divides the HDP ranks.
+        placement: the positions in ``comm`` in the order [stage, HDP rank, tensor rank], flat, in place of the default.
+
+    Attributes:
+        comm: as given.
+        pipeline, hdp, tensor, expert: sizes.
+        stage, hdp_rank, tensor_rank, expert_rank: this rank's place.
+        pipeline_comm: the stages of this rank's pipeline, in order.
+        hdp_comm: the HDP ranks of this rank's stage; a plan's ranks are positions in it.
+        tensor_comm: the ranks that share this rank's layers.
+        expert_comm: the ranks that hold the experts of a layer together.
+        expert_replica_comm: the ranks that hold the same experts as this one.
+
+    Raises:
+        InvalidUsage: sizes that do not divide, a placement that is no permutation, or a tensor group on two hosts.
+
+    Source: ByteScale, arXiv 2502.21231, section 5.1 (d_hdp * d_tp * d_pp = N).
+
+    Example:
+        >>> import hdpcomm as hdp
+        >>> with hdp.init() as comm:
+        ...     mesh = hdp.parallel.Mesh(comm)
+        ...     mesh.hdp, mesh.pipeline, mesh.hdp_comm.size
+        (1, 1, 1)
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        pipeline: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
+        placement: Sequence[int] | None = None,
+    ) -> None:
+        for name, size in (("pipeline", pipeline), ("tensor", tensor), ("expert", expert)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InvalidUsage(f"{name} is {size!r}; give a whole number of at least 1")
+        if comm.size % (pipeline * tensor):
+            raise InvalidUsage(
+                f"{comm.size} ranks cannot be pipelines of {pipeline} stages with {tensor} tensor ranks each: the "
+                f"number of ranks must be a multiple of {pipeline * tensor}"
+            )
+        hdp = comm.size // (pipeline * tensor)
+        if hdp % expert:
+            raise InvalidUsage(
+                f"{hdp} HDP ranks ({comm.size} ranks / pipeline {pipeline} / tensor {tensor}) cannot be groups of "
+                f"{expert} ranks that share experts: expert must divide {hdp}"
+            )
+        self.comm = comm
+        self.pipeline, self.hdp, self.tensor, self.expert = pipeline, hdp, tensor, expert
+        self._hosts = nodes_of(comm)
+        order = self._by_host() if placement is None else self._given(placement)
+        self._positions = torch.tensor(order, dtype=torch.int64).view(pipeline, hdp, tensor)
+        if placement is None and tensor > 1:
+            self._check_hosts()
+        place = (self._positions == comm.rank).nonzero()[0].tolist()
+        self.stage, self.hdp_rank, self.tensor_rank = place
+        self.expert_rank = self.hdp_rank % expert
+        first = self.hdp_rank - self.expert_rank
+        along_hdp = self._positions[self.stage, :, self.tensor_rank]
+        self.pipeline_comm = self._subset(self._positions[:, self.hdp_rank, self.tensor_rank])
+        self.hdp_comm = self._subset(along_hdp)
+        self.tensor_comm = self._subset(self._positions[self.stage, self.hdp_rank, :])
+        self.expert_comm = self._subset(along_hdp[first : first + expert])
+        self.expert_replica_comm = self._subset(along_hdp[self.expert_rank :: expert])
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """``[pipeline, hdp, tensor]`` int64: the position in ``comm`` of each place. A copy."""
+        return self._positions.clone()
+
+    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """The same ranks as a torch DeviceMesh with the dimensions ``pp``, ``hdp`` and ``tp``, for DTensor and FSDP2.
+
+        With experts ``hdp`` is the two dimensions ``ep_replicas`` and ``ep``. Collective over all ranks of
+        torch.distributed, whose default group is of hdpcomm's backend; its groups are subsets, too.
+
+        Raises: InvalidUsage: torch.distributed is not initialised with the backend ``hdpcomm``, or numbers its ranks
+            in another way.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+
+        from hdpcomm.torch_backend import BACKEND, HdpProcessGroup
+
+        if not dist.is_initialized() or not isinstance(dist.group.WORLD, HdpProcessGroup):
+            raise InvalidUsage(
+                f"torch.distributed does not run on hdpcomm; call dist.init_process_group({BACKEND!r}) first (import "
+                "hdpcomm.torch_backend)"
+            )
+        if dist.get_world_size() != self.comm.size or dist.get_rank() != self.comm.global_rank:
+            raise InvalidUsage(
+                f"this is rank {dist.get_rank()} of {dist.get_world_size()} in torch.distributed, and rank "
+                f"{self.comm.global_rank} of a mesh of {self.comm.size}; make both over all ranks of one launcher"
+            )
+        ranks = torch.tensor(self.comm.ranks)[self._positions]
+        names: tuple[str, ...] = ("pp", "hdp", "tp")
+        if self.expert > 1:
+            names = ("pp", "ep_replicas", "ep", "tp")
+            ranks = ranks.view(self.pipeline, self.hdp // self.expert, self.expert, self.tensor)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+    def _subset(self, positions: torch.Tensor) -> Communicator:
+        return cast("Communicator", self.comm.subset(positions.tolist()))
+
+    def _host_of(self, position: int) -> int:
+        return self._hosts[self.comm.ranks[position]]
+
+    def _by_host(self) -> list[int]:
+        """The positions, host by host; hosts by their first rank."""
+        first: dict[int, int] = {}
+        for position in range(self.comm.size):
+            first.setdefault(self._host_of(position), position)
+        return sorted(range(self.comm.size), key=lambda position: first[self._host_of(position)])
+
+    def _given(self, placement: Sequence[int]) -> list[int]:
+        order = [int(position) for position in placement]
+        if sorted(order) != list(range(self.comm.size)):
+            raise InvalidUsage(
+                f"placement is {order}; give each position from 0 to {self.comm.size - 1} once, in the order [stage, "
+                "HDP rank, tensor rank]"
+            )
+        return order
+
+    def _check_hosts(self) -> None:
+        for group in self._positions.view(-1, self.tensor).tolist():
+            hosts = {self._host_of(position) for position in group}
+            if len(hosts) > 1:
+                raise InvalidUsage(
+                    f"the tensor group of the ranks {[self.comm.ranks[position] for position in group]} would lie on "
+                    f"{len(hosts)} hosts: tensor ({self.tensor}) must divide the ranks of each host, or placement= "
+                    "must say where ranks go"
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Mesh pipeline {self.pipeline} x hdp {self.hdp} x tensor {self.tensor}, expert {self.expert}: stage "
+            f"{self.stage}, HDP rank {self.hdp_rank}, tensor rank {self.tensor_rank}>"
+        )
