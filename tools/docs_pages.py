@@ -20,6 +20,7 @@ ROOMS = {
     "comm": "Joining ranks and communicating: subsets, collectives, exchanges.",
     "attention": "Attention of packs over any number of ranks.",
     "train": "The trainer, its shards and its losses.",
+    "parallel": "HDP beside pipelines: the mesh, stages, their trainer.",
     "models": "Models in the form that the trainer calls.",
     "data": "Text, chats and token stores, with lengths before tokens.",
     "plan": "Who runs what: cost models, clusters, plans.",

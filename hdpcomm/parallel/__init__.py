@@ -1,7 +1,21 @@
-"""HDP beside other kinds of parallelism: the mesh of ranks."""
+"""HDP beside other kinds of parallelism: the mesh of ranks, and pipelines that run what was planned."""
 
 from __future__ import annotations
 
 from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.pipeline import StageRunner
+from hdpcomm.parallel.program import Action, check_programs, make_program, make_programs
+from hdpcomm.parallel.stages import LlamaStage, split_llama
+from hdpcomm.parallel.trainer import PipelineTrainer
 
-__all__ = ["Mesh"]
+__all__ = [
+    "Action",
+    "LlamaStage",
+    "Mesh",
+    "PipelineTrainer",
+    "StageRunner",
+    "check_programs",
+    "make_program",
+    "make_programs",
+    "split_llama",
+]

@@ -15,7 +15,7 @@ __all__ = ["Pass", "PipelineSchedule"]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of a micro-batch (by its index in the plan) through one stage of its ranks' pipelines."""
+    """One pass of a micro-batch (by its index in the plan) through one stage of the model on each of its ranks."""
 
     micro_batch: int
     stage: int
@@ -31,12 +31,27 @@ class PipelineSchedule:
     of its ranks have run what comes before it.
 
     Attributes:
-        stages: stages of each rank's pipeline.
+        stages: stages that the model is cut into.
         passes: int32 [passes, 3]: index of the micro-batch, stage, 1 for backward.
+        chunks: stages on each device of a rank's pipeline: stage s is on device ``s % (stages / chunks)``.
+        handed: int64 [passes]: how many passes of the order have begun when this one has ended and hands what it gave
+            to the next stage. Sender and receiver take a message at this place of the order, so that neither computes
+            while the other waits. Default: right after it has begun.
     """
 
     stages: int
     passes: NDArray[np.int32]
+    chunks: int = 1
+    handed: NDArray[np.int64] | None = None
+
+    @property
+    def devices(self) -> int:
+        """Devices of each rank's pipeline."""
+        return self.stages // self.chunks
+
+    def places_of_messages(self) -> NDArray[np.int64]:
+        """``handed``, or its default."""
+        return np.arange(1, len(self.passes) + 1) if self.handed is None else self.handed
 
     def for_stage(self, plan: StepPlan, rank: int, stage: int) -> tuple[Pass, ...]:
         """What one stage of one rank runs, in order.
@@ -52,23 +67,35 @@ class PipelineSchedule:
     def validate(self, plan: StepPlan) -> None:
         """Checks that every micro-batch passes every stage, forward and then backward.
 
-        Raises: InvalidUsage: says which pass is missing, double, or too early.
+        Raises: InvalidUsage: says which pass is missing, double, or too early, or has its message in a wrong place.
         """
-        place: dict[tuple[int, int, bool], int] = {}
-        for number, (index, stage, backward) in enumerate(self.passes.tolist()):
-            key = (index, stage, bool(backward))
-            before = (index, stage - 1, False) if not backward else (index, stage + 1, True)
-            if backward and stage == self.stages - 1:
-                before = (index, stage, False)
-            first = stage == 0 and not backward
-            if key in place or (not first and before not in place):
-                what = "appears twice" if key in place else "comes before the pass that it needs"
-                raise InvalidUsage(f"pass {number} (micro-batch {index}, stage {stage}, backward {backward}) {what}")
-            place[key] = number
-        wanted = 2 * self.stages * len(plan.micro_batches)
-        known = {batch.index for batch in plan.micro_batches}
-        if len(place) != wanted or any(index not in known for index, _, _ in place):
+        known = np.sort(np.array([batch.index for batch in plan.micro_batches], dtype=np.int32))
+        index, stage, backward = self.passes.T
+        inside = (stage >= 0) & (stage < self.stages) & ((backward == 0) | (backward == 1))
+        belongs = np.isin(index, known) & inside
+        wanted = 2 * self.stages * len(known)
+        if not belongs.all() or len(index) < wanted:
             raise InvalidUsage(
-                f"the schedule has {len(place)} passes and the plan's {len(known)} micro-batches need {wanted}: it "
-                "belongs to another plan"
+                f"the schedule has {len(index)} passes, {int(belongs.sum())} of them of this plan, and the plan's "
+                f"{len(known)} micro-batches need {wanted}: it belongs to another plan"
             )
+        # The place of a pass in its micro-batch: all stages forward, then all backward.
+        step = np.where(backward == 1, 2 * self.stages - 1 - stage, stage)
+        key = np.searchsorted(known, index) * 2 * self.stages + step
+        if len(index) > wanted or len(np.unique(key)) < wanted:
+            first = np.unique(key, return_index=True)[1]
+            self._refuse(int(np.setdiff1d(np.arange(len(index)), first)[0]), "appears twice")
+        numbers = np.empty(wanted, dtype=np.int64)
+        numbers[key] = np.arange(wanted)
+        place = numbers.reshape(len(known), 2 * self.stages)
+        early = place[:, 1:] < place[:, :-1]
+        if early.any():
+            self._refuse(int(place[:, 1:][early].min()), "comes before the pass that it needs")
+        handed = self.places_of_messages()
+        late = (handed[place] <= place) | (handed[place] > np.concatenate([place[:, 1:], place[:, -1:] + wanted], 1))
+        if handed.shape != (wanted,) or late.any():
+            self._refuse(int(place[late].min()), "hands on what it gave before it has run, or after that is needed")
+
+    def _refuse(self, number: int, what: str) -> None:
+        index, stage, backward = self.passes[number].tolist()
+        raise InvalidUsage(f"pass {number} (micro-batch {index}, stage {stage}, backward {bool(backward)}) {what}")

@@ -164,11 +164,13 @@ class Planner:
         Raises: InvalidUsage if the plan cannot run on this cluster.
         """
         self.validate(plan)
-        spans = self.simulate(plan)["which"]
+        found = self.simulate(plan)
+        spans, times = found["which"], found["times"]
         index = np.array([batch.index for batch in plan.micro_batches], dtype=np.int32)
         passes = spans.copy()
         passes[:, 0] = index[spans[:, 0]] if len(index) else 0
-        return PipelineSchedule(self.cluster.pipeline, passes)
+        handed = np.maximum(np.searchsorted(times[:, 0], times[:, 1]), np.arange(1, len(passes) + 1))
+        return PipelineSchedule(self.cluster.pipeline, passes, handed=handed)
 
     def simulate(self, plan: StepPlan, squares: Mapping[int, float] | None = None) -> dict[str, Any]:
         """The passes and times of the simulated step (:func:`hdpcomm.sim.simulate_step` makes a report of them).

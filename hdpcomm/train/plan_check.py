@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +16,18 @@ if TYPE_CHECKING:
 __all__ = ["check_same_plan"]
 
 
-def check_same_plan(plan: StepPlan, comm: Communicator) -> None:
+def check_same_plan(plan: StepPlan, comm: Communicator, *, more: bytes = b"") -> None:
     """Compares the plan's hash with that of all ranks. Collective over ``comm``; 32 bytes a rank.
+
+    ``more``: what else the step follows, as the order of a pipeline's passes; it must be equal, too.
 
     Raises:
         Mismatch: on every rank, naming which ranks hold which plan.
     """
     if comm.size == 1:
         return
-    mine = torch.frombuffer(bytearray(bytes.fromhex(plan.hash)), dtype=torch.uint8)
+    digest = bytes.fromhex(plan.hash) if not more else hashlib.sha256(bytes.fromhex(plan.hash) + more).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     hashes = torch.empty(comm.size * mine.numel(), dtype=torch.uint8)
     comm.all_gather(hashes, mine)
     groups: dict[str, list[int]] = {}

@@ -102,17 +102,13 @@ class Trainer:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        if planner.cluster.ranks != comm.size:
-            raise InvalidUsage(
-                f"the planner plans for {planner.cluster.ranks} ranks and the communicator has {comm.size}; "
-                f"make it with ClusterSpec(ranks={comm.size}, ...)"
-            )
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise InvalidUsage(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping")
         self.model = model
         self.optimizer = optimizer
         self.planner = planner
         self.comm = comm
+        self._check_cluster()
         self.max_grad_norm = max_grad_norm
         self.timeline = Timeline(comm)
         self.num_steps = 0
@@ -142,7 +138,7 @@ class Trainer:
                 model.parameters(), optimizer, comm, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
             )
         else:
-            self.gradients = GradientBuffer(model.parameters(), comm)
+            self.gradients = self._gradient_buffer()
 
     def step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
@@ -168,7 +164,7 @@ class Trainer:
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
-        check_same_plan(plan, self.comm)
+        self._check_plan(plan)
         self.timeline.begin()
         self.gradients.zero()
         waited = self.comm.stats()["wait_ns"]
@@ -221,6 +217,21 @@ class Trainer:
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
         self.num_steps = int(state["num_steps"])
+
+    def _check_cluster(self) -> None:
+        planned, size = self.planner.cluster.ranks, self.comm.size
+        if planned != size:
+            raise InvalidUsage(
+                f"the planner plans for {planned} ranks and the communicator has {size}; make it with "
+                f"ClusterSpec(ranks={size}, ...)"
+            )
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        """Raises unless all ranks are about to run the same step. Collective."""
+        check_same_plan(plan, self.comm)
+
+    def _gradient_buffer(self) -> GradientBuffer:
+        return GradientBuffer(self.model.parameters(), self.comm)
 
     def _plan_now(self, lengths: Sequence[int | Tree]) -> PlannedStep:
         started = time.perf_counter()

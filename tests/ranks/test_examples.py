@@ -49,6 +49,13 @@ def test_own_loop(started):
     assert losses(told)[-1] < losses(told)[0]
 
 
+def test_pipeline(started):
+    told = started("pipeline.py", "4", "2500")
+    assert len(losses(told)) == 4
+    assert losses(told)[-1] < losses(told)[0]
+    assert "micro-batches on 1 pipelines" in told
+
+
 def test_fsdp2(started):
     told = started("fsdp2.py", "4", "2500")
     assert len(losses(told)) == 4

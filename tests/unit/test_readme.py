@@ -50,7 +50,15 @@ def run_as_printed(code: str) -> None:
 
 @pytest.mark.parametrize(
     ("document", "num_ranks"),
-    [("attention", 1), ("attention", 2), ("planner", 1), ("device", 1), ("torch-backend", 2), ("training", 2)],
+    [
+        ("attention", 1),
+        ("attention", 2),
+        ("planner", 1),
+        ("device", 1),
+        ("torch-backend", 2),
+        ("training", 2),
+        ("parallel", 2),
+    ],
 )
 def test_the_first_example_of_a_document_runs(document: str, num_ranks: int) -> None:
     """In processes of its own: a program may end without closing what it has opened."""

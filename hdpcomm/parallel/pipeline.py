@@ -1,0 +1,151 @@
+"""Runs the program of one device of a pipeline: passes of micro-batches, and messages to the stages beside it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from hdpcomm.attention import positions as positions_of
+from hdpcomm.parallel.program import RECEIVE, RUN, Action
+from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
+from hdpcomm.train.tree_shards import holds_trees, pack_trees
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator, Work
+    from hdpcomm.parallel.mesh import Mesh
+    from hdpcomm.parallel.stages import LlamaStage
+    from hdpcomm.plan import MicroBatch, PlannedStep
+    from hdpcomm.plan.pipeline_schedule import Pass
+
+__all__ = ["StageRunner"]
+
+OffloadContext = Callable[[float, int], AbstractContextManager[None]]
+"""(offload ratio, local tokens) of a micro-batch to what surrounds its forward pass."""
+
+
+class StageRunner:
+    """One step on one device of a pipeline.
+
+    Activations and their gradients go to the neighbours as they are, ``[local tokens, hidden]``, by messages whose
+    sizes both sides know from the plan. Sends do not wait; a receive is posted as soon as the order of the program
+    allows it and is waited for by the pass that needs it.
+
+    Args:
+        chunks: the stages of the model on this device, in order.
+        planned: the step; its ranks are those of ``mesh.hdp_comm``.
+        fetch: called for this rank's sequences, only where the first or the last stage is.
+        scale: factor of the loss in the backward pass.
+        loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
+        offload: surrounds forward passes.
+        on_pass: called after each pass with the index of its micro-batch.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[LlamaStage],
+        mesh: Mesh,
+        planned: PlannedStep,
+        fetch: Fetch,
+        *,
+        scale: float,
+        loss: Callable[..., Tensor] | None,
+        offload: OffloadContext,
+        on_pass: Callable[[Pass], None],
+    ) -> None:
+        self.chunks, self.mesh, self.planned, self.fetch = chunks, mesh, planned, fetch
+        self.scale, self.loss, self.offload, self.on_pass = scale, loss, offload, on_pass
+        self.total = torch.zeros(2, dtype=torch.float64)
+        """Summed loss and labels of the micro-batches whose last stage is here."""
+        self._batches: Mapping[int, MicroBatch] = {batch.index: batch for batch in planned.plan.for_rank(mesh.hdp_rank)}
+        self._device = next(chunks[0].parameters()).device
+        self._packs: dict[int, PackedShard] = {}
+        self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """By micro-batch and stage: input and output of the forward pass, until its backward pass has run."""
+        self._given: dict[Pass, Tensor] = {}
+        """What passes here gave for a stage beside them."""
+        self._received: dict[Pass, tuple[Tensor, Work]] = {}
+        self._sends: list[Work] = []
+
+    def run(self, program: Sequence[Action]) -> None:
+        """Runs a program to its end; this device's sends have ended then. Collective over the plan's pipelines."""
+        pipeline = self.mesh.pipeline_comm
+        for action in program:
+            if action.kind == RUN:
+                (self._backward if action.done.backward else self._forward)(action.done)
+                self.on_pass(action.done)
+            elif action.kind == RECEIVE:
+                buffer = self.chunks[0].boundary(self._pack(action.done.micro_batch).positions.numel())
+                self._received[action.done] = buffer, pipeline.recv(buffer, action.peer, async_op=True)
+            else:
+                self._sends = [work for work in self._sends if not work.done()]
+                self._sends.append(pipeline.send(self._given.pop(action.done), action.peer, async_op=True))
+        for work in self._sends:
+            work.wait()
+
+    def _forward(self, done: Pass) -> None:
+        batch, chunk = self._batches[done.micro_batch], self._chunk(done.stage)
+        pack, comm = self._pack(done.micro_batch), self._group(batch)
+        x = pack.tokens if chunk.first else self._take(replace(done, stage=done.stage - 1)).requires_grad_()
+        with self.offload(batch.offload_ratio, pack.positions.numel()):
+            if chunk.last:
+                y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.loss)
+            else:
+                y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm)
+        self._open[done.micro_batch, done.stage] = x, y
+        if chunk.last:
+            self.total += torch.stack((y.detach().double(), pack.trained.double())).cpu()
+        else:
+            self._given[done] = y.detach().contiguous()
+
+    def _backward(self, done: Pass) -> None:
+        chunk = self._chunk(done.stage)
+        x, y = self._open.pop((done.micro_batch, done.stage))
+        if chunk.last:
+            (y * self.scale).backward()  # type: ignore[no-untyped-call]
+        else:
+            gradient = self._take(replace(done, stage=done.stage + 1))
+            if y.requires_grad:  # not where all of the first stage is frozen
+                torch.autograd.backward(y, gradient)
+        if not chunk.first:
+            self._given[done] = cast(Tensor, x.grad).contiguous()
+        if not any(index == done.micro_batch for index, _ in self._open):
+            self._packs.pop(done.micro_batch, None)
+
+    def _take(self, needed: Pass) -> Tensor:
+        """What a pass gave for this device, when it is there."""
+        if needed in self._given:  # by another stage on this device
+            return self._given.pop(needed)
+        buffer, work = self._received.pop(needed)
+        work.wait()
+        return buffer
+
+    def _chunk(self, stage: int) -> LlamaStage:
+        return self.chunks[stage // self.mesh.pipeline]
+
+    def _group(self, batch: MicroBatch) -> Communicator:
+        return cast("Communicator", self.mesh.hdp_comm.subset(batch.ranks))
+
+    def _pack(self, index: int) -> PackedShard:
+        found = self._packs.get(index)
+        if found is None:
+            found = self._packs[index] = self._packed(self._batches[index])
+        return found
+
+    def _packed(self, batch: MicroBatch) -> PackedShard:
+        comm, lengths = self._group(batch), self.planned.lengths
+        if holds_trees(batch, lengths):
+            fragments = self.planned.plan.fragments
+            return pack_trees(batch, lengths, fragments, self.fetch, comm=comm, device=self._device)
+        if any(chunk.first or chunk.last for chunk in self.chunks):
+            return pack_shard(batch, self.fetch, comm=comm, device=self._device)
+        bounds = [0, *itertools.accumulate(sequence.length for sequence in batch.sequences)]
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        positions = positions_of(cu_seqlens, rank=comm.rank, size=comm.size, device=self._device)
+        return PackedShard(positions, positions, positions, cu_seqlens)  # nothing in the middle reads tokens or labels

@@ -1,0 +1,189 @@
+"""What each device of the pipelines does in a step, in order, made from a :class:`hdpcomm.plan.PipelineSchedule`.
+
+The schedule is one global order of passes, in which messages have their places too: where the pass that produces one
+has ended. Both sender and receiver take it there. So every device follows one global order of passes, rings and
+messages: nothing can wait in a circle, even where messages block until both sides have come to them, or where a device
+runs all of its operations on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import StepPlan
+from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
+
+__all__ = ["Action", "check_programs", "make_program", "make_programs"]
+
+RUN, SEND, RECEIVE = "run", "send", "receive"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a device does.
+
+    Attributes:
+        kind: ``run`` the pass, ``send`` what it gave to the device with the stage ``peer`` of the same pipeline, or
+            ``receive`` that from there.
+        done: the pass; of a message, the one that produced it.
+        peer: -1 for a pass.
+    """
+
+    kind: str
+    done: Pass
+    peer: int = -1
+
+    def __str__(self) -> str:
+        where = "" if self.kind == RUN else f" {'to' if self.kind == SEND else 'from'} stage {self.peer}"
+        way = "backward" if self.done.backward else "forward"
+        return f"{self.kind} {way} pass of micro-batch {self.done.micro_batch}, stage {self.done.stage}{where}"
+
+
+def make_program(schedule: PipelineSchedule, plan: StepPlan, rank: int, stage: int) -> tuple[Action, ...]:
+    """What the device of one stage of one HDP rank does. Local.
+
+    Raises: InvalidUsage if there is no such rank or stage.
+    """
+    devices = schedule.devices
+    if not 0 <= stage < devices:
+        raise InvalidUsage(f"stage {stage} asked of a pipeline of {devices}: give 0 to {devices - 1}")
+    own = np.array([batch.index for batch in plan.for_rank(rank)], dtype=np.int32)
+    numbers = np.flatnonzero(np.isin(schedule.passes[:, 0], own))
+    handed = schedule.places_of_messages()[numbers]
+    actions: list[tuple[tuple[int, int, int], Action]] = []
+    """With their places: a message that is handed on when n passes have begun comes before pass number n."""
+    for number, place, (index, at, backward) in zip(
+        numbers.tolist(), handed.tolist(), schedule.passes[numbers].tolist(), strict=True
+    ):
+        done = Pass(index, at, bool(backward))
+        device = at % devices
+        following = at - 1 if backward else at + 1
+        consumer = following % devices if 0 <= following < schedule.stages else device
+        if device == stage:
+            actions.append(((number, 1, 0), Action(RUN, done)))
+        if consumer != device and stage in (device, consumer):
+            message = Action(SEND, done, consumer) if device == stage else Action(RECEIVE, done, device)
+            actions.append(((place, 0, number), message))
+    return tuple(action for _, action in sorted(actions, key=lambda each: each[0]))
+
+
+Programs = Mapping[tuple[int, int], Sequence[Action]]
+"""By (HDP rank, stage of the device)."""
+
+
+def make_programs(schedule: PipelineSchedule, plan: StepPlan) -> dict[tuple[int, int], tuple[Action, ...]]:
+    """The programs of all devices. Local."""
+    return {
+        (rank, stage): make_program(schedule, plan, rank, stage)
+        for rank in range(plan.num_ranks)
+        for stage in range(schedule.devices)
+    }
+
+
+def check_programs(programs: Programs, plan: StepPlan, *, stages: int) -> None:
+    """Proves that programs run to their end: runs them symbolically, with messages that block until both sides have
+    come to them, and passes that wait for all ranks of their micro-batch. Local.
+
+    It needs nothing of how the programs were made; a step of programs by hand is checked as well.
+
+    Args:
+        stages: of the model; stage s runs on device s modulo the devices of a pipeline.
+
+    Raises:
+        InvalidUsage: devices wait for each other in a circle (says for what), a pass runs before what it needs, a
+            message has no counterpart, or a pass is missing or doubled.
+    """
+    _SymbolicRun(programs, plan, stages).finish()
+
+
+class _SymbolicRun:
+    """One action at a time; which ones come first makes no difference to where it ends."""
+
+    def __init__(self, programs: Programs, plan: StepPlan, stages: int) -> None:
+        self.programs, self.stages = programs, stages
+        self.devices = 1 + max((stage for _, stage in programs), default=0)
+        self.groups = {batch.index: batch.ranks for batch in plan.micro_batches}
+        self.place = dict.fromkeys(programs, 0)
+        self.held: set[tuple[int, int, Pass]] = set()
+        """(rank, device stage, pass): what the pass gave is there."""
+        self.ran: set[Pass] = set()
+
+    def finish(self) -> None:
+        ready = list(self.programs)
+        while ready:
+            device = ready.pop()
+            partners = self._partners(device)
+            if partners:
+                for each in partners:
+                    self.place[each] += 1
+                ready.extend(partners)
+        stuck = {device: at for device, at in self.place.items() if at < len(self.programs[device])}
+        if stuck:
+            told = [
+                f"rank {rank}, stage {stage}: {self.programs[rank, stage][at]}"
+                for (rank, stage), at in sorted(stuck.items())
+            ]
+            raise InvalidUsage(
+                f"the pipelines would wait for ever; {len(stuck)} devices wait in a circle or for something that "
+                f"nobody does: {'; '.join(told[:6])}{' ...' if len(told) > 6 else ''}"
+            )
+        wanted = 2 * self.stages * len(self.groups)
+        if len(self.ran) != wanted:
+            raise InvalidUsage(
+                f"the programs run {len(self.ran)} passes, and {len(self.groups)} micro-batches through {self.stages} "
+                f"stages have {wanted}"
+            )
+
+    def _next(self, device: tuple[int, int]) -> Action | None:
+        program = self.programs.get(device, ())
+        at = self.place.get(device, 0)
+        return program[at] if at < len(program) else None
+
+    def _partners(self, device: tuple[int, int]) -> list[tuple[int, int]]:
+        """The devices that take part in the next action of this one, if all have come to it; it is done then."""
+        rank, stage = device
+        action = self._next(device)
+        if action is None:
+            return []
+        if action.kind == RUN:
+            return self._run(action, device)
+        peer = (rank, action.peer)
+        other = Action(RECEIVE if action.kind == SEND else SEND, action.done, stage)
+        if peer == device or self._next(peer) != other:
+            return []
+        sender, receiver = (device, peer) if action.kind == SEND else (peer, device)
+        if (*sender, action.done) not in self.held:
+            raise InvalidUsage(f"rank {rank}, stage {sender[1]}: {action} comes before that pass has run there")
+        self.held.add((*receiver, action.done))
+        return [device, peer]
+
+    def _run(self, action: Action, device: tuple[int, int]) -> list[tuple[int, int]]:
+        done = action.done
+        group = [(member, device[1]) for member in self.groups.get(done.micro_batch, ())]
+        if device not in group or done.stage % self.devices != device[1] or not 0 <= done.stage < self.stages:
+            raise InvalidUsage(f"rank {device[0]}, stage {device[1]}: {action} does not belong there")
+        if any(self._next(member) != action for member in group):
+            return []
+        if done in self.ran:
+            raise InvalidUsage(f"rank {device[0]}, stage {device[1]}: {action} comes twice")
+        for needed in _needed(done, self.stages):
+            for member in group:
+                if (*member, needed) not in self.held:
+                    raise InvalidUsage(
+                        f"rank {member[0]}, stage {member[1]}: {action} comes before what the "
+                        f"{'backward' if needed.backward else 'forward'} pass of stage {needed.stage} gives it"
+                    )
+        self.ran.add(done)
+        self.held.update((*member, done) for member in group)
+        return group
+
+
+def _needed(done: Pass, stages: int) -> list[Pass]:
+    if not done.backward:
+        return [Pass(done.micro_batch, done.stage - 1, False)] if done.stage else []
+    own = [Pass(done.micro_batch, done.stage, False)]
+    return own if done.stage == stages - 1 else [*own, Pass(done.micro_batch, done.stage + 1, True)]

@@ -1,0 +1,143 @@
+"""A model cut into the stages of a pipeline, by layers: :func:`split_llama`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import linear_cross_entropy
+from hdpcomm.models import Llama
+from hdpcomm.models.llama import rope_tables
+
+if TYPE_CHECKING:
+    from hdpcomm.attention import Tree
+    from hdpcomm.comm import Communicator
+
+__all__ = ["LlamaStage", "layers_of_stages", "split_llama"]
+
+
+def layers_of_stages(layers: int, stages: int) -> list[range]:
+    """The layers of each stage, as many in each.
+
+    Raises: InvalidUsage if the stages do not divide the layers: one stage would be slower, and all would wait for it.
+    """
+    if stages < 1 or layers % stages:
+        raise InvalidUsage(
+            f"{layers} layers cannot be cut into {stages} stages of as many layers each: give a number of layers that "
+            f"is a multiple of {max(1, stages)}, or say how many each stage gets (layers=)"
+        )
+    each = layers // stages
+    return [range(stage * each, (stage + 1) * each) for stage in range(stages)]
+
+
+class LlamaStage(nn.Module):
+    """Some consecutive layers of a :class:`hdpcomm.models.Llama`, with its embedding or its head at the ends.
+
+    Called like the model, with the boundary activations ``[tokens, hidden]`` of the stage before in the place of tokens
+    unless it is the first, it gives those for the next stage, or, if it is the last, what the model gives. Made by
+    :func:`split_llama`; the layers are the model's own modules.
+
+    Attributes:
+        layers: which of the model's layers these are.
+        first, last: whether the model's embedding and its head are here.
+    """
+
+    takes_labels = True
+    takes_label_rows = True
+
+    def __init__(self, model: Llama, layers: range) -> None:
+        super().__init__()
+        self.config = model.config
+        self.chunk_tokens = model.chunk_tokens
+        self.layers = layers
+        self.first, self.last = layers.start == 0, layers.stop == model.config.layers
+        self.blocks = nn.ModuleList(model.blocks[layer] for layer in layers)
+        if self.first:
+            self.embedding = model.embedding
+        if self.last:
+            self.norm = model.norm
+            self.head = model.head
+        if self.last and not self.first and model.config.tied_embeddings:
+            whole = model.embedding.weight  # a copy of it: the model that was split keeps its one weight
+            self.head = nn.Linear(model.config.hidden, model.config.vocabulary, bias=False, device="meta")
+            self.head.weight = nn.Parameter(whole.detach().clone(), requires_grad=whole.requires_grad)
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """The parameter whose twin is on the other end of the pipeline, or ``None``. Both start equal."""
+        if not self.config.tied_embeddings or self.first == self.last:
+            return None
+        return cast(nn.Parameter, self.head.weight if self.last else self.embedding.weight)
+
+    def boundary(self, tokens: int) -> Tensor:
+        """An uninitialised tensor for what a stage gives the next one, or its gradient: ``[tokens, hidden]``. Local."""
+        like = next(self.blocks.parameters())
+        return torch.empty(tokens, self.config.hidden, dtype=like.dtype, device=like.device)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor,
+        cu_seqlens: Tensor | Tree,
+        comm: Communicator,
+        labels: Tensor | None = None,
+        label_rows: Tensor | None = None,
+        label_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Runs the layers; arguments as of :meth:`hdpcomm.models.Llama.forward`. Collective over ``comm``.
+
+        Args:
+            x: the first stage: ``[tokens]`` int64; others: ``[tokens, hidden]``, this rank's shard.
+            labels, label_rows, label_weights: of the last stage only.
+        """
+        if self.first:
+            x = self.embedding(x)
+        tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, tables, cu_seqlens, comm)
+        if not self.last:
+            return x
+        x = self.norm(x)
+        if labels is None:
+            logits: Tensor = self.head(x)
+            return logits
+        x = x if label_rows is None else x[label_rows]
+        return linear_cross_entropy(x, self.head.weight, labels, weights=label_weights, chunk_tokens=self.chunk_tokens)
+
+    def name_in_model(self, name: str) -> str:
+        """The name that a parameter of this stage has in the model. Local."""
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            parts[1] = str(int(parts[1]) + self.layers.start)
+        return ".".join(parts)
+
+
+def split_llama(model: Llama, stages: int, *, layers: Sequence[int] | None = None) -> list[LlamaStage]:
+    """The stages of a model, in order; each rank keeps its own and drops the others. Local.
+
+    The layers are shared with ``model``, which still works. With tied embeddings and more than one stage the last one
+    gets a copy of the weight, which training keeps equal to that of the first.
+
+    Args:
+        layers: how many each stage gets; default: all as many.
+
+    Raises:
+        InvalidUsage: the stages do not divide the layers, or ``layers`` does not sum up to them.
+    """
+    if not isinstance(model, Llama):
+        raise InvalidUsage(f"split_llama() got a {type(model).__name__}; it cuts hdpcomm.models.Llama only")
+    if layers is None:
+        return [LlamaStage(model, each) for each in layers_of_stages(model.config.layers, stages)]
+    if len(layers) != stages or min(layers, default=0) < 1 or sum(layers) != model.config.layers:
+        raise InvalidUsage(
+            f"layers is {list(layers)} for {stages} stages of a model with {model.config.layers} layers; give one "
+            "number of at least 1 for each stage, with that sum"
+        )
+    bounds = [0, *itertools.accumulate(layers)]
+    return [LlamaStage(model, range(first, last)) for first, last in itertools.pairwise(bounds)]

@@ -1,0 +1,92 @@
+"""Steps of pipelines beside those of one process."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.models import Llama, LlamaConfig, set_recompute
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from tests.ranks.train.plain_llama import batch_gradients
+
+COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
+CONFIG = LlamaConfig(vocabulary=61, layers=4, hidden=32, heads=4, kv_heads=2, ffn=48)
+SEED = 3
+
+
+class FixedPlanner(Planner):
+    """Hands out a plan written by hand, and schedules it as any other."""
+
+    def __init__(self, ranks, stages, batches, *, ratio=0.0):
+        super().__init__(None, ClusterSpec(ranks, 100_000, pipeline=stages), cost_model=COST)
+        self._batches, self._ratio = batches, ratio
+
+    def plan(self, lengths):
+        made = tuple(
+            MicroBatch(i, tuple(ranks), tuple(SequenceInfo(s, lengths[s]) for s in sequences), self._ratio, 1.0)
+            for i, (ranks, sequences) in enumerate(self._batches)
+        )
+        return StepPlan("by hand", self.cluster.ranks, made, 1.0, 1.0, 0.0, 0.0)
+
+
+def tokens_of(lengths, config):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(config.vocabulary, (length,), generator=generator) for length in lengths]
+
+
+@functools.cache
+def wanted(config, dtype, lengths):
+    """Loss and gradients by another implementation, on one process."""
+    return batch_gradients(Llama(config, seed=SEED, dtype=dtype), tokens_of(lengths, config))
+
+
+def trainer_of(comm, planner, config, dtype, *, recompute="none", offload=False, lr=0.0, layers=None, **options):
+    mesh = Mesh(comm, pipeline=planner.cluster.pipeline)
+    # Only the first HDP rank of a stage has the weights that count.
+    model = Llama(config, seed=SEED + 10 * mesh.hdp_rank, dtype=dtype)
+    stage = split_llama(model, mesh.pipeline, layers=layers)[mesh.stage]
+    set_recompute(stage, recompute)
+    if offload:
+        pool = PinnedPool(8 << 20, device="cpu")
+        options["offload"] = ActivationOffload(pool, stage, min_bytes=1, resident_layers=0)
+    return PipelineTrainer(stage, torch.optim.SGD(stage.parameters(), lr=lr), planner, mesh, **options)
+
+
+def gradients_of(trainer):
+    """By the names in the model; the tied weight of the last stage under its own, ``head.weight``."""
+    named = trainer.stage.named_parameters()
+    return {trainer.stage.name_in_model(name): p.grad.clone() for name, p in named}
+
+
+def check_gradients(gradients, metrics, config, dtype, lengths, limit):
+    """``gradients``: by rank, all ranks together have every parameter."""
+    loss_wanted, found_wanted = wanted(config, dtype, tuple(lengths))
+    assert abs(metrics.loss - loss_wanted) <= limit * abs(loss_wanted)
+    seen = {}
+    for own in gradients:
+        for name, gradient in own.items():
+            want = found_wanted["embedding.weight" if name not in found_wanted else name]
+            error = (gradient - want).norm() / want.norm()
+            assert error <= limit, f"{name}: {error:.2e}"
+            assert torch.equal(seen.setdefault(name, gradient), gradient), f"{name} differs between HDP ranks"
+    if "head.weight" in seen and config.tied_embeddings:
+        assert torch.equal(seen["head.weight"], seen["embedding.weight"])
+    assert seen.keys() >= found_wanted.keys()
+    norm = torch.stack([g.double().norm() for g in found_wanted.values()]).norm()
+    assert abs(metrics.grad_norm - norm) <= 10 * limit * norm
+
+
+def one_step(planner, config, dtype, lengths, **options):
+    """On each rank, a thread: (metrics, gradients, sequences that it read, the trainer's offload statistics)."""
+    sequences = tokens_of(lengths, config)
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        trainer = trainer_of(comm, planner, config, dtype, max_grad_norm=None, **options)
+        read = []
+        metrics = trainer.step(lengths, lambda i: read.append(i) or sequences[i])
+        moved = 0 if trainer.offload is None else trainer.offload.stats().stored_bytes
+        return metrics, gradients_of(trainer), read, moved

@@ -1,0 +1,133 @@
+"""Programs of pipelines: complete, free of deadlock for any plan, and wrong ones are found before they run."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel import Action, check_programs, make_program, make_programs
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Pass, PipelineSchedule, Planner, SequenceInfo, StepPlan
+
+COST = CostModel(1e-9, 1e-6, 1e-4, kv_intra=1e-6, kv_inter=5e-6)
+EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PIPELINE_PLANS", "12"))
+
+
+def planner_of(ranks, stages):
+    return Planner(None, ClusterSpec(ranks, 1000, pipeline=stages), cost_model=COST)
+
+
+def plan_of(ranks, batches):
+    """``batches``: (ranks, tokens) of each micro-batch."""
+    made = [
+        MicroBatch(i, tuple(group), (SequenceInfo(i, length),), 0.0, 1.0) for i, (group, length) in enumerate(batches)
+    ]
+    return StepPlan("by hand", ranks, tuple(made), 1.0, 1.0, 0.0, 0.0)
+
+
+@st.composite
+def plans(draw):
+    ranks = draw(st.integers(1, 4))
+    batches = []
+    for _ in range(draw(st.integers(1, 12))):
+        group = draw(st.permutations(range(ranks)))[: draw(st.integers(1, ranks))]
+        batches.append((group, draw(st.integers(1, 300))))
+    return plan_of(ranks, batches)
+
+
+@settings(max_examples=EXAMPLES)
+@given(plan=plans(), stages=st.integers(1, 4))
+def test_any_plan_runs_to_its_end_with_messages_that_block(plan, stages):
+    schedule = planner_of(plan.num_ranks, stages).schedule(plan)
+    programs = make_programs(schedule, plan)
+    check_programs(programs, plan, stages=stages)
+    for (rank, stage), program in programs.items():
+        runs = [action.done for action in program if action.kind == "run"]
+        assert tuple(runs) == schedule.for_stage(plan, rank, stage)
+        sent = [action for action in program if action.kind == "send"]
+        for action in sent:
+            assert Action("receive", action.done, stage) in programs[rank, action.peer]
+        ends = (stage < stages - 1) + (stage > 0)
+        assert len(sent) == ends * len(plan.for_rank(rank))
+
+
+TWO = plan_of(1, [((0,), 10), ((0,), 10)])
+
+
+def swapped(program, one, other):
+    changed = list(program)
+    changed[one], changed[other] = changed[other], changed[one]
+    return tuple(changed)
+
+
+def test_classic_1f1b_with_separate_blocking_messages_is_found():
+    """Stage 0 sends the second activation before it takes the first gradient; stage 1 does it the other way round."""
+    programs = make_programs(planner_of(1, 2).schedule(TWO), TWO)
+    assert [str(action) for action in programs[0, 1]][:2] == [
+        "receive forward pass of micro-batch 0, stage 0 from stage 0",
+        "run forward pass of micro-batch 0, stage 1",
+    ]
+    check_programs(programs, TWO, stages=2)
+    first = [
+        at for at, action in enumerate(programs[0, 1]) if action.kind == "receive" and action.done.micro_batch == 1
+    ]
+    sent = [at for at, action in enumerate(programs[0, 1]) if action.kind == "send" and action.done.micro_batch == 0]
+    wrong = programs | {(0, 1): swapped(programs[0, 1], first[0], sent[0])}
+    with pytest.raises(InvalidUsage, match=r"would wait for ever; 2 devices wait in a circle.*rank 0, stage 0: send"):
+        check_programs(wrong, TWO, stages=2)
+
+
+def test_ranks_of_two_groups_in_different_orders_are_found():
+    plan = plan_of(2, [((0, 1), 10), ((1, 0), 20)])
+    programs = make_programs(planner_of(2, 1).schedule(plan), plan)
+    check_programs(programs, plan, stages=1)
+    programs[0, 0] = swapped(programs[0, 0], 0, 2)
+    with pytest.raises(InvalidUsage, match="would wait for ever"):
+        check_programs(programs, plan, stages=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: {(0, 0): p[0, 0][1:]}, "comes before|would wait"),
+        (lambda p: {(0, 0): swapped(p[0, 0], 0, 1)}, "comes before that pass has run there"),
+        (lambda p: {(0, 1): swapped(p[0, 1], 0, 1)}, "comes before what the forward pass of stage 0 gives it"),
+        (lambda p: {(0, 1): p[0, 1][:2] + p[0, 1][1:]}, "comes twice"),
+        (lambda p: {(0, 1): p[0, 1][:-1]}, "would wait for ever; 1 devices"),
+        (lambda _: {(0, 0): (), (0, 1): ()}, "the programs run 0 passes, and 2 micro-batches through 2 stages have 8"),
+        (lambda _: {(0, 0): (Action("run", Pass(7, 0, False)),)}, "does not belong there"),
+        (lambda _: {(0, 0): (Action("run", Pass(0, 1, False)),)}, "does not belong there"),
+    ],
+)
+def test_what_is_wrong_is_said(change, message):
+    programs = make_programs(planner_of(1, 2).schedule(TWO), TWO)
+    with pytest.raises(InvalidUsage, match=message):
+        check_programs(programs | change(programs), TWO, stages=2)
+
+
+def test_every_swap_of_passes_that_breaks_an_order_is_refused():
+    """Of all exchanges of two neighbours in the global order, exactly those of dependent passes are refused."""
+    plan = plan_of(2, [((0,), 10), ((1,), 20), ((0, 1), 30)])
+    passes = planner_of(2, 2).schedule(plan).passes
+    refused = 0
+    for at in range(len(passes) - 1):
+        changed = passes.copy()
+        changed[[at, at + 1]] = changed[[at + 1, at]]
+        dependent = passes[at][0] == passes[at + 1][0]
+        schedule = PipelineSchedule(2, changed)
+        if dependent:
+            refused += 1
+            with pytest.raises(InvalidUsage, match="comes before the pass that it needs"):
+                schedule.validate(plan)
+        else:
+            schedule.validate(plan)
+            check_programs(make_programs(schedule, plan), plan, stages=2)
+    assert refused
+    with pytest.raises(InvalidUsage, match="stage 2 asked of a pipeline of 2"):
+        make_program(PipelineSchedule(2, passes), plan, 0, 2)
+    with pytest.raises(InvalidUsage, match="belongs to another plan"):
+        PipelineSchedule(2, np.concatenate([passes[:-1], [[0, 5, 1]]])).validate(plan)
