@@ -66,7 +66,8 @@ def _train(parsed: argparse.Namespace) -> int:
     for path in (options.json, options.log, options.trace):
         check_writable(path)
     _check_saving(options)
-    rank, ranks = ranks_here(options.ranks, default=min(8, max(2, len(os.sched_getaffinity(0)))))
+    cores = min(8, max(2, len(os.sched_getaffinity(0))))
+    rank, ranks = ranks_here(options.ranks, default=-(-cores // options.pipeline) * options.pipeline)
     job = _job(options, ranks)
     if rank is not None:
         outcome = run_rank(job)
@@ -110,7 +111,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         model=_model(options, data),
         policies=tuple(dict.fromkeys((options.policy, *options.compare))),
         steps=options.steps,
-        capacity=options.capacity or -(-options.context // ranks),
+        capacity=options.capacity or -(-options.context // max(1, ranks // options.pipeline)),
         tokens_per_step=options.tokens_per_step,
         seed=options.seed,
         learning_rate=options.lr,
@@ -123,6 +124,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         schedule=Schedule(options.schedule, options.warmup, options.min_lr, options.decay),
         eval_every=options.eval_every or 0,
         memory_bytes=options.memory,
+        pipeline=options.pipeline,
     )
     held_out = _data(options, options.eval_data) if options.eval_data else None
     for each in (data, held_out):

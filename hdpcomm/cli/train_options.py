@@ -71,6 +71,10 @@ class TrainOptions:
         "ranks", None, "tokens that a rank holds at once (so many that the longest sequences need all "
         "ranks)", count, metavar="TOKENS",
     )  # fmt: skip
+    pipeline: int = _option(
+        "ranks", 1, "stages of a pipeline: so many ranks hold the layers of the model together, and work as one; "
+        "divides --ranks and --layers", count, metavar="N",
+    )  # fmt: skip
     policy: str = _option(
         "ranks", "balanced", "how ranks get their sequences", str, choices=("balanced", "naive", "static")
     )

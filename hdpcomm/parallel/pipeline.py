@@ -63,6 +63,8 @@ class StageRunner:
         self.scale, self.loss, self.offload, self.on_pass = scale, loss, offload, on_pass
         self.total = torch.zeros(2, dtype=torch.float64)
         """Summed loss and labels of the micro-batches whose last stage is here."""
+        self.bytes_sent = 0
+        """To the stages beside this device's."""
         self._batches: Mapping[int, MicroBatch] = {batch.index: batch for batch in planned.plan.for_rank(mesh.hdp_rank)}
         self._device = next(chunks[0].parameters()).device
         self._packs: dict[int, PackedShard] = {}
@@ -74,7 +76,10 @@ class StageRunner:
         self._sends: list[Work] = []
 
     def run(self, program: Sequence[Action]) -> None:
-        """Runs a program to its end; this device's sends have ended then. Collective over the plan's pipelines."""
+        """Runs a program to its end; this device's sends have ended then. Collective over the plan's pipelines.
+
+        Under ``torch.no_grad()`` the program must have no backward passes.
+        """
         pipeline = self.mesh.pipeline_comm
         for action in program:
             if action.kind == RUN:
@@ -82,10 +87,13 @@ class StageRunner:
                 self.on_pass(action.done)
             elif action.kind == RECEIVE:
                 buffer = self.chunks[0].boundary(self._pack(action.done.micro_batch).positions.numel())
-                self._received[action.done] = buffer, pipeline.recv(buffer, action.peer, async_op=True)
+                work = pipeline.exchange(recvs=[(buffer, action.peer)], async_op=True)
+                self._received[action.done] = buffer, work
             else:
                 self._sends = [work for work in self._sends if not work.done()]
-                self._sends.append(pipeline.send(self._given.pop(action.done), action.peer, async_op=True))
+                given = self._given.pop(action.done)
+                self.bytes_sent += given.numel() * given.element_size()
+                self._sends.append(pipeline.exchange([(given, action.peer)], async_op=True))
         for work in self._sends:
             work.wait()
 
@@ -98,7 +106,8 @@ class StageRunner:
                 y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.loss)
             else:
                 y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm)
-        self._open[done.micro_batch, done.stage] = x, y
+        if torch.is_grad_enabled():
+            self._open[done.micro_batch, done.stage] = x, y
         if chunk.last:
             self.total += torch.stack((y.detach().double(), pack.trained.double())).cpu()
         else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from torch import Tensor
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.parallel.gradients import StageGradients
 from hdpcomm.parallel.mesh import Mesh
-from hdpcomm.parallel.pipeline import StageRunner
-from hdpcomm.parallel.program import make_program
+from hdpcomm.parallel.pipeline import OffloadContext, StageRunner
+from hdpcomm.parallel.program import Action, make_program
 from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.state import load_whole_state, whole_state
 from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.trainer import Trainer
@@ -23,7 +25,7 @@ from hdpcomm.train.trainer import Trainer
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.plan import PlannedStep, Planner, StepPlan
+    from hdpcomm.plan import PlannedStep, Planner, StepPlan, Tree
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
     from hdpcomm.train.activation_profile import OffloadedStep
     from hdpcomm.train.shards import Fetch
@@ -76,12 +78,46 @@ class PipelineTrainer(Trainer):
             )
         self.mesh = mesh
         self.stage = stage
+        self.boundary_bytes = 0
+        """Of the last step: what this rank sent to the stages beside its own."""
         self._schedule: PipelineSchedule | None = None
         _check_stage(stage, mesh)
         if is_fully_sharded(stage.parameters()):
             raise InvalidUsage("the stage is sharded by fully_shard, which pipelines do not know; give it as it was")
         _check_same_mesh(stage, mesh)
         super().__init__(stage, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload)
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once. Collective over this rank's pipeline."""
+        own = sum(p.numel() for p in self.stage.parameters())
+        if self.stage.tied is not None and self.stage.last:
+            own -= self.stage.tied.numel()
+        count = torch.tensor([own], dtype=torch.int64)
+        self.mesh.pipeline_comm.all_reduce(count)
+        return int(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and optimizer state of the whole model by their names there, equal on every rank: a trainer
+        without pipelines, or with another number of stages, takes it over. Collective over the mesh.
+        """
+        return {**whole_state(self.stage, self.optimizer, self.mesh), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
+        load_whole_state(self.stage, self.optimizer, state)
+        self.num_steps = int(state["num_steps"])
+
+    def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
+        """(summed loss, labels) of the sequences whose last stage is on this rank, fp64 ``[2]``; nothing is trained.
+
+        Collective over the mesh; arguments and errors as of :meth:`step`. The sum over all ranks is that of the batch.
+        """
+        planned = self._plan_now(lengths)
+        self._check_plan(planned.plan)
+        with torch.no_grad():
+            runner = self._runner(planned, fetch, 1.0, lambda *_: nullcontext(), lambda _: None)
+            runner.run([action for action in self._program(planned.plan) if not action.done.backward])
+        return runner.total
 
     def _check_cluster(self) -> None:
         mesh, cluster = self.mesh, self.planner.cluster
@@ -111,19 +147,26 @@ class PipelineTrainer(Trainer):
                 _broadcast(cast("Communicator", ends), self.stage.tied, 0)
 
     def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
-        assert self._schedule is not None
-        runner = StageRunner(
-            [self.stage],
-            self.mesh,
-            planned,
-            fetch,
-            scale=scale,
-            loss=self._loss,
-            offload=offloading.micro_batch,
-            on_pass=self._after_pass,
-        )
-        runner.run(make_program(self._schedule, planned.plan, self.mesh.hdp_rank, self.mesh.stage))
+        runner = self._runner(planned, fetch, scale, offloading.micro_batch, self._after_pass)
+        runner.run(self._program(planned.plan))
+        self.boundary_bytes = runner.bytes_sent
         return runner.total
+
+    def _program(self, plan: StepPlan) -> tuple[Action, ...]:
+        assert self._schedule is not None
+        return make_program(self._schedule, plan, self.mesh.hdp_rank, self.mesh.stage)
+
+    def _runner(
+        self,
+        planned: PlannedStep,
+        fetch: Fetch,
+        scale: float,
+        offload: OffloadContext,
+        on_pass: Callable[[Pass], None],
+    ) -> StageRunner:
+        return StageRunner(
+            [self.stage], self.mesh, planned, fetch, scale=scale, loss=self._loss, offload=offload, on_pass=on_pass
+        )
 
     def _after_pass(self, done: Pass) -> None:
         if done.backward:

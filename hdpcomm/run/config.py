@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
@@ -35,6 +35,7 @@ class RunConfig:
             ``memory_bytes``.
         memory_bytes: device memory of a rank for a step, states included; 0: not limited.
         eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
+        pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
     """
 
     model: LlamaConfig | FolderModel = field(default_factory=LlamaConfig)
@@ -53,6 +54,14 @@ class RunConfig:
     schedule: Schedule = field(default_factory=Schedule)
     eval_every: int = 0
     memory_bytes: int = 0
+    pipeline: int = 1
+
+    @property
+    def stage_model(self) -> LlamaConfig | FolderModel:
+        """As large as what is on one device of a pipeline: some of the layers, with embedding and head."""
+        if isinstance(self.model, LlamaConfig) and self.pipeline > 1:
+            return replace(self.model, layers=self.model.layers // self.pipeline)
+        return self.model
 
     def __post_init__(self) -> None:
         for name in ("steps", "capacity", "tokens_per_step"):
@@ -65,6 +74,7 @@ class RunConfig:
             raise InvalidUsage("DDP keeps the whole optimizer in fp32: compare with it without dtype, zero and offload")
         if self.offload_bytes < 0:
             raise InvalidUsage(f"offload_bytes is {self.offload_bytes}; it must be 0 (no offload) or more")
+        self._check_pipeline()
         if self.offload_bytes and self.model.layers <= 2:
             raise InvalidUsage(
                 f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
@@ -86,6 +96,38 @@ class RunConfig:
             raise InvalidUsage(
                 f"learning_rate is {self.learning_rate}, weight_decay {self.weight_decay} and eval_every "
                 f"{self.eval_every}; give a rate above 0, and the others not below 0"
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline < 1:
+            raise InvalidUsage(f"pipeline is {self.pipeline}; at least 1 was expected")
+        if self.pipeline == 1:
+            return
+        if not isinstance(self.model, LlamaConfig):
+            raise InvalidUsage(
+                "pipelines cut the built-in Llama only: leave out --model, or train it without --pipeline"
+            )
+        if self.model.layers % self.pipeline:
+            raise InvalidUsage(
+                f"{self.model.layers} layers cannot be cut into {self.pipeline} stages of as many layers each; give "
+                f"--layers as a multiple of {self.pipeline}"
+            )
+        others = {
+            "zero": self.zero > 0,
+            "dtype": self.dtype != "fp32",
+            "recompute auto": self.recompute == "auto",
+            "ddp": "ddp" in self.policies,
+        }
+        wrong = [name for name, used in others.items() if used]
+        if wrong:
+            raise InvalidUsage(
+                f"pipelines do not go together with {', '.join(wrong)} yet: these know whole models only; leave out "
+                "either"
+            )
+        if self.offload_bytes and self.stage_model.layers <= 2:
+            raise InvalidUsage(
+                f"offload was asked for and a stage has {self.stage_model.layers} layers, of which the last two always "
+                f"stay on the device; give at least {3 * self.pipeline} layers (--layers)"
             )
 
 

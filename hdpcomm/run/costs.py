@@ -16,6 +16,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_model
+from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, stage_recompute
 from hdpcomm.train import profile_cost_model
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
@@ -36,7 +37,6 @@ __all__ = [
     "within_memory",
 ]
 
-SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -73,10 +73,10 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
 
 
 def measure_memory(comm: Communicator, config: RunConfig) -> StepMemory:
-    """What a step of the run's model takes on a rank's device, whatever is recomputed. Collective."""
+    """What a step of the run's model, or of one stage, takes on a rank's device, whatever is recomputed. Collective."""
     dtype = DTYPES[config.dtype]
     return profile_memory(
-        new_model(config.model, device=comm.device, seed=config.seed, recompute="none").to(dtype),
+        new_model(config.stage_model, device=comm.device, seed=config.seed, recompute="none").to(dtype),
         comm,
         partial(torch.optim.AdamW, lr=config.learning_rate),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
@@ -90,15 +90,18 @@ def measure_costs(
 ) -> Costs:
     """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums. Collective.
 
+    Costs are those of one stage, so those of a checkpoint with other pipelines are measured anew.
+
     Args:
         config, capacity: from :func:`within_memory`.
     """
     pool = _host_memory(comm, config)
-    if found is not None:
+    if found is not None and found.facts["config"].get("pipeline", 1) == config.pipeline:
         facts: dict[str, Any] = dict(found.facts)
         memory = facts.get("memory_model")
         return Costs(CostModel(**facts["cost_model"]), capacity, MemoryModel(**memory) if memory else None, pool)
-    model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute)
+    recompute = stage_recompute(config)[0]
+    model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=recompute)
     model = model.to(DTYPES[config.dtype])
     longest = min(int(corpus.lengths.max()), config.capacity, PROFILE_TOKENS)
     cost_model = profile_cost_model(model, comm, longest=longest)
@@ -112,10 +115,12 @@ def measure_costs(
 def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
     cluster = ClusterSpec(
-        ranks=comm.size,
+        ranks=comm.size // config.pipeline,
         capacity=costs.capacity,
+        pipeline=config.pipeline,
         offload=config.offload_bytes > 0,
-        cores=shared_cores(comm) if comm.device.type == "cpu" else None,
+        # The simulated schedule of pipelines is that of devices that do not share cores.
+        cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline == 1 else None,
     )
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)

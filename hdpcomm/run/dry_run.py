@@ -65,7 +65,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     costs = measure_costs(comm, corpus, config, capacity=capacity)
     model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
     parameters = sum(p.numel() for p in model.parameters())
-    recompute = recomputed_layers(model)
+    recompute = min(recomputed_layers(model), config.stage_model.layers)
     sampler = BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
     batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
     reports: dict[str, list[StepReport]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -17,7 +18,7 @@ from hdpcomm.train.micro_batch import micro_batch_loss
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.plan import Planner
+    from hdpcomm.plan import Planner, StepPlan
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -43,10 +44,24 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
+BatchLoss = Callable[[Sequence[int], BatchReader], torch.Tensor]
+"""(lengths, reader) of a batch to this rank's part of it, as :meth:`hdpcomm.parallel.PipelineTrainer.evaluate`."""
+
+
 def evaluate(
-    model: nn.Module, planner: Planner, comm: Communicator, corpus: Corpus, *, tokens_per_step: int, step: int
+    model: nn.Module,
+    planner: Planner,
+    comm: Communicator,
+    corpus: Corpus,
+    *,
+    tokens_per_step: int,
+    step: int,
+    batch_loss: BatchLoss | None = None,
 ) -> Evaluation:
     """The loss of ``model`` on the whole of ``corpus``, batch by batch in its order. Collective over ``comm``.
+
+    Args:
+        batch_loss: runs a batch in place of ``model``, of which it is then a part.
 
     The model is in evaluation mode meanwhile, and no gradient is kept. Raises: Error if the loss is not finite.
     """
@@ -58,7 +73,12 @@ def evaluate(
     try:
         with torch.no_grad():
             for ids in _batches(corpus, tokens_per_step):
-                total += _batch_loss(model, planner, comm, BatchReader(corpus, ids), device)
+                reader = BatchReader(corpus, ids)
+                lengths = [int(corpus.lengths[sequence]) for sequence in ids]
+                if batch_loss is not None:
+                    total += batch_loss(lengths, reader)
+                else:
+                    total += _batch_loss(model, planner.plan(lengths), comm, reader, device)
     finally:
         model.train(training)
     comm.all_reduce(total)
@@ -69,11 +89,10 @@ def evaluate(
 
 
 def _batch_loss(
-    model: nn.Module, planner: Planner, comm: Communicator, reader: BatchReader, device: torch.device
+    model: nn.Module, plan: StepPlan, comm: Communicator, reader: BatchReader, device: torch.device
 ) -> torch.Tensor:
     """(summed loss, tokens with a label) of this rank's micro-batches."""
     total = torch.zeros(2, dtype=torch.float64)
-    plan = planner.plan([int(reader.corpus.lengths[sequence]) for sequence in reader.ids])
     for micro_batch in plan.for_rank(comm.rank):
         group = cast("Communicator", comm.subset(micro_batch.ranks))
         packed = pack_shard(micro_batch, reader, comm=group, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,22 @@ from torch import nn
 from hdpcomm.data import BatchReader, BatchSampler, Corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
+from hdpcomm.parallel import PipelineTrainer
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
-from hdpcomm.run.costs import DTYPES, SMALLEST_OFFLOAD, make_planner, measure_costs, within_memory
+from hdpcomm.run.costs import (
+    DTYPES,
+    SMALLEST_OFFLOAD,
+    make_planner,
+    measure_costs,
+    within_memory,
+)
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_model
+from hdpcomm.run.pipelines import pipeline_trainer
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.stopping import StopRequest
@@ -112,12 +121,18 @@ class RunResult:
 
 def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
     """Raises InvalidUsage if a sequence fits no batch, or not all ranks together; says which limit to raise. Local."""
+    if ranks % config.pipeline:
+        raise InvalidUsage(
+            f"{ranks} ranks cannot be pipelines of {config.pipeline} stages: the number of ranks (--ranks) must be a "
+            f"multiple of {config.pipeline}"
+        )
+    ranks //= config.pipeline
     longest, room = int(corpus.lengths.max()), config.capacity * ranks
     if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
         raise InvalidUsage(
             f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
             f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
-            f"{-(-longest // config.capacity):,}, or lower --context to {room:,}"
+            f"{-(-longest // config.capacity) * config.pipeline:,}, or lower --context to {room:,}"
         )
     if corpus.vocabulary > config.model.vocabulary:
         raise InvalidUsage(
@@ -213,6 +228,9 @@ class _Run:
 
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
+        if config.pipeline > 1:
+            comm = comm if self.messages is None else recorded(comm, self.messages)
+            return pipeline_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
         model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
         if isinstance(planner, WholeSequencePlanner):
             group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
@@ -263,6 +281,7 @@ class _Run:
         costs = step_costs(
             trainer.timeline.spans, planned.plan, self.comm,
             seconds=metrics.seconds, spec=self.spec, device=self.comm.device, stall_s=stall_s,
+            stage_bytes=trainer.boundary_bytes if isinstance(trainer, PipelineTrainer) else None,
         )  # fmt: skip
         if watching.on_step is not None:
             watching.on_step(policy, metrics, costs)
@@ -296,6 +315,7 @@ class _Run:
             found = evaluate(
                 trainer.model, trainer.planner, self.comm, self.held_out,
                 tokens_per_step=self.config.tokens_per_step, step=self.done,
+                batch_loss=trainer.evaluate if isinstance(trainer, PipelineTrainer) else None,
             )  # fmt: skip
             self.evaluations[policy].append(found)
             if self.watching.on_evaluation is not None:
@@ -333,12 +353,16 @@ class _Run:
             torch.set_rng_state(state["generators"][self.comm.rank].clone())  # torch wants one that starts its memory
 
     def result(self) -> RunResult:
-        model = self.trainers[self.config.policies[0]].model
-        weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+        trainer = self.trainers[self.config.policies[0]]
+        if isinstance(trainer, PipelineTrainer):
+            state, parameters = trainer.state_dict()["model"], trainer.num_parameters()
+        else:
+            state, parameters = trainer.model.state_dict(), sum(p.numel() for p in trainer.model.parameters())
+        weights = {name: tensor.detach().cpu() for name, tensor in state.items()}
         return RunResult(
             ranks=self.comm.size,
             transport=self.comm.transport,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=parameters,
             steps=self.steps,
             first_step=self.first_step,
             stopped_by=self.stopped_by,

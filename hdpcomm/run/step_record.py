@@ -32,6 +32,7 @@ def step_costs(
     spec: ModelSpec | None,
     device: torch.device,
     stall_s: float,
+    stage_bytes: int | None = None,
 ) -> dict[str, float]:
     """Figures of a step beside those of StepMetrics, equal on all ranks. Collective over ``comm``.
 
@@ -39,7 +40,8 @@ def step_costs(
     ``idle_s``: for other ranks to end their micro-batches; ``compute_s``, ``optimizer_s``: what is left of these
     phases;
     ``ring_bytes``, ``gradient_bytes``: sent by all ranks together; ``stall_s``: for copies of offloaded activations;
-    ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known.
+    ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
+    ``stage_bytes``: between the stages of pipelines, only where this rank's are given.
     """
     groups = {batch.index: len(batch.ranks) for batch in plan.micro_batches}
     ring = idle = reducing = compute = optimizer = 0.0
@@ -48,7 +50,7 @@ def step_costs(
         if span.phase == "micro-batch":
             ring += span.wait_s
             compute += span.end_s - span.start_s - span.wait_s
-            if groups[span.index] > 1:
+            if groups[span.index] > 1 or stage_bytes is not None:
                 ring_bytes += span.bytes_sent
             else:  # buckets of gradients that leave while the last micro-batch runs
                 gradient_bytes += span.bytes_sent
@@ -58,10 +60,12 @@ def step_costs(
             reducing += span.wait_s
             optimizer += span.end_s - span.start_s - span.wait_s
             gradient_bytes += span.bytes_sent
-    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, memory_bytes(device)]
+    between = stage_bytes or 0
+    ring_bytes = max(0, ring_bytes - between)
+    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, memory_bytes(device)]
     rows = torch.empty(comm.size, len(own), dtype=torch.float64)
     comm.all_gather(rows, torch.tensor(own, dtype=torch.float64))
-    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, _ = rows.sum(0).tolist()
+    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, _ = rows.sum(0).tolist()
     size = comm.size
     costs = {
         "exposed_s": (ring + reducing) / size,
@@ -74,6 +78,8 @@ def step_costs(
         "stall_s": stall_s / size,
         "device_bytes": float(rows[:, -1].max()),
     }
+    if stage_bytes is not None:
+        costs["stage_bytes"] = between
     peak = device_peak_flops(device)
     if spec is not None and peak is not None and seconds:
         lengths = [sequence.length for batch in plan.micro_batches for sequence in batch.sequences]

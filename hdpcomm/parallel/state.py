@@ -1,0 +1,117 @@
+"""The state of a pipeline's stages as that of the whole model, and back: what checkpoints hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from hdpcomm.comm import Communicator
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.stages import LlamaStage
+
+__all__ = ["load_whole_state", "whole_state"]
+
+_TIED = ("head.weight", "embedding.weight")
+"""The copy on the last stage, and the name under which an optimizer of the whole model knows the one weight."""
+
+
+def whole_state(stage: LlamaStage, optimizer: torch.optim.Optimizer, mesh: Mesh) -> dict[str, Any]:
+    """``model`` and ``optimizer`` as :meth:`hdpcomm.train.Trainer.state_dict` of the whole model gives them.
+
+    Collective over the mesh: every rank gets all stages' tensors, those of its own live. A trainer without pipelines
+    can take it over, or one with another number of stages.
+    """
+    model, optimized = _state_of(stage, optimizer)
+    names = _names(stage, model)
+    copied = _copied(stage)
+    states = {names[name]: values for name, values in optimized["state"].items()}
+    own = {f"model {names[name]}": tensor for name, tensor in model.items()}
+    own |= {
+        f"state {name} {key}": value
+        for name, values in states.items()
+        if name not in copied
+        for key, value in values.items()
+    }
+    groups = [[names[name] for name in group["params"]] for group in optimized["param_groups"]]
+    groups = [[name for name in group if name not in copied] for group in groups]
+    found, all_groups = _gather(own, groups, mesh.pipeline_comm)
+    whole: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
+    for name, value in found.items():
+        kind, name, *key = name.split(" ")
+        if kind == "model":
+            whole["model"][name] = value
+        else:
+            whole["optimizer"]["state"].setdefault(name, {})[key[0]] = value
+    for place, group in enumerate(optimized["param_groups"]):
+        params = [name for each in all_groups for name in each[place]]
+        whole["optimizer"]["param_groups"].append({**group, "params": params})
+    return whole
+
+
+def load_whole_state(stage: LlamaStage, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes this stage's part of what :func:`whole_state`, or a trainer of the whole model, gave. Local."""
+    names = _names(stage, stage.state_dict())
+    model = {name: state["model"][there] for name, there in names.items()}
+    copied = _copied(stage)
+    states, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
+    there = {name: _TIED[1] if whole in copied else whole for name, whole in names.items()}
+    _, mine = _state_of(stage, optimizer)
+    optimized: dict[str, Any] = {
+        "state": {name: states[there[name]] for name in mine["state"]},
+        "param_groups": [
+            {**group, "params": own["params"]} for group, own in zip(groups, mine["param_groups"], strict=True)
+        ],
+    }
+    set_state_dict(stage, optimizer, model_state_dict=model, optim_state_dict=optimized)
+
+
+def _state_of(stage: LlamaStage, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, optimized = get_state_dict(stage, optimizer)
+    return dict(model), dict(optimized)
+
+
+def _names(stage: LlamaStage, model: Mapping[str, Any]) -> dict[str, str]:
+    return {name: stage.name_in_model(name) for name in model}
+
+
+def _copied(stage: LlamaStage) -> tuple[str, ...]:
+    """Parameters of this stage that are copies of another stage's."""
+    return (_TIED[0],) if stage.tied is not None and stage.last else ()
+
+
+def _gather(
+    own: Mapping[str, Any], groups: list[list[str]], comm: Communicator
+) -> tuple[dict[str, Any], list[list[list[str]]]]:
+    """The entries of all stages in their order, by broadcasts; and each stage's groups of names. Collective."""
+    facts = {
+        name: [list(value.shape), str(value.dtype).removeprefix("torch.")] if isinstance(value, torch.Tensor) else value
+        for name, value in own.items()
+    }
+    found: dict[str, Any] = {}
+    all_groups = []
+    for stage, (told, theirs) in enumerate(_told(comm, [facts, groups])):
+        all_groups.append(theirs)
+        for name, fact in told.items():
+            if not isinstance(fact, list):
+                found[name] = fact
+                continue
+            like = next(each for each in own.values() if isinstance(each, torch.Tensor))
+            tensor = own[name] if stage == comm.rank else like.new_empty(fact[0], dtype=getattr(torch, fact[1]))
+            whole = tensor.detach().contiguous()
+            comm.broadcast(whole, stage)
+            found[name] = tensor if stage == comm.rank else whole
+    return found, all_groups
+
+
+def _told(comm: Communicator, own: Any) -> list[Any]:
+    """What each rank tells, as JSON. Collective over ``comm``."""
+    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
+    everyone = torch.empty(comm.size, int(sizes.max()), dtype=torch.uint8)
+    comm.all_gather(everyone, torch.nn.functional.pad(data, (0, everyone.shape[1] - len(data))))
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes.tolist(), strict=True)]

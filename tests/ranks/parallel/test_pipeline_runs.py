@@ -1,0 +1,194 @@
+"""Runs whose ranks are pipelines: the losses of a run without, checkpoints of the whole model, and refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.cli.main import main
+from hdpcomm.data import open_corpus
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.plan import ClusterSpec, Planner
+from hdpcomm.run import RunConfig, Saving, Watching, dry_run, train
+from hdpcomm.run.pipelines import stage_recompute
+from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
+from tests.ranks.parallel.pipelines import CONFIG, COST, SEED, tokens_of, trainer_of
+
+MODEL = LlamaConfig(layers=4, hidden=16, heads=2, kv_heads=1, ffn=24)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"the {i}th text; " * (i * i + 1))
+    return str(folder)
+
+
+def run_of(data, ranks, *, out=None, resume=None, held_out=False, watching=None, context=300, **changed):
+    """On each rank: the result of a run; losses are those of rank 0."""
+    config = RunConfig(**{"model": MODEL, "steps": 4, "capacity": 300, "tokens_per_step": 700} | changed)
+    saving = None if out is None else Saving(out, every=2, resume=resume)
+
+    def rank():
+        torch.set_num_threads(1)
+        corpus = open_corpus([data], context=context)
+        with hdp.init() as comm:
+            more = {} if watching is None or comm.rank else {"on_step": watching.append}
+            told = Watching(on_step=lambda *row: more["on_step"](row)) if more else Watching()
+            held = corpus if held_out else None
+            return train(comm, corpus, config, saving=saving, held_out=held, watching=told)
+
+    return run_threads(rank, ranks)
+
+
+def losses(results):
+    return [step.loss for step in results[0].steps["balanced"]]
+
+
+@pytest.fixture(scope="module")
+def plain(data):
+    return run_of(data, 1, held_out=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (4, {"pipeline": 2}),
+        (4, {"pipeline": 4, "recompute": 3}),
+        (2, {"pipeline": 2, "recompute": "full"}),
+    ],
+)
+def test_a_run_has_the_losses_of_one_process(data, plain, ranks, options):
+    steps = []
+    results = run_of(data, ranks, held_out=True, watching=steps, **options)
+    assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
+    assert results[0].evaluations["balanced"][0].loss == pytest.approx(
+        plain[0].evaluations["balanced"][0].loss, rel=1e-4
+    )
+    assert {result.parameters for result in results} == {plain[0].parameters}
+    assert results[0].state.keys() == plain[0].state.keys()
+    for name, weight in results[0].state.items():
+        torch.testing.assert_close(weight, plain[0].state[name], rtol=1e-2, atol=1e-3)
+    assert all(not result.state for result in results[1:])
+    for _, metrics, costs in steps:
+        stages, element = options["pipeline"], 4
+        # Each token's activations cross each border once, and their gradients once.
+        assert costs["stage_bytes"] == 2 * (stages - 1) * metrics.tokens * MODEL.hidden * element
+        assert 0 <= costs["ring_bytes"] <= metrics.bytes_sent
+
+
+def test_offload_in_stages(data):
+    """How much goes to host memory depends on the measured rates; the losses do not."""
+    model = LlamaConfig(layers=6, hidden=16, heads=2, kv_heads=1, ffn=24)
+    options = {"model": model, "steps": 2, "context": 400}
+    plain = run_of(data, 1, **options | {"capacity": 400})
+    offloaded = run_of(data, 4, **options | {"capacity": 250, "pipeline": 2, "offload_bytes": 16 << 20})
+    assert losses(offloaded) == pytest.approx(losses(plain), rel=1e-4)
+    assert all(step.memory_bytes > 0 for step in offloaded[0].steps["balanced"])
+
+
+def test_a_run_goes_on_with_any_number_of_stages(data, plain, tmp_path):
+    """Checkpoints hold the whole model: pipelines save one that a run without takes over, and the other way round."""
+    run_of(data, 2, out=tmp_path, pipeline=2, steps=2)
+    for ranks, pipeline in ((1, 1), (4, 4), (2, 2)):
+        results = run_of(
+            data, ranks, out=tmp_path / f"of-{pipeline}", resume=str(tmp_path / "step-2"), pipeline=pipeline
+        )
+        assert results[0].first_step == 2
+        assert losses(results) == pytest.approx(losses(plain)[2:], rel=1e-4)
+    run_of(data, 1, out=tmp_path / "plain", steps=2)
+    results = run_of(data, 2, out=tmp_path / "back", resume=str(tmp_path / "plain/step-2"), pipeline=2)
+    assert losses(results) == pytest.approx(losses(plain)[2:], rel=1e-4)
+
+
+def test_the_state_of_a_trainer_goes_both_ways():
+    """In fp64, with AdamW: what either has after two steps, the other goes on with."""
+    lengths = (50, 3, 19, 8)
+    sequences = tokens_of(lengths, CONFIG)
+
+    def steps(trainer, count):
+        return [trainer.step(lengths, lambda i: sequences[i]).loss for _ in range(count)]
+
+    def whole(comm):
+        model = Llama(CONFIG, seed=SEED, dtype=torch.float64)
+        planner = Planner(None, ClusterSpec(comm.size, 100 // comm.size), cost_model=COST)
+        return Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), planner, comm)
+
+    def pipelined(comm, seed=SEED):
+        planner = Planner(None, ClusterSpec(comm.size // 2, 100, pipeline=2), cost_model=COST)
+        trainer = trainer_of(comm, planner, CONFIG, torch.float64)
+        trainer.optimizer = torch.optim.AdamW(trainer.stage.parameters(), lr=1e-2)
+        if seed != SEED:
+            with torch.no_grad():
+                for parameter in trainer.stage.parameters():
+                    parameter.fill_(0.5)
+        return trainer
+
+    def rank():
+        with hdp.init() as comm:
+            first, second = whole(comm), pipelined(comm)
+            found = [steps(first, 2), steps(second, 2)]
+            states = copy.deepcopy([first.state_dict(), second.state_dict()])
+            assert states[0]["model"].keys() == states[1]["model"].keys()
+            assert states[0]["optimizer"]["state"].keys() == states[1]["optimizer"]["state"].keys()
+            for name, tensor in states[0]["model"].items():
+                torch.testing.assert_close(tensor, states[1]["model"][name], rtol=1e-7, atol=1e-9)
+            to_pipeline, to_whole = pipelined(comm, seed=1), whole(comm)
+            to_pipeline.load_state_dict(states[0])
+            to_whole.load_state_dict(states[1])
+            assert (to_pipeline.num_steps, to_whole.num_steps) == (2, 2)
+            return [*found, steps(first, 2), steps(to_pipeline, 2), steps(to_whole, 2)]
+
+    for before, also_before, wanted, there, back in run_threads(rank, 4):
+        assert also_before == pytest.approx(before, rel=1e-9)
+        assert there == pytest.approx(wanted, rel=1e-9)
+        assert back == pytest.approx(wanted, rel=1e-9)
+
+
+def test_recomputed_layers_are_those_of_the_model():
+    for recompute, wanted in (("full", ["full"] * 2), ("none", ["none"] * 2), (3, [2, 1]), (0, [0, 0]), (4, [2, 2])):
+        assert stage_recompute(RunConfig(model=MODEL, pipeline=2, recompute=recompute)) == wanted
+
+
+def test_a_dry_run_plans_pipelines(data):
+    def rank():
+        with hdp.init() as comm:
+            return dry_run(comm, open_corpus([data], context=300), RunConfig(model=MODEL, capacity=300, pipeline=2))
+
+    for found in run_threads(rank, 2):
+        assert len(found.memory["balanced"]) == 1  # one HDP rank
+        report = found.reports["balanced"][0]
+        assert set(report.spans[:, 1].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "3"], "3 layers cannot be cut into 2 stages of as many layers each; give --layers as a multiple"),
+        (["--ranks", "3"], "3 ranks cannot be pipelines of 2 stages"),
+        (["--zero", "1", "--dtype", "bf16"], "pipelines do not go together with zero, dtype yet"),
+        (["--recompute", "auto", "--memory", "1G"], "with recompute auto yet"),
+        (["--compare", "ddp"], "with ddp yet"),
+        (["--offload", "64M"], "a stage has 2 layers, of which the last two always stay.*give at least 6 layers"),
+        (["--context", "5000", "--capacity", "1000"], "1 ranks with a capacity of 1,000 .*or --ranks to 2"),
+    ],
+)
+def test_the_command_refuses_by_name(data, capfd, monkeypatch, options, message):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    common = ["--data", data, "--hidden", "16", "--ffn", "24", "--steps", "1", "--ranks", "2", "--pipeline", "2"]
+    assert main(["train", *common, *options]) != 0
+    assert message.split(".*")[0] in " ".join(capfd.readouterr().err.split())
+
+
+def test_configurations_that_cannot_be():
+    with pytest.raises(InvalidUsage, match="pipeline is 0"):
+        RunConfig(pipeline=0)
+    with pytest.raises(InvalidUsage, match="3 layers cannot be cut into 2 stages"):
+        RunConfig(model=LlamaConfig(layers=3), pipeline=2)
