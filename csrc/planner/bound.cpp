@@ -42,7 +42,7 @@ class Bound {
     longest_.add(longest);
     shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = cost_.maxOffload(longest_);  // the ratio grows with the length
-    if (stages_ > 1) filling_ = (stages_ - 1) * shortestBatch();
+    if (stages_ > 1) filling_ = (stages_ - 1) * shortestBatch() / cost_.cluster().chunks;
     collectItems();
   }
 

@@ -49,11 +49,12 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
     throwInvalidUsage("offloadable is " + std::to_string(memory.offloadable) +
                       ", expected a share in [0, 1)");
   }
-  if (cluster.ranks < 1 || cluster.ranks_per_node < 1 || cluster.pipeline < 1) {
-    throwInvalidUsage("ranks, ranks_per_node and pipeline must be at least 1, given " +
+  if (cluster.ranks < 1 || cluster.ranks_per_node < 1 || cluster.pipeline < 1 ||
+      cluster.chunks < 1) {
+    throwInvalidUsage("ranks, ranks_per_node, pipeline and chunks must be at least 1, given " +
                       std::to_string(cluster.ranks) + ", " +
-                      std::to_string(cluster.ranks_per_node) + " and " +
-                      std::to_string(cluster.pipeline));
+                      std::to_string(cluster.ranks_per_node) + ", " +
+                      std::to_string(cluster.pipeline) + " and " + std::to_string(cluster.chunks));
   }
 }
 

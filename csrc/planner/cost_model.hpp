@@ -33,7 +33,8 @@ struct MemoryParams {
 struct Cluster {
   int ranks = 1;
   int ranks_per_node = 1;
-  int pipeline = 1;  // stages of each rank's pipeline; 1: none
+  int pipeline = 1;  // devices of each rank's pipeline; 1: none
+  int chunks = 1;    // stages of the model on each of these
 };
 
 // The sums over the sequences of a micro-batch that its cost depends on.

@@ -22,21 +22,24 @@ struct Cost {
   double resident = 0;  // tokens that stay on the device
 };
 
-// A pass that a stage may run, ordered by preference: backward passes first, then by micro-batch.
-// The order is the same on every rank, so ranks cannot wait for each other in a circle.
+// A pass that a device may run, ordered by preference: backward passes first, then by micro-batch.
+// With several chunks of the model on a device, micro-batches go through them in groups. The order
+// is the same on every rank, so ranks cannot wait for each other in a circle.
 struct Key {
   bool forward = true;
+  int32_t group = 0;
+  int32_t turn = 0;  // of the chunk: forward from the first one, backward from the last one
   int32_t micro_batch = -1;
   auto operator<=>(const Key&) const = default;
 };
 
-struct Unit {                  // one stage of one rank
-  std::vector<int32_t> queue;  // micro-batches of the rank
-  size_t next = 0;             // forward passes started
+struct Unit {              // one device of one rank
+  std::vector<Key> queue;  // forward passes in their order
+  size_t next = 0;         // forward passes started
   int in_flight = 0;
   bool running = false;
-  Key choice;                   // the pass that it would run next, if it is idle
-  std::set<int32_t> backwards;  // micro-batches whose backward pass may start
+  Key choice;               // the pass that it would run next, if it is idle
+  std::set<Key> backwards;  // backward passes that may start
   double resident = 0;
   double peak = 0;
 };
@@ -55,18 +58,16 @@ struct Event {
 class Simulator {
  public:
   Simulator(const Problem& problem, const Plan& plan)
-      : problem_(problem), plan_(plan), stages_(problem.cost().cluster().pipeline) {
+      : problem_(problem),
+        plan_(plan),
+        devices_(problem.cost().cluster().pipeline),
+        chunks_(problem.cost().cluster().chunks),
+        stages_(devices_ * chunks_) {
     const size_t count = plan.micro_batches.size();
     costs_.reserve(count);
     for (const MicroBatch& batch : plan.micro_batches) costs_.push_back(costOf(batch));
-    units_.resize(static_cast<size_t>(problem.ranks()) * stages_);
-    for (size_t i = 0; i < count; ++i) {
-      for (const int32_t rank : plan.micro_batches[i].ranks) {
-        for (int stage = 0; stage < stages_; ++stage) {
-          unit(rank, stage).queue.push_back(static_cast<int32_t>(i));
-        }
-      }
-    }
+    units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
+    queueForwards();
     votes_.assign(count * stages_ * 2, 0);
     forwards_done_.assign(count, 0);
     to_host_.assign(units_.size(), 0.0);
@@ -78,31 +79,92 @@ class Simulator {
   }
 
   SimulatedStep run() {
-    for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      for (int stage = 0; stage < stages_; ++stage) choose(rank, stage);
-    }
+    chooseAll();
     size_t done = 0;
-    while (!events_.empty()) {
+    const size_t all = plan_.micro_batches.size() * stages_ * 2;
+    while (done < all) {
+      if (events_.empty() && !unblock()) break;
       const Event event = events_.top();
       events_.pop();
       now_ = event.time;
       finish(event);
       ++done;
     }
-    if (done != plan_.micro_batches.size() * stages_ * 2) {
+    if (done != all) {
       throw Error(ErrorKind::kInternal, "the simulation stopped after " + std::to_string(done) +
                                             " passes: the ranks wait for each other");
     }
     result_.makespan = now_;
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      for (int stage = 0; stage < stages_; ++stage) {
-        result_.peak_tokens[rank] = std::max(result_.peak_tokens[rank], unit(rank, stage).peak);
+      for (int device = 0; device < devices_; ++device) {
+        result_.peak_tokens[rank] = std::max(result_.peak_tokens[rank], unit(rank, device).peak);
       }
     }
     return std::move(result_);
   }
 
  private:
+  // The order of the forward passes on each device: by micro-batch; with several chunks, groups of
+  // at most as many micro-batches of a rank as there are devices go through the first chunk, then
+  // through the second one, and so on. A micro-batch is in the same group on all of its ranks, and
+  // a rank's groups follow each other.
+  void queueForwards() {
+    const size_t count = plan_.micro_batches.size();
+    group_.assign(count, 0);
+    std::vector<std::vector<int32_t>> own(problem_.ranks());
+    std::vector<int32_t> level(problem_.ranks(), 0);
+    for (size_t i = 0; i < count; ++i) {
+      const std::vector<int32_t>& ranks = plan_.micro_batches[i].ranks;
+      int32_t most = 0;
+      for (const int32_t rank : ranks) most = std::max(most, level[rank]);
+      if (chunks_ > 1) group_[i] = most / devices_;
+      for (const int32_t rank : ranks) {
+        level[rank] = most + 1;
+        own[rank].push_back(static_cast<int32_t>(i));
+      }
+    }
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      std::vector<Key> queue;
+      queue.reserve(own[rank].size() * chunks_);
+      for (const int32_t index : own[rank]) {
+        for (int chunk = 0; chunk < chunks_; ++chunk) {
+          queue.push_back({true, group_[index], chunk, index});
+        }
+      }
+      if (chunks_ > 1) std::sort(queue.begin(), queue.end());
+      for (int device = 0; device < devices_; ++device) unit(rank, device).queue = queue;
+    }
+  }
+
+  // Passes whose backward pass a device has yet to run, at most. With several chunks, as many as
+  // keep it busy until the first gradient comes back; (chunks - 1) * devices + 1 are enough for the
+  // first micro-batch of a group to reach the last stage, so no device waits for ever.
+  int mostInFlight(int device) const {
+    return chunks_ == 1 ? devices_ - device
+                        : 2 * (devices_ - device - 1) + (chunks_ - 1) * devices_ + 1;
+  }
+
+  // Several chunks prefer forward passes, as long as few enough are in flight. Ranks of one group
+  // may then wait for each other, one for a forward and one for a backward pass. With backward
+  // passes first nobody does: the first one of all that may start has all of its ranks. Returns
+  // whether that started any.
+  bool unblock() {
+    unblocking_ = true;
+    chooseAll();
+    unblocking_ = false;
+    return !events_.empty();
+  }
+
+  void chooseAll() {
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      for (int device = 0; device < devices_; ++device) choose(rank, device);
+    }
+  }
+
+  int stageOf(const Key& key, int device) const {
+    return (key.forward ? key.turn : chunks_ - 1 - key.turn) * devices_ + device;
+  }
+
   Cost costOf(const MicroBatch& batch) const {
     const CostModel& cost = problem_.cost();
     const CostParams& params = cost.params();
@@ -122,39 +184,40 @@ class Simulator {
         params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
     const auto pass = [&](double share, double step_wait) {
       const double wait = (size - 1) * step_wait;
-      return Pass{share * (size * step + rest) + wait, wait};
+      return Pass{(share * (size * step + rest) + wait) / chunks_, wait / chunks_};
     };
     Cost result;
     result.forward = pass(params.forward, cost.forwardWait(step, transfer));
     result.backward = pass(1 - params.forward, cost.backwardWait(step, transfer));
     const double tokens = static_cast<double>(held);
-    result.copy = batch.offload * memory.copy * tokens;
-    result.resident = tokens * (1 - batch.offload * memory.offloadable);
+    result.copy = batch.offload * memory.copy * tokens / chunks_;
+    result.resident = tokens * (1 - batch.offload * memory.offloadable) / chunks_;
     return result;
   }
 
-  Unit& unit(int rank, int stage) { return units_[static_cast<size_t>(rank) * stages_ + stage]; }
+  Unit& unit(int rank, int device) { return units_[static_cast<size_t>(rank) * devices_ + device]; }
   int& votes(const Key& key, int stage) {
     return votes_[(static_cast<size_t>(key.micro_batch) * stages_ + stage) * 2 + key.forward];
   }
 
-  // Chooses what an idle stage would run next. Its vote moves when a better pass becomes possible;
+  // Chooses what an idle device would run next. Its vote moves when a better pass becomes possible;
   // a pass starts once all ranks of its group have voted for it.
-  void choose(int rank, int stage) {
-    Unit& self = unit(rank, stage);
+  void choose(int rank, int device) {
+    Unit& self = unit(rank, device);
     if (self.running) return;
     Key best;
-    if (!self.backwards.empty()) {
-      best = {false, *self.backwards.begin()};
-    } else if (self.next < self.queue.size() && self.in_flight < stages_ - stage &&
-               forwards_done_[self.queue[self.next]] >= stage) {
-      best = {true, self.queue[self.next]};
+    if (self.next < self.queue.size() && self.in_flight < mostInFlight(device)) {
+      const Key& next = self.queue[self.next];
+      if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
     }
+    const bool backward_first = chunks_ == 1 || unblocking_ || best.micro_batch < 0;
+    if (backward_first && !self.backwards.empty()) best = *self.backwards.begin();
     if (best == self.choice) return;
-    if (self.choice.micro_batch >= 0) --votes(self.choice, stage);
+    if (self.choice.micro_batch >= 0) --votes(self.choice, stageOf(self.choice, device));
     self.choice = best;
     if (best.micro_batch < 0) return;
     const size_t group = plan_.micro_batches[best.micro_batch].ranks.size();
+    const int stage = stageOf(best, device);
     if (++votes(best, stage) == static_cast<int>(group)) start(best, stage);
   }
 
@@ -162,13 +225,14 @@ class Simulator {
     const MicroBatch& batch = plan_.micro_batches[key.micro_batch];
     const Cost& cost = costs_[key.micro_batch];
     const Pass& pass = key.forward ? cost.forward : cost.backward;
+    const int device = stage % devices_;
     double end = now_ + pass.seconds;
     double stall = 0;
     std::vector<double>& stream = key.forward ? to_host_ : from_host_;
     if (cost.copy > 0) {
       double copied = 0;
       for (const int32_t rank : batch.ranks) {
-        double& free = stream[static_cast<size_t>(rank) * stages_ + stage];
+        double& free = stream[static_cast<size_t>(rank) * devices_ + device];
         free = std::max(free, now_) + cost.copy;
         copied = std::max(copied, free);
       }
@@ -176,7 +240,7 @@ class Simulator {
       end += stall;
     }
     for (const int32_t rank : batch.ranks) {
-      Unit& member = unit(rank, stage);
+      Unit& member = unit(rank, device);
       member.running = true;
       member.choice = Key{};
       if (key.forward) {
@@ -185,7 +249,7 @@ class Simulator {
         member.resident += cost.resident;
         member.peak = std::max(member.peak, member.resident);
       } else {
-        member.backwards.erase(key.micro_batch);
+        member.backwards.erase(key);
       }
       result_.busy[rank] += pass.seconds - pass.exposed;
       result_.exposed[rank] += pass.exposed;
@@ -199,8 +263,9 @@ class Simulator {
 
   void finish(const Event& event) {
     const MicroBatch& batch = plan_.micro_batches[event.micro_batch];
+    const int device = event.stage % devices_;
     for (const int32_t rank : batch.ranks) {
-      Unit& member = unit(rank, event.stage);
+      Unit& member = unit(rank, device);
       member.running = false;
       if (event.backward) {
         --member.in_flight;
@@ -218,22 +283,27 @@ class Simulator {
       allowBackward(event.micro_batch, wakes);
     }
     for (const int32_t rank : batch.ranks) {
-      choose(rank, event.stage);
-      if (wakes >= 0 && wakes != event.stage) choose(rank, wakes);
+      choose(rank, device);
+      if (wakes >= 0 && wakes % devices_ != device) choose(rank, wakes % devices_);
     }
   }
 
   void allowBackward(int32_t micro_batch, int stage) {
+    const Key key{false, group_[micro_batch], chunks_ - 1 - stage / devices_, micro_batch};
     for (const int32_t rank : plan_.micro_batches[micro_batch].ranks) {
-      unit(rank, stage).backwards.insert(micro_batch);
+      unit(rank, stage % devices_).backwards.insert(key);
     }
   }
 
   const Problem& problem_;
   const Plan& plan_;
-  const int stages_;
+  const int devices_;  // of each rank's pipeline
+  const int chunks_;   // stages on each device
+  const int stages_;   // of the model: stage s is on device s % devices_
+  bool unblocking_ = false;
   double now_ = 0;
   std::vector<Cost> costs_;
+  std::vector<int32_t> group_;  // by micro-batch; see queueForwards()
   std::vector<Unit> units_;
   std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that chose it
   std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done

@@ -11,7 +11,7 @@ namespace hdpcomm::planner {
 
 struct Span {
   int32_t micro_batch = 0;
-  int32_t stage = 0;
+  int32_t stage = 0;  // of the model
   bool backward = false;
   double start = 0;
   double end = 0;
@@ -29,8 +29,9 @@ struct SimulatedStep {
 };
 
 // Runs the plan's micro-batches: a group's forward and backward passes wait for all of its ranks. A
-// stage runs a backward pass when one is possible (1F1B), else the next forward pass by index while
-// fewer than (stages - stage) micro-batches are in flight.
+// device runs a backward pass when one is possible (1F1B), else the next forward pass by index
+// while fewer than (devices - device) micro-batches are in flight. With several chunks on a device,
+// micro-batches go through them in groups (interleaved 1F1B; Narayanan et al., arXiv 2104.04473).
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
 
 }  // namespace hdpcomm::planner

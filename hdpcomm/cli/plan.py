@@ -52,7 +52,10 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=count, help="ranks that share the fast link (default: nodes of 8 devices)"
     )
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
-    cluster.add_argument("--pipeline", type=count, default="1", help="stages of a rank's pipeline (default 1)")
+    cluster.add_argument("--pipeline", type=count, default="1", help="devices of a rank's pipeline (default 1)")
+    cluster.add_argument(
+        "--chunks", type=count, default="1", help="stages on each of these, interleaved 1F1B (default 1)"
+    )
     cluster.add_argument("--offload", action="store_true", help="activations may go to host memory")
     cluster.add_argument(
         "--profile",
@@ -120,6 +123,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         ranks_per_node=options.ranks_per_node or ranks_per_node(options.tensor, options.pipeline),
         tensor=options.tensor,
         pipeline=options.pipeline,
+        chunks=options.chunks,
         offload=options.offload,
         device=load_cluster(Path(options.cluster)).device if options.cluster.endswith(".json") else options.cluster,
     )

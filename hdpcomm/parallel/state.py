@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hdpcomm.comm import Communicator
@@ -19,15 +20,20 @@ _TIED = ("head.weight", "embedding.weight")
 """The copy on the last stage, and the name under which an optimizer of the whole model knows the one weight."""
 
 
-def whole_state(stage: LlamaStage, optimizer: torch.optim.Optimizer, mesh: Mesh) -> dict[str, Any]:
+def whole_state(
+    module: nn.Module, stages: Sequence[LlamaStage], optimizer: torch.optim.Optimizer, mesh: Mesh
+) -> dict[str, Any]:
     """``model`` and ``optimizer`` as :meth:`hdpcomm.train.Trainer.state_dict` of the whole model gives them.
 
     Collective over the mesh: every rank gets all stages' tensors, those of its own live. A trainer without pipelines
     can take it over, or one with another number of stages.
+
+    Args:
+        module: this rank's only stage, or the list of its stages.
     """
-    model, optimized = _state_of(stage, optimizer)
-    names = _names(stage, model)
-    copied = _copied(stage)
+    model, optimized = _state_of(module, optimizer)
+    names = _names(stages, model)
+    copied = _copied(stages)
     states = {names[name]: values for name, values in optimized["state"].items()}
     own = {f"model {names[name]}": tensor for name, tensor in model.items()}
     own |= {
@@ -52,35 +58,41 @@ def whole_state(stage: LlamaStage, optimizer: torch.optim.Optimizer, mesh: Mesh)
     return whole
 
 
-def load_whole_state(stage: LlamaStage, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Takes this stage's part of what :func:`whole_state`, or a trainer of the whole model, gave. Local."""
-    names = _names(stage, stage.state_dict())
+def load_whole_state(
+    module: nn.Module, stages: Sequence[LlamaStage], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Takes the part of these stages of what :func:`whole_state`, or a trainer of the whole model, gave. Local."""
+    names = _names(stages, module.state_dict())
     model = {name: state["model"][there] for name, there in names.items()}
-    copied = _copied(stage)
+    copied = _copied(stages)
     states, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
     there = {name: _TIED[1] if whole in copied else whole for name, whole in names.items()}
-    _, mine = _state_of(stage, optimizer)
+    _, mine = _state_of(module, optimizer)
     optimized: dict[str, Any] = {
         "state": {name: states[there[name]] for name in mine["state"]},
         "param_groups": [
             {**group, "params": own["params"]} for group, own in zip(groups, mine["param_groups"], strict=True)
         ],
     }
-    set_state_dict(stage, optimizer, model_state_dict=model, optim_state_dict=optimized)
+    set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optimized)
 
 
-def _state_of(stage: LlamaStage, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, optimized = get_state_dict(stage, optimizer)
+def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    model, optimized = get_state_dict(module, optimizer)
     return dict(model), dict(optimized)
 
 
-def _names(stage: LlamaStage, model: Mapping[str, Any]) -> dict[str, str]:
-    return {name: stage.name_in_model(name) for name in model}
+def _names(stages: Sequence[LlamaStage], model: Mapping[str, Any]) -> dict[str, str]:
+    """By the names of this rank's module, those in the model."""
+    if len(stages) == 1:
+        return {name: stages[0].name_in_model(name) for name in model}
+    split = {name: name.split(".", 1) for name in model}
+    return {name: stages[int(place)].name_in_model(rest) for name, (place, rest) in split.items()}
 
 
-def _copied(stage: LlamaStage) -> tuple[str, ...]:
-    """Parameters of this stage that are copies of another stage's."""
-    return (_TIED[0],) if stage.tied is not None and stage.last else ()
+def _copied(stages: Sequence[LlamaStage]) -> tuple[str, ...]:
+    """Parameters of these stages that are copies of another's."""
+    return (_TIED[0],) if any(stage.tied is not None and stage.last for stage in stages) else ()
 
 
 def _gather(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel.agreement import check_same_mesh, checked_stages
 from hdpcomm.parallel.gradients import StageGradients
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.pipeline import OffloadContext, StageRunner
@@ -44,7 +43,9 @@ class PipelineTrainer(Trainer):
     device.
 
     Args:
-        stage: this rank's stage of the model (:func:`hdpcomm.parallel.split_llama`), number ``mesh.stage``.
+        stage: this rank's stage of the model (:func:`hdpcomm.parallel.split_llama`), number ``mesh.stage``; or a list,
+            the stages with the numbers ``mesh.stage``, ``mesh.stage + mesh.pipeline`` and so on, for interleaved
+            1F1B (``ClusterSpec(chunks=)``). ``model`` is the stage, or a ``ModuleList`` of them.
         optimizer: any optimizer over the stage's parameters that updates each element by itself.
         planner: with ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline)``; its costs are those of one stage.
         mesh: the ranks; without tensor parallelism.
@@ -60,7 +61,7 @@ class PipelineTrainer(Trainer):
 
     def __init__(
         self,
-        stage: LlamaStage,
+        stage: LlamaStage | Sequence[LlamaStage],
         optimizer: torch.optim.Optimizer,
         planner: Planner,
         mesh: Mesh,
@@ -71,27 +72,21 @@ class PipelineTrainer(Trainer):
     ) -> None:
         if mesh.tensor > 1:
             raise InvalidUsage(f"the mesh has tensor={mesh.tensor}, and pipelines run without tensor parallelism")
-        if not isinstance(stage, LlamaStage):
-            raise InvalidUsage(
-                f"the model is a {type(stage).__name__}; give this rank's stage, split_llama(model, "
-                f"{mesh.pipeline})[mesh.stage]"
-            )
         self.mesh = mesh
-        self.stage = stage
+        self.stages = checked_stages(stage, mesh)
+        model = self.stages[0] if len(self.stages) == 1 else nn.ModuleList(self.stages)
         self.boundary_bytes = 0
         """Of the last step: what this rank sent to the stages beside its own."""
         self._schedule: PipelineSchedule | None = None
-        _check_stage(stage, mesh)
-        if is_fully_sharded(stage.parameters()):
+        if is_fully_sharded(model.parameters()):
             raise InvalidUsage("the stage is sharded by fully_shard, which pipelines do not know; give it as it was")
-        _check_same_mesh(stage, mesh)
-        super().__init__(stage, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload)
+        check_same_mesh(self.stages, mesh)
+        super().__init__(model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Collective over this rank's pipeline."""
-        own = sum(p.numel() for p in self.stage.parameters())
-        if self.stage.tied is not None and self.stage.last:
-            own -= self.stage.tied.numel()
+        own = sum(p.numel() for p in self.model.parameters())
+        own -= sum(each.tied.numel() for each in self.stages if each.tied is not None and each.last)
         count = torch.tensor([own], dtype=torch.int64)
         self.mesh.pipeline_comm.all_reduce(count)
         return int(count)
@@ -100,11 +95,11 @@ class PipelineTrainer(Trainer):
         """Parameters and optimizer state of the whole model by their names there, equal on every rank: a trainer
         without pipelines, or with another number of stages, takes it over. Collective over the mesh.
         """
-        return {**whole_state(self.stage, self.optimizer, self.mesh), "num_steps": self.num_steps}
+        return {**whole_state(self.model, self.stages, self.optimizer, self.mesh), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
-        load_whole_state(self.stage, self.optimizer, state)
+        load_whole_state(self.model, self.stages, self.optimizer, state)
         self.num_steps = int(state["num_steps"])
 
     def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
@@ -120,11 +115,12 @@ class PipelineTrainer(Trainer):
         return runner.total
 
     def _check_cluster(self) -> None:
-        mesh, cluster = self.mesh, self.planner.cluster
-        if (cluster.ranks, cluster.pipeline) != (mesh.hdp, mesh.pipeline):
+        mesh, cluster, chunks = self.mesh, self.planner.cluster, len(self.stages)
+        if (cluster.ranks, cluster.pipeline, cluster.chunks) != (mesh.hdp, mesh.pipeline, chunks):
             raise InvalidUsage(
-                f"the planner plans for {cluster.ranks} ranks of {cluster.pipeline} stages, and the mesh has "
-                f"{mesh.hdp} of {mesh.pipeline}; give ClusterSpec(ranks={mesh.hdp}, pipeline={mesh.pipeline}, ...)"
+                f"the planner plans for {cluster.ranks} ranks of {cluster.pipeline} devices with {cluster.chunks} "
+                f"stages each, and the mesh has {mesh.hdp} of {mesh.pipeline} with {chunks}; give "
+                f"ClusterSpec(ranks={mesh.hdp}, pipeline={mesh.pipeline}, chunks={chunks}, ...)"
             )
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -134,7 +130,7 @@ class PipelineTrainer(Trainer):
         check_same_plan(plan, self.comm, more=order)
 
     def _gradient_buffer(self) -> StageGradients:
-        return StageGradients(self.model.parameters(), self.mesh, self.stage.tied)
+        return StageGradients(self.model.parameters(), self.mesh, self._tied)
 
     def _same_start(self) -> None:
         """Gives all HDP ranks of a stage the parameters of the first, and tied ones those of the first stage."""
@@ -142,9 +138,13 @@ class PipelineTrainer(Trainer):
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 _broadcast(mesh.hdp_comm, tensor, 0)
-            if self.stage.tied is not None:
+            if self._tied is not None:
                 ends = mesh.pipeline_comm.subset([0, mesh.pipeline - 1])
-                _broadcast(cast("Communicator", ends), self.stage.tied, 0)
+                _broadcast(cast("Communicator", ends), self._tied, 0)
+
+    @property
+    def _tied(self) -> nn.Parameter | None:
+        return next((stage.tied for stage in self.stages if stage.tied is not None), None)
 
     def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
         runner = self._runner(planned, fetch, scale, offloading.micro_batch, self._after_pass)
@@ -165,7 +165,7 @@ class PipelineTrainer(Trainer):
         on_pass: Callable[[Pass], None],
     ) -> StageRunner:
         return StageRunner(
-            [self.stage], self.mesh, planned, fetch, scale=scale, loss=self._loss, offload=offload, on_pass=on_pass
+            self.stages, self.mesh, planned, fetch, scale=scale, loss=self._loss, offload=offload, on_pass=on_pass
         )
 
     def _after_pass(self, done: Pass) -> None:
@@ -179,40 +179,3 @@ def _broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
     comm.broadcast(whole, root)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.copy_(whole)
-
-
-def _check_same_mesh(stage: LlamaStage, mesh: Mesh) -> None:
-    """Collective over the mesh: all ranks hold the same one, and the stages' layers follow each other."""
-    facts = f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {stage.config}"
-    digest = hashlib.sha256(facts.encode()).digest()
-    own = torch.tensor([int.from_bytes(digest[:7], "big"), stage.layers.start, stage.layers.stop], dtype=torch.int64)
-    rows = own.new_empty(mesh.comm.size, 3)
-    mesh.comm.all_gather(rows, own)
-    others = [mesh.comm.ranks[at] for at in range(mesh.comm.size) if rows[at, 0] != own[0]]
-    if others:
-        raise Mismatch(
-            f"rank {mesh.comm.global_rank} has another mesh or another model than the ranks {others}: {mesh}; give "
-            "Mesh and split_llama the same arguments on all ranks",
-            rank=mesh.comm.global_rank,
-            op="mesh",
-            ranks=mesh.comm.ranks,
-        )
-    bounds = [tuple(row[1:]) for row in rows[mesh.positions[:, :, 0]].flatten(0, 1).tolist()]
-    wanted = [bounds[each * mesh.hdp] for each in range(mesh.pipeline)]
-    joined = all(before[1] == after[0] for before, after in itertools.pairwise(wanted))
-    if not joined or any(bounds[at] != wanted[at // mesh.hdp] for at in range(len(bounds))):
-        raise Mismatch(
-            f"the stages hold the layers (first, end) {bounds}, HDP rank by HDP rank, which do not follow each other; "
-            "give split_llama the same arguments on all ranks",
-            rank=mesh.comm.global_rank,
-            op="mesh",
-            ranks=mesh.comm.ranks,
-        )
-
-
-def _check_stage(stage: LlamaStage, mesh: Mesh) -> None:
-    if stage.first != (mesh.stage == 0) or stage.last != (mesh.stage == mesh.pipeline - 1):
-        raise InvalidUsage(
-            f"this rank is stage {mesh.stage} of {mesh.pipeline}, and was given the layers {stage.layers.start} to "
-            f"{stage.layers.stop - 1} of {stage.config.layers}; give split_llama(model, {mesh.pipeline})[mesh.stage]"
-        )

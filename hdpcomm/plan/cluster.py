@@ -23,6 +23,8 @@ class ClusterSpec:
         capacity: tokens that a rank holds without offload; ``None``: derived from its memory (needs a model).
         ranks_per_node: ranks that share the fast link; ``None``: all.
         tensor, pipeline: sizes of tensor and pipeline parallelism inside a rank.
+        chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B, which fills and
+            drains the pipelines faster and keeps more activations.
         offload: whether activations may go to host memory.
         cores: processors that all ranks share, if there are fewer of them than ranks: a rank that waits leaves its
             time to another. ``None``: each rank has its own.
@@ -37,6 +39,7 @@ class ClusterSpec:
     offload: bool = False
     device: str | DeviceSpec = "h100"
     cores: int | None = None
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         check_positive(
@@ -47,7 +50,12 @@ class ClusterSpec:
             tensor=self.tensor,
             pipeline=self.pipeline,
             cores=self.cores,
+            chunks=self.chunks,
         )
+        if self.chunks > 1 and self.pipeline == 1:
+            raise InvalidUsage(
+                f"chunks is {self.chunks} and pipeline 1: give a pipeline of 2 devices or more, or 1 chunk"
+            )
 
     @property
     def node_ranks(self) -> int:

@@ -219,7 +219,7 @@ class MemoryModel:
             capacity,
             offloadable=moved / token_bytes,
             copy_s=moved / bandwidth,
-            host_tokens=device.host_bytes / (token_bytes * cluster.pipeline),
+            host_tokens=device.host_bytes / (token_bytes * _sets_held(cluster)),
             token_bytes=token_bytes,
             state_bytes=states,
         )
@@ -237,11 +237,15 @@ def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
     return model.params / (cluster.tensor * cluster.pipeline) * (2 + 4 + 12 / cluster.ranks)
 
 
+def _sets_held(cluster: ClusterSpec) -> float:
+    """Micro-batches whose activations the first device of a pipeline holds: under 1F1B as many as there are devices."""
+    return cluster.pipeline if cluster.chunks == 1 else cluster.pipeline + (cluster.pipeline - 1) / cluster.chunks
+
+
 def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float, states: float) -> int:
     device = cluster.hardware
     room = 0.9 * device.memory_bytes - states  # a tenth for buffers and fragmentation
-    # Under 1F1B the first stage holds the activations of as many micro-batches as there are stages.
-    capacity = int(room / (token_bytes * cluster.pipeline))
+    capacity = int(room / (token_bytes * _sets_held(cluster)))
     if capacity < 1:
         raise InvalidUsage(
             f"{model.name} takes {states / 1e9:.1f} GB for weights, gradients and optimizer on a rank of "
@@ -262,4 +266,5 @@ def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> cor
         ranks=cluster.ranks,
         ranks_per_node=cluster.node_ranks,
         pipeline=cluster.pipeline,
+        chunks=cluster.chunks,
     )

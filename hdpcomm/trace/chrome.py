@@ -71,7 +71,7 @@ def step_events(report: StepReport, cluster: ClusterSpec, *, offset_s: float = 0
         name, arguments = described[which]
         name = ("B " if backward else "F ") + name
         for rank in batch.ranks:
-            thread = rank * cluster.pipeline + stage
+            thread = rank * cluster.pipeline + stage % cluster.pipeline
             pid = rank // cluster.node_ranks + 1
             events.append(_span(name, offset_s + start, offset_s + end, pid, thread, arguments))
     if report.sync_s > 0:

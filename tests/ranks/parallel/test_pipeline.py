@@ -58,6 +58,15 @@ def test_gradients_are_those_of_one_process(how, dtype):
         assert (moved > 0) == offload
 
 
+@pytest.mark.parametrize("how", ["plain", "recompute", "offload"])
+def test_interleaved_stages(how):
+    planner = FixedPlanner(2, 2, UNEVEN, chunks=2, ratio=0.6 if how == "offload" else 0.0)
+    more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
+    results = run_steps(4, planner, CONFIG, torch.float64, LENGTHS, **more)
+    check(results, CONFIG, torch.float64, LENGTHS)
+    assert all((r[3] > 0) == (how == "offload") for r in results)
+
+
 def test_middle_stages_read_nothing_and_stages_may_be_uneven():
     planner = FixedPlanner(1, 3, [((0,), (0, 1)), ((0,), (2,)), ((0,), (3, 4, 5))])
     lengths = (30, 1, 17, 2, 9, 3)
@@ -87,9 +96,10 @@ def test_the_devices_of_streams_run_it_too():
 
 
 def random_plan(seed):
-    """(HDP ranks, stages, batches, lengths): pipelines with 1 to 12 micro-batches each, of unequal numbers."""
+    """(HDP ranks, devices, chunks, batches, lengths): pipelines with 1 to 12 micro-batches each, unequal numbers."""
     draw = random.Random(seed)
     hdp, stages = draw.choice([(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 1)])
+    chunks = 2 if stages == 2 and draw.random() < 0.5 else 1
     batches, lengths = [], []
     wanted_counts = [draw.randint(1, 12) for _ in range(hdp)]
     counts = [0] * hdp
@@ -101,7 +111,7 @@ def random_plan(seed):
         batches.append((tuple(group), sequences))
         for rank in group:
             counts[rank] += 1
-    return hdp, stages, batches, (*lengths[:-1], lengths[-1] + 1)  # at least one label
+    return hdp, stages, chunks, batches, (*lengths[:-1], lengths[-1] + 1)  # at least one label
 
 
 SMALL = LlamaConfig(vocabulary=13, layers=4, hidden=8, heads=2, kv_heads=1, ffn=8)
@@ -110,11 +120,12 @@ SMALL = LlamaConfig(vocabulary=13, layers=4, hidden=8, heads=2, kv_heads=1, ffn=
 @pytest.mark.parametrize("seed", range(PLANS))
 def test_random_plans_run_without_deadlock(seed):
     """A dozen by default; HDPCOMM_TEST_PIPELINE_PLANS gives another number. Half of them on simulated devices."""
-    hdp_ranks, stages, batches, lengths = random_plan(seed)
+    hdp_ranks, devices, chunks, batches, lengths = random_plan(seed)
+    stages = devices * chunks
     layers = [4 // stages + (stage < 4 % stages) for stage in range(stages)]
+    planner = FixedPlanner(hdp_ranks, devices, batches, chunks=chunks)
     results = run_steps(
-        hdp_ranks * stages, FixedPlanner(hdp_ranks, stages, batches), SMALL, torch.float64, lengths,
-        layers=layers, transport=("shm", "sim")[seed % 2],
+        hdp_ranks * devices, planner, SMALL, torch.float64, lengths, layers=layers, transport=("shm", "sim")[seed % 2],
     )  # fmt: skip
     check(results, SMALL, torch.float64, lengths)
 
@@ -145,9 +156,9 @@ def test_thirty_training_steps_are_those_of_one_process():
         with hdp.init() as comm:
             planner = Planner(None, ClusterSpec(2, 64, pipeline=2), cost_model=COST)
             trainer = trainer_of(comm, planner, CONFIG, torch.float64)
-            trainer.optimizer = optimizer(trainer.stage.parameters())
+            trainer.optimizer = optimizer(trainer.model.parameters())
             losses, weights = weights_after(30, trainer, batches)
-            return losses, {trainer.stage.name_in_model(name): weight for name, weight in weights.items()}
+            return losses, {trainer.stages[0].name_in_model(name): weight for name, weight in weights.items()}
 
     losses, weights = run_threads(one, 1)[0]
     assert losses[-1] < losses[0]
@@ -255,16 +266,21 @@ def make(comm, *, ranks=2, stages=2, mesh=None, stage=None, number=None, config=
     if stage is None:
         stage = split_llama(Llama(config), 2)[mesh.stage if number is None else number]
     planner = Planner(None, ClusterSpec(ranks, 100, pipeline=stages), cost_model=COST)
-    return PipelineTrainer(stage, torch.optim.SGD(stage.parameters(), lr=0.1), planner, mesh, **options)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    return PipelineTrainer(stage, optimizer, planner, mesh, **options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ranks": 4}, "InvalidUsage: the planner plans for 4 ranks of 2 stages, and the mesh has 2 of 2"),
-        ({"stages": 1}, "InvalidUsage: the planner plans for 2 ranks of 1 stages"),
+        (
+            {"ranks": 4},
+            "InvalidUsage: the planner plans for 4 ranks of 2 devices with 1 stages each",
+        ),
+        ({"stages": 1}, "InvalidUsage: the planner plans for 2 ranks of 1 devices"),
+        ({"stage": []}, "InvalidUsage: the model is a list; give this rank's stages"),
         ({"max_grad_norm": 0.0}, "InvalidUsage: max_grad_norm is 0.0"),
-        ({"stage": torch.nn.Linear(2, 2)}, "InvalidUsage: the model is a Linear; give this rank's stage"),
+        ({"stage": torch.nn.Linear(2, 2)}, "InvalidUsage: the model is a Linear; give this rank's stages"),
     ],
 )
 def test_what_does_not_fit_is_said(options, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,21 +31,22 @@ def data(tmp_path_factory):
     return str(folder)
 
 
-def run_of(data, ranks, *, out=None, resume=None, held_out=False, watching=None, context=300, **changed):
-    """On each rank: the result of a run; losses are those of rank 0."""
+def run_rank(data, out=None, resume=None, held_out=False, watching=None, context=300, **changed):
+    """One rank of a run of four steps."""
+    torch.set_num_threads(1)
     config = RunConfig(**{"model": MODEL, "steps": 4, "capacity": 300, "tokens_per_step": 700} | changed)
-    saving = None if out is None else Saving(out, every=2, resume=resume)
+    saving = None if out is None else Saving(Path(out), every=2, resume=resume)
+    corpus = open_corpus([data], context=context)
+    with hdp.init() as comm:
+        told = Watching()
+        if watching is not None and comm.rank == 0:
+            told = Watching(on_step=lambda *row: watching.append(row))
+        return train(comm, corpus, config, saving=saving, held_out=corpus if held_out else None, watching=told)
 
-    def rank():
-        torch.set_num_threads(1)
-        corpus = open_corpus([data], context=context)
-        with hdp.init() as comm:
-            more = {} if watching is None or comm.rank else {"on_step": watching.append}
-            told = Watching(on_step=lambda *row: more["on_step"](row)) if more else Watching()
-            held = corpus if held_out else None
-            return train(comm, corpus, config, saving=saving, held_out=held, watching=told)
 
-    return run_threads(rank, ranks)
+def run_of(data, ranks, **options):
+    """On each rank, a thread: the result of a run."""
+    return run_threads(lambda: run_rank(data, **options), ranks)
 
 
 def losses(results):
@@ -93,21 +95,30 @@ def test_offload_in_stages(data):
     assert all(step.memory_bytes > 0 for step in offloaded[0].steps["balanced"])
 
 
-def test_a_run_goes_on_with_any_number_of_stages(data, plain, tmp_path):
-    """Checkpoints hold the whole model: pipelines save one that a run without takes over, and the other way round."""
-    run_of(data, 2, out=tmp_path, pipeline=2, steps=2)
-    for ranks, pipeline in ((1, 1), (4, 4), (2, 2)):
-        results = run_of(
-            data, ranks, out=tmp_path / f"of-{pipeline}", resume=str(tmp_path / "step-2"), pipeline=pipeline
-        )
+def test_a_run_goes_on_with_any_number_of_stages(ranks, data, plain, tmp_path):
+    """Checkpoints hold the whole model: pipelines save one that a run without takes over, and the other way round.
+
+    In processes: torch's reader of checkpoints has global state.
+    """
+
+    def resumed(out, path, pipeline):
+        results = ranks(2, run_rank_with, data, {"out": str(tmp_path / out), "resume": path, "pipeline": pipeline})
         assert results[0].first_step == 2
         assert losses(results) == pytest.approx(losses(plain)[2:], rel=1e-4)
-    run_of(data, 1, out=tmp_path / "plain", steps=2)
-    results = run_of(data, 2, out=tmp_path / "back", resume=str(tmp_path / "plain/step-2"), pipeline=2)
-    assert losses(results) == pytest.approx(losses(plain)[2:], rel=1e-4)
+
+    ranks(2, run_rank_with, data, {"out": str(tmp_path / "pipes"), "pipeline": 2, "steps": 2})
+    resumed("same", str(tmp_path / "pipes/step-2"), 2)
+    resumed("plain", str(tmp_path / "pipes/step-2"), 1)
+    ranks(2, run_rank_with, data, {"out": str(tmp_path / "whole"), "steps": 2})
+    resumed("back", str(tmp_path / "whole/step-2"), 2)
 
 
-def test_the_state_of_a_trainer_goes_both_ways():
+def run_rank_with(data, options):
+    return run_rank(data, **options)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_state_of_a_trainer_goes_both_ways(chunks):
     """In fp64, with AdamW: what either has after two steps, the other goes on with."""
     lengths = (50, 3, 19, 8)
     sequences = tokens_of(lengths, CONFIG)
@@ -121,12 +132,12 @@ def test_the_state_of_a_trainer_goes_both_ways():
         return Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), planner, comm)
 
     def pipelined(comm, seed=SEED):
-        planner = Planner(None, ClusterSpec(comm.size // 2, 100, pipeline=2), cost_model=COST)
+        planner = Planner(None, ClusterSpec(comm.size // 2, 100, pipeline=2, chunks=chunks), cost_model=COST)
         trainer = trainer_of(comm, planner, CONFIG, torch.float64)
-        trainer.optimizer = torch.optim.AdamW(trainer.stage.parameters(), lr=1e-2)
+        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
         if seed != SEED:
             with torch.no_grad():
-                for parameter in trainer.stage.parameters():
+                for parameter in trainer.model.parameters():
                     parameter.fill_(0.5)
         return trainer
 

@@ -17,8 +17,8 @@ COST = CostModel(1e-9, 1e-6, 1e-4, kv_intra=1e-6, kv_inter=5e-6)
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PIPELINE_PLANS", "12"))
 
 
-def planner_of(ranks, stages):
-    return Planner(None, ClusterSpec(ranks, 1000, pipeline=stages), cost_model=COST)
+def planner_of(ranks, devices, chunks=1):
+    return Planner(None, ClusterSpec(ranks, 1000, pipeline=devices, chunks=chunks), cost_model=COST)
 
 
 def plan_of(ranks, batches):
@@ -40,19 +40,37 @@ def plans(draw):
 
 
 @settings(max_examples=EXAMPLES)
-@given(plan=plans(), stages=st.integers(1, 4))
-def test_any_plan_runs_to_its_end_with_messages_that_block(plan, stages):
-    schedule = planner_of(plan.num_ranks, stages).schedule(plan)
+@given(plan=plans(), devices=st.integers(1, 4), chunks=st.integers(1, 3))
+def test_any_plan_runs_to_its_end_with_messages_that_block(plan, devices, chunks):
+    chunks = chunks if devices > 1 else 1
+    stages = devices * chunks
+    schedule = planner_of(plan.num_ranks, devices, chunks).schedule(plan)
+    schedule.validate(plan)
     programs = make_programs(schedule, plan)
     check_programs(programs, plan, stages=stages)
-    for (rank, stage), program in programs.items():
+    for (rank, device), program in programs.items():
         runs = [action.done for action in program if action.kind == "run"]
-        assert tuple(runs) == schedule.for_stage(plan, rank, stage)
+        for chunk in range(chunks):
+            stage = device + chunk * devices
+            assert tuple(done for done in runs if done.stage == stage) == schedule.for_stage(plan, rank, stage)
         sent = [action for action in program if action.kind == "send"]
         for action in sent:
-            assert Action("receive", action.done, stage) in programs[rank, action.peer]
-        ends = (stage < stages - 1) + (stage > 0)
-        assert len(sent) == ends * len(plan.for_rank(rank))
+            assert Action("receive", action.done, device) in programs[rank, action.peer]
+        borders = sum((stage < stages - 1) + (stage > 0) for stage in range(device, stages, devices))
+        assert len(sent) == borders * len(plan.for_rank(rank))
+
+
+@pytest.mark.parametrize(("devices", "chunks"), [(2, 1), (2, 2), (3, 2), (4, 3), (8, 4)])
+def test_equal_micro_batches_have_the_bubble_of_the_paper(devices, chunks):
+    """(p - 1) / v micro-batches of filling and draining: Narayanan et al., arXiv 2104.04473, section 2.2."""
+    planner = planner_of(1, devices, chunks)
+    for rounds in (1, 2, 4):
+        count = rounds * devices
+        found = planner.simulate(plan_of(1, [((0,), 100)] * count))
+        wanted = (count + (devices - 1) / chunks) * COST.seconds([100])
+        assert found["makespan"] == pytest.approx(wanted, rel=1e-9)
+        most = devices if chunks == 1 else devices + (devices - 1) / chunks
+        assert found["peak_tokens"].max() <= 100 * most * (1 + 1e-9)
 
 
 TWO = plan_of(1, [((0,), 10), ((0,), 10)])

@@ -67,6 +67,26 @@ def test_equal_micro_batches_run_1f1b() -> None:
     assert text == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
 
 
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(1, 1000), max_size=12), devices=st.integers(2, 4), chunks=st.integers(1, 3))
+def test_plans_of_interleaved_pipelines_are_above_the_bound(lengths: list[int], devices: int, chunks: int) -> None:
+    cluster = ClusterSpec(ranks=5, capacity=200, ranks_per_node=2, pipeline=devices, chunks=chunks)
+    planner = Planner(None, cluster, cost_model=COST)
+    plan = planner.plan(lengths)
+    plan.validate(lengths)
+    assert plan.makespan_s >= plan.lower_bound_s * (1 - 1e-9)
+    schedule = planner.schedule(plan)
+    schedule.validate(plan)
+    assert (schedule.stages, schedule.chunks, schedule.devices) == (devices * chunks, chunks, devices)
+
+
+def test_chunks_need_a_pipeline() -> None:
+    with pytest.raises(InvalidUsage, match="chunks is 2 and pipeline 1: give a pipeline"):
+        ClusterSpec(ranks=2, capacity=10, chunks=2)
+    with pytest.raises(InvalidUsage, match="chunks"):
+        ClusterSpec(ranks=2, capacity=10, chunks=0)
+
+
 def test_a_wrong_schedule_is_refused() -> None:
     planner = make_planner(2)
     plan = planner.plan([150, 90, 700])

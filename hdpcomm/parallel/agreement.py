@@ -1,0 +1,67 @@
+"""All ranks of a mesh must have cut the same model alike: each holds its own stages, and none is missing or double."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.stages import LlamaStage
+
+__all__ = ["check_same_mesh", "checked_stages"]
+
+
+def checked_stages(given: LlamaStage | Sequence[LlamaStage], mesh: Mesh) -> list[LlamaStage]:
+    """The stages as a list. Local. Raises InvalidUsage unless they can be those of this rank."""
+    stages = [given] if isinstance(given, LlamaStage) else list(given) if isinstance(given, Sequence) else []
+    how = f"split_llama(model, {mesh.pipeline})[mesh.stage], or split_llama(model, n)[mesh.stage::{mesh.pipeline}]"
+    if not stages or not all(isinstance(stage, LlamaStage) for stage in stages):
+        raise InvalidUsage(f"the model is a {type(given).__name__}; give this rank's stages, {how}")
+    if len(stages) > 1 and mesh.pipeline == 1:
+        raise InvalidUsage(f"{len(stages)} stages on a device need a pipeline of 2 devices or more; give one stage")
+    last = mesh.stage == mesh.pipeline - 1
+    for place, stage in enumerate(stages):
+        if (stage.first, stage.last) != (mesh.stage + place == 0, last and place == len(stages) - 1):
+            raise InvalidUsage(
+                f"this rank is stage {mesh.stage} of {mesh.pipeline}, and was given the layers {stage.layers.start} to "
+                f"{stage.layers.stop - 1} of {stage.config.layers} as number {place} of its {len(stages)}; give {how}"
+            )
+    return stages
+
+
+def check_same_mesh(stages: Sequence[LlamaStage], mesh: Mesh) -> None:
+    """Compares the meshes and the cuts of all ranks. Collective over the mesh.
+
+    Raises: Mismatch on every rank, naming the ranks with another mesh, or the layers that do not follow each other.
+    """
+    facts = f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {stages[0].config} {len(stages)}"
+    digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "big")
+    digests = torch.empty(mesh.comm.size, dtype=torch.int64)
+    mesh.comm.all_gather(digests, torch.tensor([digest], dtype=torch.int64))
+    others = [mesh.comm.ranks[at] for at in range(mesh.comm.size) if digests[at] != digest]
+    if others:
+        raise _mismatch(
+            f"rank {mesh.comm.global_rank} has another mesh or another model than the ranks {others}: {mesh}; give "
+            "Mesh and split_llama the same arguments on all ranks",
+            mesh,
+        )
+    own = torch.tensor([[stage.layers.start, stage.layers.stop] for stage in stages], dtype=torch.int64)
+    rows = own.new_empty(mesh.comm.size, len(stages), 2)
+    mesh.comm.all_gather(rows, own)
+    # [chunk, stage, HDP rank, (first, end)]
+    bounds = rows[mesh.positions[:, :, 0]].permute(2, 0, 1, 3).flatten(0, 1).tolist()
+    alike = all(row == each[0] for each in bounds for row in each)
+    if not alike or any(before[0][1] != after[0][0] for before, after in itertools.pairwise(bounds)):
+        raise _mismatch(
+            f"the stages hold the layers [first, end] {bounds}, HDP rank by HDP rank, which do not follow each other; "
+            "give split_llama the same arguments on all ranks",
+            mesh,
+        )
+
+
+def _mismatch(message: str, mesh: Mesh) -> Mismatch:
+    return Mismatch(message, rank=mesh.comm.global_rank, op="mesh", ranks=mesh.comm.ranks)
