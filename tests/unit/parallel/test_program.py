@@ -73,6 +73,15 @@ def test_equal_micro_batches_have_the_bubble_of_the_paper(devices, chunks):
         assert found["peak_tokens"].max() <= 100 * most * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaving_equal_micro_batches_is_never_slower(chunks):
+    for devices in (2, 3, 4, 8):
+        for count in range(1, 3 * devices + 3):
+            plan = plan_of(1, [((0,), 100)] * count)
+            plain, interleaved = (planner_of(1, devices, v).simulate(plan)["makespan"] for v in (1, chunks))
+            assert interleaved <= plain * (1 + 1e-9), (devices, count)
+
+
 TWO = plan_of(1, [((0,), 10), ((0,), 10)])
 
 
