@@ -3,7 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <limits>
+#include <map>
 #include <queue>
 #include <utility>
 #include <vector>
@@ -24,6 +27,7 @@ struct Block {
   double ready = 0;
   int first = 0;
   int count = 0;
+  double speed = 1;  // of all of its ranks
 };
 
 // Ranks that wait until the last rank of their group is free; smaller jobs may run there meanwhile.
@@ -32,6 +36,7 @@ struct Gap {
   double until = 0;
   int first = 0;
   int count = 0;
+  double speed = 1;
 };
 
 // Short sequences that one rank runs one after the other, from `start` on.
@@ -69,9 +74,9 @@ class BlockPacker {
     for (const double before : around_.before) begin = std::max(begin, before);
     for (size_t rank = 0; rank < around_.before.size(); ++rank) {
       const double free = around_.before[rank];
-      if (free < begin) gaps_.push_back({free, begin, static_cast<int>(rank), 1});
+      if (free < begin) gaps_.push_back({free, begin, static_cast<int>(rank), 1, speed(rank)});
     }
-    blocks_.assign(1, Block{begin, 0, problem_.ranks()});
+    blocks_ = blocksOfSpeeds(begin);
     const double short_limit_s = kShortShare * target;
     size_t next = 0;
     for (; next < jobs_.size(); ++next) {
@@ -95,15 +100,18 @@ class BlockPacker {
         const auto begin = ready.begin() + first;
         const double start = *std::max_element(begin, begin + size);
         for (int rank = first; rank < first + size; ++rank) {
-          if (ready[rank] < start) gaps_.push_back({ready[rank], start, rank, 1});
+          if (ready[rank] < start) gaps_.push_back({ready[rank], start, rank, 1, speed(rank)});
         }
-        std::fill_n(begin, size, start + seconds(jobs_[next], first, size));
+        const double slowest = cost_.cluster().slowest(first, size);
+        std::fill_n(begin, size, start + seconds(jobs_[next], first, size) / slowest);
         placements_.push_back({static_cast<int32_t>(next++), start, {{first, size}}});
         first += size;
       }
     }
     blocks_.clear();
-    for (int rank = 0; rank < problem_.ranks(); ++rank) blocks_.push_back({ready[rank], rank, 1});
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      blocks_.push_back({ready[rank], rank, 1, speed(rank)});
+    }
     std::stable_sort(blocks_.begin(), blocks_.end(),
                      [](const Block& a, const Block& b) { return a.ready < b.ready; });
     return placeShort(next);
@@ -149,6 +157,20 @@ class BlockPacker {
     return sizes;
   }
 
+  double speed(size_t rank) const noexcept { return cost_.cluster().speed(static_cast<int>(rank)); }
+
+  // Neighbouring ranks of equal speed, all free at the same time.
+  std::vector<Block> blocksOfSpeeds(double ready) const {
+    std::vector<Block> blocks;
+    for (int rank = 0; rank < problem_.ranks();) {
+      int end = rank + 1;
+      while (end < problem_.ranks() && speed(end) == speed(rank)) ++end;
+      blocks.push_back({ready, rank, end - rank, speed(rank)});
+      rank = end;
+    }
+    return blocks;
+  }
+
   int fastest(Job& job) {
     if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
     return job.fastest;
@@ -162,7 +184,7 @@ class BlockPacker {
     for (size_t i = gaps_.size() - std::min<size_t>(gaps_.size(), kMaxProbes); i < gaps_.size();
          ++i) {
       const Gap& gap = gaps_[i];
-      const double room = gap.until - gap.start;
+      const double room = (gap.until - gap.start) * gap.speed;
       if (gap.count < job.min_size || room >= best_room || room < job.min_size_s) continue;
       if (room < seconds(job, gap.first, job.min_size)) continue;
       best = i;
@@ -171,15 +193,16 @@ class BlockPacker {
     if (best == gaps_.size()) return false;
     const Gap gap = gaps_[best];
     const int size = job.min_size;
-    const double end = gap.start + seconds(job, gap.first, size);
-    gaps_[best] = {end, gap.until, gap.first, size};
+    const double end = gap.start + seconds(job, gap.first, size) / gap.speed;
+    gaps_[best] = {end, gap.until, gap.first, size, gap.speed};
     if (gap.count > size) {
-      gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size});
+      gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size, gap.speed});
     }
     placements_.push_back({static_cast<int32_t>(index), gap.start, {{gap.first, size}}});
     return true;
   }
 
+  // On neighbouring ranks of full speed.
   double seconds(const Job& job, int first, int size) const {
     const int node = cost_.cluster().ranks_per_node;
     return cost_.seconds(job.load, size, first / node == (first + size - 1) / node);
@@ -205,8 +228,8 @@ class BlockPacker {
     probes = kMaxProbes;  // the first block needs the fewest ranks
     for (auto it = blocks_.begin(); it != end && probes > 0; ++it, --probes) {
       if (it->count < job.min_size) continue;
-      const int size =
-          cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count), target_ - it->ready);
+      const int size = cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count),
+                                        (target_ - it->ready) * it->speed);
       if (size > 0 && placeAt(index, it - blocks_.begin(), size)) return true;
     }
     return false;
@@ -233,70 +256,100 @@ class BlockPacker {
     const int first = position(block, size);
     const int node = cost_.cluster().ranks_per_node;
     const bool one_node = first / node == (first + size - 1) / node;
-    const double end = block.ready + cost_.seconds(job.load, size, one_node);
+    const double end = block.ready + cost_.seconds(job.load, size, one_node) / block.speed;
     if (end > target_ * (1 + 1e-9)) return false;
     blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
-    insert({block.ready, block.first, first - block.first});
-    insert({block.ready, first + size, block.first + block.count - first - size});
-    insert({end, first, size});
+    insert({block.ready, block.first, first - block.first, block.speed});
+    insert({block.ready, first + size, block.first + block.count - first - size, block.speed});
+    insert({end, first, size, block.speed});
     placements_.push_back({static_cast<int32_t>(index), block.ready, {{first, size}}});
     return true;
   }
 
   // No block has room: joins the blocks that become free first, as many as minimise idle time plus
-  // additional work plus time beyond the target.
+  // additional work plus time beyond the target; of all of them, or of those that are fast enough.
   void placeAnywhere(size_t index) {
+    Joint best;
+    for (const double least_speed : speedLimits())
+      best = std::min(best, bestJoint(index, least_speed));
+    join(index, best);
+  }
+
+  // The blocks of at least a speed that a job would take, from the one that is free first on.
+  struct Joint {
+    double score = std::numeric_limits<double>::infinity();
+    double least_speed = 0;
+    size_t blocks = 0;
+    int size = 0;
+    bool operator<(const Joint& other) const { return score < other.score; }
+  };
+
+  Joint bestJoint(size_t index, double least_speed) {
     Job& job = jobs_[index];
-    double best_score = std::numeric_limits<double>::infinity();
-    size_t best_blocks = 0;
-    int best_size = 0;
+    Joint best;
+    best.least_speed = least_speed;
     int count = 0;
     int next_count = job.min_size;
     double ready_area = 0;
+    double slowest = 1;
+    size_t blocks = 0;
     const int most = fastest(job);
-    for (size_t k = 0; k < blocks_.size(); ++k) {
-      count += blocks_[k].count;
-      ready_area += blocks_[k].ready * blocks_[k].count;
+    for (const Block& block : blocks_) {
+      if (block.speed < least_speed) continue;
+      ++blocks;
+      count += block.count;
+      ready_area += block.ready * block.count;
+      slowest = std::min(slowest, block.speed);
       // Trying every number of blocks takes too long; steps of a twentieth are enough.
       if (count < next_count) continue;
       next_count = count + count / 20 + 1;
-      const double start = blocks_[k].ready;
+      const double start = block.ready;
       const int widest = std::min(most, count);
-      const int size = cost_.sizeWithin(job.load, job.min_size, widest, target_ - start);
+      const int size =
+          cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) * slowest);
       for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
-        const double time = cost_.seconds(job.load, candidate);
+        const double time = cost_.seconds(job.load, candidate) / slowest;
         const double idle =
-            start * count - ready_area - (count - candidate) * (start - blocks_[k].ready);
+            start * count - ready_area - (count - candidate) * (start - block.ready);
         const double extra = candidate * time - job.min_size * job.min_size_s;
         const double late = std::max(0.0, start + time - target_) * problem_.ranks();
         const double score = idle + extra + late;
-        if (score < best_score) {
-          best_score = score;
-          best_blocks = k + 1;
-          best_size = candidate;
-        }
+        if (score < best.score) best = {score, least_speed, blocks, candidate};
       }
       if (count >= most) break;
     }
-    join(index, best_blocks, best_size);
+    return best;
   }
 
-  void join(size_t index, size_t num_blocks, int size) {
-    std::vector<Block> used(blocks_.begin(),
-                            blocks_.begin() + static_cast<std::ptrdiff_t>(num_blocks));
-    blocks_.erase(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(num_blocks));
+  const std::vector<double>& speedLimits() {
+    if (speed_limits_.empty()) speed_limits_ = cost_.cluster().speedLimits();
+    return speed_limits_;
+  }
+
+  void join(size_t index, const Joint& joint) {
+    std::vector<Block> used;
+    std::vector<Block> left_alone;
+    for (const Block& block : blocks_) {
+      const bool taken = used.size() < joint.blocks && block.speed >= joint.least_speed;
+      (taken ? used : left_alone).push_back(block);
+    }
+    blocks_ = std::move(left_alone);
     const double start = used.back().ready;
     Placement placement{static_cast<int32_t>(index), start, {}};
+    std::vector<Block> members;
+    double slowest = 1;
     // Takes ranks from the block that is free last backwards, so that the ranks left over are free
     // early.
-    int left = size;
+    int left = joint.size;
     for (auto it = used.rbegin(); it != used.rend(); ++it) {
       const int count = std::min(left, it->count);
       if (count > 0) {
         placement.ranges.push_back({it->first, count});
-        if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count});
+        members.push_back({0, it->first, count, it->speed});
+        slowest = std::min(slowest, it->speed);
+        if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count, it->speed});
       }
-      insert({it->ready, it->first + count, it->count - count});
+      insert({it->ready, it->first + count, it->count - count, it->speed});
       left -= count;
     }
     const int node = cost_.cluster().ranks_per_node;
@@ -305,8 +358,11 @@ class BlockPacker {
       one_node = one_node && first / node == placement.ranges[0].first / node &&
                  (first + count - 1) / node == placement.ranges[0].first / node;
     }
-    const double end = start + cost_.seconds(jobs_[index].load, size, one_node);
-    for (const auto& [first, count] : placement.ranges) insert({end, first, count});
+    const double end = start + cost_.seconds(jobs_[index].load, joint.size, one_node) / slowest;
+    for (Block& block : members) {
+      block.ready = end;
+      insert(block);
+    }
     placements_.push_back(std::move(placement));
   }
 
@@ -318,30 +374,33 @@ class BlockPacker {
     blocks_.insert(place, block);
   }
 
-  // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the least
-  // loaded ranks. Returns the makespan of all jobs.
+  // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the ranks
+  // that end them first. Returns the makespan of all jobs.
   double placeShort(size_t next) {
     slots_.clear();
     using Entry = std::pair<double, int32_t>;  // (time left or time ready, slot)
-    std::priority_queue<Entry> gap_slots;
+    std::priority_queue<Entry> gap_slots;      // time left at full speed
     for (const Gap& gap : gaps_) {
       for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
-        gap_slots.push({gap.until - gap.start, static_cast<int32_t>(slots_.size())});
+        const double left = (gap.until - gap.start) * gap.speed;
+        gap_slots.push({left, static_cast<int32_t>(slots_.size())});
         slots_.push_back({gap.start, rank, {}});
       }
     }
     double makespan = 0;
-    std::vector<Entry> tails;
+    std::map<int, std::vector<Entry>, std::greater<>> tails;  // by speed class, fast ones first
     for (const Block& block : blocks_) {
+      std::vector<Entry>& tail = tails[speedClass(block.speed)];
       for (int rank = block.first; rank < block.first + block.count; ++rank) {
         const double ready = block.ready + (around_.after.empty() ? 0 : around_.after[rank]);
         makespan = std::max(makespan, ready);
-        tails.push_back({ready, static_cast<int32_t>(slots_.size())});
+        tail.push_back({ready, static_cast<int32_t>(slots_.size())});
         slots_.push_back({block.ready, rank, {}});
       }
     }
-    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks(std::greater<>(),
-                                                                         std::move(tails));
+    using Queue = std::priority_queue<Entry, std::vector<Entry>, std::greater<>>;
+    std::vector<Queue> classes;  // of about the same speed each
+    for (auto& [unused, tail] : tails) classes.emplace_back(std::greater<>(), std::move(tail));
     const CostParams& params = cost_.params();
     const double capacity = static_cast<double>(cost_.memory().capacity);
     for (; next < jobs_.size(); ++next) {
@@ -354,13 +413,27 @@ class BlockPacker {
         gap_slots.push({left - time, slot});
         continue;
       }
-      const auto [ready, slot] = ranks.top();
-      ranks.pop();
+      Queue* ranks = nullptr;
+      double first_end = std::numeric_limits<double>::infinity();
+      for (Queue& candidates : classes) {
+        const auto& [ready, slot] = candidates.top();
+        const double end = ready + time / speed(slots_[slot].rank);
+        if (end >= first_end) continue;
+        first_end = end;
+        ranks = &candidates;
+      }
+      const int32_t slot = ranks->top().second;
+      ranks->pop();
       slots_[slot].sequences.push_back(job.sequence);
-      ranks.push({ready + time, slot});
-      makespan = std::max(makespan, ready + time);
+      ranks->push({first_end, slot});
+      makespan = std::max(makespan, first_end);
     }
     return makespan;
+  }
+
+  // Speeds that differ by a few per cent only are in one class.
+  static int speedClass(double speed) {
+    return speed == 1 ? 0 : static_cast<int>(std::floor(16 * std::log2(speed)));
   }
 
   const Problem& problem_;
@@ -373,6 +446,7 @@ class BlockPacker {
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
   std::vector<Slot> slots_;
+  std::vector<double> speed_limits_;
 };
 
 // Jobs by falling length, on the smallest sizes that memory allows.

@@ -3,7 +3,7 @@
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
 // into T. The bound is the smallest T that passes all three tests. With a pipeline of p stages each
 // micro-batch passes all of them, and the last stage is idle while the first micro-batch comes and
-// the last one goes.
+// the last one goes. Ranks of different speeds count as that much of a rank.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -42,12 +42,21 @@ class Bound {
     longest_.add(longest);
     shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = cost_.maxOffload(longest_);  // the ratio grows with the length
+    for (int high = 1; high < kMaxStack; ++high) {
+      double places = 0;
+      for (int rank = 0; rank < problem.ranks(); ++rank) {
+        places += std::ceil(cost_.cluster().speed(rank) * (high + 1)) - 1;
+      }
+      stack_[high] = places / problem.ranks();
+    }
+    for (int rank = 0; rank < problem.ranks(); ++rank) ranks_ += cost_.cluster().speed(rank);
+    sortSpeeds();
     if (stages_ > 1) filling_ = (stages_ - 1) * shortestBatch() / cost_.cluster().chunks;
     collectItems();
   }
 
   double solve() const {
-    double low = std::max(slowest_ * stages_, workAlone() / problem_.ranks() + filling_);
+    double low = std::max(slowest_ * stages_, workAlone() / ranks_ + filling_);
     double high = low;
     while (!possible(high)) {
       low = high;
@@ -77,11 +86,23 @@ class Bound {
     return static_cast<int>(std::min(least, problem_.ranks() + 1.0));
   }
 
+  void sortSpeeds() {
+    speeds_ = cost_.cluster().speeds;
+    std::sort(speeds_.begin(), speeds_.end(), std::greater<>());
+    speed_sums_.assign(1, 0.0);
+    for (size_t i = 0; i < speeds_.size(); ++i) {
+      speed_sums_.push_back(speed_sums_.back() + speeds_[i]);
+      const bool last = i + 1 == speeds_.size() || speeds_[i + 1] < speeds_[i];
+      if (last) class_ends_.push_back(static_cast<int>(i + 1));
+    }
+    mixed_.assign(speeds_.size() + 1, 0.0);
+  }
+
   // Keeps the sequences that need several ranks, or that take longer on one rank than the least
   // possible step; the others never do.
   void collectItems() {
     slowest_ = slowestFastest();
-    const double low = std::max(slowest_, (workAlone() / problem_.ranks() + filling_) / stages_);
+    const double low = std::max(slowest_, (workAlone() / ranks_ + filling_) / stages_);
     std::vector<Load> loads;
     for (int i = 0; i < problem_.count(); ++i) {
       const Load load = problem_.own(i);
@@ -111,11 +132,18 @@ class Bound {
       if (load.squares > widest.squares) widest = load;
     }
     double slowest = 0;
-    for (const Load& load : {longest, widest}) {
-      const int least = leastRanks(load, mostHeld(kForever));
-      slowest = std::max(slowest, cost_.seconds(load, cost_.fastestSize(load, least)));
-    }
+    for (const Load& load : {longest, widest}) slowest = std::max(slowest, fastestTime(load));
     return slowest;
+  }
+
+  double fastestTime(const Load& load) const {
+    const int least = leastRanks(load, mostHeld(kForever));
+    if (speeds_.empty()) return cost_.seconds(load, cost_.fastestSize(load, least));
+    double fastest = kForever;  // on the fastest ranks of each number
+    for (int size = least; size <= problem_.ranks(); ++size) {
+      fastest = std::min(fastest, cost_.seconds(load, size) / speeds_[size - 1]);
+    }
+    return fastest;
   }
 
   // Least sum of the forward pass of one micro-batch and the backward pass of another one: each has
@@ -139,9 +167,38 @@ class Bound {
 
   // Rank-seconds of all sequences on one rank each: no plan has less.
   double workAlone() const { return workAlone(mostHeld(kForever)); }
-  double workAlone(double held) const {
-    return params_.attention * all_.squares + (params_.piece + params_.linear) * all_.tokens +
-           params_.fixed * all_.tokens / held;
+  double workAlone(double held) const { return workAlone(all_, held); }
+  double workAlone(const Load& load, double held) const {
+    return params_.attention * load.squares + (params_.piece + params_.linear) * load.tokens +
+           params_.fixed * load.tokens / held;
+  }
+
+  // Smallest size in which the fastest ranks end within `limit` seconds; 0 if there is none.
+  int sizeWithin(const Load& load, int least, double limit) const {
+    int size = cost_.sizeWithin(load, least, problem_.ranks(), limit);
+    while (size > 0 && !speeds_.empty()) {  // at the speed of the last one
+      const double slower = limit * speeds_[size - 1];
+      const int more = cost_.sizeWithin(load, size, problem_.ranks(), slower);
+      if (more == size) break;
+      size = more;
+    }
+    return size;
+  }
+
+  // What a group of `size` ranks could do at their own speeds over what it does at that of its
+  // slowest, at least, whichever ranks they are.
+  double mixed(int size) const {
+    if (speeds_.empty()) return 1;
+    double& known = mixed_[size];
+    if (known > 0) return known;
+    known = kForever;
+    // Of all groups with the same slowest speed, that of the slowest other ranks.
+    for (const int end : class_ends_) {
+      if (end < size) continue;
+      const double sum = speed_sums_[end] - speed_sums_[end - size];
+      known = std::min(known, sum / (size * speeds_[end - 1]));
+    }
+    return known;
   }
 
   // The smallest group size from which on every ring is bound by its transfers, in a pass with
@@ -218,7 +275,7 @@ class Bound {
   bool possible(double time) const {
     const Limits limits = limitsOf(time);
     if (slowest_ > limits.batch_s) return false;
-    const double room = limits.rank_s * problem_.ranks();
+    const double room = limits.rank_s * ranks_;
     double work = workAlone(limits.held);
     if (work > room) return false;
     for (const Item& item : items_) {
@@ -226,22 +283,27 @@ class Bound {
       if (least > problem_.ranks()) return false;
       if (least == 1 && cost_.seconds(item.load, 1) <= limits.batch_s)
         break;  // and all shorter ones
-      const int size = cost_.sizeWithin(item.load, least, problem_.ranks(), limits.batch_s);
+      const int size = sizeWithin(item.load, least, limits.batch_s);
       if (size == 0) return false;
-      work += workBeyondOne(item.load, size, limits);
+      const double beyond_one = workBeyondOne(item.load, size, limits);
+      work += beyond_one;
+      if (const double lost = mixed(size) - 1; lost > 0) {
+        work += lost * (beyond_one + workAlone(item.load, limits.held));
+      }
       if (work > room) return false;
     }
     return stacksFit(limits);
   }
 
   // At most k micro-batches that take more than 1 / (k + 1) of a rank's time follow each other on
-  // it. A sequence that takes so long on every number of ranks is in one of them, which has a rank
-  // for each `held` tokens.
+  // it, fewer on a slow one. A sequence that takes so long on every number of ranks is in one of
+  // them, which has a rank for each `held` tokens.
   bool stacksFit(const Limits& limits) const {
-    const double places = limits.held * problem_.ranks();
     const double all = items_.empty() ? 0 : items_.back().tokens_before + items_.back().load.tokens;
     size_t count = 0;
-    for (int high = 1; high < kMaxStack && all > high * places; ++high) {
+    for (int high = 1; high < kMaxStack; ++high) {
+      const double places = stack_[high] * (limits.held * problem_.ranks());
+      if (all <= places) break;
       const double limit = limits.rank_s / (high + 1);
       // The fastest time falls with the length: the items that are too slow come first.
       size_t end = items_.size();
@@ -255,7 +317,7 @@ class Bound {
       if (count == 0) continue;
       const Item& last = items_[count - 1];
       const double tokens = last.tokens_before + last.load.tokens;
-      if (tokens > high * places * (1 + 1e-9)) return false;
+      if (tokens > places * (1 + 1e-9)) return false;
     }
     return true;
   }
@@ -271,8 +333,14 @@ class Bound {
   Load all_, longest_, shortest_;
   std::vector<Item> items_;  // by falling length
   double max_offload_ = 0;
-  double filling_ = 0;  // idle time of a pipeline's last stage
-  double slowest_ = 0;  // fastest time of the longest sequence
+  double ranks_ = 0;                   // the sum of their speeds
+  std::vector<double> speeds_;         // fastest first; empty: all are alike
+  std::vector<double> speed_sums_;     // of the first ones
+  std::vector<int> class_ends_;        // how many ranks have at least a speed
+  mutable std::vector<double> mixed_;  // of mixed(), by size; 0: not known yet
+  double stack_[kMaxStack] = {};       // how many follow each other on a rank, mean over the ranks
+  double filling_ = 0;                 // idle time of a pipeline's last stage
+  double slowest_ = 0;                 // fastest time of the longest sequence
 };
 
 }  // namespace

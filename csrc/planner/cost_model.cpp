@@ -1,12 +1,16 @@
 #include "planner/cost_model.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "base/error.hpp"
 
 namespace hdpcomm::planner {
 namespace {
+
+constexpr double kLeastSpeed = 1e-3;
 
 void checkNotNegative(double value, const char* name) {
   if (!(value >= 0) || !std::isfinite(value)) {
@@ -16,6 +20,18 @@ void checkNotNegative(double value, const char* name) {
 }
 
 }  // namespace
+
+std::vector<double> Cluster::speedLimits() const {
+  constexpr size_t kMost = 8;
+  std::vector<double> different = speeds;
+  std::sort(different.begin(), different.end(), std::greater<>());
+  different.erase(std::unique(different.begin(), different.end()), different.end());
+  const size_t stride = (different.size() + kMost - 1) / kMost;
+  std::vector<double> limits;
+  for (size_t i = 0; i < different.size(); i += stride) limits.push_back(different[i]);
+  limits.push_back(0);
+  return limits;
+}
 
 CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const Cluster& cluster)
     : params_(params), memory_(memory), cluster_(cluster) {
@@ -56,6 +72,20 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
                       std::to_string(cluster.ranks_per_node) + ", " +
                       std::to_string(cluster.pipeline) + " and " + std::to_string(cluster.chunks));
   }
+  if (!cluster.speeds.empty() && cluster.speeds.size() != static_cast<size_t>(cluster.ranks)) {
+    throwInvalidUsage(std::to_string(cluster.speeds.size()) + " speeds are given for " +
+                      std::to_string(cluster.ranks) + " ranks: give one for each, or none");
+  }
+  for (size_t rank = 0; rank < cluster.speeds.size(); ++rank) {
+    const double speed = cluster.speeds[rank];
+    if (!(speed >= kLeastSpeed && speed <= 1)) {
+      throwInvalidUsage("the speed of rank " + std::to_string(rank) + " is " +
+                        std::to_string(speed) +
+                        ", expected 0.001 to 1: give each relative to the fastest rank");
+    }
+  }
+  const auto full = [](double speed) { return speed == 1; };
+  if (std::all_of(cluster.speeds.begin(), cluster.speeds.end(), full)) cluster_.speeds.clear();
 }
 
 double CostModel::maxOffload(const Load& load) const noexcept {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace hdpcomm::planner {
 
@@ -35,6 +36,19 @@ struct Cluster {
   int ranks_per_node = 1;
   int pipeline = 1;  // devices of each rank's pipeline; 1: none
   int chunks = 1;    // stages of the model on each of these
+  // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
+  // At most 1, which is the rank that the costs are those of; empty: all are alike.
+  std::vector<double> speeds;
+
+  double speed(int rank) const noexcept { return speeds.empty() ? 1.0 : speeds[rank]; }
+  // Of the slowest of `count` neighbouring ranks.
+  double slowest(int first, int count) const noexcept {
+    return speeds.empty()
+               ? 1.0
+               : *std::min_element(speeds.begin() + first, speeds.begin() + first + count);
+  }
+  // Least speeds of a group that are worth a try, for a few of the different ones; 0 comes last.
+  std::vector<double> speedLimits() const;
 };
 
 // The sums over the sequences of a micro-batch that its cost depends on.
@@ -80,7 +94,7 @@ class CostModel {
                     (1 - params_.forward_transfer) * transfer - (1 - params_.forward) * compute);
   }
 
-  // Seconds of a micro-batch over `size` ranks.
+  // Seconds of a micro-batch over `size` ranks, all of full speed, as in all that follows.
   double seconds(const Load& load, int size, bool one_node) const noexcept {
     const double compute = stepCompute(load, size);
     double total = size * compute + params_.linear * load.tokens / size + params_.fixed;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <deque>
 #include <limits>
+#include <numeric>
 #include <queue>
 
 #include "planner/block_packer.hpp"
@@ -96,10 +97,19 @@ class WavePlanner {
   explicit WavePlanner(const Problem& problem)
       : problem_(problem), cost_(problem.cost()), jobs_(makeJobs(problem)) {
     for (const Job& job : jobs_) work_ += job.min_size * job.min_size_s;
+    const Cluster& cluster = cost_.cluster();
+    by_speed_.resize(problem.ranks());
+    std::iota(by_speed_.begin(), by_speed_.end(), 0);
+    std::stable_sort(by_speed_.begin(), by_speed_.end(),
+                     [&](int a, int b) { return cluster.speed(a) > cluster.speed(b); });
+    for (const int rank : by_speed_) {
+      speeds_.push_back(cluster.speed(rank));
+      ranks_ += speeds_.back();
+    }
   }
 
   // About the seconds of a rank, on the smallest sizes.
-  double meanWork() const { return work_ / problem_.ranks(); }
+  double meanWork() const { return work_ / ranks_; }
 
   std::vector<MicroBatch> plan(const Shape& shape, double slack) {
     std::vector<double> heights = relativeHeights(shape);
@@ -138,9 +148,9 @@ class WavePlanner {
       if (single(job, height)) break;
       const int left = problem_.ranks() - wave.used;
       if (job.min_size > left) continue;
-      int size = cost_.sizeWithin(job.load, job.min_size, left, wave.height);
+      int size = sizeWithin(job, wave.used, wave.height);
       if (size == 0 && wave.used == 0 && tooHigh(job)) {
-        size = cost_.fastestSize(job.load, job.min_size);
+        size = fastestSize(job);
       }
       if (size == 0) {
         if (++misses > kMaxMisses) break;
@@ -148,9 +158,9 @@ class WavePlanner {
       }
       used_[i] = true;
       MicroBatch batch;
-      batch.ranks = ringOrder(wave.used, size);
+      batch.ranks = ringOrder(ranksFrom(wave.used, size));
       batch.sequences = problem_.withRiders(job.sequence);
-      batch.start = cost_.seconds(job.load, size);
+      batch.start = cost_.seconds(job.load, size) / speeds_[wave.used + size - 1];
       wave.height = std::max(wave.height, batch.start);
       wave.used += size;
       wave.wide.push_back(std::move(batch));
@@ -159,10 +169,40 @@ class WavePlanner {
     waves_.push_back(std::move(wave));
   }
 
-  // Whether a sequence ends within the unit on no number of ranks.
-  bool tooHigh(const Job& job) const {
-    return cost_.sizeWithin(job.load, job.min_size, problem_.ranks(), unit_) == 0;
+  // Fewest ranks from place `first` on, fastest ranks first, on which the job ends within the
+  // height; 0 if there are none.
+  int sizeWithin(const Job& job, int first, double height) const {
+    const int left = problem_.ranks() - first;
+    int size = cost_.sizeWithin(job.load, job.min_size, left, height * speeds_[first]);
+    while (size > 0 &&
+           speeds_[first + size - 1] < speeds_[first]) {  // at the speed of the last one
+      const int more = cost_.sizeWithin(job.load, size, left, height * speeds_[first + size - 1]);
+      if (more == size) break;
+      size = more;
+    }
+    return size;
   }
+
+  // The fastest number of the fastest ranks.
+  int fastestSize(const Job& job) const {
+    int best = cost_.fastestSize(job.load, job.min_size);
+    const auto seconds = [&](int size) {
+      return cost_.seconds(job.load, size) / speeds_[size - 1];
+    };
+    for (int size = best - 1; size >= job.min_size && !cost_.cluster().speeds.empty(); --size) {
+      if (seconds(size) < seconds(best)) best = size;
+    }
+    return best;
+  }
+
+  std::vector<int32_t> ranksFrom(int first, int count) const {
+    std::vector<int32_t> ranks(by_speed_.begin() + first, by_speed_.begin() + first + count);
+    std::sort(ranks.begin(), ranks.end());
+    return ranks;
+  }
+
+  // Whether a sequence ends within the unit on no number of ranks.
+  bool tooHigh(const Job& job) const { return sizeWithin(job, 0, unit_) == 0; }
 
   // Deals the short sequences to the packs, longest first, each to the pack that lacks most.
   void fillPacks() {
@@ -174,7 +214,11 @@ class WavePlanner {
     const double full = fullPackSeconds();
     double room = 0;
     const auto count = [&](const Wave& wave) {
-      room += std::min(wave.height, full) * static_cast<double>(wave.packs.size());
+      if (cost_.cluster().speeds.empty()) {
+        room += std::min(wave.height, full) * static_cast<double>(wave.packs.size());
+        return;
+      }
+      for (size_t k = 0; k < wave.packs.size(); ++k) room += packSeconds(wave, k, full);
     };
     for (const Wave& wave : waves_) count(wave);
     while (room < work) {
@@ -187,7 +231,7 @@ class WavePlanner {
     for (size_t w = 0; w < waves_.size(); ++w) {
       for (size_t k = 0; k < waves_[w].packs.size(); ++k) {
         entries.push_back(
-            {scale * std::min(waves_[w].height, full), {static_cast<int>(w), static_cast<int>(k)}});
+            {scale * packSeconds(waves_[w], k, full), {static_cast<int>(w), static_cast<int>(k)}});
       }
     }
     std::priority_queue<Entry> lacking(std::less<Entry>(), std::move(entries));
@@ -220,6 +264,11 @@ class WavePlanner {
       if (!placed) left_over.push_back(job.sequence);
     }
     addLeftOver(left_over);
+  }
+
+  // Seconds of a pack at full speed that end with the wave on its rank; `full`: most.
+  double packSeconds(const Wave& wave, size_t pack, double full) const {
+    return std::min(wave.height * speeds_[wave.used + pack], full);
   }
 
   // Packs that no wave has room for: waves of their own.
@@ -255,10 +304,12 @@ class WavePlanner {
     for (Wave& wave : waves_) {
       wave.height = 0;
       for (const MicroBatch& batch : wave.wide) wave.height = std::max(wave.height, batch.start);
-      for (const auto& pack : wave.packs) {
+      for (size_t k = 0; k < wave.packs.size(); ++k) {
+        const auto& pack = wave.packs[k];
         Load load;
         for (const int32_t sequence : pack) load.add(problem_.lengths()[sequence]);
-        if (!pack.empty()) wave.height = std::max(wave.height, cost_.seconds(load, 1));
+        if (pack.empty()) continue;
+        wave.height = std::max(wave.height, cost_.seconds(load, 1) / speeds_[wave.used + k]);
       }
     }
     std::stable_sort(waves_.begin(), waves_.end(),
@@ -286,7 +337,7 @@ class WavePlanner {
       for (size_t k = 0; k < wave.packs.size(); ++k) {
         if (wave.packs[k].empty()) continue;
         MicroBatch batch;
-        batch.ranks = {wave.used + static_cast<int32_t>(k)};
+        batch.ranks = {by_speed_[wave.used + k]};
         batch.sequences = std::move(wave.packs[k]);
         wave.wide.push_back(std::move(batch));
       }
@@ -303,7 +354,10 @@ class WavePlanner {
 
   const Problem& problem_;
   const CostModel& cost_;
-  std::vector<Job> jobs_;  // by falling length
+  std::vector<Job> jobs_;          // by falling length
+  std::vector<int32_t> by_speed_;  // ranks, fastest first
+  std::vector<double> speeds_;     // of these
+  double ranks_ = 0;               // the sum of the speeds
   double work_ = 0;
   double unit_ = 0;
   std::vector<bool> used_;

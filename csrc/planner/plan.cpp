@@ -142,6 +142,12 @@ bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexce
                      [&](int32_t rank) { return rank / cluster.ranks_per_node == node; });
 }
 
+double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {
+  double speed = 1;
+  for (const int32_t rank : ranks) speed = std::min(speed, cluster.speed(rank));
+  return speed;
+}
+
 void price(const Problem& problem, MicroBatch& batch) {
   const CostModel& cost = problem.cost();
   const int size = static_cast<int>(batch.ranks.size());
@@ -152,7 +158,8 @@ void price(const Problem& problem, MicroBatch& batch) {
     load += problem.own(sequence);
     held += (length + size - 1) / size;
   }
-  batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster()));
+  batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster())) /
+                      slowest(batch.ranks, cost.cluster());
   batch.offload = cost.offloadFor(static_cast<double>(held));
 }
 

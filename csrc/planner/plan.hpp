@@ -104,6 +104,9 @@ std::vector<int32_t> ringOrder(int first, int count);
 
 bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
 
+// Speed of the slowest of these ranks.
+double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
+
 // Sets predicted_s and offload from the sequences and the ranks.
 void price(const Problem& problem, MicroBatch& batch);
 

@@ -202,6 +202,7 @@ class Annealer {
 
   // Moves the ranks chosen for the group to the front of ready_ and returns the group's end time.
   double place(const Group& group) {
+    if (!cost_.cluster().speeds.empty()) return placeBySpeed(group);
     const int node = cost_.cluster().ranks_per_node;
     std::sort(ready_.begin(), ready_.end());
     const int first_node = ready_[0].second / node;
@@ -226,6 +227,49 @@ class Annealer {
     return end;
   }
 
+  // place() for ranks of different speeds: all of them, or only those that are fast enough.
+  double placeBySpeed(const Group& group) {
+    const Cluster& cluster = cost_.cluster();
+    std::sort(ready_.begin(), ready_.end());
+    double best = std::numeric_limits<double>::infinity();
+    double best_limit = 0;
+    int best_node = -1;  // of several nodes
+    std::vector<int> members((problem_.ranks() + cluster.ranks_per_node - 1) /
+                             cluster.ranks_per_node);
+    for (const double limit : speedLimits()) {
+      std::fill(members.begin(), members.end(), 0);
+      int count = 0;
+      double slowest = 1;
+      for (const auto& [time, rank] : ready_) {
+        if (cluster.speed(rank) < limit) continue;
+        slowest = std::min(slowest, cluster.speed(rank));
+        const auto consider = [&](bool one_node, int node) {
+          const double end = time + cost_.seconds(group.load, group.size, one_node) / slowest;
+          if (end >= best) return;
+          best = end;
+          best_limit = limit;
+          best_node = node;
+        };
+        const int node = rank / cluster.ranks_per_node;
+        if (++members[node] == group.size) consider(true, node);
+        if (++count == group.size) consider(members[node] == count, -1);
+        if (count >= group.size &&
+            (group.size > cluster.ranks_per_node || members[node] >= group.size))
+          break;
+      }
+    }
+    std::stable_partition(ready_.begin(), ready_.end(), [&](const auto& entry) {
+      return cluster.speed(entry.second) >= best_limit &&
+             (best_node < 0 || entry.second / cluster.ranks_per_node == best_node);
+    });
+    return best;
+  }
+
+  const std::vector<double>& speedLimits() {
+    if (speed_limits_.empty()) speed_limits_ = cost_.cluster().speedLimits();
+    return speed_limits_;
+  }
+
   static constexpr double kIdleWeight = 0.02;
 
   const Problem& problem_;
@@ -233,6 +277,7 @@ class Annealer {
   double bound_;
   Random random_;
   std::vector<std::pair<double, int>> ready_;  // (time, rank)
+  std::vector<double> speed_limits_;
 };
 
 }  // namespace

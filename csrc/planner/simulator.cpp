@@ -180,11 +180,13 @@ class Simulator {
     const bool one_node = onOneNode(batch.ranks, cost.cluster());
     const double step = cost.stepCompute(load, size);
     const double transfer = cost.stepTransfer(load, size, one_node);
+    const double speed = slowest(batch.ranks, cost.cluster());
     const double rest =
         params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
     const auto pass = [&](double share, double step_wait) {
       const double wait = (size - 1) * step_wait;
-      return Pass{(share * (size * step + rest) + wait) / chunks_, wait / chunks_};
+      const double parts = chunks_ * speed;
+      return Pass{(share * (size * step + rest) + wait) / parts, wait / parts};
     };
     Cost result;
     result.forward = pass(params.forward, cost.forwardWait(step, transfer));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,11 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     )
     cluster.add_argument("--offload", action="store_true", help="activations may go to host memory")
     cluster.add_argument(
+        "--slow-ranks",
+        metavar="RANK:SPEED,...",
+        help="speeds of ranks that are slower than the others, 0.001 to 1 (3:0.5,9:0.8)",
+    )
+    cluster.add_argument(
         "--profile",
         metavar="FILE",
         help="cost model as JSON: the coefficients, or a list of measurements {ranks, lengths, seconds} to fit",
@@ -101,6 +107,19 @@ def ranks_per_node(tensor: int, pipeline: int) -> int:
     return max(1, _NODE_DEVICES // devices)
 
 
+def _speeds(text: str | None, ranks: int) -> tuple[float, ...] | None:
+    """The speeds of all ranks, from RANK:SPEED pairs."""
+    if not text:
+        return None
+    speeds = [1.0] * ranks
+    for pair in text.split(","):
+        found = re.fullmatch(r"(\d{1,9}):(\d*\.?\d+)", pair.strip())
+        if found is None or int(found[1]) >= ranks:
+            raise InvalidUsage(f"--slow-ranks has {pair!r}, expected RANK:SPEED with a rank below {ranks}, as in 3:0.5")
+        speeds[int(found[1])] = float(found[2])
+    return tuple(speeds)
+
+
 def _default_context(planner: Planner) -> int:
     if planner.cluster.offload:  # how much more it holds depends on the lengths
         return _CONTEXT
@@ -125,6 +144,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         pipeline=options.pipeline,
         chunks=options.chunks,
         offload=options.offload,
+        speeds=_speeds(options.slow_ranks, options.ranks),
         device=load_cluster(Path(options.cluster)).device if options.cluster.endswith(".json") else options.cluster,
     )
     cost = read_profile(options.profile) if options.profile else None

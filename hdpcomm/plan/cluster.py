@@ -28,6 +28,9 @@ class ClusterSpec:
         offload: whether activations may go to host memory.
         cores: processors that all ranks share, if there are fewer of them than ranks: a rank that waits leaves its
             time to another. ``None``: each rank has its own.
+        speeds: of each rank, relative to the fastest one, 0.001 to 1: a micro-batch takes 1 / speed times as long on a
+            group whose slowest rank has it, whatever it waits for included. ``None``: all are alike.
+            :class:`hdpcomm.plan.CostLearner` finds them in steps that were measured.
         device: the name of a preset (``hdpcomm.plan.DEVICES``) or a :class:`DeviceSpec`.
     """
 
@@ -40,6 +43,7 @@ class ClusterSpec:
     device: str | DeviceSpec = "h100"
     cores: int | None = None
     chunks: int = 1
+    speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_positive(
@@ -55,6 +59,22 @@ class ClusterSpec:
         if self.chunks > 1 and self.pipeline == 1:
             raise InvalidUsage(
                 f"chunks is {self.chunks} and pipeline 1: give a pipeline of 2 devices or more, or 1 chunk"
+            )
+        if self.speeds is not None:
+            self._check_speeds(self.speeds)
+
+    def _check_speeds(self, speeds: tuple[float, ...]) -> None:
+        if len(speeds) != self.ranks:
+            raise InvalidUsage(f"ClusterSpec: {len(speeds)} speeds for {self.ranks} ranks, expected one for each")
+        for rank, speed in enumerate(speeds):
+            if not 1e-3 <= speed <= 1:
+                raise InvalidUsage(
+                    f"ClusterSpec: the speed of rank {rank} is {speed}, expected 0.001 to 1: that of the fastest is 1"
+                )
+        if self.cores is not None and min(speeds) < 1:
+            raise InvalidUsage(
+                "ClusterSpec: ranks that share processors (cores) take time from each other and have no speeds of "
+                "their own: give cores or speeds"
             )
 
     @property

@@ -27,7 +27,8 @@ def load_cluster(path: Path) -> ClusterSpec:
     try:
         content = json.loads(path.read_text())
         device = DeviceSpec(**content.pop("device"))
-        return ClusterSpec(**content, device=device)
+        speeds = content.pop("speeds", None)
+        return ClusterSpec(**content, device=device, speeds=None if speeds is None else tuple(map(float, speeds)))
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidUsage(
             f"{path} holds no cluster ({type(error).__name__}: {error}); write one with hdpcomm doctor --topology "

@@ -267,4 +267,5 @@ def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> cor
         ranks_per_node=cluster.node_ranks,
         pipeline=cluster.pipeline,
         chunks=cluster.chunks,
+        speeds=cluster.speeds or (),
     )

@@ -57,6 +57,7 @@ def optimum(
         TooManyNodes: after ``max_nodes`` placements.
     """
     count, ranks, node = len(lengths), cluster.ranks, cluster.node_ranks
+    speeds = cluster.speeds or (1.0,) * ranks
     full = (1 << count) - 1
     groups = [g for size in range(1, ranks + 1) for g in combinations(range(ranks), size)]
     inside = {g: g[0] // node == g[-1] // node for g in groups}
@@ -66,7 +67,9 @@ def optimum(
         for size in range(1, ranks + 1):
             if fits(members, size, cost, memory):
                 seconds = {one: cost.seconds(members, size, one_node=one) for one in (True, False)}
-                options += [(mask, g, seconds[inside[g]]) for g in groups if len(g) == size]
+                options += [
+                    (mask, g, seconds[inside[g]] / min(speeds[rank] for rank in g)) for g in groups if len(g) == size
+                ]
     # The minimum of rank-seconds for a set of sequences, by the cheapest cover: prunes without losing the optimum.
     cheapest = {
         mask: min((len(g) * s for m, g, s in options if m == mask), default=float("inf")) for mask in range(full + 1)
@@ -105,7 +108,7 @@ def optimum(
             if start + seconds >= best * (1 - 1e-12):
                 continue
             after = [start + seconds if rank in group else max(time, start) for rank, time in enumerate(ready)]
-            state = (members, canonical(after, node))
+            state = (members, canonical(after, node) if len(set(speeds)) == 1 else tuple(after))
             if state not in tried:
                 tried.add(state)
                 search(left & ~members, state[1], start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,9 @@ def random_lengths(rng: random.Random, longest: int) -> list[int]:
     return [max(1, length - (rng.randint(0, length // 20) if kind == "alike" else 0)) for _ in range(count)]
 
 
-def random_planners(rng: random.Random, policies: tuple[str, ...], *, stages: int = 1) -> tuple[list[Planner], int]:
+def random_planners(
+    rng: random.Random, policies: tuple[str, ...], *, stages: int = 1, speeds: bool = False
+) -> tuple[list[Planner], int]:
     """Planners that differ in the policy only, and the longest length that each of them may get."""
     ranks, capacity = rng.choice([1, 3, 8, 20, 64]), rng.choice([100, 1000])
     kv, latency = rng.choice([0.0, 1e-6, 1e-5]), rng.choice([0.0, 1e-4])
@@ -47,16 +50,20 @@ def random_planners(rng: random.Random, policies: tuple[str, ...], *, stages: in
         copy = cost.forward * (cost.attention * rng.choice([500, 5000]) + cost.linear)
         memory = MemoryModel(capacity, offloadable=0.9, copy_s=copy, host_tokens=rng.choice([1e9, 500.0]))
     cluster = ClusterSpec(ranks, capacity, rng.choice([None, 2, 8]), pipeline=stages)
+    if speeds:
+        choices = [1.0, 0.8, 0.5] if rng.random() < 0.5 else [rng.uniform(0.1, 1) for _ in range(ranks)]
+        cluster = replace(cluster, speeds=tuple(rng.choice(choices) for _ in range(ranks)))
     context = rng.choice([0, capacity * ranks])
     planners = [Planner(None, cluster, policy, cost, memory=memory, context=context) for policy in policies]
     return planners, capacity * ranks
 
 
+@pytest.mark.parametrize("speeds", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_balanced_is_never_worse_than_another_policy(stages: int) -> None:
+def test_balanced_is_never_worse_than_another_policy(stages: int, speeds: bool) -> None:
     rng = random.Random(stages)
     for _ in range(CASES if stages == 1 else CASES // 8):
-        (planner, *others), longest = random_planners(rng, ("balanced", *OTHERS), stages=stages)
+        (planner, *others), longest = random_planners(rng, ("balanced", *OTHERS), stages=stages, speeds=speeds)
         lengths = random_lengths(rng, longest)
         plan = planner.plan(lengths)
         planner.validate(plan, lengths)

@@ -19,7 +19,7 @@ CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
 
 
 def tiny_case(
-    rng: random.Random, *, nodes: bool, offload: bool, pipeline: bool
+    rng: random.Random, *, nodes: bool, offload: bool, pipeline: bool, speeds: bool = False
 ) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
     ranks, capacity = rng.randint(1, 3 if pipeline else 4), rng.choice([8, 32, 100, 1000])
     count = rng.choice([1, 2, 3, 3] if pipeline else [1, 2, 3, 3, 4, 4, 5, 6])
@@ -61,6 +61,7 @@ def tiny_case(
         capacity=capacity,
         ranks_per_node=rng.randint(1, ranks) if nodes else None,
         pipeline=rng.randint(2, 4) if pipeline else 1,
+        speeds=tuple(rng.choice([1.0, 1.0, 0.5, rng.uniform(0.05, 1)]) for _ in range(ranks)) if speeds else None,
     )
     return lengths, cluster, cost, memory
 
@@ -74,14 +75,20 @@ def feasible(lengths: list[int], cluster: ClusterSpec, cost: CostModel, memory: 
 
 
 def compare(
-    seed: int, cases: int, *, nodes: bool = False, offload: bool = False, pipeline: bool = False
+    seed: int,
+    cases: int,
+    *,
+    nodes: bool = False,
+    offload: bool = False,
+    pipeline: bool = False,
+    speeds: bool = False,
 ) -> list[float]:
     """Plan / optimum of random steps, after checking that the bound is below both."""
     rng = random.Random(seed)
     ratios = []
     skipped = 0
     for _ in range(cases):
-        lengths, cluster, cost, memory = tiny_case(rng, nodes=nodes, offload=offload, pipeline=pipeline)
+        lengths, cluster, cost, memory = tiny_case(rng, nodes=nodes, offload=offload, pipeline=pipeline, speeds=speeds)
         planner = Planner(None, cluster, "pipeline" if pipeline else "balanced", cost, memory=memory)
         case = (lengths, cluster, cost, memory)
         try:
@@ -117,6 +124,22 @@ def test_bound_optimum_plan(nodes: bool, offload: bool) -> None:
     print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
     assert statistics.mean(ratios) <= 1.01
     assert percentile(ratios, 0.95) <= 1.01
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_bound_optimum_plan_with_speeds(offload: bool) -> None:
+    ratios = compare(4, CASES // 2, nodes=True, offload=offload, speeds=True)
+    print(f"speeds, offload {offload}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
+    assert statistics.mean(ratios) <= 1.01
+    assert percentile(ratios, 0.95) <= 1.02
+
+
+def test_bound_optimum_plan_with_pipelines_of_different_speeds() -> None:
+    ratios = compare(5, CASES // 4, nodes=True, pipeline=True, speeds=True)
+    print(f"pipelines, speeds: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
+    assert percentile(ratios, 0.95) <= 1.05
 
 
 def test_bound_optimum_plan_with_pipelines() -> None:
