@@ -46,5 +46,6 @@ part "attention" "$python" benchmarks/attention.py --ranks 2 --packs 16384 8192,
   --json "$out/attention.json"
 part "errors" "$python" benchmarks/faults.py --json "$out/faults.json"
 part "planner" "$python" benchmarks/planner.py --json "$out/planner.json"
+part "closed loop" "$python" benchmarks/closed_loop.py --json "$out/closed_loop.json"
 part "simulator" "$python" benchmarks/sim_vs_real.py --json "$out/sim_vs_real.json"
 exit "$failed"

@@ -5,6 +5,7 @@
 // targets near the lower bound are tried, and the shortest plan is kept.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "planner/block_packer.hpp"
 #include "planner/plan.hpp"
@@ -119,6 +120,27 @@ Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
   return finishPlan(problem, collect(problem, jobs, packer));
 }
 
+// For ranks of different speeds: plans as if they lay beside each other by falling speed, so that
+// those of one speed are one block. Groups may then cross nodes more often, which is priced.
+Plan planBySpeed(const Problem& problem, double lower_bound) {
+  std::vector<int32_t> ranks(problem.ranks());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const Cluster& cluster = problem.cost().cluster();
+  std::stable_sort(ranks.begin(), ranks.end(),
+                   [&](int a, int b) { return cluster.speed(a) > cluster.speed(b); });
+  std::vector<double> speeds;
+  for (const int rank : ranks) speeds.push_back(cluster.speed(rank));
+  const Problem sorted = problem.withSpeeds(std::move(speeds));
+  Plan plan = planBlocks(sorted, lower_bound);
+  if (plan.makespan > lower_bound * (1 + kGoodGap)) plan = planWaves(sorted, lower_bound, plan);
+  for (MicroBatch& batch : plan.micro_batches) {
+    for (int32_t& rank : batch.ranks) rank = ranks[rank];
+    std::sort(batch.ranks.begin(), batch.ranks.end());
+    batch.ranks = ringOrder(std::move(batch.ranks));
+  }
+  return finishPlan(problem, std::move(plan.micro_batches));
+}
+
 // Every pack runs on all ranks: no idle time, but the most transfers.
 Plan planUniform(const Problem& problem) {
   PolicyOptions options;
@@ -137,6 +159,7 @@ Plan planBalanced(const Problem& problem, const PolicyOptions& options, double l
   const auto take = [&](Plan other) {
     if (other.makespan < plan.makespan) plan = std::move(other);
   };
+  if (!problem.cost().cluster().speeds.empty()) take(planBySpeed(problem, lower_bound));
   const bool gap_left = plan.makespan > lower_bound * (1 + kGoodGap);
   const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;
   if (gap_left) take(planWaves(problem, lower_bound, plan));

@@ -59,6 +59,14 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vecto
   }
 }
 
+Problem Problem::withSpeeds(std::vector<double> speeds) const {
+  Cluster cluster = cost_.cluster();
+  cluster.speeds = std::move(speeds);
+  Problem other = *this;
+  other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
+  return other;
+}
+
 void Problem::findHost(int sequence) {
   if (cost_.memory().offloadable > 0) {
     if (host_.empty()) host_.assign(lengths_.size(), -1);

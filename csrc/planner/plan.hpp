@@ -41,6 +41,9 @@ class Problem {
   // same unit; empty: all are sequences.
   Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares = {});
 
+  // The same sequences on ranks of these speeds.
+  Problem withSpeeds(std::vector<double> speeds) const;
+
   const std::vector<int64_t>& lengths() const noexcept { return lengths_; }
   const CostModel& cost() const noexcept { return cost_; }
   int ranks() const noexcept { return cost_.cluster().ranks; }

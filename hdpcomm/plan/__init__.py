@@ -4,6 +4,7 @@ from hdpcomm.plan.ahead import PlanAhead, PlannedStep
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import load_cluster, save_cluster
 from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
+from hdpcomm.plan.learn import CostLearner, RankTimes
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
@@ -16,6 +17,7 @@ __all__ = [
     "MODELS",
     "POLICIES",
     "ClusterSpec",
+    "CostLearner",
     "CostModel",
     "CostSample",
     "DeviceSpec",
@@ -27,6 +29,7 @@ __all__ = [
     "PlanAhead",
     "PlannedStep",
     "Planner",
+    "RankTimes",
     "SequenceInfo",
     "StepPlan",
     "Tree",

@@ -33,6 +33,21 @@ def test_gaps_and_times() -> None:
         assert [mean_ms, worst_ms] == [f"{1e3 * row['mean_s']:.1f}", f"{1e3 * row['worst_s']:.1f}"]
 
 
+def test_closed_loop() -> None:
+    found = json.loads((TOP / "benchmarks/results/closed_loop.json").read_text())
+    assert f"`{found['command']} --json benchmarks/results/closed_loop.json`" in PAGE
+    by_case = {(row["case"], row["ranks"], row["step"]): row for row in found["rows"]}
+    rows = rows_of("| case | ranks | step |")
+    assert len(rows) >= 20
+    for case, ranks, step, square, work, planned, bound, blind in rows:
+        row = by_case[case, int(ranks), int(step)]
+        assert square == f"{row['square_term']:.2f} ({row['worst_square_term']:.2f})"
+        assert work == f"{row['slowest_share']:.2f}"
+        assert planned == f"{row['over_planned']:.3f}"
+        assert bound == f"{row['over_bound']:.3f} ({row['worst_over_bound']:.3f})"
+        assert blind == f"{row['not_learning_over_bound']:.3f}"
+
+
 def test_simulator_against_real_steps() -> None:
     rows = json.loads((TOP / "benchmarks/results/sim_vs_real.json").read_text())["rows"]
     errors = [abs(simulated / real - 1) for simulated, real in rows]
