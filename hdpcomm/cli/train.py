@@ -125,6 +125,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         eval_every=options.eval_every or 0,
         memory_bytes=options.memory,
         pipeline=options.pipeline,
+        learn_costs=options.learn_costs,
     )
     held_out = _data(options, options.eval_data) if options.eval_data else None
     for each in (data, held_out):

@@ -83,6 +83,10 @@ class TrainOptions:
         "of whole sequences, and show them side by side", str, nargs="+",
         choices=("static", "naive", "balanced", "ddp"),
     )  # fmt: skip
+    learn_costs: bool = _option(
+        "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
+        "same bits", action="store_true",
+    )  # fmt: skip
     offload: int = _option(
         "ranks", 0, "pinned host memory of each rank for activations of long sequences, like 512M or 64G; 0: none",
         num_bytes, metavar="SIZE",

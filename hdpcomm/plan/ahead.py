@@ -42,6 +42,10 @@ class PlanAhead:
         batches: for each step, the lengths of its sequences, or trees.
         depth: most plans that are ready and waiting.
 
+    Attributes:
+        planner: may be replaced between steps: the plan that begins when the next step is taken is made by it, and so
+            are those after it. Ranks that replace theirs between the same steps make the same plans.
+
     Example:
         >>> from hdpcomm.plan import ClusterSpec, CostModel
         >>> planner = Planner(None, ClusterSpec(ranks=2, capacity=100), cost_model=CostModel(1e-9, 1e-6))
@@ -53,9 +57,11 @@ class PlanAhead:
     def __init__(self, planner: Planner, batches: Iterable[Sequence[int | Tree]], *, depth: int = 1) -> None:
         if depth < 1:
             raise InvalidUsage(f"depth is {depth}, expected at least 1 plan ahead")
-        self._planner = planner
+        self.planner = planner
         self._batches = iter(batches)
-        self._slots = threading.Semaphore(depth)
+        self._slots: queue.SimpleQueue[Planner] = queue.SimpleQueue()  # for each plan that may begin, who makes it
+        for _ in range(depth):
+            self._slots.put(planner)
         self._ready: queue.SimpleQueue[_Planned | BaseException | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hdpcomm-planner", daemon=True)
@@ -64,13 +70,13 @@ class PlanAhead:
     def _work(self) -> None:
         try:
             while True:
-                self._slots.acquire()
+                planner = self._slots.get()
                 if self._closed.is_set():
                     break
                 lengths = next(self._batches, None)
                 if lengths is None:
                     break
-                self._ready.put((tuple(lengths), self._planner.plan(lengths)))
+                self._ready.put((tuple(lengths), planner.plan(lengths)))
         except BaseException as error:
             self._ready.put(error)
         else:
@@ -86,7 +92,7 @@ class PlanAhead:
         item = self._ready.get()
         waited = time.perf_counter() - start
         if isinstance(item, tuple):
-            self._slots.release()  # the step begins, so the thread may plan another one
+            self._slots.put(self.planner)  # the step begins, so the thread may plan another one
             return PlannedStep(item[0], item[1], waited)
         self.close()
         if item is None:
@@ -96,7 +102,7 @@ class PlanAhead:
     def close(self) -> None:
         """Ends the thread, after the plan that it is making."""
         self._closed.set()
-        self._slots.release()
+        self._slots.put(self.planner)
         self._thread.join()
 
     def __enter__(self) -> PlanAhead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.presets import DEVICES
@@ -76,6 +76,10 @@ class ClusterSpec:
                 "ClusterSpec: ranks that share processors (cores) take time from each other and have no speeds of "
                 "their own: give cores or speeds"
             )
+
+    def with_speeds(self, speeds: tuple[float, ...] | None) -> ClusterSpec:
+        """The same ranks with these speeds."""
+        return replace(self, speeds=speeds)
 
     @property
     def node_ranks(self) -> int:

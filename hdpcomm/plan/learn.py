@@ -27,6 +27,7 @@ _LINKS_CHANGE = 0.05  # of a micro-batch's time, that makes up for links 2.6 tim
 _ROUNDS = 6  # coefficients and speeds take turns
 _MAY_BE_OFF = 0.3  # of a coefficient, from one step to the next
 _SMALL_SHARE = 0.005  # of the time, for coefficients that are 0
+_UNEXPLAINED = 0.1  # relative deviation that is more than noise
 _SAME_SPEED = 0.05  # ranks that differ less from the median are all alike
 _SIGNIFICANT = 5.0  # standard deviations by which a speed has to differ; a median has 1.25 times those of a mean
 _SPEED_STEP = 1 / 64
@@ -175,19 +176,35 @@ class CostLearner:
         samples = self._samples()
         if len(samples.seconds) == 0:
             return
-        found = [getattr(self.cost_model, name) for name in _COEFFICIENTS]
-        spread = _spread(samples, found)
-        speeds = self._speeds
-        for _ in range(_ROUNDS):
-            at_speed = samples.seconds * speeds[samples.ranks]
-            found, deviation = fit_robust(samples.rows, at_speed, samples.weights, found, spread)
-            if self.cluster.cores is None:
-                speeds = self._found_speeds(samples, _times(samples.rows, found) / samples.seconds, deviation)
+        before = [getattr(self.cost_model, name) for name in _COEFFICIENTS]
+        found, speeds, deviation = self._fit(samples, before, least_differences=1.0)
+        if self.cluster.cores is None and deviation > _UNEXPLAINED:  # maybe half of the ranks are slow
+            others = self._fit(samples, before, least_differences=0.0)
+            if others[2] < 0.5 * deviation:
+                found, speeds, _ = others
         self._speeds = speeds
         fastest, own = _distinct(speeds)
         names = dict(zip(_COEFFICIENTS, (value / fastest for value in found), strict=True))
         self.cost_model = replace(self.cost_model, **names)
         self.cluster = replace(self.cluster, speeds=own)
+
+    def _fit(
+        self, samples: _Samples, before: list[float], *, least_differences: float
+    ) -> tuple[list[float], Vector, float]:
+        """Coefficients, speeds relative to the median rank, and the deviation that is left.
+
+        Args:
+            least_differences: share of what noise explains, by which a speed has to differ while the two are sought.
+        """
+        found, speeds, spread = before, self._speeds, _spread(samples, before)
+        deviation = 0.0
+        for turn in range(_ROUNDS + 1):
+            at_speed = samples.seconds * speeds[samples.ranks]
+            found, deviation = fit_robust(samples.rows, at_speed, samples.weights, found, spread)
+            if self.cluster.cores is None and turn < _ROUNDS:
+                least = least_differences if turn < _ROUNDS - 1 else 1.0
+                speeds = self._found_speeds(samples, _times(samples.rows, found) / samples.seconds, least * deviation)
+        return found, speeds, deviation
 
     def _samples(self) -> _Samples:
         ages = [_FORGET ** (len(self._steps) - 1 - i) for i in range(len(self._steps))]
@@ -206,18 +223,19 @@ class CostLearner:
     def _found_speeds(self, samples: _Samples, ratios: Vector, deviation: float) -> Vector:
         """Of each rank, relative to the median rank; 1 where noise would explain it, or where nothing is known."""
         count = self.cluster.ranks
-        speeds, unsure = np.ones(count), np.zeros(count)
+        speeds, unsure, unknown = np.ones(count), np.zeros(count), np.ones(count, dtype=np.bool_)
         order = np.argsort(samples.ranks, kind="stable")
         borders = np.searchsorted(samples.ranks[order], np.arange(count + 1))
         for rank in range(count):
             own = order[borders[rank] : borders[rank + 1]]
             if len(own):
                 weights = samples.weights[own]
+                unknown[rank] = False
                 speeds[rank] = weighted_median(ratios[own], weights)
                 unsure[rank] = deviation * (folded_sum(weights * weights) ** 0.5 / folded_sum(weights))
-        known = np.sort(speeds[unsure > 0])
+        known = np.sort(speeds[~unknown])
         speeds /= float(known[len(known) // 2])
-        alike = (np.abs(speeds - 1) < np.maximum(_SAME_SPEED, _SIGNIFICANT * unsure)) | (unsure == 0)
+        alike = (np.abs(speeds - 1) < np.maximum(_SAME_SPEED, _SIGNIFICANT * unsure)) | unknown
         return np.where(alike, 1.0, np.maximum(speeds, _LEAST_SPEED))
 
     def _learn_links(self) -> None:
@@ -304,7 +322,7 @@ def _spread(samples: _Samples, coefficients: Sequence[float]) -> list[float]:
     found = []
     for k, coefficient in enumerate(coefficients):
         share = folded_sum(samples.weights * samples.rows[:, k] / samples.seconds) / total
-        found.append(max(_MAY_BE_OFF * coefficient, _SMALL_SHARE / share if share > 0 else 0.0, 1e-300))
+        found.append(max(_MAY_BE_OFF * coefficient, _SMALL_SHARE / share if share > 0 else 0.0, 1e-100))
     return found
 
 

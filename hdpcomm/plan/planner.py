@@ -78,6 +78,18 @@ class Planner:
         resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
         self._without_offload = core_cost(cost_model, resident, cluster) if self.memory.offloadable else None
 
+    def with_costs(self, cost_model: CostModel, cluster: ClusterSpec) -> Planner:
+        """A planner of the same policy and memory, by other costs and speeds."""
+        return Planner(
+            self.model,
+            cluster,
+            self.policy,
+            cost_model,
+            context=self.context,
+            context_ranks=self.context_ranks,
+            memory=self.memory,
+        )
+
     @property
     def max_length(self) -> int:
         """Longest sequence that fits without offload: capacity x ranks."""

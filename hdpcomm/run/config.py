@@ -33,6 +33,8 @@ class RunConfig:
         zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`; ``auto``: the
             fewest layers with which ``capacity`` tokens, a part of them in host memory if there is offload, fit into
             ``memory_bytes``.
+        learn_costs: plans follow what the steps before took, and ranks that are slow get less work
+            (:class:`hdpcomm.plan.CostLearner`).
         memory_bytes: device memory of a rank for a step, states included; 0: not limited.
         eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
         pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
@@ -55,6 +57,7 @@ class RunConfig:
     eval_every: int = 0
     memory_bytes: int = 0
     pipeline: int = 1
+    learn_costs: bool = False
 
     @property
     def stage_model(self) -> LlamaConfig | FolderModel:
@@ -117,6 +120,7 @@ class RunConfig:
             "dtype": self.dtype != "fp32",
             "recompute auto": self.recompute == "auto",
             "ddp": "ddp" in self.policies,
+            "learn-costs": self.learn_costs,
         }
         wrong = [name for name, used in others.items() if used]
         if wrong:

@@ -33,6 +33,7 @@ from hdpcomm.run.model import model_spec, new_model
 from hdpcomm.run.pipelines import pipeline_trainer
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
+from hdpcomm.run.step_times import PlanLearning
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
@@ -158,7 +159,7 @@ def train(
     weights of its own: what else the machine does slows all alike. With ``saving`` the run writes checkpoints, goes on
     from one, and on SIGTERM or Ctrl-C ends after the step, saved. On as many ranks as before, a resumed run computes
     the very bits that it would have computed without the interruption: the checkpoint holds the measured costs, which
-    the plans follow.
+    the plans follow. With ``config.learn_costs`` plans follow the clock, so no two runs are the same to the bit.
 
     Args:
         corpus: every rank reads only the tokens of its own shards.
@@ -223,6 +224,7 @@ class _Run:
         self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}
         self.spec = model_spec(config.model)
         self.stalled = dict.fromkeys(planners, 0.0)
+        self.learning = self._learning(found) if config.learn_costs else {}
         if found is not None:
             self._load(found)
 
@@ -246,6 +248,14 @@ class _Run:
             zero=config.zero,
             dtype=None if config.dtype == "fp32" else DTYPES[config.dtype],
         )
+
+    def _learning(self, found: Checkpoint | None) -> dict[str, PlanLearning]:
+        known = {} if found is None else found.facts.get("learned") or {}
+        return {
+            policy: PlanLearning(trainer, self.plans[policy], known.get(policy))
+            for policy, trainer in self.trainers.items()
+            if not isinstance(trainer, DataParallelTrainer)
+        }
 
     def advance(self, stopping: StopRequest | None) -> None:
         """Runs the steps that are left, and saves and evaluates on the way."""
@@ -278,11 +288,14 @@ class _Run:
         self.steps[policy].append(metrics)
         waited = 0.0 if trainer.offload is None else trainer.offload.stats().host_wait_s
         stall_s, self.stalled[policy] = waited - self.stalled[policy], waited
-        costs = step_costs(
-            trainer.timeline.spans, planned.plan, self.comm,
-            seconds=metrics.seconds, spec=self.spec, device=self.comm.device, stall_s=stall_s,
+        costs, times = step_costs(
+            trainer.timeline.spans, planned.plan, self.comm, seconds=metrics.seconds, spec=self.spec,
+            device=self.comm.device, stall_s=stall_s, cost_model=trainer.planner.cost_model,
             stage_bytes=trainer.boundary_bytes if isinstance(trainer, PipelineTrainer) else None,
         )  # fmt: skip
+        if policy in self.learning:
+            self.learning[policy].add(planned.plan, times)
+            costs["slowest_rank"], costs["slowest_speed"] = self.learning[policy].slowest()
         if watching.on_step is not None:
             watching.on_step(policy, metrics, costs)
         if self._looked_at(step):
@@ -338,6 +351,7 @@ class _Run:
             "data": data_facts(self.corpus),
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
+            "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
         self.folder.save(self.done, {"policies": state, "generators": generators}, facts)
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Planner, StepPlan, Tree
+from hdpcomm.plan import CostModel, Planner, RankTimes, StepPlan, Tree
 from hdpcomm.run.flops import device_peak_flops, training_flops
+from hdpcomm.run.step_times import rank_times, slowest_rank, times_of
 from hdpcomm.train.timeline import Span
 
 if TYPE_CHECKING:
@@ -32,16 +33,20 @@ def step_costs(
     spec: ModelSpec | None,
     device: torch.device,
     stall_s: float,
+    cost_model: CostModel,
     stage_bytes: int | None = None,
-) -> dict[str, float]:
-    """Figures of a step beside those of StepMetrics, equal on all ranks. Collective over ``comm``.
+) -> tuple[dict[str, float], list[RankTimes]]:
+    """Figures of a step beside those of StepMetrics, and what each micro-batch took on each rank (nothing for the
+    stages of pipelines); equal on all ranks. Collective over ``comm``: one all-gather.
 
     ``exposed_s``: seconds that a rank (on average) waited for keys, values and gradients that no compute hid;
     ``idle_s``: for other ranks to end their micro-batches; ``compute_s``, ``optimizer_s``: what is left of these
     phases;
     ``ring_bytes``, ``gradient_bytes``: sent by all ranks together; ``stall_s``: for copies of offloaded activations;
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
-    ``stage_bytes``: between the stages of pipelines, only where this rank's are given.
+    ``stage_bytes``: between the stages of pipelines, only where this rank's are given;
+    ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
+    ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; not of pipelines.
     """
     groups = {batch.index: len(batch.ranks) for batch in plan.micro_batches}
     ring = idle = reducing = compute = optimizer = 0.0
@@ -63,8 +68,15 @@ def step_costs(
     between = stage_bytes or 0
     ring_bytes = max(0, ring_bytes - between)
     own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, memory_bytes(device)]
-    rows = torch.empty(comm.size, len(own), dtype=torch.float64)
-    comm.all_gather(rows, torch.tensor(own, dtype=torch.float64))
+    if stage_bytes is None:
+        told = times_of(spans, plan, comm.rank)
+    else:  # the plan's ranks are pipelines
+        told = [max((span.end_s for span in spans if span.phase == "micro-batch"), default=0.0)]
+    sent = torch.tensor([*own, *told], dtype=torch.float64)
+    everything = sent.new_empty(comm.size, len(sent))
+    comm.all_gather(everything, sent)
+    rows = everything[:, : len(own)]
+    times = [] if stage_bytes is not None else rank_times(everything[:, len(own) :], plan)
     ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, _ = rows.sum(0).tolist()
     size = comm.size
     costs = {
@@ -77,14 +89,17 @@ def step_costs(
         "gradient_bytes": gradient_bytes,
         "stall_s": stall_s / size,
         "device_bytes": float(rows[:, -1].max()),
+        "measured_s": float(everything[:, -1].max()),
     }
     if stage_bytes is not None:
         costs["stage_bytes"] = between
+    else:
+        costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(plan, times, cost_model)
     peak = device_peak_flops(device)
     if spec is not None and peak is not None and seconds:
         lengths = [sequence.length for batch in plan.micro_batches for sequence in batch.sequences]
         costs["mfu"] = training_flops(spec, lengths) / (seconds * size * peak)
-    return costs
+    return costs, times
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -6,6 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hdpcomm.errors import InvalidUsage
@@ -48,6 +49,7 @@ def run_report(run: Path) -> str:
     parts = [_head(run, by_policy)]
     parts.append(_section("Curves", curves(by_policy, evaluations)))
     parts.append(_section("Policies side by side", _policies(by_policy, timelines)))
+    parts.append(_section("Plans against the clock", _clock(by_policy), _slow_ranks(by_policy)))
     parts.append(_section("Where the time went", time_shares({p: _shares(rows) for p, rows in by_policy.items()})))
     for policy, row in timelines.items():
         parts.append(_section(f"Step {row['step']} under {policy}", step_gantt(row), _gantt_note(row)))
@@ -123,6 +125,43 @@ def _policies(by_policy: Mapping[str, Sequence[Row]], timelines: Mapping[str, Ro
             heads = ("policy", "seconds", "idle", "micro-batches")
             tables.append(f"<p class=note>{note}</p>{_table(heads, predicted)}")
     return "".join(tables)
+
+
+def _clock(by_policy: Mapping[str, Sequence[Row]]) -> str:
+    """What plans promised of forward and backward over what these took, early and late."""
+    rows = []
+    for policy, steps in by_policy.items():
+        ratios = [
+            row["measured_s"] / row["predicted_s"]
+            for row in steps
+            if isinstance(row.get("measured_s"), (int, float)) and row["predicted_s"] > 0
+        ]
+        tenth = max(1, len(ratios) // 10)
+        ends = [f"{median(part):.2f}" if part else "unknown" for part in (ratios[:tenth], ratios[-tenth:])]
+        rows.append((policy, *ends, f"{median(ratios):.2f}" if ratios else "unknown"))
+    return _table(("measured / predicted", "first tenth", "last tenth", "median step"), rows)
+
+
+_SLOW = 0.9  # of the other ranks' speed
+
+
+def _slow_ranks(by_policy: Mapping[str, Sequence[Row]]) -> str:
+    """Names the ranks that were slow in half of the steps or more."""
+    found = []
+    for policy, steps in by_policy.items():
+        speeds: dict[int, list[float]] = {}
+        for row in steps:
+            rank, speed = row.get("slowest_rank"), row.get("slowest_speed")
+            if isinstance(rank, int) and isinstance(speed, (int, float)) and speed < _SLOW:
+                speeds.setdefault(rank, []).append(speed)
+        found += [
+            f"rank {rank} computed at {median(own):.2f} of the others' speed under {policy}"
+            for rank, own in sorted(speeds.items())
+            if 2 * len(own) >= len(steps)
+        ]
+    if not found:
+        return "No rank was slow in half of the steps or more."
+    return "Slow ranks: " + "; ".join(found) + ". hdpcomm train --learn-costs gives them less."
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

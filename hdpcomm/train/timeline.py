@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ class Span:
         start_s, end_s: seconds since the ranks agreed on the plan.
         wait_s: of these, seconds in which this rank waited for messages.
         bytes_sent: by this rank.
+        stall_s: seconds in which it waited for copies of offloaded activations; 0 where the device does not tell.
     """
 
     phase: str
@@ -34,13 +36,20 @@ class Span:
     end_s: float
     wait_s: float
     bytes_sent: int
+    stall_s: float = 0.0
 
 
 class Timeline:
-    """The spans of one step at a time; a span begins where the one before ended. Local."""
+    """The spans of one step at a time; a span begins where the one before ended. Local.
 
-    def __init__(self, comm: Communicator) -> None:
+    Args:
+        stalled: seconds of waiting for copies so far.
+    """
+
+    def __init__(self, comm: Communicator, stalled: Callable[[], float] = lambda: 0.0) -> None:
         self._comm = comm
+        self._stalled = stalled
+        self._stall_s = 0.0
         self.origin = self._last = 0.0  # of time.perf_counter()
         self._waited = self._sent = 0
         self.spans: list[Span] = []
@@ -50,11 +59,11 @@ class Timeline:
         self.spans = []
         self.origin = self._last = time.perf_counter()
         stats = self._comm.stats()
-        self._waited, self._sent = stats["wait_ns"], stats["bytes_sent"]
+        self._waited, self._sent, self._stall_s = stats["wait_ns"], stats["bytes_sent"], self._stalled()
 
     def end(self, phase: str, index: int = -1) -> None:
         """Ends a span now."""
-        now, stats = time.perf_counter(), self._comm.stats()
+        now, stats, stalled = time.perf_counter(), self._comm.stats(), self._stalled()
         self.spans.append(
             Span(
                 phase,
@@ -63,6 +72,7 @@ class Timeline:
                 now - self.origin,
                 (stats["wait_ns"] - self._waited) * 1e-9,
                 stats["bytes_sent"] - self._sent,
+                stalled - self._stall_s,
             )
         )
-        self._last, self._waited, self._sent = now, stats["wait_ns"], stats["bytes_sent"]
+        self._last, self._waited, self._sent, self._stall_s = now, stats["wait_ns"], stats["bytes_sent"], stalled

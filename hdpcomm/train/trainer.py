@@ -110,7 +110,6 @@ class Trainer:
         self.comm = comm
         self._check_cluster()
         self.max_grad_norm = max_grad_norm
-        self.timeline = Timeline(comm)
         self.num_steps = 0
         self._bytes_elsewhere = 0
         """Bytes a step that this rank sends by other ways than ``comm``."""
@@ -120,6 +119,7 @@ class Trainer:
                 "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
             )
         self.offload = offload
+        self.timeline = Timeline(comm) if offload is None else Timeline(comm, lambda: offload.stats().host_wait_s)
         self._memory = planner.memory
         self._loss = loss
         self._device = trained_parameters(model.parameters())[0].device

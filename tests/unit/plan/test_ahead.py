@@ -59,6 +59,20 @@ def test_at_most_depth_plans_wait() -> None:
         assert len(taken) == 3
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_another_planner_makes_the_plans_from_the_next_step_on(depth: int) -> None:
+    slow = Planner(None, ClusterSpec(ranks=4, capacity=100, speeds=(0.1, 1, 1, 1)), cost_model=CostModel(1e-9, 1e-6))
+    lengths = list(range(20, 90, 3))
+    with PlanAhead(make_planner(), [lengths] * 6, depth=depth) as steps:
+        plans = [next(steps).plan]
+        steps.planner = slow
+        plans += [step.plan for step in steps]
+    ahead = 1 + depth  # the plans that had begun
+    assert {plan.hash for plan in plans[:ahead]} == {make_planner().plan(lengths).hash}
+    assert {plan.hash for plan in plans[ahead:]} == {slow.plan(lengths).hash}
+    assert plans[0].hash != plans[-1].hash
+
+
 def test_errors_reach_the_step_that_they_belong_to() -> None:
     with PlanAhead(make_planner(), [[10], [10, 0], [10]]) as steps:
         assert next(steps).lengths == (10,)

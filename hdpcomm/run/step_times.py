@@ -1,0 +1,116 @@
+"""What each micro-batch of a step took on each of its ranks, and the plans that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import ClusterSpec, CostLearner, CostModel, PlanAhead, Planner, RankTimes, StepPlan
+from hdpcomm.train.timeline import Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hdpcomm.train import Trainer
+
+__all__ = ["PlanLearning", "rank_times", "slowest_rank", "times_of"]
+
+
+def times_of(spans: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
+    """This rank's figures of its micro-batches: seconds of compute of each, then of waiting, of equal number on all
+    ranks of the plan; then when its last one ended. Local.
+
+    What waits for copies of offloaded activations is neither.
+    """
+    most = max((len(plan.for_rank(rank)) for rank in range(plan.num_ranks)), default=0)
+    known = {span.index: span for span in spans if span.phase == "micro-batch"}
+    compute, waits = [0.0] * most, [0.0] * most
+    for place, batch in enumerate(plan.for_rank(rank)):
+        if (span := known.get(batch.index)) is not None:
+            compute[place] = max(0.0, span.end_s - span.start_s - span.wait_s - span.stall_s)
+            waits[place] = span.wait_s
+    return [*compute, *waits, max((span.end_s for span in known.values()), default=0.0)]
+
+
+def rank_times(rows: Tensor, plan: StepPlan) -> list[RankTimes]:
+    """The figures of all ranks, from what each one got of :func:`times_of`: ``[ranks, figures]``. Local."""
+    half = (rows.shape[1] - 1) // 2
+    found = []
+    for rank, row in enumerate(rows.tolist()):
+        count = len(plan.for_rank(rank))
+        found.append(RankTimes(tuple(row[:count]), tuple(row[half : half + count])))
+    return found
+
+
+def slowest_rank(plan: StepPlan, times: Sequence[RankTimes], cost_model: CostModel) -> tuple[int, float]:
+    """The rank that was slowest in its compute, as a share of the median rank's speed, by what a cost model says of
+    its work. Local; equal times give the same on every rank."""
+    speeds = {}
+    for rank, own in enumerate(times):
+        took = sum(own.compute_s)
+        expected = 0.0
+        for batch in plan.for_rank(rank):
+            squares, tokens = sum(float(s.length) ** 2 for s in batch.sequences), batch.tokens
+            size = len(batch.ranks)
+            expected += cost_model.attention * squares / size + cost_model.linear * tokens / size + cost_model.fixed
+            expected += cost_model.piece * tokens + cost_model.ring_step * (size - 1)
+        if took > 0 and expected > 0:
+            speeds[rank] = expected / took
+    if not speeds:
+        return 0, 1.0
+    slowest = min(speeds, key=lambda rank: (speeds[rank], rank))
+    return slowest, speeds[slowest] / median(speeds.values())
+
+
+class PlanLearning:
+    """The closed loop of one policy: plans follow what the steps before took. Local; as every rank gives the same
+    times, every rank plans alike.
+
+    The plan of a step is made while the one before runs, by what the steps before that one took.
+
+    Args:
+        found: :meth:`to_dict` of the run that goes on.
+    """
+
+    def __init__(self, trainer: Trainer, plans: PlanAhead, found: Any = None) -> None:
+        self._trainer = trainer
+        self._plans = plans
+        planner = trainer.planner
+        if found is not None:
+            planner = _resumed(planner, found)
+            trainer.planner = plans.planner = planner
+        self._learner = CostLearner(planner.cost_model, planner.cluster)
+
+    def add(self, plan: StepPlan, times: Sequence[RankTimes]) -> None:
+        """Takes in a step that ran."""
+        self._learner.add(plan, times)
+        planner = self._trainer.planner.with_costs(self._learner.cost_model, self._learner.cluster)
+        self._trainer.planner = self._plans.planner = planner
+
+    def slowest(self) -> tuple[int, float]:
+        """The slowest rank so far, and its speed as a share of the fastest one's."""
+        speeds = self._learner.speeds
+        if speeds is None:
+            return 0, 1.0
+        slowest = min(range(len(speeds)), key=speeds.__getitem__)
+        return slowest, speeds[slowest]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learned, for a checkpoint."""
+        return {"cost_model": asdict(self._learner.cost_model), "speeds": self._learner.speeds}
+
+
+def _resumed(planner: Planner, found: Any) -> Planner:
+    cluster: ClusterSpec = planner.cluster
+    try:
+        cost_model, speeds = CostModel(**found["cost_model"]), found["speeds"]
+        if speeds is not None and len(speeds) == cluster.ranks:  # on other ranks, they start anew
+            cluster = cluster.with_speeds(tuple(map(float, speeds)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidUsage(
+            f"the checkpoint holds no learned costs ({type(error).__name__}: {error}); go on without --learn-costs"
+        ) from error
+    return planner.with_costs(cost_model, cluster)

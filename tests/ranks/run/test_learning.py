@@ -1,0 +1,125 @@
+"""Runs whose plans follow what the steps before took: equal on all ranks, less work for slow ones, resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hdpcomm as hdp
+from hdpcomm.data import open_corpus
+from hdpcomm.models import LlamaConfig
+from hdpcomm.plan import CostModel, StepPlan
+from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, open_checkpoint, read_metrics, step_record, train
+from hdpcomm.run import costs as run_costs
+from hdpcomm.testing import run_threads
+from hdpcomm.trace.run_report import run_report
+from hdpcomm.train import StepMetrics
+from hdpcomm.train.timeline import Span
+
+CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
+TRUE = CostModel(attention=2e-8, linear=1e-5, fixed=1e-4)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text("x" * (7 + 5 * i))
+    return str(folder)
+
+
+@pytest.fixture
+def half_speed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Ranks whose clocks show what TRUE says, rank 1 twice that; the plans of rank 0."""
+    plans: list[StepPlan] = []
+
+    def clock(_: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
+        if rank == 0:
+            plans.append(plan)
+        most = max(len(plan.for_rank(each)) for each in range(plan.num_ranks))
+        own = [TRUE.seconds([s.length for s in b.sequences], len(b.ranks)) * (1 + rank) for b in plan.for_rank(rank)]
+        padded = own + [0.0] * (most - len(own))
+        return [*padded, *[0.0] * most, sum(own)]
+
+    monkeypatch.setattr(step_record, "times_of", clock)
+    monkeypatch.setattr(run_costs, "shared_cores", lambda _: None)
+    return plans
+
+
+def run(data: str, out: Path, *, steps: int, learn: bool = True, resume: str | None = None) -> list[dict[str, Any]]:
+    """Metrics and costs of each step, as this rank was told them."""
+    config = RunConfig(CONFIG, ("balanced",), steps=steps, capacity=250, tokens_per_step=1500, learn_costs=learn)
+    told: list[dict[str, Any]] = []
+    with hdp.init() as comm:
+
+        def on_step(policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
+            told.append({"loss": metrics.loss, "predicted_s": metrics.predicted_s, **costs})
+            if comm.rank == 0:
+                files.step(policy, metrics, costs)
+
+        corpus = open_corpus([data], context=250, comm=comm)
+        with RunFiles(out if comm.rank == 0 else None, trackers="none") as files:
+            train(comm, corpus, config, saving=Saving(out / "saved", resume=resume), watching=Watching(on_step))
+    return told
+
+
+def work_of(plan: StepPlan, rank: int) -> float:
+    return sum(TRUE.seconds([s.length for s in b.sequences], len(b.ranks)) for b in plan.for_rank(rank))
+
+
+def test_a_rank_at_half_speed_gets_less_and_is_named(data: str, tmp_path: Path, half_speed: list[StepPlan]) -> None:
+    told = run_threads(lambda: run(data, tmp_path, steps=7), 2, timeout=100.0)
+    assert told[0] == told[1]
+    shares = [work_of(plan, 1) / (work_of(plan, 0) + work_of(plan, 1)) for plan in half_speed]
+    assert shares[0] == pytest.approx(0.5, abs=0.1)
+    assert shares[-1] == pytest.approx(1 / 3, abs=0.05)
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert last["slowest_rank"] == 1
+    assert last["slowest_speed"] == pytest.approx(0.5, abs=0.03)
+    assert last["measured_s"] == pytest.approx(last["predicted_s"], rel=0.1)
+    assert "rank 1 computed at 0.5" in run_report(tmp_path)
+    facts = open_checkpoint(tmp_path / "saved" / "step-7").facts
+    learned = facts["learned"]["balanced"]
+    assert learned["speeds"] == [1.0, pytest.approx(0.5, abs=0.03)]
+    assert CostModel(**learned["cost_model"]).seconds([200]) == pytest.approx(TRUE.seconds([200]), rel=0.05)
+    # What was learned is there from the first plan of the run that goes on.
+    before = len(half_speed)
+    again = run_threads(lambda: run(data, tmp_path, steps=9, resume="auto"), 2, timeout=100.0)
+    assert again[0] == again[1]
+    assert len(again[0]) == 2
+    plan = half_speed[before + 1]
+    assert work_of(plan, 1) / (work_of(plan, 0) + work_of(plan, 1)) == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_without_the_option_ranks_are_named_and_plans_stay(
+    data: str, tmp_path: Path, half_speed: list[StepPlan]
+) -> None:
+    told = run_threads(lambda: run(data, tmp_path, steps=4, learn=False), 2, timeout=100.0)
+    assert [row["slowest_rank"] for row in told[0]] == [1] * 4
+    assert all(row["slowest_speed"] < 0.9 for row in told[0])
+    plan = half_speed[-1]
+    assert work_of(plan, 1) / (work_of(plan, 0) + work_of(plan, 1)) == pytest.approx(0.5, abs=0.1)
+
+
+def test_real_clocks_give_equal_plans_on_all_ranks(data: str, tmp_path: Path) -> None:
+    """Ranks that planned differently would raise Mismatch."""
+    told = run_threads(lambda: run(data, tmp_path, steps=6), 3, timeout=100.0)
+    assert told[0] == told[1] == told[2]
+    for row in told[0]:
+        assert row["measured_s"] > 0
+        assert 0 <= row["slowest_rank"] < 3
+
+
+@pytest.mark.usefixtures("half_speed")
+def test_learned_costs_that_are_none_are_refused(data: str, tmp_path: Path) -> None:
+    run_threads(lambda: run(data, tmp_path, steps=1), 2, timeout=100.0)
+    [facts] = (tmp_path / "saved").rglob("meta.json")
+    content = json.loads(facts.read_text())
+    content["learned"] = {"balanced": {"speeds": None}}
+    facts.write_text(json.dumps(content))
+    with pytest.raises(hdp.Error, match=r"holds no learned costs.*without --learn-costs"):
+        run_threads(lambda: run(data, tmp_path, steps=2, resume="auto"), 2, timeout=100.0)
