@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,16 +80,18 @@ def read_profile(path: str) -> CostModel:
         data = json.loads(text)
     except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidUsage(f"cannot read the profile {path}: {error}") from error
-    if isinstance(data, dict):
-        return CostModel.from_json(text)
     try:
-        samples = [CostSample(int(s["ranks"]), tuple(s["lengths"]), float(s["seconds"])) for s in data]
+        if isinstance(data, dict):
+            return CostModel.from_json(text)
+        samples = [CostSample(index(s["ranks"]), tuple(map(index, s["lengths"])), float(s["seconds"])) for s in data]
+        return CostModel.fit(samples)
+    except InvalidUsage as error:
+        raise InvalidUsage(f"{path} is no profile: {error}") from error
     except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidUsage(
             f"{path} is no profile ({type(error).__name__}: {error}): expected coefficients or a list of "
             "{ranks, lengths, seconds}"
         ) from error
-    return CostModel.fit(samples)
 
 
 _NODE_DEVICES = 8

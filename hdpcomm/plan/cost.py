@@ -26,6 +26,7 @@ _KV_MESSAGES = 3
 
 _MOST_RANKS = 1 << 31
 _MOST_TOKENS = 1 << 40  # of a sequence
+_LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e9  # of a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,11 @@ class CostModel:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidUsage(f"CostModel: {field.name} is {value}, expected a finite number that is not negative")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and 0 <= value < math.inf):
+                raise InvalidUsage(
+                    f"CostModel: {field.name} is {value!r}, expected a finite number that is not negative"
+                )
 
     def seconds(self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True) -> float:
         """Predicted seconds of a micro-batch of ``lengths`` on ``ranks`` ranks."""
@@ -142,6 +146,11 @@ class CostModel:
         for sample in measured:
             if sample.ranks < 1 or not sample.lengths or min(sample.lengths) < 1 or not 0 < sample.seconds < math.inf:
                 raise InvalidUsage(f"{sample} is no measurement: ranks, lengths and seconds have to be positive")
+            if not _LEAST_SECONDS <= sample.seconds <= _MOST_SECONDS:
+                raise InvalidUsage(
+                    f"a sample took {sample.seconds:g} s, expected {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}: give "
+                    "seconds"
+                )
             if sample.ranks > _MOST_RANKS or max(sample.lengths) > _MOST_TOKENS:
                 raise InvalidUsage(
                     f"a sample has more than {_MOST_RANKS} ranks or a length above {_MOST_TOKENS} tokens"
@@ -165,7 +174,13 @@ class CostModel:
         """Reads :meth:`to_json` back. Raises InvalidUsage for anything else."""
         try:
             values = json.loads(text)
-            return cls(**{name: float(value) for name, value in values.items()})
+            if not isinstance(values, dict):
+                raise TypeError(f"a {type(values).__name__} was given")
+            if wrong := sorted(set(values) - {field.name for field in fields(cls)}):
+                raise TypeError(f"it has no coefficient {wrong[0]!r}")
+            if missing := {"attention", "linear"} - set(values):
+                raise TypeError(f"{sorted(missing)[0]!r} is missing")
+            return cls(**{n: float(value) if type(value) is int else value for n, value in values.items()})
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise InvalidUsage(f"no cost model ({error}): expected a JSON object with numbers for {names}") from error

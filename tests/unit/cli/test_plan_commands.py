@@ -64,7 +64,22 @@ def test_bad_options_end_with_6(options: list[str], message: str, capsys: pytest
 
 def test_bad_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "profile.json"
-    for text, message in (('[{"ranks": 1}]', "is no profile"), ('{"speed": 1}', "no cost model"), ("{", "cannot read")):
+    samples = '[{"ranks": 1, "lengths": [100], "seconds": %s}, {"ranks": 1, "lengths": [%s], "seconds": 2}]'
+    for text, message in (
+        ('[{"ranks": 1}]', "is no profile"),
+        ('{"speed": 1}', "it has no coefficient 'speed'"),
+        ('{"attention": 1e308, "linear": 1}', "its coefficients are no measured ones"),
+        ('{"attention": NaN, "linear": 1}', "attention is nan"),
+        ('{"attention": true, "linear": 1}', "attention is True"),
+        ('{"attention": "1e-9", "linear": 1}', "attention is '1e-9'"),
+        ('{"linear": 1}', "'attention' is missing"),
+        ("7", "is no profile"),
+        (samples % ("1", "200.7"), "is no profile"),
+        (samples % ("1", '"200"'), "is no profile"),
+        (f"{(samples % ('1e308', '200'))[:-1]}, {samples[1:-1] % ('1', '50')}]", "a sample took 1e+308 s"),
+        (f"{(samples % ('1e-320', '200'))[:-1]}, {samples[1:-1] % ('1', '50')}]", "expected 1e-12 to 1e+09"),
+        ("{", "cannot read"),
+    ):
         profile.write_text(text)
         assert main(["plan", *SMALL, "--profile", str(profile)]) == 6
         assert message in capsys.readouterr().err
