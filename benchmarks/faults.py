@@ -1,9 +1,10 @@
-"""How soon ranks notice an error: calls that disagree within one second, the death of a rank within two.
+"""How soon ranks notice an error: calls that disagree within a second, a death within two, a deadline within half a second.
 
     python benchmarks/faults.py [--transports shm sim torch] [--rounds 9] [--json FILE]
 
 A row is a kind of error on a transport; a time is that of the last rank to notice it, from its own call on (after a
-barrier), or roughly from the death on. Exit code 4: a limit is missed. Needs an idle machine for reliable figures.
+barrier), or roughly from the death on. CommTimeout: how long after its deadline a sender was told, whose receiver was
+stopped by SIGSTOP at some moment of the message; what the receiver has then (after SIGCONT) is checked. Exit code 4: a limit is missed. Needs an idle machine for reliable figures.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import hdpcomm as hdp
 from hdpcomm.testing import RankPool
 
 TRANSPORTS = ("shm", "sim", "torch")
-MISMATCH_S, DEATH_S = 1.0, 2.0
+MISMATCH_S, DEATH_S, LATE_S = 1.0, 2.0, 0.5
 DEADLINE_S = 30.0
 MISSED = 4
 
@@ -86,6 +87,47 @@ def deaths(transport: str) -> float:
     raise RuntimeError(f"over {transport} the death of a rank went unnoticed by one of the others")
 
 
+def stop(transport: str, folder: str, memory: str, delay_s: float) -> float:
+    """Seconds from the deadline of a send to its error; runs on both of two ranks, and stops the receiver."""
+    deadline_s, count = 1.0, 1 << 24
+    with hdp.init(transport=transport, timeout=DEADLINE_S) as comm:
+        x = comm.empty(count) if memory == "empty()" else torch.empty(count)
+        x.fill_(1.0)
+        processes = torch.tensor([0, os.getpid()])[[comm.rank]].repeat(2)
+        comm.all_reduce(processes)
+        receiver, late_s, goes_on = int(processes[0]), 0.0, Path(folder, "goes on")
+        if comm.rank == 0:
+            goes_on.unlink(missing_ok=True)
+        comm.barrier()
+        try:
+            if comm.rank == 0:
+                work = comm.send(x, 1, async_op=True)
+                time.sleep(delay_s)
+                os.kill(receiver, signal.SIGSTOP)
+                started = time.perf_counter()
+                try:
+                    work.wait(timeout=deadline_s)
+                except hdp.CommTimeout:
+                    late_s = time.perf_counter() - started - deadline_s
+                x.fill_(-1.0)
+            else:
+                time.sleep(0.01)
+                comm.recv(x.zero_(), 0)
+                if not (x == 1).all():
+                    raise RuntimeError("a receive returned what the sender had overwritten")
+        except hdp.Error:
+            if comm.rank == 0:
+                raise
+        finally:
+            if comm.rank == 0:
+                os.kill(receiver, signal.SIGCONT)
+                goes_on.touch()
+        while not goes_on.exists():
+            time.sleep(0.01)
+        comm.resync()
+        return late_s
+
+
 def measure(transports: list[str], rounds: int) -> list[dict[str, Any]]:
     """Measures all rows of the table."""
     rows = []
@@ -94,6 +136,11 @@ def measure(transports: list[str], rounds: int) -> list[dict[str, Any]]:
             for name in DISAGREEMENTS:
                 times = [max(pool.run(disagree, transport, name, timeout=2 * DEADLINE_S)) for _ in range(rounds)]
                 rows.append(row(f"Mismatch: {name}", transport, times, MISMATCH_S))
+    with tempfile.TemporaryDirectory() as folder, RankPool(2) as pool:
+        for memory in ("plain", "empty()") if "shm" in transports else ():
+            delays = [0.008 + 0.02 * i / rounds for i in range(rounds)]
+            times = [max(pool.run(stop, "shm", folder, memory, delay, timeout=2 * DEADLINE_S)) for delay in delays]
+            rows.append(row(f"CommTimeout: {memory}", "shm", times, LATE_S))
     for transport in transports:
         rows.append(row("PeerLost: SIGKILL", transport, [deaths(transport) for _ in range(rounds)], DEATH_S))
     return rows
@@ -114,10 +161,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: give at least 1")
     rows = measure(args.transports, args.rounds)
-    print(f"{'error':<20} {'transport':<10} {'median ms':>10} {'worst ms':>10} {'limit ms':>9}  met")
+    print(f"{'error':<22} {'transport':<10} {'median ms':>10} {'worst ms':>10} {'limit ms':>9}  met")
     for one in rows:
         times = f"{one['median_s'] * 1e3:>10.1f} {one['worst_s'] * 1e3:>10.1f} {one['limit_s'] * 1e3:>9.0f}"
-        print(f"{one['error']:<20} {one['transport']:<10} {times}  {'yes' if one['met'] else 'NO'}")
+        print(f"{one['error']:<22} {one['transport']:<10} {times}  {'yes' if one['met'] else 'NO'}")
     if args.json is not None:
         about = {"date": date.today().isoformat(), "torch": torch.__version__, "hdpcomm": hdp.__version__}
         about["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"

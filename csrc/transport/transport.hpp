@@ -8,9 +8,9 @@
 // that the receiver did not receive, and is dropped. After any failure of an operation its pairs
 // are out of step: requests on them are refused until postResync() has ended on both sides.
 //
-// Only idle() blocks, and cancel() while a receiver copies from the memory of a request: until the
-// copy has ended or that rank has died, 10 s at most. The owner serialises all calls: they are made
-// under the lock of the World (comm/host/world.hpp).
+// Only idle() blocks, and cancel() while a rank of the own process copies from the memory of a
+// request. The owner serialises all calls: they are made under the lock of the World
+// (comm/host/world.hpp).
 #pragma once
 
 #include <chrono>
@@ -94,8 +94,8 @@ class Transport {
   virtual void rejectUnexpected(int peer, uint32_t number, const Call& call,
                                 Completion* completion) = 0;
 
-  // Withdraws all requests of an operation. On return no rank reads or writes their buffers any
-  // more.
+  // Withdraws all requests of an operation. On return no rank of this process reads or writes their
+  // buffers any more, and what another process still copies from them completes no receive.
   virtual void cancel(const Completion* completion) = 0;
   // The peers of the operation's requests that have not ended.
   virtual std::vector<int> awaited(const Completion* completion) = 0;

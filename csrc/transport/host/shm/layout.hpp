@@ -40,9 +40,10 @@ enum class Kind : uint8_t {
 enum class SlotState : uint16_t {
   kPosted,
   kClaimed,     // the receiver copies from the sender's memory
+  kTaken,       // it has copied all of it, before the sender withdrew the message
   kRejected,    // the receiver refused it; `call` and `bytes` are now the receiver's
   kUnreadable,  // the receiver could not read the sender's memory
-  kRevoked,     // the sender withdrew it before it was consumed
+  kRevoked,     // the sender withdrew it before it was taken; what was copied of it is void
   kDropped,     // the receiver is out of step, or no operation of it received the message
 };
 

@@ -162,8 +162,17 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
                                               std::memory_order_acq_rel)) {
         return takeRevoked(peer, slot, request);
       }
-      if (!copyDirect(peer, slot, request)) {
-        slot.state.store(SlotState::kUnreadable, std::memory_order_relaxed);
+      const bool copied = copyDirect(peer, slot, request);
+      if (!peer.broken.empty()) return false;
+      SlotState claimed = SlotState::kClaimed;
+      // Release: the copy has ended before the sender can see it taken.
+      if (!slot.state.compare_exchange_strong(claimed,
+                                              copied ? SlotState::kTaken : SlotState::kUnreadable,
+                                              std::memory_order_acq_rel)) {
+        request.completion->failure.reset();  // that the copy failed does not matter any more
+        return takeRevoked(peer, slot, request);
+      }
+      if (!copied) {
         consume(peer, slot);
         return true;
       }

@@ -224,7 +224,7 @@ void ShmTransport::completeAccepted(Peer& peer) {
   while (!peer.inflight.empty() && peer.inflight.front().index < consumed) {
     const Slot& slot = peer.out->slots[peer.inflight.front().index % kSlots];
     const SlotState state = slot.state.load(std::memory_order_relaxed);
-    if (state != SlotState::kPosted && state != SlotState::kClaimed) return;
+    if (state != SlotState::kPosted && state != SlotState::kTaken) return;
     --peer.inflight.front().request.completion->pending;
     peer.inflight.pop();
   }
@@ -243,21 +243,22 @@ void ShmTransport::revoke(Peer& peer, uint32_t first_send) {
   }
 }
 
-// Returns when the receiver does not read the sender's memory, now or later.
+// After it, nothing that the receiver reads in the sender's memory counts as the message. A
+// receiver that has begun to copy may be stopped: it finds out when it has finished.
 void ShmTransport::withdraw(Peer& peer, const Inflight& inflight) {
   Slot& slot = peer.out->slots[inflight.index % kSlots];
   if (slot.kind != Kind::kDirect && slot.kind != Kind::kShared) return;
-  SlotState expected = SlotState::kPosted;
-  if (slot.state.compare_exchange_strong(expected, SlotState::kRevoked,
-                                         std::memory_order_acq_rel) ||
-      expected == SlotState::kRevoked) {
-    return;
-  }
-  // Claimed: the receiver is copying, which ends soon, unless its process dies.
-  const auto deadline = Clock::now() + std::chrono::seconds(10);
-  while (peer.out->consumed.load(std::memory_order_acquire) <= inflight.index) {
-    if (!processAlive(*peer.control) || Clock::now() > deadline) return;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  SlotState held = slot.state.load(std::memory_order_acquire);
+  while (held == SlotState::kPosted || held == SlotState::kClaimed) {
+    if (held == SlotState::kClaimed && peer.same_process) {
+      // A thread of this process copies: the memory must last until it has finished, which it does,
+      // since it cannot be stopped alone.
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      held = slot.state.load(std::memory_order_acquire);
+    } else if (slot.state.compare_exchange_weak(held, SlotState::kRevoked,
+                                                std::memory_order_acq_rel)) {
+      return;
+    }
   }
 }
 
