@@ -1,10 +1,11 @@
-"""How soon ranks notice an error: calls that disagree within a second, a death within two, a deadline within half a second.
+"""How soon ranks notice an error: calls that disagree within 1 s, a death within 2 s, a deadline within 0.5 s.
 
     python benchmarks/faults.py [--transports shm sim torch] [--rounds 9] [--json FILE]
 
 A row is a kind of error on a transport; a time is that of the last rank to notice it, from its own call on (after a
 barrier), or roughly from the death on. CommTimeout: how long after its deadline a sender was told, whose receiver was
-stopped by SIGSTOP at some moment of the message; what the receiver has then (after SIGCONT) is checked. Exit code 4: a limit is missed. Needs an idle machine for reliable figures.
+stopped by SIGSTOP at some moment of the message; what the receiver has then (after SIGCONT) is checked. Exit code 4:
+a limit is missed. Needs an idle machine for reliable figures.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ constexpr Setting kTable[] = {
      .least = 65536, .most = 1 << 28, .fixed = true},
     {HDP_SETTING("HDPCOMM_SHM_CMA", shm_cma), .fallback = "1",
      .meaning = "0: do not use process_vm_readv, send large messages in chunks", .fixed = true},
+    {HDP_SETTING("HDPCOMM_DEADLOCKS", deadlocks), .fallback = "1",
+     .meaning = "0: do not look for ranks of a host that wait for each other", .fixed = true},
     {HDP_SETTING("HDPCOMM_SPIN_US", spin_us), .fallback = "1",
      .meaning =
          "microseconds of busy waiting before sched_yield; ranks that share cores yield at once",

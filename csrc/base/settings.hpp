@@ -21,6 +21,7 @@ struct Settings {
   size_t shm_eager_bytes;
   size_t shm_payload_bytes;
   bool shm_cma;
+  bool deadlocks;
   double spin_us;
   double yield_us;
   double liveness_s;

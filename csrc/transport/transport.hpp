@@ -26,6 +26,7 @@
 #include "base/call.hpp"
 #include "base/error.hpp"
 #include "transport/stats.hpp"
+#include "transport/wait_board.hpp"
 
 namespace hdpcomm {
 
@@ -139,6 +140,12 @@ class Transport {
   // The memory may outlive the transport.
   virtual std::shared_ptr<std::byte> allocate(size_t bytes) {
     (void)bytes;
+    return nullptr;
+  }
+
+  // Where the rank writes what it waits for; null for ranks of other hosts.
+  virtual WaitPlace* waitPlace(int rank) {
+    (void)rank;
     return nullptr;
   }
 

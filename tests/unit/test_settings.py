@@ -73,7 +73,16 @@ def test_a_wrong_value_is_named_with_its_range(
 def test_fixed_settings_are_read_once_and_the_others_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _core.settings()
     assert {field for field, row in TABLE.items() if row.fixed} == {
-        *("shm_eager_bytes", "shm_payload_bytes", "shm_cma", "spin_us", "yield_us", "liveness_s", "silence_s")
+        *(
+            "shm_eager_bytes",
+            "shm_payload_bytes",
+            "shm_cma",
+            "deadlocks",
+            "spin_us",
+            "yield_us",
+            "liveness_s",
+            "silence_s",
+        )
     }
     monkeypatch.setenv("HDPCOMM_SPIN_US", str(before.spin_us + 1))
     monkeypatch.setenv("HDPCOMM_TIMEOUT", "1e3")

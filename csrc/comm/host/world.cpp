@@ -23,6 +23,7 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
   const Settings& settings = Settings::get();
   yield_s_ = settings.yield_us * 1e-6;
   liveness_s_ = settings.liveness_s;
+  if (settings.deadlocks) deadlocks_.emplace(*transport_);
   wake_ = transport_->waker();
   const bool shared_cores = transport_->oversubscribed();
   spins_ = shared_cores ? 4 : 400;  // some microseconds
@@ -92,6 +93,10 @@ void World::submit(const std::shared_ptr<Work>& work) {
 // Gives the operation its place in the order of all.
 void World::enterLocked(Work& work) {
   if (over()) throwUnusable();
+  if (submitter_ != std::this_thread::get_id()) [[unlikely]] {
+    several_submitters_ = submitter_ != std::thread::id();
+    submitter_ = std::this_thread::get_id();
+  }
   work.seq_ = next_seq_++;
   work.takeNumbers(*transport_);
 }
@@ -160,7 +165,11 @@ void World::finish(Work& work, Work::State state) {
   if (waiters_.load(std::memory_order_relaxed) > 1) wake_();
 }
 
-void World::fail(Work& work, const Error& error) {
+void World::fail(Work& work, const Error& given) {
+  // A member of a deadlock that went on after it ended this operation, too, but is not its reason.
+  const bool ended_by_peer =
+      given.kind() == ErrorKind::kAborted && deadlocks_ && blocking_ != nullptr;
+  const Error error = (ended_by_peer ? deadlocks_->toldByOthers() : std::nullopt).value_or(given);
   ErrorContext context = error.context();
   context.rank = rank();
   context.op = opName(work.call_.op);

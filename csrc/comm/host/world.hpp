@@ -17,6 +17,7 @@
 
 #include "base/process.hpp"
 #include "collective/cost.hpp"
+#include "comm/host/deadlock.hpp"
 #include "comm/host/work.hpp"
 
 namespace hdpcomm {
@@ -124,10 +125,11 @@ class World {
   void pollFailuresLocked();
   void giveUpLateLocked(Clock::time_point now);
   void checkHealthLocked(Clock::time_point now);
+  WaitRecord waitRecordLocked();
   Error timeoutError(const Work& work, Clock::duration waited) const;
   void stopWaitingLocked(Clock::time_point start);
   // These two leave the work in the queue until dropEndedLocked().
-  void fail(Work& work, const Error& error);
+  void fail(Work& work, const Error& given);
   void finish(Work& work, Work::State state);
   void dropEndedLocked();
   [[noreturn]] void throwUnusable() const;
@@ -153,6 +155,10 @@ class World {
   }
 
   std::unique_ptr<Transport> transport_;
+  std::optional<DeadlockFinder> deadlocks_;
+  std::thread::id submitter_;        // of the first operation
+  bool several_submitters_ = false;  // no thread that waits keeps the rank from going on
+  Work* blocking_ = nullptr;         // for which that thread sleeps
   double timeout_s_;
   int pid_;
   uint32_t forks_ = forkGeneration();  // of the process that made this world

@@ -66,12 +66,58 @@ void World::giveUpLateLocked(Clock::time_point now) {
 
 // Periodic health check, run by any waiting thread a few times a second.
 void World::checkHealthLocked(Clock::time_point now) {
+  if (deadlocks_) deadlocks_->begin();
   transport_->checkPeers();
   rejectUnexpectedLocked();
   pollFailuresLocked();
   progressLocked();
   giveUpLateLocked(now);
   progressLocked();
+  if (!deadlocks_) return;
+  if (const auto deadlock = deadlocks_->end(waitRecordLocked())) {
+    for (const auto& work : queue_) {
+      if (!ended(*work)) fail(*work, *deadlock);
+    }
+    dropEndedLocked();
+  }
+}
+
+// What keeps this rank from going on; nothing, where that is not certain: another thread may submit
+// operations, a mailbox posts its own requests, and resync() brings the peers to an error.
+WaitRecord World::waitRecordLocked() {
+  WaitRecord record{};
+  if (blocking_ == nullptr || ended(*blocking_) || several_submitters_ || listener_ != nullptr) {
+    return record;
+  }
+  for (const auto& work : queue_) {
+    if (record.num_works == WaitRecord::kWorks || work->state_ == Work::State::kQueued ||
+        work->failure() || work->call_.op == OpCode::kResync) {
+      return {};
+    }
+    // A step's own requests end before the next step is posted.
+    const bool step = work->completion_.pending > 0;
+    const auto awaited = transport_->awaited(step ? &work->completion_ : &work->deferred_);
+    if (awaited.empty()) return {};
+    WaitingWork& waiting = record.works[record.num_works++];
+    waiting.call = work->call_;
+    for (const Work::Numbers& numbers : work->numbers_) {
+      waiting.sends |= numbers.send.has_value() ? 1 : 0;
+      waiting.receives |= numbers.recv.has_value() ? 1 : 0;
+    }
+    waiting.num_awaited =
+        static_cast<int16_t>(std::min<size_t>(awaited.size(), WaitingWork::kRanks));
+    std::copy_n(awaited.begin(), waiting.num_awaited, waiting.awaited);
+    if (!work->allPosted()) break;  // later operations wait for it
+  }
+  uint64_t& signature = record.signature;
+  const auto mix = [&signature](uint64_t value) {
+    signature = (signature ^ value) * 0x9e3779b97f4a7c15ULL;
+    signature ^= signature >> 32;
+  };
+  mix(static_cast<uint64_t>(next_seq_));
+  mix(static_cast<uint64_t>(blocking_->seq_));
+  for (const auto& [name, count] : transport_->stats()) mix(count);
+  return record;
 }
 
 Error World::timeoutError(const Work& work, Clock::duration waited) const {
@@ -210,6 +256,11 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
   const auto start = Clock::now();
   const auto deadline = start + nanoseconds(std::min(timeout_s, kLongestS));
   waiters_.fetch_add(1, std::memory_order_relaxed);
+  {
+    std::lock_guard lock(mutex_);
+    several_submitters_ |= blocking_ != nullptr || submitter_ != std::this_thread::get_id();
+    blocking_ = &work;
+  }
   try {
     waitSlowly(work, start, deadline, check_interrupt);
   } catch (...) {
@@ -225,6 +276,7 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
 // Under the lock, so that the progress thread does not miss it between its check and its sleep.
 void World::stopWaitingLocked(Clock::time_point start) {
   waited_ += Clock::now() - start;
+  blocking_ = nullptr;
   waiters_.fetch_sub(1, std::memory_order_relaxed);
   if (background_works_ > 0 && !in_grace_) progress_wanted_->notify_one();
 }

@@ -80,6 +80,7 @@ class CompositeTransport final : public Transport {
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
     return members_[0]->allocate(bytes);
   }
+  WaitPlace* waitPlace(int rank) override { return to(rank).waitPlace(rank); }
   Stats stats() const override {
     Stats sum;
     for (const auto& member : members_) addStats(sum, member->stats());

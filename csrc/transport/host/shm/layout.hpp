@@ -13,10 +13,11 @@
 #include <cstring>
 
 #include "base/call.hpp"
+#include "transport/wait_board.hpp"
 
 namespace hdpcomm::shm {
 
-inline constexpr uint64_t kMagic = 0x6864'7063'6f6d'6d32;
+inline constexpr uint64_t kMagic = 0x6864'7063'6f6d'6d33;
 inline constexpr size_t kSlots = 64;  // descriptors in flight on a channel; a power of two
 inline constexpr size_t kInlineBytes = 16;
 inline constexpr size_t kFragmentBytes = 32 * 1024;  // of a fragmented message
@@ -132,6 +133,7 @@ struct alignas(64) Control {
   uint64_t probe;  // address of a word in the rank's memory that the others try to read
   std::atomic<uint32_t> reason_ready;
   char reason[kFailureText];  // why this rank closed or failed, for the errors of the others
+  WaitPlace wait;
 };
 
 struct alignas(64) Header {

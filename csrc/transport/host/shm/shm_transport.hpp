@@ -96,6 +96,7 @@ class ShmTransport final : public Transport {
   std::function<void()> waker() override;
   bool oversubscribed() const noexcept override { return oversubscribed_; }
   std::shared_ptr<std::byte> allocate(size_t bytes) override;
+  WaitPlace* waitPlace(int rank) override { return &segment_->control(rank).wait; }
   Stats stats() const override;
   void close(const std::string& reason) noexcept override;
 
