@@ -126,5 +126,5 @@ def joins(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["cuda", "nccl", "cuda+nccl"])
 def test_threads_are_no_ranks_of_a_gpu(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(hdp.InvalidUsage, match="2 ranks that are threads .* on CUDA each rank is a process"):
+    with pytest.raises(hdp.InvalidUsage, match=r"2 ranks that are threads .* on CUDA each rank is a process"):
         testing.run_threads(joins, 2, transport, timeout=20)
