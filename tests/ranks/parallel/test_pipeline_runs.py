@@ -184,6 +184,7 @@ def test_a_dry_run_plans_pipelines(data):
         (["--layers", "3"], "3 layers cannot be cut into 2 stages of as many layers each; give --layers as a multiple"),
         (["--ranks", "3"], "3 ranks cannot be pipelines of 2 stages"),
         (["--zero", "1", "--dtype", "bf16"], "pipelines do not go together with zero, dtype yet"),
+        (["--learn-costs"], "pipelines do not go together with learn-costs yet"),
         (["--recompute", "auto", "--memory", "1G"], "with recompute auto yet"),
         (["--compare", "ddp"], "with ddp yet"),
         (["--offload", "64M"], "a stage has 2 layers, of which the last two always stay.*give at least 6 layers"),
