@@ -21,6 +21,7 @@ from hdpcomm.train import StepMetrics
 from hdpcomm.train.timeline import Span
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
+BELIEVED = CostModel(attention=1e-8, linear=1.2e-5, fixed=1e-4)
 TRUE = CostModel(attention=2e-8, linear=1e-5, fixed=1e-4)
 
 
@@ -34,7 +35,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def half_speed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Ranks whose clocks show what TRUE says, rank 1 twice that; the plans of rank 0."""
+    """Ranks that are thought to have the costs BELIEVED, whose clocks show what TRUE says, rank 1 twice that; the plans
+    of rank 0."""
     plans: list[StepPlan] = []
 
     def clock(_: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
@@ -47,6 +49,7 @@ def half_speed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
     monkeypatch.setattr(step_record, "times_of", clock)
     monkeypatch.setattr(run_costs, "shared_cores", lambda _: None)
+    monkeypatch.setattr(run_costs, "profile_cost_model", lambda *_, **__: BELIEVED)
     return plans
 
 
