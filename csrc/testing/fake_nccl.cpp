@@ -72,6 +72,7 @@ void FakeNccl::failNext(const std::string& function, int rank, int code) {
 }
 
 void FakeNccl::setAsyncError(int rank, int code) {
+  const auto held = lock();
   ranks_.at(static_cast<size_t>(rank)).async_error = code;
 }
 

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 from hdpcomm.comm.bootstrap import close_all
@@ -72,6 +74,7 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         context = _context(preload)
+        folder = multiprocessing.util.get_temp_dir()
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
@@ -86,7 +89,9 @@ class RankPool:
                     "HDPCOMM_SECRET_FILE": "",
                 } | self._places()
                 process = context.Process(
-                    target=_rank_main, args=(theirs, dict(os.environ) | environment), name=f"hdpcomm-rank-{rank}"
+                    target=_rank_main,
+                    args=(theirs, dict(os.environ) | environment, folder),
+                    name=f"hdpcomm-rank-{rank}",
                 )
                 process.start()
                 theirs.close()
@@ -259,14 +264,14 @@ def _raise_first(errors: dict[int, tuple[BaseException, str]]) -> None:
     raise error
 
 
-def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[str, str]) -> None:
+def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with_parent, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(parent.sentinel, folder), daemon=True).start()
     while True:
         try:
             job = pipe.recv_bytes()
@@ -285,8 +290,13 @@ def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[st
         del answer
 
 
-def _end_with_parent(sentinel: int) -> None:
+def _end_with_parent(sentinel: int, folder: str) -> None:
+    """Ends this rank when its launcher has ended; a killed one has left the fork server's socket in its folder."""
     multiprocessing.connection.wait([sentinel])
+    with contextlib.suppress(OSError):
+        for socket in Path(folder).glob("listener-*"):
+            socket.unlink(missing_ok=True)
+        Path(folder).rmdir()
     os._exit(1)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import warnings
 from typing import Any
 
 from hdpcomm import _core
+from hdpcomm.errors import Aborted, Error, InvalidUsage
 
 __all__ = ["ENDED", "Work", "retain"]
 
@@ -14,12 +16,30 @@ _dropped: collections.deque[tuple[Any, tuple[Any, ...]]] = collections.deque()
 """Handles and tensors of operations whose Work was dropped before they had ended: the core still uses the memory."""
 
 
+def _report(handle: Any) -> None:
+    """Warns of the error of an operation that has ended and that nobody waits for any more.
+
+    Not of Aborted, which follows from close() or from an error that was told before, nor for device operations, which
+    an error ends for good, so that the next one tells it.
+    """
+    if not isinstance(handle, _core.comm.Work):
+        return
+    try:
+        handle.wait(-1.0)
+    except (Aborted, InvalidUsage):
+        pass
+    except Error as error:
+        warnings.warn(f"an operation failed whose Work was dropped: {error}", RuntimeWarning, stacklevel=3)
+
+
 def _sweep() -> None:
     """Forgets what has ended. Other threads may append, and a destructor may come here, meanwhile."""
     with contextlib.suppress(IndexError):
         for _ in range(len(_dropped)):
             each = _dropped.popleft()
-            if not each[0].done():
+            if each[0].done():
+                _report(each[0])
+            else:
                 _dropped.append(each)
 
 
@@ -32,7 +52,8 @@ def retain(handle: Any, buffers: tuple[Any, ...]) -> None:
 class Work:
     """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of.
 
-    One that nobody waits for is given up on all ranks concerned when it has run for the communicator's timeout.
+    One that nobody waits for is given up on all ranks concerned when it has run for the communicator's timeout. If the
+    Work was let go of, its error is a RuntimeWarning, at the latest when the next operation is started.
     """
 
     __slots__ = ("_buffers", "_handle")
@@ -44,8 +65,11 @@ class Work:
             _sweep()
 
     def __del__(self) -> None:
-        if self._buffers and self._handle is not None and not self._handle.done():
-            retain(self._handle, self._buffers)
+        if self._buffers and self._handle is not None:
+            if self._handle.done():
+                _report(self._handle)
+            else:
+                retain(self._handle, self._buffers)
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.

@@ -21,14 +21,19 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         cut = path.exists() and path.is_file() and _is_cut(path)
-        self._file = path.open("a", buffering=1)
+        # Without a buffer: what could not be written must not be tried again when the file is closed.
+        self._file = path.open("ab", buffering=0)
         if cut:
-            self._file.write("\n")
+            self._write(b"\n")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Appends a line. Raises: Error if the file cannot be written."""
+        self._write(json.dumps(row).encode() + b"\n")
+
+    def _write(self, data: bytes) -> None:
         try:
-            self._file.write(json.dumps(row) + "\n")
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as error:
             raise Error(f"{self.path}: cannot be written ({error.strerror}); make room or give another file") from error
 

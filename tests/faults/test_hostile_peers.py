@@ -188,7 +188,7 @@ def test_headers_of_labelled_messages(at: int, value: int) -> None:
 
 # --- slots
 
-MAGIC = 0x68647063_6F6D6D32
+MAGIC = 0x68647063_6F6D6D33
 KINDS = {"inline": 0, "eager": 1, "direct": 2, "shared": 3, "fragment": 4, "failure": 5}
 COUNTS = {"inline": 2, "eager": 500, "direct": 100_000, "shared": 100_000, "fragment": 100_000}
 SLOT_FIELDS = {"bytes": (32, 8), "address": (40, 8), "fragment": (48, 8), "kind": (62, 1), "detail": (63, 1)}
@@ -205,7 +205,7 @@ class Channel:
         start = int(max(mapped, key=lambda line: int(line[4]))[0].split("-")[0], 16)  # by inode: the newest
         assert self.word(start, 8) == MAGIC
         payload = self.word(start + 12, 4)
-        channels = (64 + 896 * size + 4095) // 4096 * 4096
+        channels = (64 + 2688 * size + 4095) // 4096 * 4096
         each = (64 + 64 * 64 + payload + 4095) // 4096 * 4096
         self.at = start + channels + each * (src * size + dst)
 

@@ -137,5 +137,5 @@ def stops_before_it_receives(folder: str) -> str:
 def test_a_message_of_a_sender_that_gave_up_is_not_received(ranks: Any, tmp_path: Path) -> None:
     sender, receiver = ranks(2, stops_before_it_receives, str(tmp_path))
     assert sender.startswith("CommTimeout: rank 0 waited ")
-    assert receiver.startswith("CommTimeout: rank 0 waited ")
-    assert "told by rank 0" in receiver
+    # Aborted: the notice, or rank 0's resync(), had arrived before the receive was posted.
+    assert receiver.startswith(("CommTimeout: rank 0 waited ", "Aborted: rank 1 is out of step with rank 0 since: "))

@@ -66,8 +66,8 @@ Layout layoutFor(int num_ranks) {
 
 std::shared_ptr<ShmSegment> createShmSegment(int num_ranks) {
   const shm::Layout layout = shm::layoutFor(num_ranks);
-  auto segment =
-      std::make_shared<shm::Segment>(shm::createSharedFile("hdpcomm", layout.totalBytes()), layout);
+  auto segment = std::make_shared<shm::Segment>(
+      shm::createSharedFileAnywhere("hdpcomm", layout.totalBytes()), layout);
   segment->header() = shm::Header{shm::kMagic, layout.num_ranks, layout.payload_bytes};
   return segment;
 }

@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <linux/membarrier.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 
 #include <algorithm>
@@ -67,6 +68,9 @@ ShmTransport::ShmTransport(std::shared_ptr<Segment> segment, int rank, std::vect
   segment_->populate(rank, members_);
   own.pid = ::getpid();
   own.start_time = ownStartTime();
+  // Peers read this process's memory; Yama allows that to nobody but a parent. Fails where there is
+  // no Yama; then it is not needed.
+  if (Settings::get().shm_cma) ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   own.probe = reinterpret_cast<uint64_t>(&kProbeWord);
   own.heap_descriptor.store(-1, std::memory_order_relaxed);
   barriers_ = membarrier(MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED) == 0;
@@ -274,8 +278,16 @@ std::function<void()> ShmTransport::waker() {
 }
 
 std::shared_ptr<std::byte> ShmTransport::allocate(size_t bytes) {
+  if (no_heap_) return nullptr;
   if (!heap_) {
-    heap_ = Heap::create();
+    try {
+      heap_ = Heap::create();
+    } catch (const Error&) {
+      // So much address space is not allowed (ulimit -v), or no memory file: ordinary memory is as
+      // good, only slower.
+      no_heap_ = true;
+      return nullptr;
+    }
     Control& own = segment_->control(rank_);
     own.heap_base = reinterpret_cast<uint64_t>(heap_->base());
     own.heap_descriptor.store(heap_->descriptor(), std::memory_order_release);

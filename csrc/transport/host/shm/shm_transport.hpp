@@ -176,6 +176,7 @@ class ShmTransport final : public Transport {
   std::vector<int> active_;  // peers with requests
   std::vector<std::byte> scratch_;
   std::shared_ptr<Heap> heap_;  // made by the first allocate()
+  bool no_heap_ = false;        // the system refused it
   MessageCounts stats_;
   size_t eager_bytes_;
   bool oversubscribed_ = false;

@@ -1,0 +1,186 @@
+"""What the system refuses or has run out of: each case works in another way, or ends in an error that says so."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.run.metrics_log import JsonLines
+from hdpcomm.testing import spawn
+from tests.faults.cases import LONG_S, still_works, until, wait_for
+
+MEMFD_CREATE, PROCESS_VM_READV = 319, 310  # on x86-64
+MANY_RANKS = int(os.environ.get("HDPCOMM_MANY_RANKS", "8"))
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter has system call numbers of x86-64")
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filters", ctypes.POINTER(_Filter)))
+
+
+def deny(*calls: int) -> None:
+    """These system calls fail with EPERM from now on, in this process for good."""
+    load, equal, give = 0x20, 0x15, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    lines = [_Filter(load, 0, 0, 0)]
+    for call in calls:
+        lines += [_Filter(equal, 0, 1, call), _Filter(give, 0, 0, refuse)]
+    lines.append(_Filter(give, 0, 0, allow))
+    program = _Program(len(lines), (_Filter * len(lines))(*lines))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, by_filter = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_seccomp, by_filter, ctypes.byref(program), 0, 0) == 0
+
+
+def sends_from_its_heap(comm: hdp.Communicator) -> None:
+    for count in (5, 300_000):
+        x = comm.empty(count).fill_(float(comm.rank))
+        out = torch.empty(comm.size * count)
+        comm.all_gather(out, x)
+        assert out.view(comm.size, count).eq(torch.arange(comm.size)[:, None]).all()
+
+
+def without_calls(*calls: int) -> str:
+    deny(*calls)
+    with hdp.init("shm", timeout=LONG_S) as comm:
+        still_works(comm)
+        sends_from_its_heap(comm)
+        return comm.transport
+
+
+@on_x86
+@pytest.mark.parametrize("calls", [(MEMFD_CREATE,), (PROCESS_VM_READV,), (MEMFD_CREATE, PROCESS_VM_READV)])
+def test_denied_system_calls(calls: tuple[int, ...], nothing_left_in_shm: None) -> None:
+    del nothing_left_in_shm
+    assert spawn(without_calls, 2, *calls, timeout=LONG_S) == ["shm", "shm"]
+
+
+def in_little_address_space(limited: int) -> None:
+    comm = hdp.init("shm", timeout=LONG_S)
+    if comm.rank == limited:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + (4 << 30)  # 4 GiB more than it has
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    sends_from_its_heap(comm)
+    still_works(comm)
+    comm.close()
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_little_address_space(limited: int) -> None:
+    """``ulimit -v``: the rank has no heap, and reads from the other's without mapping it."""
+    spawn(in_little_address_space, 2, limited, timeout=LONG_S)
+
+
+def add_up() -> float:
+    with hdp.init("shm", timeout=LONG_S) as comm:
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        comm.barrier()
+        return x[0].item()
+
+
+def test_many_ranks() -> None:
+    """``HDPCOMM_MANY_RANKS``: how many; 64 take 10 s on two idle cores."""
+    assert spawn(add_up, MANY_RANKS, timeout=LONG_S) == [float(MANY_RANKS)] * MANY_RANKS
+
+
+LAUNCHER = """
+import time
+from hdpcomm.testing import spawn
+from tests.faults.test_resources import stays
+if __name__ == "__main__":
+    spawn(stays, 2, {folder!r})
+"""
+
+
+def stays(folder: str) -> None:
+    with hdp.init("shm", timeout=LONG_S) as comm:
+        comm.barrier()
+        Path(folder, f"rank {comm.rank}").touch()
+        time.sleep(LONG_S)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """The address of a socket has 108 characters at most; pytest's folders are longer."""
+    with tempfile.TemporaryDirectory(prefix="hdp") as folder:
+        yield Path(folder)
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path, short_folder: Path) -> None:
+    temporary, marks, script = short_folder, tmp_path / "marks", tmp_path / "launcher.py"
+    marks.mkdir()
+    script.write_text(LAUNCHER.format(folder=str(marks)))
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": root}
+    launcher = subprocess.Popen([sys.executable, str(script)], env=environment, cwd=root)
+    try:
+        limit = time.monotonic() + 90  # it imports torch first
+        while len(list(marks.iterdir())) < 2:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        assert list(temporary.glob("pymp-*")), "Python keeps its sockets elsewhere: the test looks at nothing"
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    assert until(lambda: not list(temporary.glob("pymp-*")))
+
+
+def test_a_log_on_a_full_disk() -> None:
+    with (
+        JsonLines(Path("/dev/full")) as log,
+        pytest.raises(hdp.Error, match=r"/dev/full: cannot be written .*No space"),
+    ):
+        log.append({"step": 1})
+
+
+def drops_its_work(folder: str, dropped_first: bool) -> list[str]:
+    with hdp.init("shm", timeout=LONG_S) as comm, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if comm.rank == 1 and dropped_first:
+            wait_for(Path(folder, "dropped"))
+        work = comm.all_reduce(torch.zeros(3 + comm.rank), async_op=True)
+        handle = work._handle
+        assert handle is not None
+        if not dropped_first:
+            assert until(handle.done)
+        del work
+        gc.collect()
+        Path(folder, "dropped").touch()
+        assert until(handle.done)
+        with pytest.raises(hdp.Aborted):
+            comm.all_reduce(torch.zeros(3), async_op=True).wait()
+        # Other tests of these processes have dropped works, too.
+        return [text for text in (str(each.message) for each in told) if "all_reduce" in text]
+
+
+@pytest.mark.parametrize("dropped_first", [False, True])
+def test_a_dropped_work_does_not_swallow_its_error(ranks: Any, tmp_path: Path, dropped_first: bool) -> None:
+    for told in ranks(2, drops_its_work, str(tmp_path), dropped_first):
+        assert len(told) == 1, told
+        assert told[0].startswith("an operation failed whose Work was dropped: rank ")
+        assert "3 x float32" in told[0]
+        assert "4 x float32" in told[0]
