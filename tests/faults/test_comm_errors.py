@@ -279,18 +279,22 @@ def test_polling_for_a_dead_rank_ends(tmp_path: Any) -> None:
     assert "rank 1 died" in (tmp_path / "told").read_text()
 
 
-def interrupted() -> None:
+def interrupted(folder: str) -> None:
     comm = hdp.init(timeout=LONG_S)
+    over, heard = Path(folder, "interrupted"), Path(folder, "heard of it")
     if comm.rank == 0:
         interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
             comm.recv(torch.zeros(1), 1)
+        over.touch()
+        wait_for(heard)  # what follows would say why it is refused, too
     else:
-        time.sleep(2.0)  # rank 0 looks for signals every 0.2 s, later when cores are busy
+        wait_for(over)
         with pytest.raises(hdp.Aborted, match="interrupted"):
             comm.send(torch.zeros(1), 0)
+        heard.touch()
     works_again(comm)
 
 
-def test_ctrl_c_ends_a_wait(ranks: Any) -> None:
-    ranks(2, interrupted)
+def test_ctrl_c_ends_a_wait(ranks: Any, tmp_path: Any) -> None:
+    ranks(2, interrupted, str(tmp_path))
