@@ -474,3 +474,24 @@ def test_the_longest_sequence_is_found(on_cpu):
     assert 36_000 < bench.longest_of(Limited(), 1.0, 80_000) <= 41_000
     Limited.measure = lambda *arguments: bench.Row(arguments[1], arguments[2], None, None, None, None, "no")
     assert bench.longest_of(Limited(), 1.0, 8192) == 0
+
+
+def test_the_service_ends_with_a_part_that_is_killed(tmp_path):
+    note, folder = tmp_path / "note", tmp_path / "folder"
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f'#!/bin/sh\n[ "$1" = -d ] || cat >> {note}\n')
+    control.chmod(0o755)
+    code = f"import os, time; open('{folder}', 'w').write(os.environ['CUDA_MPS_PIPE_DIRECTORY']); time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, str(TOP / "benchmarks/gpu/with_mps.py"), sys.executable, "-c", code],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, start_new_session=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not (folder.exists() and folder.read_text()) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)  # as main.py ends a part
+    process.wait()
+    while (not note.exists() or Path(folder.read_text()).exists()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert note.read_text() == "quit\n"
+    assert not Path(folder.read_text()).exists()
