@@ -181,8 +181,8 @@ class DeviceApi {
   // Only a write to the flag (by any stream, or storeFlag) ends the wait.
   virtual void waitValue(Stream stream, uint32_t* flag, uint32_t value,
                          Site site = std::source_location::current()) = 0;
-  // waitValue and writeValue for each, in order; one call of the driver, which takes some 3 us
-  // whatever it holds.
+  // waitValue and writeValue for each, in order, in one call of the driver: calls are what small
+  // operations cost.
   virtual void flagOps(Stream stream, std::span<const FlagOp> ops) {
     for (const FlagOp& op : ops) {
       op.waits ? waitValue(stream, op.target.flag, op.target.value, op.site)

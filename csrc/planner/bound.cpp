@@ -192,7 +192,7 @@ class Bound {
     double& known = mixed_[size];
     if (known > 0) return known;
     known = kForever;
-    // Of all groups with the same slowest speed, that of the slowest other ranks.
+    // Several groups may have this slowest speed: take the one whose other ranks are slowest.
     for (const int end : class_ends_) {
       if (end < size) continue;
       const double sum = speed_sums_[end] - speed_sums_[end - size];

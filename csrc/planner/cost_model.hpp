@@ -41,7 +41,7 @@ struct Cluster {
   std::vector<double> speeds;
 
   double speed(int rank) const noexcept { return speeds.empty() ? 1.0 : speeds[rank]; }
-  // Of the slowest of `count` neighbouring ranks.
+  // The least speed of `count` neighbouring ranks.
   double slowest(int first, int count) const noexcept {
     return speeds.empty()
                ? 1.0

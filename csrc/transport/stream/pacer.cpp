@@ -3,7 +3,7 @@
 namespace hdpcomm::device {
 
 void Pacer::pass(Stream stream, size_t operations, const WaitCheck& check) {
-  // Of a wait without end; `check` knows the deadline.
+  // The deadline is the operation's: `check` throws when it has passed.
   constexpr double kNever = 1e9;
   unmarked_ += operations;
   if (unmarked_ < kEvery || unmarked_ == operations) return;

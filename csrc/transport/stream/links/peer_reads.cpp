@@ -134,7 +134,7 @@ void PeerReads::run(const Operation& operation, Lane& lane, const WaitCheck& che
   }
 }
 
-// Of a piece: two meetings, a copy for each block, and a kernel.
+// Operations that one piece adds to the lane: two meetings, a copy for each block, and a kernel.
 size_t PeerReads::operationsOf(const Group& group) {
   return 7 * static_cast<size_t>(group.size()) + 4;
 }
