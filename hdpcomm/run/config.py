@@ -125,7 +125,7 @@ class RunConfig:
         wrong = [name for name, used in others.items() if used]
         if wrong:
             raise InvalidUsage(
-                f"pipelines do not go together with {', '.join(wrong)} yet: these know whole models only; leave out "
+                f"pipeline is {self.pipeline}, and pipelines do not go together with {', '.join(wrong)} yet: leave out "
                 "either"
             )
         if self.offload_bytes and self.stage_model.layers <= 2:
