@@ -4,29 +4,32 @@ PYTHON ?= python3
 TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip
+# Modules are compiled to bytecode when they are first imported: most of those that pip installs never are.
+INSTALL := $(BIN)/python -m pip install --progress-bar off --no-compile -c constraints.txt
 # Two ways to install: what training needs, and all that the tests need. The latter serves for both.
 USER := $(VENV)/.installed
 DEVELOPER := $(VENV)/.installed-for-tests
 export CMAKE_ARGS
+# The core is compiled while pip waits for the network and the disk, and while the linters run.
+MAKEFLAGS += -j2
 
 .PHONY: train test lint format docs build clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	$(BIN)/hdpcomm train --compare static ddp
 
-test: lint
+test: lint $(DEVELOPER)
 	.ci/spills
 	$(BIN)/python -m pytest tests -q -n $(TEST_PROCESSES) --dist loadfile
 
-lint: $(DEVELOPER)
+lint: $(VENV)/.packages-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	.ci/rooms
 	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 
-format: $(DEVELOPER)
+format: $(VENV)/.packages-for-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs $(BIN)/clang-format -i
@@ -39,33 +42,44 @@ build: $(DEVELOPER)
 
 # The tools of [build-system].requires go into the virtual environment once, so that later builds are incremental and need
 # no network. nvcc is a matter of its own: training on a machine without a GPU does without.
-REQUIRES := $(BIN)/python -c "from pip._vendor import tomli; print('\n'.join(tomli.load(open('pyproject.toml', 'rb'))['build-system']['requires']))"
-
-$(VENV)/.tools: pyproject.toml constraints.txt
+$(VENV)/.tools: pyproject.toml constraints.txt tools/requirements.py
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade pip
-	$(REQUIRES) > $(VENV)/build-requires.txt
-	$(PIP) install --progress-bar off -c constraints.txt -r $(VENV)/build-requires.txt
+	$(BIN)/python tools/requirements.py --build > $(VENV)/build-requires.txt
+	$(INSTALL) --upgrade pip -r $(VENV)/build-requires.txt
 	touch $@
 
 $(VENV)/.nvcc: $(VENV)/.tools tools/hdpcomm_build.py
 	$(BIN)/python tools/hdpcomm_build.py > $(VENV)/nvcc-requires.txt
-	$(PIP) install --progress-bar off -c constraints.txt -r $(VENV)/nvcc-requires.txt
+	test ! -s $(VENV)/nvcc-requires.txt || $(INSTALL) -r $(VENV)/nvcc-requires.txt
 	touch $@
 
 SOURCES := $(shell git ls-files --cached --others --exclude-standard csrc CMakeLists.txt setup.py)
 NVIDIA_DRIVER := $(wildcard /dev/nvidiactl /proc/driver/nvidia/version)
+NVCC_OF_USER := $(if $(NVIDIA_DRIVER),$(VENV)/.nvcc)
 
+# Two pips at a time could spoil the environment, so nvcc comes before the packages.
+$(VENV)/.packages: $(VENV)/.tools | $(NVCC_OF_USER)
+$(VENV)/.packages-for-tests: EXTRAS := test lint docs
+$(VENV)/.packages-for-tests: $(VENV)/.tools | $(VENV)/.nvcc
+$(VENV)/.packages $(VENV)/.packages-for-tests:
+	$(BIN)/python tools/requirements.py $(EXTRAS) > $@-requires.txt
+	$(INSTALL) -r $@-requires.txt
+	touch $@
+
+$(VENV)/.core: $(VENV)/.tools $(NVCC_OF_USER) $(SOURCES)
+$(VENV)/.core-for-tests: $(VENV)/.tools $(VENV)/.nvcc $(SOURCES)
+# Ninja is to use all cores, not those that this make may.
+$(VENV)/.core $(VENV)/.core-for-tests:
+	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+# The core has been compiled by itself, since pip shows nothing of a build; for pip there is nothing left to compile.
 $(USER): CMAKE_ARGS += -DHDPCOMM_CUDA=AUTO
-$(USER): $(VENV)/.tools $(if $(NVIDIA_DRIVER),$(VENV)/.nvcc) $(SOURCES)
-$(DEVELOPER): CMAKE_ARGS += -DHDPCOMM_CUDA=ON -DHDPCOMM_WERROR=ON -DHDPCOMM_TESTING=ON
-$(DEVELOPER): EXTRAS := [test,lint,docs]
-$(DEVELOPER): $(VENV)/.tools $(VENV)/.nvcc $(SOURCES)
-
-# The core is compiled first, by itself, since pip shows nothing of a build; for pip there is nothing left to compile.
+$(DEVELOPER) $(VENV)/.packages-for-tests: CMAKE_ARGS += -DHDPCOMM_CUDA=ON -DHDPCOMM_WERROR=ON -DHDPCOMM_TESTING=ON
+$(USER): $(VENV)/.core $(VENV)/.packages
+$(DEVELOPER): $(VENV)/.core-for-tests $(VENV)/.packages-for-tests
 $(USER) $(DEVELOPER):
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --progress-bar off -c constraints.txt --no-build-isolation -e '.$(EXTRAS)'
+	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:

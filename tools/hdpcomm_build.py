@@ -43,4 +43,4 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(CUDA_REQUIRES))
+    print("\n".join(cuda_requires()))
