@@ -1,0 +1,279 @@
+"""Training on the same batches in turns: balanced, static, torch's DDP and torch's FSDP2 over gloo; and how much of the
+gradients' reduction no compute hides.
+
+    python benchmarks/train.py --json benchmarks/results/train.json      two ranks on two cores, about 4 minutes
+    python benchmarks/train.py --ranks 4 --steps 8 --contexts 8192
+
+Batches are those of ``hdpcomm train`` without ``--data``: hundreds of short sequences of Python's standard library, and
+a few that need all ranks. All train the same model from the same weights with the same kernels and AdamW, and their
+losses are compared. DDP and FSDP2 take whole sequences in packs without padding, as many tokens on each rank; so a rank
+holds the longest sequence, where "balanced" and "static" hold its share. "balanced, whole" may hold as much as DDP.
+FSDP2 gathers parameters and scatters gradients in every pass, as it is meant. Torch's context parallelism is tried, and
+its error shown: it has no strategy for the CPU, so the static mesh is this library's.
+
+Whatever else the machine does is in all rows, which take turns in an order that changes with each step. So compare the
+ratios, each the median over the steps of a step's time against that of DDP on the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hdpcomm as hdp
+from hdpcomm.comm.launch import run_ranks
+from hdpcomm.data import BatchSampler, Corpus, standard_library
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.plan import ClusterSpec, PlanAhead, PlannedStep, Planner
+from hdpcomm.run.costs import shared_cores
+from hdpcomm.train import IGNORE, StepMetrics, Trainer, profile_cost_model
+from hdpcomm.train.activation_profile import OffloadedStep
+from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
+from hdpcomm.train.timeline import PHASES
+
+MODEL = LlamaConfig(layers=4, hidden=32, heads=2, kv_heads=1, ffn=96)
+WIDE = LlamaConfig(layers=4, hidden=512, heads=8, kv_heads=4, ffn=1536)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        seconds: of each step.
+        phases: seconds of a step by phase of ``hdpcomm.train.timeline.PHASES``, mean over steps and ranks.
+        processor_s: processor time of a step on the busiest rank, mean over the steps.
+        sent_bytes: of a step, all ranks; ``None`` where torch does not tell.
+        losses: of each step.
+    """
+
+    name: str
+    tokens_per_s: float
+    against_ddp: float
+    seconds: list[float]
+    phases: dict[str, float]
+    processor_s: float
+    sent_bytes: float | None
+    sequences_on_ranks: dict[int, int]
+    losses: list[float]
+
+
+class Fsdp2Trainer(Trainer):
+    """FSDP2 as it is meant: parameters gathered layer by layer in each pass, gradients scattered in the last one. All
+    ranks run equally many passes; where a rank has no more sequences, it runs one over a token without a loss."""
+
+    def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, _: OffloadedStep) -> Tensor:
+        micro_batches = planned.plan.for_rank(self.comm.rank)
+        alone = self.comm.subset([self.comm.rank])
+        passes = torch.tensor([float(len(micro_batches))])
+        self.comm.all_reduce(passes, "max")
+        packs = [pack_shard(each, fetch, comm=alone, device=self._device) for each in micro_batches]
+        packs += [no_tokens(self._device)] * (int(passes) - len(packs))
+        found = torch.zeros(2, dtype=torch.float64)
+        for place, packed in enumerate(packs):
+            self.model.set_requires_gradient_sync(place == len(packs) - 1)
+            loss = micro_batch_loss(self.model, packed, alone)
+            (loss * scale).backward()
+            found += torch.stack((loss.detach().double(), (packed.labels != IGNORE).sum().double()))
+            self.timeline.end("micro-batch")
+        return found
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
+    """Every way to train, step by step in turns. Runs on all ranks."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        comm = stack.enter_context(hdp.init())
+        group = stack.enter_context(gloo_group(comm))
+        cost = profile_cost_model(Llama(MODEL), comm, longest=2048)
+        longest = int(corpus.lengths.max())
+        cluster = ClusterSpec(ranks=comm.size, capacity=-(-longest // comm.size), cores=shared_cores(comm))
+        whole = WholeSequencePlanner(cluster, cost)
+
+        def hybrid(policy: str, capacity: int = cluster.capacity) -> Trainer:
+            model = Llama(MODEL)
+            planner = Planner(None, replace(cluster, capacity=capacity), policy, cost, context=longest)
+            return Trainer(model, adamw(model), planner, comm)
+
+        def fsdp2() -> Trainer:
+            model, mesh = Llama(MODEL), init_device_mesh("cpu", (comm.size,))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            return Fsdp2Trainer(model, adamw(model), whole, comm)
+
+        ddp = Llama(MODEL)
+        trainers = {
+            "balanced": hybrid("balanced"),
+            "balanced, whole": hybrid("balanced", longest),
+            "static": hybrid("static"),
+            "torch DDP": DataParallelTrainer(ddp, adamw(ddp), whole, comm, group),
+            "torch FSDP2": fsdp2(),
+        }
+        sampler = BatchSampler(corpus.lengths, tokens=tokens)
+        batches = [sampler.batch(step) for step in range(steps + 1)]
+        # As in a run: a step is planned while the one before is under way.
+        plans = {
+            name: stack.enter_context(PlanAhead(trainer.planner, [batch.lengths for batch in batches]))
+            for name, trainer in trainers.items()
+        }
+        found: dict[str, list[StepMetrics]] = {name: [] for name in trainers}
+        phases: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+        names = list(trainers)
+        for step, batch in enumerate(batches):
+            for name in names[step % len(names) :] + names[: step % len(names)]:
+                trainer = trainers[name]
+                metrics = trainer.step(next(plans[name]), lambda place, ids=batch.ids: corpus.read(ids[place]))
+                if step:  # the first one warms up
+                    found[name].append(metrics)
+                    phases[name].append(_phases(trainer, comm))
+        return [_row(name, found[name], found["torch DDP"], phases[name]) for name in names]
+
+
+def _phases(trainer: Trainer, comm: hdp.Communicator) -> dict[str, float]:
+    """Seconds of the last step by phase, mean over the ranks; waiting inside of micro-batches counts as waiting."""
+    own = dict.fromkeys(PHASES, 0.0)
+    for span in trainer.timeline.spans:
+        waited = span.wait_s if span.phase == "micro-batch" else 0.0
+        own[span.phase] += span.end_s - span.start_s - waited
+        own["wait for others"] += waited
+    means = torch.tensor([own[phase] for phase in PHASES], dtype=torch.float64)
+    comm.all_reduce(means)
+    return dict(zip(PHASES, (means / comm.size).tolist(), strict=True))
+
+
+def _row(name: str, steps: list[StepMetrics], ddp: list[StepMetrics], phases: list[dict[str, float]]) -> Row:
+    on: dict[int, int] = {}
+    for metrics in steps:
+        for ranks, count in metrics.sequences_on_ranks.items():
+            on[ranks] = on.get(ranks, 0) + count
+    return Row(
+        name,
+        tokens_per_s=median(each.tokens / each.seconds for each in steps),
+        against_ddp=median(theirs.seconds / ours.seconds for ours, theirs in zip(steps, ddp, strict=True)),
+        seconds=[each.seconds for each in steps],
+        phases={phase: mean(each[phase] for each in phases) for phase in PHASES},
+        processor_s=mean(each.processor_s for each in steps),
+        sent_bytes=None if name == "torch FSDP2" else mean(each.bytes_sent for each in steps),
+        sequences_on_ranks=on,
+        losses=[each.loss for each in steps],
+    )
+
+
+def exposed(early: bool, steps: int) -> float:
+    """Median seconds of a step from the end of the last backward pass until the gradients are reduced. Each rank has a
+    sequence of its own, all of one length. Runs on all ranks.
+
+    Args:
+        early: buckets may leave while the backward pass still runs.
+    """
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        model = Llama(WIDE)
+        cost = profile_cost_model(model, comm, longest=64)
+        planner = Planner(None, ClusterSpec(comm.size, capacity=256), "naive", cost)
+        trainer = Trainer(model, adamw(model), planner, comm, zero=1, bucket_bytes=1 << 20)
+        if not early:
+            trainer.gradients.reduce_early = lambda: None
+        times: list[float] = []
+        for owner, name in ((trainer, "_run_all"), (trainer.gradients, "reduce")):
+            setattr(owner, name, _noting_end(getattr(owner, name), times))
+        for _ in range(steps + 1):
+            trainer.step([256] * comm.size, lambda _: torch.arange(256) % 250)
+        return median(end - start for start, end in zip(times[2::2], times[3::2], strict=True))
+
+
+def _noting_end(method: Callable[..., object], times: list[float]) -> Callable[..., object]:
+    def call(*args: object) -> object:
+        result = method(*args)
+        times.append(time.perf_counter())
+        return result
+
+    return call
+
+
+def torch_context_parallel() -> str:
+    """What torch's own context parallelism says to a causal attention on the CPU; empty if it works. On all ranks."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    torch.set_num_threads(1)
+    with hdp.init() as comm, gloo_group(comm):
+        mesh = init_device_mesh("cpu", (comm.size,))
+        q, k, v = (torch.randn(1, 2, 64 * comm.size, 16, requires_grad=True) for _ in range(3))
+        try:
+            with context_parallel(mesh, buffers=[q.data, k.data, v.data], buffer_seq_dims=[2, 2, 2]):
+                nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        except Exception as error:  # of several kinds, by version
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return ""
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    print("| | tokens/s | against DDP | sent/step MB | largest difference of a loss | sequences on ranks |")
+    print("|---|---|---|---|---|---|")
+    first = rows[0].losses
+    for row in rows:
+        on = ", ".join(f"{count:,} on {ranks}" for ranks, count in row.sequences_on_ranks.items())
+        error = max(abs(ours / theirs - 1) for ours, theirs in zip(row.losses, first, strict=True))
+        sent = "" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.1f}"
+        print(f"| {row.name} | {row.tokens_per_s:,.0f} | {row.against_ddp:.2f} | {sent} | {error:.0e} | {on} |")
+    print("\nSeconds of a step, mean over steps and ranks\n\n| | " + " | ".join(PHASES) + " | processor |")
+    print("|---|" + "---|" * (len(PHASES) + 1))
+    for row in rows:
+        own = " | ".join(f"{row.phases[phase]:.3f}" for phase in PHASES)
+        print(f"| {row.name} | {own} | {row.processor_s:.3f} |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=min(8, max(2, len(os.sched_getaffinity(0)))))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384], help="a table each")
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    tables, error = [], 0.0
+    for context in options.contexts:
+        corpus = standard_library(context=context)
+        rows = run_ranks(compared, options.ranks, corpus, options.steps, options.tokens, timeout=900)[0]
+        print(f"{corpus.describe()}\n{options.steps} steps of {options.tokens:,} tokens on {options.ranks} ranks\n")
+        print_rows(rows)
+        print(flush=True)
+        tables.append({"context": context, "rows": [asdict(row) for row in rows]})
+        error = max(error, *(abs(row.losses[-1] / rows[0].losses[-1] - 1) for row in rows))
+    after, beside = (run_ranks(exposed, options.ranks, early, options.steps, timeout=300)[0] for early in (False, True))
+    print(f"the gradients' reduction, exposed: {after:.4f} s after the backward pass, {beside:.4f} s beside it")
+    refusal = run_ranks(torch_context_parallel, options.ranks, timeout=100)[0]
+    print(f"torch's context parallelism on the CPU: {refusal or 'works, and belongs into the table'}")
+    if options.json:
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        record = {"date": date.today().isoformat(), "torch": torch.__version__, "machine": machine}
+        record |= {"ranks": options.ranks, "tokens": options.tokens, "tables": tables}
+        record["exposed_s"] = {"after": after, "beside": beside}
+        record["torch_context_parallel"] = refusal
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if error > 1e-4 else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
