@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from hdpcomm.comm import Communicator
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.train.optimizer_state import own_state
 
 __all__ = ["load_whole_state", "whole_state"]
 
@@ -74,7 +75,8 @@ def load_whole_state(
             {**group, "params": own["params"]} for group, own in zip(groups, mine["param_groups"], strict=True)
         ],
     }
-    set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optimized)
+    with own_state(optimizer):
+        set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optimized)
 
 
 def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -59,7 +59,7 @@ class Checkpoint:
         Raises: InvalidUsage where the checkpoint has no entry of that name, or one of another shape.
         """
         try:
-            with _without_warnings():
+            with _torch_reads_and_writes():
                 load(state, checkpoint_id=self.path, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             reason = _reason(error)
@@ -126,7 +126,7 @@ class CheckpointFolder:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-            with _without_warnings():
+            with _torch_reads_and_writes():
                 save(state, storage_writer=writer, no_dist=True)
             files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
             text = json.dumps({"format": FORMAT, "step": step, **facts, "files": files}, indent=1)
@@ -211,10 +211,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, facts["step"], facts)
 
 
+_TORCH = threading.Lock()
+"""torch's reader looks for names of older versions by a switch of the whole process: a thread that reads or writes
+meanwhile would use these names."""
+
+
 @contextmanager
-def _without_warnings() -> Iterator[None]:
-    """torch warns of saving and loading in a single process, which is what is wanted here."""
-    with warnings.catch_warnings():
+def _torch_reads_and_writes() -> Iterator[None]:
+    """One thread at a time; without torch's warnings of a single process, which is what is wanted here."""
+    with _TORCH, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 

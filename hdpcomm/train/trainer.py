@@ -25,6 +25,7 @@ from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
@@ -208,14 +209,18 @@ class Trainer:
         return {"model": model, "optimizer": optimizer, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, here or in another process. Local: give it to every rank."""
+        """Takes over what :meth:`state_dict` gave, here or in another process. Local: give it to every rank.
+
+        The trainer copies what it takes: two trainers may be given the same state.
+        """
         if isinstance(self.gradients, ShardedParameters):
             set_model_state_dict(self.model, state["model"])
             load_sharded_state(self.gradients, self.optimizer, self.model, state)
         else:
-            set_state_dict(
-                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
+            with own_state(self.optimizer):
+                set_state_dict(
+                    self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                )
         self.num_steps = int(state["num_steps"])
 
     def _check_cluster(self) -> None:

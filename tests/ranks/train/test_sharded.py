@@ -293,6 +293,22 @@ def test_a_state_fits_any_number_of_ranks_sharded_or_not(ranks, first, then):
     assert again == pytest.approx(losses, rel=2e-3 if first == BF16 else 1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, BF16])
+def test_trainers_of_one_process_share_nothing_after_one_state(options):
+    def main():
+        comm = hdp.init()
+        first, second, third = (trainer_of(comm, **options) for _ in range(3))
+        first.step(LENGTHS, functools.partial(fetch, 0))
+        state = first.state_dict()
+        second.load_state_dict(state)
+        third.load_state_dict(state)
+        return [[each.step(LENGTHS, functools.partial(fetch, step)).loss for step in (1, 2, 3)] for each in
+                (first, second, third)]  # fmt: skip
+
+    losses = run_threads(main, 1, timeout=60.0)[0]
+    assert losses[0] == losses[1] == losses[2]
+
+
 def test_a_state_without_master_weights_is_refused():
     with pytest.raises(InvalidUsage, match=r"no master weights for head\.weight|no master weights for "):
         saved_and_loaded((1, 1), {"zero": 1}, BF16)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _version, default_planner
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.run import CheckpointFolder, MetricsLog, open_checkpoint, read_metrics
@@ -19,7 +22,8 @@ from hdpcomm.train import StepMetrics
 
 
 def state(value: float) -> dict[str, Any]:
-    return {"weights": torch.full((3, 5), value), "nested": {"step": 7, "list": [torch.arange(4.0) * value]}}
+    nested = {"step": 7, "list": [torch.arange(4.0) * value], "groups": [{"lr": value, "params": ["weights"]}]}
+    return {"weights": torch.full((3, 5), value), "nested": nested}
 
 
 def saved(folder: Path, *steps: int, keep: int = 10) -> CheckpointFolder:
@@ -147,6 +151,32 @@ def test_another_model_does_not_fit(tmp_path: Path, wanted: dict[str, Any], told
     saved(tmp_path, 1)
     with pytest.raises(InvalidUsage, match=f"step-1: does not fit this run .*{told}"):
         open_checkpoint(tmp_path / "step-1").load_into(wanted)
+
+
+@pytest.mark.parametrize("other", ["reads", "writes"])
+def test_threads_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    """torch's reader of a part of a checkpoint turns on names of an older version, for the whole process."""
+    folder = saved(tmp_path, 1)
+    original, old_names = default_planner.flatten_state_dict, threading.Event()
+
+    def slow(given: dict[str, Any]) -> Any:
+        if _version._derived_version is not None and not old_names.is_set():
+            old_names.set()
+            time.sleep(0.2)
+        return original(given)
+
+    monkeypatch.setattr(default_planner, "flatten_state_dict", slow)
+    part = {"weights": torch.zeros(3, 5)}
+    thread = threading.Thread(target=lambda: open_checkpoint(tmp_path / "step-1").load_into(part))
+    thread.start()
+    assert old_names.wait(20)
+    if other == "writes":
+        folder.save(2, state(2.0), {})
+        folder.wait()
+    read = load(tmp_path / ("step-2" if other == "writes" else "step-1"))
+    thread.join(20)
+    assert torch.equal(read["nested"]["list"][0], torch.arange(4.0) * (2 if other == "writes" else 1))
+    assert torch.equal(part["weights"], torch.ones(3, 5))
 
 
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
