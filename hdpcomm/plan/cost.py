@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
-from hdpcomm.plan.fit import fit_coefficients
+from hdpcomm.plan.fit import descend, fit_coefficients
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.specs import ModelSpec
 
@@ -31,11 +31,15 @@ _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e9  # of a measurement
 
 @dataclass(frozen=True, slots=True)
 class CostSample:
-    """One measurement: both passes of a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks."""
+    """One measurement: both passes of a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks.
+
+    ``one_node``: whether all of them are on one node.
+    """
 
     ranks: int
     lengths: tuple[int, ...]
     seconds: float
+    one_node: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +135,12 @@ class CostModel:
         """Fits the coefficients to measured micro-batches: least squares of relative errors, none negative.
 
         Args:
-            samples: ``(ranks, lengths, seconds)``; at least three, of different lengths. The cost of ring steps can be
-                fitted only to samples on several ranks.
+            samples: ``(ranks, lengths, seconds)``; at least three on one node, of different lengths. The cost of ring
+                steps can be fitted only to samples on several ranks, and that of links between nodes
+                (``kv_inter``, ``latency_inter``) only to samples with ``one_node=False``.
 
         Raises:
-            InvalidUsage: fewer than three samples, or one that is not positive.
+            InvalidUsage: fewer than three samples on one node, or one that is not positive.
         """
 
         measured = [s if isinstance(s, CostSample) else CostSample(s[0], tuple(s[1]), s[2]) for s in samples]
@@ -155,15 +160,45 @@ class CostModel:
                 raise InvalidUsage(
                     f"a sample has more than {_MOST_RANKS} ranks or a length above {_MOST_TOKENS} tokens"
                 )
+        inside = [sample for sample in measured if sample.one_node]
+        across = [sample for sample in measured if not sample.one_node]
+        if len(inside) < 3:
+            raise InvalidUsage(
+                f"{len(inside)} samples of ranks on one node given, expected at least 3 of different lengths: those "
+                "between nodes tell what links cost, not what compute does"
+            )
         rows = []
-        for sample in measured:
+        for sample in inside:
             squares, tokens, ranks = sum(s * s for s in sample.lengths), sum(sample.lengths), sample.ranks
             rows.append([squares / ranks, tokens / ranks, 1.0, tokens, ranks - 1.0])
-        if all(sample.ranks == 1 for sample in measured):  # piece and ring_step cannot be told from the others
+        if all(sample.ranks == 1 for sample in inside):  # piece and ring_step cannot be told from the others
             rows = [row[:3] for row in rows]
-        found = fit_coefficients(rows, [sample.seconds for sample in measured])
+        found = fit_coefficients(rows, [sample.seconds for sample in inside])
         attention, linear, fixed, piece, ring_step = (*found, 0.0, 0.0)[:5]
-        return cls(attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step)
+        model = cls(attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step)
+        return model._with_links(across) if across else model
+
+    def _with_links(self, across: Sequence[CostSample]) -> CostModel:
+        """The cost of messages between nodes, by samples on several; compute costs what it costs inside a node."""
+        if any(sample.ranks < 2 for sample in across):
+            raise InvalidUsage("a sample on 1 rank is said to be between nodes; give one_node=True for it")
+
+        def misfit(values: Sequence[float]) -> float:
+            trial = replace(self, kv_inter=values[0], latency_inter=values[1])
+            predicted = (trial.seconds(s.lengths, s.ranks, one_node=False) for s in across)
+            return math.fsum((guess / s.seconds - 1) ** 2 for guess, s in zip(predicted, across, strict=True))
+
+        rows, exposed = [], []
+        for sample in across:  # as if no message were hidden
+            tokens, rings = sum(sample.lengths) / sample.ranks, sample.ranks - 1
+            compute = self.seconds(sample.lengths, sample.ranks)
+            hidden = (compute - self.linear * tokens - self.fixed - rings * self.ring_step) * rings / sample.ranks
+            if sample.seconds - compute + hidden > 0:
+                rows.append([rings * tokens, float(rings)])
+                exposed.append(sample.seconds - compute + hidden)
+        start = fit_coefficients(rows, exposed) if rows else [0.0, 0.0]
+        kv, latency = descend(misfit, start)
+        return replace(self, kv_inter=kv, latency_inter=latency)
 
     def to_json(self) -> str:
         """One JSON object with the coefficients."""

@@ -1,13 +1,13 @@
-"""Non-negative least squares for a few coefficients."""
+"""Fits of a few coefficients that are not negative."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import numpy as np
 
-__all__ = ["fit_coefficients"]
+__all__ = ["descend", "fit_coefficients"]
 
 
 def fit_coefficients(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -36,3 +36,23 @@ def fit_coefficients(rows: Sequence[Sequence[float]], seconds: Sequence[float]) 
                 best = np.zeros(columns)
                 best[chosen] = solution
     return [float(value) for value in best / scale]
+
+
+def descend(misfit: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
+    """A local minimum of ``misfit`` near ``start`` by pattern search, for functions with kinks.
+
+    Each value is multiplied and divided by a factor in turn; the factor shrinks where that does not help. A value of 0
+    stays 0, others may become 0.
+    """
+    best, least = list(start), misfit(start)
+    factor = 2.0
+    while factor > 1.0005:
+        improved = False
+        for place in range(len(best)):
+            for scale in (factor, 1 / factor, 0.0):
+                trial = [*best[:place], best[place] * scale, *best[place + 1 :]]
+                if (value := misfit(trial)) < least * (1 - 1e-9):
+                    best, least, improved = trial, value, True
+        if not improved:
+            factor = factor**0.5
+    return best

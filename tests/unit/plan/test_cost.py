@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, MemoryModel, ModelSpec
+from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, CostSample, MemoryModel, ModelSpec
 from hdpcomm.plan.cost import core_cost
 from tests.native import _testing
 
@@ -32,6 +32,35 @@ def test_fit_finds_the_coefficients_back() -> None:
     found = CostModel.fit(samples)
     for ranks, lengths, _ in samples:
         assert found.seconds(lengths, ranks) == pytest.approx(true.seconds(lengths, ranks), rel=0.02)
+
+
+@pytest.mark.parametrize(("kv", "latency"), [(3e-7, 2e-3), (5e-6, 0.0), (1e-8, 2e-2)])
+def test_fit_learns_the_links_between_nodes(kv: float, latency: float) -> None:
+    truth = CostModel(2e-9, 1e-6, 1e-4, 1e-7, 2e-5, kv_inter=kv, latency_inter=latency)
+    inside = [(d, [length] * n) for d in (1, 2, 4) for length, n in ((4096, 1), (1024, 1), (256, 8))]
+    across = [(d, [length] * n) for d in (8, 16) for length, n in ((40960, 1), (4096, 1), (1024, 1), (256, 8))]
+    samples = [CostSample(d, tuple(lengths), truth.seconds(lengths, d)) for d, lengths in inside]
+    samples += [
+        CostSample(d, tuple(lengths), truth.seconds(lengths, d, one_node=False), False) for d, lengths in across
+    ]
+    found = CostModel.fit(samples)
+    assert found.attention == pytest.approx(truth.attention, rel=1e-6)
+    for d, lengths in [*across, (32, [100_000]), (8, [20_000] * 3)]:
+        want = truth.seconds(lengths, d, one_node=False)
+        assert found.seconds(lengths, d, one_node=False) == pytest.approx(want, rel=0.02)
+    hidden = [CostSample(d, tuple(lengths), truth.seconds(lengths, d), False) for d, lengths in across]
+    unseen = CostModel.fit(samples[: len(inside)] + hidden)  # compute hid all messages
+    for sample in hidden:
+        assert unseen.seconds(sample.lengths, sample.ranks, one_node=False) == pytest.approx(sample.seconds, rel=1e-6)
+
+
+def test_fit_needs_ranks_on_one_node() -> None:
+    across = [CostSample(2, (length,), 1.0 + length, one_node=False) for length in (10, 20, 30)]
+    with pytest.raises(InvalidUsage, match="0 samples of ranks on one node given, expected at least 3"):
+        CostModel.fit(across)
+    inside = [CostSample(1, (length,), 1.0 + length) for length in (10, 20, 30)]
+    with pytest.raises(InvalidUsage, match="on 1 rank is said to be between nodes"):
+        CostModel.fit([*inside, CostSample(1, (10,), 1.0, one_node=False)])
 
 
 def test_fit_never_gives_a_negative_coefficient() -> None:
