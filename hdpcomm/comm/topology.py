@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -23,9 +26,12 @@ __all__ = [
     "Host",
     "LinkCost",
     "Topology",
+    "by_host",
     "cores_of_rank",
     "host_facts",
+    "host_order",
     "measure_topology",
+    "node_block",
     "nodes_of",
     "shared_cores",
 ]
@@ -113,6 +119,40 @@ def host_facts() -> dict[str, object]:
 def nodes_of(comm: Communicator) -> list[int]:
     """The host of each rank of the whole world, as a number. Local."""
     return comm._core.world.nodes()
+
+
+def host_order(comm: Communicator) -> list[int]:
+    """The positions in ``comm`` host by host, hosts by their first rank. Local."""
+    nodes = nodes_of(comm)
+    first: dict[int, int] = {}
+    for position, rank in enumerate(comm.ranks):
+        first.setdefault(nodes[rank], position)
+    return sorted(range(comm.size), key=lambda position: first[nodes[comm.ranks[position]]])
+
+
+def by_host(comm: Communicator) -> Communicator:
+    """The same ranks, those of a host side by side, whatever order the launcher dealt them in; rank 0 stays rank 0.
+
+    Plans give neighbouring ranks to a sequence, so a trainer that plans over this communicator sends least between
+    hosts; :func:`node_block` of it is the planner's ``ranks_per_node``. Local.
+    """
+    order = host_order(comm)
+    return comm if order == list(range(comm.size)) else cast("Communicator", comm.subset(order))
+
+
+def node_block(comm: Communicator, positions: Sequence[int] | None = None) -> int:
+    """The largest k for which each run of k of these ranks (the first k, the next k, ...) lies on one host. Local.
+
+    This is the planner's ``ranks_per_node``: equal hosts in order give their number of ranks, unequal or dealt out ones
+    less, down to 1.
+
+    Args:
+        positions: in ``comm``, in the order in which a plan numbers them; default: all.
+    """
+    nodes = nodes_of(comm)
+    ranks = comm.ranks if positions is None else [comm.ranks[position] for position in positions]
+    borders = [i for i in range(1, len(ranks)) if nodes[ranks[i]] != nodes[ranks[i - 1]]]
+    return math.gcd(*borders) if borders else len(ranks)
 
 
 def cores_of_rank(comm: Communicator) -> int:

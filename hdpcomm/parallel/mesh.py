@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hdpcomm.comm.topology import nodes_of
+from hdpcomm.comm.topology import host_order, nodes_of
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Mesh:
         self.comm = comm
         self.pipeline, self.hdp, self.tensor, self.expert = pipeline, hdp, tensor, expert
         self._hosts = nodes_of(comm)
-        order = self._by_host() if placement is None else self._given(placement)
+        order = host_order(comm) if placement is None else self._given(placement)
         self._positions = torch.tensor(order, dtype=torch.int64).view(pipeline, hdp, tensor)
         if placement is None and tensor > 1:
             self._check_hosts()
@@ -139,13 +139,6 @@ class Mesh:
 
     def _host_of(self, position: int) -> int:
         return self._hosts[self.comm.ranks[position]]
-
-    def _by_host(self) -> list[int]:
-        """The positions, host by host; hosts by their first rank."""
-        first: dict[int, int] = {}
-        for position in range(self.comm.size):
-            first.setdefault(self._host_of(position), position)
-        return sorted(range(self.comm.size), key=lambda position: first[self._host_of(position)])
 
     def _given(self, placement: Sequence[int]) -> list[int]:
         order = [int(position) for position in placement]

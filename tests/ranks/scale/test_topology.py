@@ -10,7 +10,7 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
-from hdpcomm.comm.topology import Topology, measure_topology
+from hdpcomm.comm.topology import Topology, by_host, measure_topology, node_block
 from hdpcomm.plan import load_cluster
 
 
@@ -55,3 +55,56 @@ def test_two_hosts(ranks: Any) -> None:
     assert topology.inter.pairs == 2
     assert topology.intra.latency_s > 0
     assert topology.inter.bandwidth > 0
+
+
+def dealt_out() -> tuple[tuple[int, ...], int, int, tuple[int, ...], list[tuple[int, bool]]]:
+    import os
+
+    from hdpcomm.models import Llama, LlamaConfig
+    from hdpcomm.train.profile import profile_samples
+
+    os.environ["HDPCOMM_HOSTID"] = "ab"[int(os.environ["RANK"]) % 2]
+    try:
+        world = hdp.init()
+    finally:
+        del os.environ["HDPCOMM_HOSTID"]
+    comm = by_host(world)
+    assert (comm.rank == 0) == (world.rank == 0)
+    part = comm.subset([0, 2])
+    small = Llama(LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24))
+    samples = profile_samples(small, comm, longest=64)
+    return (
+        comm.ranks,
+        node_block(world),
+        node_block(comm),
+        () if part is None else (node_block(part), node_block(comm, [0, 1])),
+        sorted({(sample.ranks, sample.one_node) for sample in samples}),
+    )
+
+
+def test_ranks_that_are_dealt_out_are_sorted_by_host(ranks: Any) -> None:
+    for ranks_of, mixed, sorted_, part, samples in ranks(4, dealt_out):
+        assert ranks_of == (0, 2, 1, 3)
+        assert (mixed, sorted_) == (1, 2)
+        assert part in ((), (1, 2))
+        assert samples == [(1, True), (2, True), (4, False)]
+
+
+def three_and_one() -> list[tuple[int, bool]]:
+    import os
+
+    from hdpcomm.models import Llama, LlamaConfig
+    from hdpcomm.train.profile import profile_samples
+
+    os.environ["HDPCOMM_HOSTID"] = "aaab"[int(os.environ["RANK"])]
+    try:
+        comm = hdp.init()
+    finally:
+        del os.environ["HDPCOMM_HOSTID"]
+    small = Llama(LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24))
+    return [(sample.ranks, sample.one_node) for sample in profile_samples(small, comm, longest=64)]
+
+
+def test_unequal_hosts(ranks: Any) -> None:
+    for samples in ranks(4, three_and_one):
+        assert sorted(set(samples)) == [(1, True), (2, True), (3, True), (4, False)]
