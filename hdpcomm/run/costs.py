@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.comm.launchers import local_place
-from hdpcomm.comm.topology import shared_cores
+from hdpcomm.comm.topology import node_block, shared_cores
 from hdpcomm.data import Corpus
 from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.parallel import Mesh
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
@@ -114,8 +116,10 @@ def measure_costs(
 
 def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
+    stages = Mesh(comm, pipeline=config.pipeline).positions.view(config.pipeline, -1).tolist()
     cluster = ClusterSpec(
-        ranks=comm.size // config.pipeline,
+        ranks=len(stages[0]),
+        ranks_per_node=math.gcd(*(node_block(comm, stage) for stage in stages)),
         capacity=costs.capacity,
         pipeline=config.pipeline,
         offload=config.offload_bytes > 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hdpcomm.comm.topology import by_host
 from hdpcomm.data import BatchSampler, Corpus
 from hdpcomm.models.recompute import recomputed_layers
 from hdpcomm.plan import Planner
@@ -59,6 +60,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
 
     Nothing is trained or written. Raises: InvalidUsage as :func:`hdpcomm.run.train`.
     """
+    comm = by_host(comm)
     check_limits(corpus, config, ranks=comm.size)
     config, capacity, found = within_memory(comm, config)
     step_memory = found or measure_memory(comm, config)

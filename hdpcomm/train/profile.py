@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hdpcomm.attention import positions, shard
+from hdpcomm.comm.topology import node_block
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import CostModel
+from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.shards import PackedShard
@@ -20,7 +21,7 @@ from hdpcomm.train.shards import PackedShard
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["forward_backward", "profile_cost_model"]
+__all__ = ["forward_backward", "profile_cost_model", "profile_samples"]
 
 _REPEATS = 2  # the faster one counts, what else the machine does only ever slows down
 
@@ -29,39 +30,54 @@ def profile_cost_model(model: nn.Module, comm: Communicator, *, longest: int) ->
     """Measures forward and backward of ``model`` for some lengths and numbers of ranks, and fits the cost model to it.
 
     Collective over ``comm``. All ranks work at once, as they do in training, so that what they take from each other
-    (cores, memory bandwidth) is in the figures; their times are averaged over all ranks, so every rank fits the same
-    model. The model keeps its parameters; gradients are dropped.
+    (cores, memory bandwidth, links) is in the figures; their times are averaged over all ranks, so every rank fits the
+    same model. On several hosts, groups inside a host tell what compute costs, and groups that cross hosts what their
+    links do. The model keeps its parameters; gradients are dropped.
 
     Args:
         model: called as the model of :class:`hdpcomm.train.Trainer`.
         longest: the longest length to measure on one rank, in tokens; the others are halves of it. Takes about as long
             as training on six times as many tokens per rank.
     """
+    return CostModel.fit(profile_samples(model, comm, longest=longest))
+
+
+def profile_samples(model: nn.Module, comm: Communicator, *, longest: int) -> list[CostSample]:
+    """The measurements of :func:`profile_cost_model`, equal on every rank. Collective over ``comm``."""
     if longest < 1:
         raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
-    cases = _cases(comm.size, longest)
+    local = node_block(comm)
+    cases = _cases(comm.size, local, longest)
     groups = {ranks: _group_of(comm, ranks) for ranks, _ in cases}
     for ranks, lengths in cases[-1:] + cases[:1]:  # warms up the rings and the kernels
         _seconds(model, groups[ranks], lengths)
     measured = torch.zeros(len(cases), 2, dtype=torch.float64)
     for case, (ranks, lengths) in enumerate(cases):
-        if (group := groups[ranks]) is not None:
-            measured[case, 1] = 1.0
-            measured[case, 0] = float("inf")
+        group = groups[ranks]
+        took = float("inf")
         for _ in range(_REPEATS):
             comm.barrier()
             if group is not None:
-                measured[case, 0] = min(float(measured[case, 0]), _seconds(model, group, lengths))
+                took = min(took, _seconds(model, group, lengths))
+        if group is not None and (ranks <= local or _on_several_hosts(group)):
+            measured[case, 0], measured[case, 1] = took, 1.0
     model.zero_grad(set_to_none=True)
     comm.all_reduce(measured)
-    means = (measured[:, 0] / measured[:, 1]).tolist()
-    return CostModel.fit([(ranks, lengths, seconds) for (ranks, lengths), seconds in zip(cases, means, strict=True)])
+    return [
+        CostSample(ranks, tuple(lengths), total / count, one_node=ranks <= local)
+        for (ranks, lengths), (total, count) in zip(cases, measured.tolist(), strict=True)
+        if count
+    ]
 
 
-def _cases(size: int, longest: int) -> list[tuple[int, list[int]]]:
-    """(ranks, lengths) to measure: single sequences and packs of short ones, on one rank and on several."""
+def _cases(size: int, local: int, longest: int) -> list[tuple[int, list[int]]]:
+    """(ranks, lengths) to measure: single sequences and packs of short ones, on one rank and on several.
+
+    ``local``: as many neighbouring ranks share a host; that of all ranks crosses hosts where there are several.
+    """
     cases = []
-    for ranks in sorted({1, min(2, size), size}):
+    sizes = {1, min(2, local), local, size} | ({2 * local} if 2 * local < size else set())
+    for ranks in sorted(sizes):
         cases += [(ranks, [max(1, longest >> shift)]) for shift in ((0, 1, 2, 4) if ranks == 1 else (0, 2))]
         cases.append((ranks, [max(1, longest >> 4)] * 8))
     return cases
@@ -71,6 +87,10 @@ def _group_of(comm: Communicator, size: int) -> Communicator | None:
     """This rank's group when all ranks are dealt in groups of ``size``; None for those left over."""
     first = comm.rank // size * size
     return comm.subset(range(first, first + size)) if first + size <= comm.size else None
+
+
+def _on_several_hosts(group: Communicator) -> bool:
+    return node_block(group) < group.size
 
 
 def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int]) -> float:
