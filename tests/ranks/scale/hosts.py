@@ -93,6 +93,19 @@ class Hosts:
         """The address of a host."""
         return f"{_NETWORK}.{index + 1}"
 
+    def limit(self, mbit: int) -> None:
+        """Every host sends and gets at most so many Mbit/s from now on, by a token bucket at both ends of its link."""
+        bucket = f"root tbf rate {mbit}mbit burst 128kb latency 50ms"
+        for index, init in enumerate(self._inits[:-1]):
+            self._tc(init, f"qdisc add dev eth0 {bucket}")
+            self._tc(self._inits[-1], f"qdisc add dev port{index} {bucket}")
+
+    @staticmethod
+    def _tc(init: int, command: str) -> None:
+        subprocess.run(
+            ["nsenter", "-t", str(init), "-n", "tc", *command.split()], check=True, capture_output=True, timeout=10
+        )
+
     def cut(self, index: int) -> None:
         """Takes the host's link down at the switch: its packets vanish, its processes run on."""
         self._ip(self._inits[-1], f"link set port{index} down")
