@@ -20,7 +20,7 @@ from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsag
 
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
-COMMANDS = ("train", "report", "data", "plan", "simulate", "perf", "doctor")
+COMMANDS = ("train", "report", "data", "calibrate", "plan", "simulate", "perf", "doctor")
 """Modules of this package with ``add_parser(subparsers)``; the parser leaves out those that are not installed."""
 
 BAD_USAGE = 6

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     )
     batch.add_argument("--seed", type=seed, default=0, help="seed of the random lengths (default %(default)s)")
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--ranks", type=count, default="1024", help="number of HDP ranks (default %(default)s)")
+    cluster.add_argument("--ranks", type=count, help="number of HDP ranks (default 1024, or those of --calibration)")
     cluster.add_argument("--capacity", type=count, help="tokens that a rank can hold (default: from its memory)")
     cluster.add_argument(
         "--model",
@@ -63,6 +64,13 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--slow-ranks",
         metavar="RANK:SPEED,...",
         help="speeds of ranks that are slower than the others, 0.001 to 1 (3:0.5,9:0.8)",
+    )
+    cluster.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="model, costs and cluster as hdpcomm calibrate measured them; --ranks, --ranks-per-node and --capacity "
+        "may differ",
     )
     cluster.add_argument(
         "--profile",
@@ -94,6 +102,15 @@ def read_profile(path: str) -> CostModel:
         ) from error
 
 
+_RANKS = 1024
+_KNOWN_BY_CALIBRATION = {
+    "model": "llama-7b",
+    "cluster": "h100",
+    "profile": None,
+    "tensor": 1,
+    "pipeline": 1,
+    "chunks": 1,
+}
 _NODE_DEVICES = 8
 _CONTEXT = 2 << 20
 
@@ -137,6 +154,9 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     """A planner for each policy, from the options of :func:`add_step_options`; chooses ``context`` where it is open."""
     from hdpcomm.plan import MODELS, ClusterSpec, Planner, load_cluster
 
+    if options.calibration is not None:
+        return _calibrated_planners(options, policies)
+    options.ranks = options.ranks or _RANKS
     if options.model not in MODELS:
         raise InvalidUsage(f"unknown model {options.model!r}, expected one of {', '.join(MODELS)}")
     cluster = ClusterSpec(
@@ -155,6 +175,34 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         options.context = _default_context(Planner(MODELS[options.model], cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
     return [Planner(MODELS[options.model], cluster, policy, cost, context=context) for policy in policies]
+
+
+def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
+    from hdpcomm.plan import Calibration, Planner
+
+    for name, default in _KNOWN_BY_CALIBRATION.items():
+        if getattr(options, name) != default:
+            raise InvalidUsage(
+                f"--{name} {getattr(options, name)} was given with --calibration, which says what model, device and "
+                "costs are; leave out one of them"
+            )
+    found = Calibration.load(options.calibration)
+    if options.ranks or options.ranks_per_node:
+        found = found.with_ranks(options.ranks or found.cluster.ranks, options.ranks_per_node)
+    if options.capacity:
+        found = found.with_capacity(options.capacity)
+    if options.offload and not found.memory.offloadable:
+        raise InvalidUsage(f"{options.calibration} was made without offload: calibrate with --offload SIZE")
+    memory = found.memory if options.offload else replace(found.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
+    speeds = _speeds(options.slow_ranks, found.cluster.ranks)
+    cluster = replace(found.cluster, offload=options.offload, speeds=speeds)
+
+    def planner(policy: str, context: int) -> Planner:
+        return Planner(found.model, cluster, policy, found.cost_model, context=context, memory=memory)
+
+    if options.context is None and not options.lengths:
+        options.context = _default_context(planner("balanced", 0))
+    return [planner(policy, 0 if options.lengths else options.context) for policy in policies]
 
 
 def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:

@@ -102,6 +102,7 @@ def _check_saving(options: TrainOptions) -> None:
 
 def _job(options: TrainOptions, ranks: int) -> _Job:
     """Looks at the data and checks all limits, so that a bad path or value is reported once, before any rank starts."""
+    from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule, check_limits
 
     if options.policy in options.compare:
@@ -126,6 +127,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         memory_bytes=options.memory,
         pipeline=options.pipeline,
         learn_costs=options.learn_costs,
+        calibration=None if options.calibration is None else Calibration.load(options.calibration),
     )
     held_out = _data(options, options.eval_data) if options.eval_data else None
     for each in (data, held_out):

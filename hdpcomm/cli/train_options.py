@@ -87,6 +87,10 @@ class TrainOptions:
         "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
         "same bits", action="store_true",
     )  # fmt: skip
+    calibration: Path | None = _option(
+        "ranks", None, "what hdpcomm calibrate measured of this model on such ranks, in place of a short profile at "
+        "the start", Path, metavar="FILE",
+    )  # fmt: skip
     offload: int = _option(
         "ranks", 0, "pinned host memory of each rank for activations of long sequences, like 512M or 64G; 0: none",
         num_bytes, metavar="SIZE",

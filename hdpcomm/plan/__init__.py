@@ -1,6 +1,7 @@
 """Plans of training steps: which ranks run which sequences, and in which order. Imports no torch."""
 
 from hdpcomm.plan.ahead import PlanAhead, PlannedStep
+from hdpcomm.plan.calibration import Calibration
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import load_cluster, save_cluster
 from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
@@ -13,6 +14,7 @@ from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
 from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
 
 __all__ = [
+    "Calibration",
     "DEVICES",
     "MODELS",
     "POLICIES",

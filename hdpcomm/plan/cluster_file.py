@@ -5,18 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.specs import DeviceSpec
 
-__all__ = ["load_cluster", "save_cluster"]
+__all__ = ["cluster_from_dict", "cluster_to_dict", "load_cluster", "save_cluster"]
+
+
+def cluster_to_dict(cluster: ClusterSpec) -> dict[str, Any]:
+    """A cluster and the figures of its device, as plain Python objects."""
+    return dataclasses.asdict(cluster) | {"device": dataclasses.asdict(cluster.hardware)}
+
+
+def cluster_from_dict(content: dict[str, Any]) -> ClusterSpec:
+    """Reads :func:`cluster_to_dict` back. Raises: TypeError, KeyError, ValueError, InvalidUsage for anything else."""
+    values = dict(content)
+    device = DeviceSpec(**values.pop("device"))
+    speeds = values.pop("speeds", None)
+    return ClusterSpec(**values, device=device, speeds=None if speeds is None else tuple(map(float, speeds)))
 
 
 def save_cluster(cluster: ClusterSpec, path: Path) -> None:
     """Writes a cluster and the figures of its device as JSON."""
-    content = dataclasses.asdict(cluster) | {"device": dataclasses.asdict(cluster.hardware)}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(cluster_to_dict(cluster), indent=1) + "\n")
 
 
 def load_cluster(path: Path) -> ClusterSpec:
@@ -25,10 +38,7 @@ def load_cluster(path: Path) -> ClusterSpec:
     Raises: InvalidUsage for a file that cannot be read or holds no cluster.
     """
     try:
-        content = json.loads(path.read_text())
-        device = DeviceSpec(**content.pop("device"))
-        speeds = content.pop("speeds", None)
-        return ClusterSpec(**content, device=device, speeds=None if speeds is None else tuple(map(float, speeds)))
+        return cluster_from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidUsage(
             f"{path} holds no cluster ({type(error).__name__}: {error}); write one with hdpcomm doctor --topology "

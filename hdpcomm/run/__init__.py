@@ -1,5 +1,6 @@
 """Training runs: configuration, checkpoints, metrics; everything that makes steps a run."""
 
+from hdpcomm.run.calibrate import calibrate
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.dry_run import DryRun, dry_run
@@ -24,6 +25,7 @@ __all__ = [
     "Saving",
     "Schedule",
     "Watching",
+    "calibrate",
     "check_limits",
     "dry_run",
     "evaluate",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import POLICIES
+from hdpcomm.plan import POLICIES, Calibration
 from hdpcomm.run.model import FolderModel
 from hdpcomm.run.schedule import Schedule
 
@@ -37,6 +37,8 @@ class RunConfig:
             (:class:`hdpcomm.plan.CostLearner`).
         memory_bytes: device memory of a rank for a step, states included; 0: not limited.
         eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
+        calibration: costs that were measured before (:func:`hdpcomm.run.calibrate`), in place of a short profile when
+            the run starts.
         pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
     """
 
@@ -58,6 +60,7 @@ class RunConfig:
     memory_bytes: int = 0
     pipeline: int = 1
     learn_costs: bool = False
+    calibration: Calibration | None = None
 
     @property
     def stage_model(self) -> LlamaConfig | FolderModel:
@@ -106,6 +109,10 @@ class RunConfig:
             raise InvalidUsage(f"pipeline is {self.pipeline}; at least 1 was expected")
         if self.pipeline == 1:
             return
+        if self.calibration is not None:
+            raise InvalidUsage(
+                "a calibration is that of ranks without pipelines; leave out --calibration or --pipeline"
+            )
         if not isinstance(self.model, LlamaConfig):
             raise InvalidUsage(
                 "pipelines cut the built-in Llama only: leave out --model, or train it without --pipeline"

@@ -12,12 +12,13 @@ import torch
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import node_block, shared_cores
 from hdpcomm.data import Corpus
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import Mesh
-from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.model import new_model
+from hdpcomm.run.model import model_facts, new_model
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, stage_recompute
 from hdpcomm.train import profile_cost_model
 from hdpcomm.train.activation_profile import profile_activations
@@ -33,6 +34,8 @@ __all__ = [
     "PROFILE_TOKENS",
     "SMALLEST_OFFLOAD",
     "Costs",
+    "calibration_facts",
+    "check_calibration",
     "make_planner",
     "measure_costs",
     "measure_memory",
@@ -88,30 +91,73 @@ def measure_memory(comm: Communicator, config: RunConfig) -> StepMemory:
 
 
 def measure_costs(
-    comm: Communicator, corpus: Corpus, config: RunConfig, *, capacity: int, found: Checkpoint | None = None
+    comm: Communicator, config: RunConfig, *, longest: int, capacity: int, found: Checkpoint | None = None
 ) -> Costs:
-    """As measured now, or as the checkpoint has them: plans follow them, and so does the order of sums. Collective.
+    """As measured now, or as the checkpoint or a calibration has them: plans follow them, and so does the order of
+    sums. Collective.
 
     Costs are those of one stage, so those of a checkpoint with other pipelines are measured anew.
 
     Args:
         config, capacity: from :func:`within_memory`.
+        longest: tokens of the longest sequence; at most ``PROFILE_TOKENS`` and the capacity are measured on a rank.
+
+    Raises: InvalidUsage for a calibration of another model.
     """
     pool = _host_memory(comm, config)
     if found is not None and found.facts["config"].get("pipeline", 1) == config.pipeline:
         facts: dict[str, Any] = dict(found.facts)
         memory = facts.get("memory_model")
         return Costs(CostModel(**facts["cost_model"]), capacity, MemoryModel(**memory) if memory else None, pool)
+    if config.calibration is not None:
+        return _calibrated(comm, config, config.calibration, capacity, pool)
     recompute = stage_recompute(config)[0]
     model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=recompute)
     model = model.to(DTYPES[config.dtype])
-    longest = min(int(corpus.lengths.max()), config.capacity, PROFILE_TOKENS)
-    cost_model = profile_cost_model(model, comm, longest=longest)
+    cost_model = profile_cost_model(model, comm, longest=min(longest, config.capacity, PROFILE_TOKENS))
     if pool is None:
         return Costs(cost_model, capacity)
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
     profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
     return Costs(cost_model, capacity, profile.memory_model(capacity, config.offload_bytes), pool)
+
+
+def _calibrated(
+    comm: Communicator, config: RunConfig, calibration: Calibration, capacity: int, pool: PinnedPool | None
+) -> Costs:
+    check_calibration(calibration, config, ranks=comm.size, ranks_per_node=node_block(comm))
+    memory = replace(
+        calibration.memory,
+        capacity=capacity,
+        host_tokens=config.offload_bytes / (calibration.memory.token_bytes or 1.0),
+    )
+    return Costs(calibration.cost_model, capacity, memory if pool else None, pool)
+
+
+def calibration_facts(config: RunConfig) -> dict[str, Any]:
+    """What a calibration and a run must have in common."""
+    recompute = config.recompute
+    if isinstance(recompute, int):
+        recompute = {0: "none", config.model.layers: "full"}.get(recompute, recompute)
+    return {"model": model_facts(config.model), "dtype": config.dtype, "recompute": recompute}
+
+
+def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int, ranks_per_node: int) -> None:
+    """Raises InvalidUsage if the calibration is of another model, or knows no links or offload that the run needs."""
+    for name, value in calibration_facts(config).items():
+        known = calibration.facts.get(name)
+        if known == value:
+            continue
+        if isinstance(value, dict) and isinstance(known, dict):
+            name = next(key for key in {**value, **known} if value.get(key) != known.get(key))
+            known, value = known.get(name), value.get(name)
+        raise InvalidUsage(
+            f"the calibration was made with {name} {known!r} and this run has {value!r}: calibrate this model, or "
+            "leave out --calibration"
+        )
+    if config.offload_bytes and not calibration.memory.offloadable:
+        raise InvalidUsage("the calibration knows no offload: make it with --offload, or leave out --calibration")
+    calibration.with_ranks(ranks, ranks_per_node)
 
 
 def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:

@@ -64,7 +64,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     check_limits(corpus, config, ranks=comm.size)
     config, capacity, found = within_memory(comm, config)
     step_memory = found or measure_memory(comm, config)
-    costs = measure_costs(comm, corpus, config, capacity=capacity)
+    costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
     model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
     parameters = sum(p.numel() for p in model.parameters())
     recompute = min(recomputed_layers(model), config.stage_model.layers)

@@ -214,7 +214,7 @@ class _Run:
         self.stopped_by = 0
         config, capacity, self.step_memory = within_memory(comm, config)
         self.config = config
-        self.costs = measure_costs(comm, corpus, config, capacity=capacity, found=found)
+        self.costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity, found=found)
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +88,10 @@ def check_same_run(found: Checkpoint, corpus: Corpus, config: RunConfig) -> None
 
 
 def config_facts(config: RunConfig) -> dict[str, Any]:
-    """The configuration as a checkpoint notes it."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()} | {
+    """The configuration as a checkpoint notes it; it has the costs beside it."""
+    plain = asdict(replace(config, calibration=None))
+    del plain["calibration"]
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()} | {
         "model": model_facts(config.model)
     }
 

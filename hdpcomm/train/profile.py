@@ -42,8 +42,11 @@ def profile_cost_model(model: nn.Module, comm: Communicator, *, longest: int) ->
     return CostModel.fit(profile_samples(model, comm, longest=longest))
 
 
-def profile_samples(model: nn.Module, comm: Communicator, *, longest: int) -> list[CostSample]:
-    """The measurements of :func:`profile_cost_model`, equal on every rank. Collective over ``comm``."""
+def profile_samples(model: nn.Module, comm: Communicator, *, longest: int, repeats: int = _REPEATS) -> list[CostSample]:
+    """The measurements of :func:`profile_cost_model`, equal on every rank: of each, the fastest of ``repeats``.
+
+    Collective over ``comm``.
+    """
     if longest < 1:
         raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
     local = node_block(comm)
@@ -55,7 +58,7 @@ def profile_samples(model: nn.Module, comm: Communicator, *, longest: int) -> li
     for case, (ranks, lengths) in enumerate(cases):
         group = groups[ranks]
         took = float("inf")
-        for _ in range(_REPEATS):
+        for _ in range(repeats):
             comm.barrier()
             if group is not None:
                 took = min(took, _seconds(model, group, lengths))

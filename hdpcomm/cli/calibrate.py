@@ -1,0 +1,139 @@
+"""``hdpcomm calibrate``: measures what a model costs on these ranks, for plan, simulate and train."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hdpcomm.cli.output import check_writable, count, num_bytes, ranks_here
+from hdpcomm.cli.train_options import recompute
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.plan import Calibration
+    from hdpcomm.run import RunConfig
+
+__all__ = ["add_parser"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="measure what a model costs on these ranks",
+        description="Measures a model on these ranks: compute, the ring exchange inside and between hosts beside it, "
+        "activations, copies to host memory, the gradients' reduction and the optimizer. plan, simulate and train take "
+        "the file as --calibration. Starts the ranks on this machine; under torchrun, srun or mpirun it joins the "
+        "given world.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
+    parser.add_argument(
+        "--ranks", type=count, metavar="N", help="start N ranks here (default 2; under a launcher: its ranks)"
+    )
+    parser.add_argument(
+        "--transport", default="auto", metavar="NAME", help="how the ranks exchange tensors (default %(default)s)"
+    )
+    parser.add_argument(
+        "--capacity",
+        type=count,
+        default="4096",
+        metavar="TOKENS",
+        help="what a rank holds at once; measured up to there (default %(default)s)",
+    )
+    model = parser.add_argument_group("model", "as for train")
+    model.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; else a Llama of these sizes:")
+    model.add_argument("--vocabulary", type=count, default="256", metavar="N", help="tokens (default: bytes, 256)")
+    for name, default in (("layers", 4), ("hidden", 32), ("heads", 2), ("kv-heads", 1), ("ffn", 96)):
+        model.add_argument(f"--{name}", type=count, default=str(default), metavar="N", help="(default %(default)s)")
+    model.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default %(default)s)")
+    model.add_argument(
+        "--recompute", type=recompute, default="none", metavar="none|full|N", help="layers (default %(default)s)"
+    )
+    model.add_argument(
+        "--offload", type=num_bytes, default="0", metavar="SIZE", help="pinned host memory of a rank (default 0: none)"
+    )
+    parser.set_defaults(func=_calibrate)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from hdpcomm.comm.launch import run_ranks
+
+    check_writable(options.out)
+    config = _config(options)
+    rank, ranks = ranks_here(options.ranks, default=2)
+    found = (
+        _on_rank(config, options.transport)
+        if rank is not None
+        else run_ranks(_on_rank, ranks, config, options.transport)[0]
+    )
+    if found is None:
+        return 0
+    found.save(options.out)
+    print("\n".join(_lines(found)))
+    print(f"written to {options.out}")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> RunConfig:
+    from hdpcomm.models import LlamaConfig
+    from hdpcomm.run import RunConfig, folder_model
+
+    if options.recompute == "auto":
+        raise InvalidUsage("--recompute auto depends on what is measured here; give none, full or a number of layers")
+    return RunConfig(
+        model=folder_model(options.model)
+        if options.model
+        else LlamaConfig(
+            vocabulary=options.vocabulary,
+            layers=options.layers,
+            hidden=options.hidden,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            ffn=options.ffn,
+        ),
+        capacity=options.capacity,
+        dtype=options.dtype,
+        recompute=options.recompute,
+        offload_bytes=options.offload,
+    )
+
+
+def _on_rank(config: RunConfig, transport: str) -> Calibration | None:
+    import torch
+
+    from hdpcomm.comm import init
+    from hdpcomm.comm.topology import cores_of_rank
+    from hdpcomm.run import calibrate
+
+    with init(transport=transport) as comm:
+        torch.set_num_threads(cores_of_rank(comm))
+        found = calibrate(comm, config)
+        return found if comm.rank == 0 else None
+
+
+def _lines(found: Calibration) -> list[str]:
+    cost, cluster, device = found.cost_model, found.cluster, found.cluster.hardware
+    errors = sorted(abs(error) for error in found.errors())
+    one = cost.seconds([found.memory.capacity])
+    hosts = -(-cluster.ranks // cluster.node_ranks)
+    lines = [
+        f"ranks: {cluster.ranks}, {cluster.node_ranks} a host; {found.facts['parameters']:,} parameters, "
+        f"{found.facts['dtype']}, transport {found.facts['transport']}",
+        f"  {found.memory.capacity:,} tokens on one rank: {one:.4g} s; a token {cost.linear + cost.piece:.3g} s, a "
+        f"pair {cost.attention:.3g} s, a micro-batch {cost.fixed:.3g} s, a ring step {cost.ring_step:.3g} s",
+        f"  predicted against measured, {len(errors)} kinds of micro-batches: median error "
+        f"{100 * statistics.median(errors):.1f}%, worst {100 * errors[-1]:.1f}%",
+    ]
+    if hosts > 1:
+        lines.append(
+            f"  between hosts a token's KV takes {cost.kv_inter:.3g} s a ring step, a message "
+            f"{cost.latency_inter:.3g} s"
+        )
+    lines.append(
+        f"  copies {device.d2h_bandwidth / 1e9:.2f} GB/s to host memory, {device.h2d_bandwidth / 1e9:.2f} back; "
+        f"gradients' reduction {found.reduction_s:.4g} s, optimizer {found.optimizer_s:.4g} s"
+    )
+    return lines

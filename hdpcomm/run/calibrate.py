@@ -1,0 +1,209 @@
+"""What a model costs on these ranks, measured once for planner, simulator and runs: :func:`calibrate`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from typing import TYPE_CHECKING
+
+import torch
+
+from hdpcomm.comm.topology import Topology, by_host, measure_topology, node_block, shared_cores
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
+from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
+from hdpcomm.run.config import RunConfig
+from hdpcomm.run.costs import DTYPES, calibration_facts, measure_costs, measure_memory
+from hdpcomm.run.model import model_spec, new_model
+from hdpcomm.sim import optimizer_seconds, reduction_seconds
+from hdpcomm.train.profile import profile_samples
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["calibrate"]
+
+_REPEATS = 5
+_MOST_REDUCED = 1 << 26  # gradients that are reduced to measure it; more take proportionally longer
+_COPY_BYTES = 4 << 20
+
+
+def calibrate(world: Communicator, config: RunConfig) -> Calibration:
+    """Measures the model of ``config`` on these ranks. Collective over the whole world; equal on every rank.
+
+    Compute, ring exchange inside hosts and between them, with compute beside it, by micro-batches of up to
+    ``config.capacity`` tokens a rank; activations; copies to and from host memory; the reduction of the gradients and
+    the optimizer. All ranks work at once, as in training. Takes about as long as 20 micro-batches of that capacity.
+
+    Args:
+        config: model, capacity, dtype, recompute, zero and offload_bytes count.
+
+    Raises:
+        InvalidUsage: ``recompute`` is auto, or ``world`` is not what init() returned.
+    """
+    if config.recompute == "auto" or config.pipeline > 1:
+        raise InvalidUsage(
+            f"recompute is {config.recompute!r} and pipeline {config.pipeline}; a calibration is that of one number of "
+            "recomputed layers (none, full or N) on ranks without pipelines"
+        )
+    topology = measure_topology(world)
+    comm = by_host(world)
+    model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    samples = tuple(profile_samples(model.to(DTYPES[config.dtype]), comm, longest=config.capacity, repeats=_REPEATS))
+    cost = CostModel.fit(samples)
+    reduction_s, optimizer_s = _after_the_passes(comm, model)
+    spec = _spec(config)
+    cluster = ClusterSpec(
+        ranks=comm.size,
+        ranks_per_node=node_block(comm),
+        capacity=config.capacity,
+        offload=config.offload_bytes > 0,
+        cores=shared_cores(comm) if comm.device.type == "cpu" else None,
+    )
+    device = _device(comm, config, topology, spec, cost)
+    device = _as_measured(device, spec, cluster, reduction_s, optimizer_s)
+    facts = calibration_facts(config) | {
+        "parameters": parameters,
+        "longest": config.capacity,
+        "transport": topology.transport,
+        "hosts": len(topology.hosts),
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    memory = _memory(comm, config)
+    return Calibration(cost, replace(cluster, device=device), memory, spec, facts, reduction_s, optimizer_s, samples)
+
+
+def _spec(config: RunConfig) -> ModelSpec | None:
+    spec = model_spec(config.model)
+    return None if spec is None else replace(spec, dtype_bytes=DTYPES[config.dtype].itemsize)
+
+
+def _after_the_passes(comm: Communicator, model: torch.nn.Module) -> tuple[float, float]:
+    """Seconds of the all-reduce of fp32 gradients, and of AdamW over all parameters. Collective."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements = sum(parameter.numel() for parameter in trained)
+    gradients = comm.empty(min(elements, _MOST_REDUCED), dtype=torch.float32).zero_()
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    reduction = _slowest(comm, lambda: comm.all_reduce(gradients)) * elements / gradients.numel()
+    update = _slowest(comm, lambda: optimizer.step())
+    model.zero_grad(set_to_none=True)
+    return reduction, update
+
+
+def _slowest(comm: Communicator, call: Callable[[], object]) -> float:
+    """Median seconds of a call on the slowest rank; the first call does not count."""
+    found = []
+    for _ in range(_REPEATS + 1):
+        comm.barrier()
+        started = time.perf_counter()
+        call()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+        found.append(time.perf_counter() - started)
+    took = torch.tensor(found[1:], dtype=torch.float64)
+    comm.all_reduce(took, "max")
+    return float(statistics.median(took.tolist()))
+
+
+def _memory(comm: Communicator, config: RunConfig) -> MemoryModel:
+    if config.offload_bytes:
+        costs = measure_costs(comm, config, longest=1, capacity=config.capacity)
+        assert costs.memory is not None
+        return costs.memory
+    step = measure_memory(comm, config)
+    recompute = config.recompute if isinstance(config.recompute, int) else step.layers * (config.recompute == "full")
+    tokens = float(config.capacity)
+    line = (step.activation_bytes(tokens, recompute) - step.activation_bytes(tokens / 2, recompute)) / (tokens / 2)
+    fixed = step.activation_bytes(tokens, recompute) - line * tokens
+    return MemoryModel(config.capacity, token_bytes=line, state_bytes=step.states + max(0.0, fixed))
+
+
+def _device(
+    comm: Communicator, config: RunConfig, topology: Topology, spec: ModelSpec | None, cost: CostModel
+) -> DeviceSpec:
+    """The device with the rates that were measured, means over the ranks. Collective."""
+    pool = PinnedPool(8 * _COPY_BYTES, device=comm.device)
+    rates: CopyRates = measure_copies(pool, _COPY_BYTES)
+    peak = _matmul_flops(comm.device, DTYPES[config.dtype])
+    shared = torch.tensor([rates.both_d2h, rates.both_h2d, peak, float(_device_bytes(comm))], dtype=torch.float64)
+    comm.all_reduce(shared)
+    d2h, h2d, peak, memory = (shared / comm.size).tolist()
+    near = topology.intra or topology.inter
+    far = topology.inter or topology.intra
+
+    def rate(flops: float, passes: float, seconds: float) -> float:
+        return float(min(peak, passes * flops / seconds)) if seconds > 0 else float(peak)
+
+    return DeviceSpec(
+        name=_device_name(comm.device),
+        linear_flops=rate(spec.linear_flops_per_token, 3.0, cost.linear + cost.piece) if spec else peak,
+        attention_flops=rate(spec.attention_flops_per_token_squared, 3.5, cost.attention) if spec else peak,
+        peak_flops=peak,
+        short_piece=cost.piece / cost.attention if cost.attention else 0.0,
+        memory_bytes=memory,
+        hbm_bandwidth=min(d2h, h2d),
+        intra_bandwidth=near.bandwidth if near else d2h,
+        inter_bandwidth=far.bandwidth if far else d2h,
+        intra_latency_s=near.latency_s if near else 0.0,
+        inter_latency_s=far.latency_s if far else 0.0,
+        d2h_bandwidth=d2h,
+        h2d_bandwidth=h2d,
+        host_bytes=float(config.offload_bytes),
+        step_overhead_s=cost.ring_step / (2 * config.model.layers),
+    )
+
+
+def _as_measured(
+    device: DeviceSpec, spec: ModelSpec | None, cluster: ClusterSpec, reduction_s: float, optimizer_s: float
+) -> DeviceSpec:
+    """The device with links and memory for which the simulator's formulas give the seconds that were measured."""
+    if spec is None:
+        return device
+    found = replace(cluster, device=device)
+    if cluster.ranks > 1 and reduction_s > 0:
+        factor = reduction_seconds(spec, found) / reduction_s
+        device = replace(
+            device,
+            intra_bandwidth=device.intra_bandwidth * factor,
+            inter_bandwidth=device.inter_bandwidth * factor,
+            intra_latency_s=device.intra_latency_s / factor,
+            inter_latency_s=device.inter_latency_s / factor,
+        )
+    return replace(device, hbm_bandwidth=device.hbm_bandwidth * optimizer_seconds(spec, found) / optimizer_s)
+
+
+def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product while the other ranks run theirs. Local."""
+    size = 8192 if device.type == "cuda" else 768
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU"
+
+
+def _device_bytes(comm: Communicator) -> int:
+    """Memory of this rank's device; of a host's, the share of one of its ranks. Local."""
+    if comm.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(comm.device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // node_block(comm)
