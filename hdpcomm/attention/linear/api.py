@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
-from hdpcomm.attention.layout import CuSeqlens, Layout
+from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.attention.linear.checks import (
     careful_of,
     check_all_finite,
     check_linear,
     check_states,
+    layout_of_tokens,
     summary_of,
-    zigzag_of,
 )
 from hdpcomm.attention.linear.exchange import choose_exchange
 from hdpcomm.attention.linear.fla import choose_backend
+from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
+from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
 
@@ -66,24 +68,24 @@ def _arguments(
     g: torch.Tensor,
     beta: torch.Tensor | None,
     *,
-    layout: Layout,
+    layout: TokenLayout,
     comm: Communicator | None,
     exchange: str,
     backend: str,
     costs: AttentionCosts | None,
 ) -> tuple[_Arguments, str, str]:
     """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
-    size, lengths = 1 if comm is None else comm.size, layout.lengths
+    plan = state_plan(layout)
     chosen = choose_exchange(
-        exchange, size=size, sequences=len(lengths), tokens=int(lengths.sum()), delta=beta is not None,
-        shape=(q.shape[1], q.shape[2], v.shape[2]), device=q.device.type, costs=costs,
+        exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None, device=q.device.type,
+        costs=costs,
     )  # fmt: skip
     computed_by = choose_backend(backend, q.device.type, q.dtype)
     settings = (
         f"q {tuple(q.shape[1:])} v {tuple(v.shape[1:])} g {tuple(g.shape[1:])} {q.dtype} {q.device.type} "
         f"exchange={chosen} backend={computed_by}"
     )
-    call = LinearCall(layout, comm if size > 1 else None, chosen, computed_by)
+    call = LinearCall(plan, comm, chosen, computed_by)
     return (q, k, v, g, beta, call), *summary_of(layout, settings)
 
 
@@ -109,9 +111,10 @@ def delta_rule(
 
     ``q``, ``k``: [T_local, key_heads, dk]. ``v``: [T_local, heads, dv], where each key head serves heads / key_heads
     neighbours. ``g``: log decay, [T_local, heads] (gated delta rule) or [T_local, heads, dk] (KDA); ``beta``: [T_local,
-    heads]. All are the zigzag shard of this rank (:func:`hdpcomm.attention.shard`) of the pack ``cu_seqlens``
-    [sequences + 1], as for :func:`hdpcomm.attention.ring_attention`. States and all that is computed are float32
-    (float64 for float64).
+    heads]. All are the shard of this rank (:func:`hdpcomm.attention.shard`) of the pack ``cu_seqlens`` [sequences + 1],
+    as for :func:`hdpcomm.attention.ring_attention`; or of a :class:`hdpcomm.attention.Tree`, where S before the first
+    token of a segment is that after the last one of its parent. States and all that is computed are float32 (float64
+    for float64).
 
     ``exchange``: how states travel between ranks: ``gather``, ``scan``, ``pipeline``
     (:mod:`hdpcomm.attention.linear.exchange`), or ``auto``, the lowest estimate by ``costs``; its bytes do not depend
@@ -131,7 +134,7 @@ def delta_rule(
 
     def prepare() -> tuple[_Arguments, str, str]:
         _check_delta(q, k, v, g, beta)
-        layout = zigzag_of(cu_seqlens, comm)
+        layout = layout_of_tokens(cu_seqlens, comm)
         check_linear(tensors, layout, comm)
         if careful:
             check_all_finite(tensors)
@@ -204,7 +207,7 @@ def ssd(
             raise InvalidUsage(f"d must be [heads] = ({heads},); got {tuple(d.shape)}")
         if not x.dtype == b.dtype == c.dtype:
             raise InvalidUsage(f"x, b and c must have one type; got {x.dtype}, {b.dtype}, {c.dtype}")
-        layout = zigzag_of(cu_seqlens, comm)
+        layout = layout_of_tokens(cu_seqlens, comm)
         check_linear(tensors, layout, comm)
         if careful:
             check_all_finite(tensors)

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdpcomm.attention.api import check_finite, layouts_of
-from hdpcomm.attention.layout import CuSeqlens, Layout, as_cu_seqlens
+from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.tree import Tree
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["careful_of", "check_all_finite", "check_linear", "check_states", "summary_of", "zigzag_of"]
+__all__ = ["careful_of", "check_all_finite", "check_linear", "check_states", "summary_of", "layout_of_tokens"]
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,14 +25,14 @@ def careful_of(x: torch.Tensor, check: bool | None) -> bool:
     return x.device.type == "cpu" if check is None else check
 
 
-def zigzag_of(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
-    """The layout of a pack of plain sequences. Raises InvalidUsage, also for a tree or a mask."""
-    layout, _ = layouts_of(as_cu_seqlens(cu_seqlens), None, comm)
-    assert isinstance(layout, Layout)
+def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:
+    """The layout of a pack of sequences or of a tree. Raises InvalidUsage, also for a mask."""
+    layout, _ = layouts_of(cu_seqlens if isinstance(cu_seqlens, Tree) else as_cu_seqlens(cu_seqlens), None, comm)
+    assert isinstance(layout, TokenLayout)
     return layout
 
 
-def check_linear(tensors: dict[str, torch.Tensor], layout: Layout, comm: Communicator | None) -> None:
+def check_linear(tensors: dict[str, torch.Tensor], layout: TokenLayout, comm: Communicator | None) -> None:
     """Checks the types, devices and tokens of a call's tensors, [T_local, ...] each. Raises InvalidUsage."""
     first = next(iter(tensors.values()))
     for name, x in tensors.items():
@@ -70,7 +72,7 @@ def check_all_finite(tensors: dict[str, torch.Tensor]) -> None:
         check_finite(name, x[..., None] if x.ndim == 2 else x)
 
 
-def summary_of(layout: Layout, settings: str) -> tuple[str, str]:
+def summary_of(layout: TokenLayout, settings: str) -> tuple[str, str]:
     """(all that must be the same on all ranks, a summary of it for messages)."""
     pack = layout.facts
     return f"{pack[0]} {settings}", f"{pack[1]}, {settings}"

@@ -1,7 +1,8 @@
 """``short_conv``: causal depthwise convolutions over packed sequences that several ranks share.
 
-A piece of a sequence needs the last ``width - 1`` tokens before it; they come directly from the ranks that hold them,
-as the keys of a sliding window of ``width`` do (short pieces: from several ranks). Gradients go back the same way.
+A piece of a sequence needs the last ``width - 1`` tokens before it, on a tree those on its way from the root; they come
+directly from the ranks that hold them, as the keys of a sliding window of ``width`` do (short pieces: from several
+ranks). Gradients go back the same way, and add up where children share their past.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import numpy as np
 import torch
 
 from hdpcomm.attention.api import check_finite
+from hdpcomm.attention.atoms import Int64
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
-from hdpcomm.attention.layout import CuSeqlens, Layout
-from hdpcomm.attention.linear.checks import careful_of, check_linear, summary_of, zigzag_of
+from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention.linear.checks import careful_of, check_linear, layout_of_tokens, summary_of
+from hdpcomm.attention.linear.nodes import TokenLayout
+from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
+from hdpcomm.attention.tree_layout import TreeLayout
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -42,23 +47,46 @@ class _ConvPlan:
 
 
 @lru_cache(maxsize=128)
-def _conv_plan(layout: Layout, rank: int, width: int, device: torch.device) -> _ConvPlan:
-    plan = gather_plan(layout, layout, Band(-(width - 1), 0), rank=rank)
-    # Fetched rows are ordered by sequence and position: a token's past is right before it.
-    fetched = np.zeros(plan.kv_rows, dtype=np.int64)
-    for to, row, count in plan.own.triples.tolist():
-        fetched[row : row + count] = np.arange(to, to + count)
+def _conv_plan(layout: TokenLayout, rank: int, width: int, device: torch.device) -> _ConvPlan:
+    band = Band(-(width - 1), 0)
+    plan = gather_plan(layout, layout, band, rank=rank)
+    places = _fetched_places(layout, rank, band)
     source, place, end = [], np.zeros(plan.kv_rows, dtype=np.int64), 0
-    pieces = zip(layout.segments(rank).tolist(), layout.first_positions(rank).tolist(), strict=True)
-    for (row, _, count), position in pieces:
+    pasts = _pasts(layout, rank, width - 1)
+    for (row, first, count), past in zip(layout.segments(rank).tolist(), pasts, strict=True):
         if count:
-            past = fetched[row] + np.arange(1 - width, 0)
-            source.append(np.where(position + np.arange(1 - width, 0) < 0, plan.buffer_rows, past))
-            source.append(fetched[row : row + count])
+            source.append(np.where(past < 0, plan.buffer_rows, np.searchsorted(places, past)))
+            source.append(np.searchsorted(places, first) + np.arange(count))
             place[row : row + count] = end + width - 1 + np.arange(count)
             end += width - 1 + count
     rows = np.concatenate(source) if source else np.zeros(0, dtype=np.int64)
     return _ConvPlan(plan, torch.from_numpy(rows).to(device), torch.from_numpy(place).to(device))
+
+
+def _fetched_places(layout: TokenLayout, rank: int, band: Band) -> Int64:
+    """[buffer_rows]: the place in the pack of each fetched row, rising."""
+    atoms = find_atoms(layout, layout, band)
+    chosen = np.flatnonzero(atoms.needed[:, rank] | (atoms.owner == rank))
+    if isinstance(layout, TreeLayout):
+        before = layout.tree.rows - layout.tree.starts
+    else:
+        before = np.cumsum(layout.lengths) - layout.lengths
+    first, rows = (before[atoms.sequence] + atoms.start)[chosen], atoms.rows[chosen]
+    return np.repeat(first - (np.cumsum(rows) - rows), rows) + np.arange(int(rows.sum()))
+
+
+def _pasts(layout: TokenLayout, rank: int, count: int) -> Int64:
+    """[pieces of the rank, count]: the places in the pack of the tokens before each piece, -1 for none."""
+    first = layout.segments(rank)[:, 1]
+    if not isinstance(layout, TreeLayout):
+        before = np.arange(-count, 0)
+        return np.where(layout.first_positions(rank)[:, None] + before < 0, -1, first[:, None] + before)
+    previous = np.append(layout.tree.previous, -1)  # before the first token there is none
+    past = np.empty((len(first), count), dtype=np.int64)
+    for column in range(count - 1, -1, -1):
+        first = previous[first]
+        past[:, column] = first
+    return past
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -120,9 +148,9 @@ def short_conv(
     ``y_t = sum_i weight[:, i] x_{t - (width - 1) + i} + bias``, with zeros before the first token of a sequence, as
     ``torch.nn.Conv1d`` with ``groups=channels`` and ``padding=width - 1``.
 
-    ``x``: [T_local, channels], the zigzag shard of this rank of the pack ``cu_seqlens``. ``weight``: [channels, width],
-    ``bias``: [channels], the same on all ranks; their gradients are this rank's share, to be summed over the ranks.
-    ``check``: ranks compare their arguments first (default: on the CPU).
+    ``x``: [T_local, channels], the shard of this rank of the pack ``cu_seqlens``, or of a tree. ``weight``: [channels,
+    width], ``bias``: [channels], the same on all ranks; their gradients are this rank's share, to be summed over the
+    ranks. ``check``: ranks compare their arguments first (default: on the CPU).
 
     Returns [T_local, channels] in the type of ``x``; sums are float32 (float64 for float64). Sends each token once to
     each rank whose pieces begin within ``width - 1`` tokens after it. Collective over ``comm``, in forward and in
@@ -138,7 +166,7 @@ def short_conv(
             raise InvalidUsage(f"expected x [tokens, channels] and weight [channels, width]; got {shapes}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise InvalidUsage(f"bias must be [channels] = ({weight.shape[0]},); got {tuple(bias.shape)}")
-        layout = zigzag_of(cu_seqlens, comm)
+        layout = layout_of_tokens(cu_seqlens, comm)
         check_linear({"x": x}, layout, comm)
         if careful:
             check_finite("x", x[:, None])

@@ -1,17 +1,18 @@
 """How states travel from rank to rank, so that each run starts where the run before it ended.
 
 A run of tokens is one affine map of states, final = transition * initial + bias. The runs of a sequence form a chain,
-head runs of ranks 0 .. N-1, then tail runs back to rank 0. Three ways to give each run its initial state:
+head runs of ranks 0 .. N-1, then tail runs back to rank 0; those of a tree a tree
+(:mod:`hdpcomm.attention.linear.state_plan`). Three ways to give each run its initial state:
 
-- ``gather``: each rank sums its runs up as maps, one all-gather brings all 2N to every rank, and each folds those
-  before its own. Two passes over the chunks, no waiting for others' passes.
-- ``scan``: the same maps, but states go from rank to rank along the chain, one product each. The fewest bytes together
-  with ``pipeline``, 2N - 2 messages one after the other.
+- ``gather``: each rank sums its carriers up as maps, one all-gather brings all of them to every rank, and each folds
+  those before its own runs. Two passes over the carriers' chunks, no waiting for others' passes.
+- ``scan``: the same maps, but states go from rank to rank, one product each. The fewest bytes together with
+  ``pipeline``; of a chain 2N - 2 messages one after the other.
 - ``pipeline``: no maps. The states of a few heads go on as soon as their run was computed, while the next heads are.
   Nothing is computed twice.
 
-The backward is the mirror image: the gradients of states travel along the chain reversed, with transposed transitions.
-Bytes depend on heads and dimensions, never on the number of tokens.
+The backward is the mirror image: the gradients of states travel the other way, with transposed transitions, and add up
+where several runs follow one. Bytes depend on heads and dimensions, never on the number of tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from hdpcomm.attention.linear.state_plan import Part, StatePlan
 from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
 
@@ -37,25 +39,25 @@ Map = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pass(Protocol):
-    """This rank's runs for some heads, in the direction of travel: one run of each sequence in each of ``parts``."""
+    """This rank's parts for some heads, in one direction. States are [count, heads, dk, dv]."""
 
     transition_shape: tuple[int, int]
     """(dk, dk), or (1, 1) or (dk, 1) for a factor of rows."""
 
-    def zero(self) -> torch.Tensor:
-        """States [sequences, heads, dk, dv] of zeros."""
+    def zeros(self, count: int) -> torch.Tensor:
+        """So many states."""
 
-    def prepare(self, part: int) -> None:
+    def prepare(self, place: int) -> None:
         """Does what needs no state; may be left out."""
 
-    def run(self, part: int, state: torch.Tensor) -> torch.Tensor:
-        """Takes the runs from ``state``; returns the state after them."""
+    def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
+        """Takes a part's runs from ``state``; returns the states after them."""
 
-    def finish(self, part: int) -> None:
+    def finish(self, place: int) -> None:
         """Does what remains after :meth:`run`, and frees what the part needed."""
 
-    def summary(self, part: int) -> Map:
-        """(transition, bias) of the runs; does not need their initial state."""
+    def summary(self, place: int, count: int) -> Map:
+        """(transition, bias) of the ``count`` runs of a part; does not need their initial states."""
 
 
 def apply_map(found: Map, state: torch.Tensor) -> torch.Tensor:
@@ -66,140 +68,161 @@ def apply_map(found: Map, state: torch.Tensor) -> torch.Tensor:
     return transition * state + bias
 
 
-def _stops(comm: Communicator) -> list[tuple[int | None, int | None]]:
-    """(where the state comes from, where it goes) for each part, in the direction of travel.
-
-    The same forward and backward, since the chain leads from rank 0 to N-1 and back.
-    """
-    rank, last = comm.rank, comm.size - 1
-    before = rank - 1 if rank else None
-    if rank == last:
-        return [(before, before)]
-    return [(before, rank + 1), (rank + 1, before)]
-
-
-def travel(passes: Sequence[Pass], comm: Communicator | None, exchange: str) -> None:
-    """Runs every part of ``passes`` (groups of heads; one unless the exchange is a pipeline) from its initial state.
+def travel(
+    passes: Sequence[Pass], comm: Communicator | None, exchange: str, plan: StatePlan, *, backward: bool
+) -> None:
+    """Runs every part of ``passes`` (groups of heads; one where maps are exchanged) from its initial states.
 
     Collective over ``comm`` (None: a group of one).
     """
-    if comm is None:
-        for each in passes:
-            each.run(0, each.zero())
-            each.finish(0)
-    elif exchange == "pipeline":
-        _relay(comm, passes, lambda group, part, state: group.run(part, state), whole=True)
+    if exchange == "pipeline" or not plan.messages:
+        _relay(comm, passes, plan, lambda group, part, state: group.run(part.place, state), backward, whole=True)
     elif exchange == "scan":
-        _scan(comm, passes[0])
+        assert comm is not None
+        _scan(comm, passes[0], plan, backward)
     else:
-        _gather(comm, passes[0])
+        assert comm is not None
+        _gather(comm, passes[0], plan, backward)
+
+
+def _initial(group: Pass, part: Part, slots: torch.Tensor) -> torch.Tensor:
+    return part.before.add(group.zeros(part.count), slots)
 
 
 def _relay(
-    comm: Communicator,
+    comm: Communicator | None,
     passes: Sequence[Pass],
-    hop: Callable[[Pass, int, torch.Tensor], torch.Tensor | None],
+    plan: StatePlan,
+    hop: Callable[[Pass, Part, torch.Tensor], torch.Tensor | None],
+    backward: bool,
     *,
     whole: bool = False,
 ) -> None:
-    """Carries the states of each group of heads along the chain; ``hop`` gives the state after a part.
+    """Carries the states of each group of heads along; ``hop`` gives those after a part.
 
-    ``whole``: also prepares each part, before its state has come, and finishes it, after the next one was sent.
+    ``whole``: also prepares each part, before its states have come, and finishes it, after the next ones were sent.
     """
-    sent: list[tuple[Any, torch.Tensor]] = []
-    for part, (source, target) in enumerate(_stops(comm)):
-        states = [group.zero() for group in passes]
-        coming = []
-        if source is not None:
-            coming = [comm.exchange([], [(state, source)], async_op=True) for state in states]
+    rank = 0 if comm is None else comm.rank
+    slots = [group.zeros(plan.slots[rank]) for group in passes]
+    coming: list[list[Any]] = [[] for _ in passes]
+    sent: list[Any] = []
+    for stage in plan.route(rank, backward=backward):
+        part = stage.part
         for i, group in enumerate(passes):
-            if whole:
-                group.prepare(part)
-            if source is not None:
-                coming[i].wait()
-            state = hop(group, part, states[i])
-            if target is not None:
-                assert state is not None
-                state = state.contiguous()
-                sent.append((comm.exchange([(state, target)], [], async_op=True), state))
-            if whole:
-                group.finish(part)
-    for work, _ in sent:
+            if part is not None:
+                if whole:
+                    group.prepare(part.place)
+                for work in coming[i]:
+                    work.wait()
+                coming[i].clear()
+                state = hop(group, part, _initial(group, part, slots[i]))
+                if len(part.after):
+                    assert state is not None
+                    part.after.add(slots[i], state)
+            if stage.sends or stage.recvs:  # in one call: two ranks may each have states for the other
+                assert comm is not None
+                sends, recvs = ([(slots[i][at], peer) for peer, at in each] for each in (stage.sends, stage.recvs))
+                (coming[i] if recvs else sent).append(comm.exchange(sends, recvs, async_op=True))
+            if part is not None and whole:
+                group.finish(part.place)
+    for work in (*sent, *(work for works in coming for work in works)):
         work.wait()
 
 
-def _scan(comm: Communicator, group: Pass) -> None:
-    """Sums up all parts with both neighbours at once, then passes states on at the price of one product each."""
-    stops = _stops(comm)
-    maps = {part: group.summary(part) for part, stop in enumerate(stops) if None not in stop}
+def _needs_map(part: Part) -> bool:
+    """Whether a part lies between others; where nothing is before it, the states are known and it runs at once."""
+    return bool(len(part.before) and len(part.after))
+
+
+def _scan(comm: Communicator, group: Pass, plan: StatePlan, backward: bool) -> None:
+    """Sums up all parts between others at once, then passes states on at the price of one product each."""
+    parts = [stage.part for stage in plan.route(comm.rank, backward=backward) if stage.part is not None]
+    maps = {part.place: group.summary(part.place, part.count) for part in parts if _needs_map(part)}
     initial: dict[int, torch.Tensor] = {}
 
-    def hop(group: Pass, part: int, state: torch.Tensor) -> torch.Tensor | None:
-        source, target = stops[part]
-        if source is None:  # where the chain begins, the state is known and its run can be computed at once
-            return group.run(part, state)
-        initial[part] = state
-        return None if target is None else apply_map(maps[part], state)
+    def hop(group: Pass, part: Part, state: torch.Tensor) -> torch.Tensor | None:
+        if not len(part.before):
+            return group.run(part.place, state)
+        initial[part.place] = state
+        return apply_map(maps[part.place], state) if len(part.after) else None
 
-    _relay(comm, [group], hop)
-    for part in range(len(stops)):
-        if part in initial:
-            group.run(part, initial[part])
-        group.finish(part)
+    _relay(comm, [group], plan, hop, backward)
+    for part in parts:
+        if part.place in initial:
+            group.run(part.place, initial.pop(part.place))
+        group.finish(part.place)
 
 
-def _gather(comm: Communicator, group: Pass) -> None:
-    """Brings the maps of all parts to all ranks; each folds those before its own."""
-    stops, zero = _stops(comm), group.zero()
-    sequences, heads, dk, dv = zero.shape
+def _gather(comm: Communicator, group: Pass, plan: StatePlan, backward: bool) -> None:
+    """Brings the maps of all parts that others follow to all ranks; each folds those before its own."""
+    stages, rank = plan.stages(backward=backward), comm.rank
+    rows: dict[tuple[int, int], slice] = {}
+    used = [0] * plan.size
+    for stage in stages:
+        for owner, part in stage.parts.items():
+            if len(part.after):
+                rows[owner, part.place] = slice(used[owner], used[owner] + part.count)
+                used[owner] += part.count
+    one = group.zeros(1)
     wide = group.transition_shape[0] * group.transition_shape[1]
-    mine = zero.new_zeros((2, sequences, heads, wide + dk * dv))  # a part that nobody needs stays 0
-    for part, (source, target) in enumerate(stops):
-        if source is None:  # the state before it is 0, whatever its transition
-            mine[part, ..., wide:] = group.run(part, zero).flatten(2)
-        elif target is not None:
-            transition, bias = group.summary(part)
-            mine[part, ..., :wide], mine[part, ..., wide:] = transition.flatten(2), bias.flatten(2)
-    everyone = zero.new_empty((comm.size, *mine.shape))
+    mine = one.new_zeros((max(used), one.shape[1], wide + one[0, 0].numel()))
+    own = [stage.parts[rank] for stage in stages if rank in stage.parts]
+    for part in own:
+        if not len(part.before):  # the states before it are 0, whatever its transition
+            bias = group.run(part.place, group.zeros(part.count))
+        elif len(part.after):
+            transition, bias = group.summary(part.place, part.count)
+            mine[rows[rank, part.place], ..., :wide] = transition.flatten(2)
+        if len(part.after):
+            mine[rows[rank, part.place], ..., wide:] = bias.flatten(2)
+    everyone = one.new_empty((comm.size, *mine.shape))
     comm.all_gather(everyone, mine)
-    state, last = zero, comm.size - 1
-    for place in range(2 * comm.size - 1):
-        owner, part = (place, 0) if place <= last else (2 * last - place, 1)
-        if owner == comm.rank:
-            if stops[part][0] is not None:
-                group.run(part, state)
-            group.finish(part)
-        if owner == comm.rank and part == len(stops) - 1:
+    slots = [group.zeros(count) for count in plan.slots]
+    remaining = len(own)
+    for stage in stages:
+        for owner, part in stage.parts.items():
+            state = _initial(group, part, slots[owner])
+            if owner == rank:
+                if len(part.before):
+                    group.run(part.place, state)
+                group.finish(part.place)
+                remaining -= 1
+            if len(part.after):
+                found = everyone[owner, rows[owner, part.place]]
+                transition = found[..., :wide].unflatten(2, group.transition_shape)  # type: ignore[no-untyped-call]
+                after = apply_map((transition, found[..., wide:].view_as(state)), state)
+                part.after.add(slots[owner], after)
+        if not remaining:
             break
-        found = everyone[owner, part]
-        transition = found[..., :wide].unflatten(2, group.transition_shape)  # type: ignore[no-untyped-call]
-        state = apply_map((transition, found[..., wide:].view_as(zero)), state)
+        for m in stage.messages:
+            sent = slots[m.source][m.source_slot : m.source_slot + m.count]
+            slots[m.target][m.target_slot : m.target_slot + m.count] = sent
 
 
 def choose_exchange(
-    name: str, *, size: int, sequences: int, tokens: int, shape: tuple[int, int, int], delta: bool, device: str,
-    costs: AttentionCosts | None,
-) -> str:  # fmt: skip
+    name: str, plan: StatePlan, *, shape: tuple[int, int, int], delta: bool, device: str, costs: AttentionCosts | None
+) -> str:
     """The exchange called ``name``, or with "auto" the one with the lowest estimate; alike on all ranks.
 
-    ``tokens``: of the whole pack. ``shape``: heads, dk, dv of a state. ``delta``: whether transitions are matrices.
-    Raises InvalidUsage.
+    ``shape``: heads, dk, dv of a state. ``delta``: whether transitions are matrices. Raises InvalidUsage.
     """
     if name not in EXCHANGES:
         raise InvalidUsage(f"exchange={name!r}; expected one of {', '.join(EXCHANGES)}")
-    if name != "auto" or size == 1:
+    if name != "auto" or not plan.messages:
         return "gather" if name == "auto" else name
     costs = AttentionCosts.default(device) if costs is None else costs
     heads, dk, dv = shape
-    scan_s = 4 * tokens / size * heads * dk * dv / costs.flops_per_s  # two products with the state a token
-    twice_s = scan_s * (1 + (dk / dv if delta else 0.0))  # what the maps cost more than the scan
-    state = sequences * heads * dk * dv * 4 / costs.bytes_per_s
-    transition = sequences * heads * (dk * dk if delta else 1) * 4 / costs.bytes_per_s
-    hops, groups = 2 * (size - 1), num_groups(heads, device)
+    token_s = 4 * heads * dk * dv / costs.flops_per_s  # two products with the state
+    twice_s = token_s * (plan.tokens + plan.carried_tokens * (dk / dv if delta else 0.0))  # maps cost more than a scan
+    state = heads * dk * dv * 4 / costs.bytes_per_s
+    transition = heads * (dk * dk if delta else 1) * 4 / costs.bytes_per_s
+    hops, states, groups = len(plan.hops), sum(plan.hops), num_groups(heads, device)
     found = {
-        "gather": twice_s + costs.message_s + 2 * (size - 1) * (state + transition),
-        "scan": twice_s + hops * (costs.message_s + state),
-        "pipeline": scan_s * (1 + (size - 1) / groups) + hops * (costs.message_s + state / groups),
+        "gather": twice_s + costs.message_s + (plan.size - 1) * plan.carriers * (state + transition),
+        "scan": twice_s + hops * costs.message_s + states * state,
+        "pipeline": token_s * (plan.tokens + plan.waiting_tokens / groups)
+        + hops * costs.message_s
+        + states * state / groups,
     }
     return min(found, key=lambda exchange: found[exchange])
 

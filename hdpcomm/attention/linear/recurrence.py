@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.linear.exchange import Map, num_groups, travel
 from hdpcomm.attention.linear.fla import make_scan
-from hdpcomm.attention.linear.runs import Runs, runs_of
+from hdpcomm.attention.linear.forest import ForestScan
+from hdpcomm.attention.linear.runs import Runs, chunked
 from hdpcomm.attention.linear.scan import Inputs, Scan
+from hdpcomm.attention.linear.state_plan import Links, StatePlan
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -27,18 +29,18 @@ _CACHE_BYTES = 16 << 20
 class LinearCall:
     """The settings that forward and backward share. ``comm`` is None for a group of one."""
 
-    layout: Layout
+    plan: StatePlan
     comm: Communicator | None
     exchange: str
     backend: str
 
-    def runs(self, dk: int) -> tuple[Runs, ...]:
-        return runs_of(self.layout, 0 if self.comm is None else self.comm.rank, dk)
+    def parts(self, dk: int) -> tuple[_Runs, ...]:
+        return _parts_of(self.plan, 0 if self.comm is None else self.comm.rank, dk)
 
     def groups(self, inputs: Inputs) -> list[slice]:
         """The heads that are computed together. Without an exchange they are as many as fit into a CPU's cache."""
         heads, device, count = inputs.q.shape[1], inputs.q.device.type, 1
-        if self.comm is not None:
+        if self.plan.messages:
             count = num_groups(heads, device) if self.exchange == "pipeline" else 1
         elif device == "cpu":
             row = (inputs.q.shape[2] + inputs.v.shape[2]) * inputs.dtype.itemsize
@@ -48,94 +50,112 @@ class LinearCall:
         return [slice(i * width, (i + 1) * width) for i in range(count)]
 
 
-class _Group:
-    """The runs of some heads, part by part; a part's scan lives from :meth:`prepare` to :meth:`finish`.
+_Forest = tuple[tuple[Runs, Links], ...]
+_Runs = Runs | _Forest
+"""The runs of a part: carriers, or a forest."""
 
-    ``states[i]``: the initial states of the i-th runs in the forward, or None for zeros; ``transitions[i]``: of the
-    maps that the forward summed up.
+
+@lru_cache(maxsize=128)
+def _parts_of(plan: StatePlan, rank: int, dk: int) -> tuple[_Runs, ...]:
+    """The parts of ``rank``, in chunks that suit states of ``dk`` rows."""
+    forest = tuple((chunked(each.starts, each.lengths, dk), each.links) for each in plan.forests[rank])
+    return tuple(forest if runs is None else chunked(*runs, dk) for runs in plan.runs[rank])
+
+
+class _Group:
+    """The parts of a rank for some heads; a part's scan lives from :meth:`prepare` to :meth:`finish`.
+
+    ``states[i]``: the initial states of part i in the forward; ``transitions[i]``: of the maps that
+    the forward summed up.
     """
 
-    def __init__(self, backend: str, runs: tuple[Runs, ...], inputs: Inputs) -> None:
-        self._backend, self._runs, self._inputs = backend, runs, inputs
-        self._scans: dict[int, Scan] = {}
-        self._shape = inputs.state_shape(runs[0].sequences)
-        dk = self._shape[2]
+    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs) -> None:
+        self._backend, self._parts, self._inputs = backend, parts, inputs
+        self._scans: dict[int, Scan | ForestScan] = {}
+        dk = inputs.q.shape[2]
         self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
-        self.states: list[torch.Tensor | None] = [None] * len(runs)
-        self.transitions: list[torch.Tensor | None] = [None] * len(runs)
+        self.states: list[torch.Tensor | None] = [None] * len(parts)
+        self.transitions: list[torch.Tensor | None] = [None] * len(parts)
 
-    def zero(self) -> torch.Tensor:
-        return torch.zeros(self._shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
+    def zeros(self, count: int) -> torch.Tensor:
+        shape = self._inputs.state_shape(count)
+        return torch.zeros(shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
 
-    def _make(self, place: int) -> Scan:
-        return make_scan(self._backend, self._runs[place], self._inputs)
+    def _make(self, place: int) -> Scan | ForestScan:
+        runs = self._parts[place]
+        if isinstance(runs, Runs):
+            return make_scan(self._backend, runs, self._inputs)
+        return ForestScan(runs, lambda each: make_scan(self._backend, each, self._inputs))
+
+    def _carriers(self, place: int) -> Scan:
+        scan = self._scans[place]
+        assert not isinstance(scan, ForestScan)  # nothing follows a forest, so that nobody needs its maps
+        return scan
 
 
 class _Forward(_Group):
-    def __init__(self, backend: str, runs: tuple[Runs, ...], inputs: Inputs, out: torch.Tensor) -> None:
+    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, out: torch.Tensor) -> None:
         """``out``: receives the output of these heads."""
-        super().__init__(backend, runs, inputs)
+        super().__init__(backend, parts, inputs)
         self._out = out
 
-    def prepare(self, part: int) -> None:
-        if part not in self._scans:
-            self._scans[part] = self._make(part)
+    def prepare(self, place: int) -> None:
+        if place not in self._scans:
+            self._scans[place] = self._make(place)
 
-    def run(self, part: int, state: torch.Tensor) -> torch.Tensor:
-        self.prepare(part)
-        self.states[part] = state
-        return self._scans[part].run(state)
+    def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
+        self.prepare(place)
+        self.states[place] = state
+        return self._scans[place].run(state)
 
-    def finish(self, part: int) -> None:
-        self._scans.pop(part).output(self._out)
+    def finish(self, place: int) -> None:
+        self._scans.pop(place).output(self._out)
 
-    def summary(self, part: int) -> Map:
-        self.prepare(part)
-        found = self._scans[part].summary(self.zero())
-        self.transitions[part] = found[0].contiguous()
+    def summary(self, place: int, count: int) -> Map:
+        self.prepare(place)
+        found = self._carriers(place).summary(self.zeros(count))
+        self.transitions[place] = found[0].contiguous()
         return found
 
 
 class _Backward(_Group):
-    """The parts in the order of the backward: the last one is the first."""
-
-    def __init__(self, backend: str, runs: tuple[Runs, ...], inputs: Inputs, dout: torch.Tensor, grads: Inputs) -> None:
+    def __init__(
+        self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, dout: torch.Tensor, grads: Inputs
+    ) -> None:
         """``dout``: the gradient of the output of these heads; ``grads``: receives those of the inputs."""
-        super().__init__(backend, runs, inputs)
+        super().__init__(backend, parts, inputs)
         self._dout, self._grads = dout, grads
 
-    def _place(self, part: int) -> int:
-        return len(self._runs) - 1 - part
-
-    def prepare(self, part: int) -> None:
-        if part not in self._scans:
-            scan, state = self._make(self._place(part)), self.states[self._place(part)]
-            scan.run(self.zero() if state is None else state)
+    def prepare(self, place: int) -> None:
+        if place not in self._scans:
+            scan, state = self._make(place), self.states[place]
+            assert state is not None
+            scan.run(state)
             scan.take_grad(self._dout)
-            self._scans[part] = scan
+            self._scans[place] = scan
 
-    def run(self, part: int, state: torch.Tensor) -> torch.Tensor:
-        self.prepare(part)
-        return self._scans[part].run_backward(state)
+    def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
+        self.prepare(place)
+        return self._scans[place].run_backward(state)
 
-    def finish(self, part: int) -> None:
-        self._scans.pop(part).gradients(self._grads)
+    def finish(self, place: int) -> None:
+        self._scans.pop(place).gradients(self._grads)
 
-    def summary(self, part: int) -> Map:
-        self.prepare(part)
-        transition = self.transitions[self._place(part)]
+    def summary(self, place: int, count: int) -> Map:
+        self.prepare(place)
+        transition = self.transitions[place]
         assert transition is not None
         if transition.shape[-1] > 1:
             transition = transition.mT
-        return transition, self._scans[part].backward_bias(self.zero())
+        return transition, self._carriers(place).backward_bias(self.zeros(count))
 
 
 def _run_forward(inputs: Inputs, call: LinearCall) -> tuple[torch.Tensor, list[_Forward]]:
     """The output, and the passes with the states that their runs began with. Collective over the call's ranks."""
-    runs, heads = call.runs(inputs.q.shape[2]), call.groups(inputs)
+    parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     out = inputs.v.new_empty(inputs.v.shape)
-    passes = [_Forward(call.backend, runs, inputs.heads(each), out[:, each]) for each in heads]
-    travel(passes, call.comm, call.exchange)
+    passes = [_Forward(call.backend, parts, inputs.heads(each), out[:, each]) for each in heads]
+    travel(passes, call.comm, call.exchange, call.plan, backward=False)
     return out, passes
 
 
@@ -143,15 +163,15 @@ def _run_backward(dout: torch.Tensor, inputs: Inputs, kept: Sequence[torch.Tenso
     """The gradients of the inputs; ``kept``: the initial states and the transitions of the forward, group by group.
     Collective over the call's ranks."""
     new, beta = torch.empty_like, inputs.beta
-    runs, heads = call.runs(inputs.q.shape[2]), call.groups(inputs)
+    parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     grads = Inputs(new(inputs.q), new(inputs.k), new(inputs.v), new(inputs.g), None if beta is None else new(beta))
     passes = []
     for i, chosen in enumerate(heads):
-        group = _Backward(call.backend, runs, inputs.heads(chosen), dout[:, chosen], grads.heads(chosen))
-        own = kept[2 * len(runs) * i : 2 * len(runs) * (i + 1)]
-        group.states, group.transitions = list(own[: len(runs)]), list(own[len(runs) :])
+        group = _Backward(call.backend, parts, inputs.heads(chosen), dout[:, chosen], grads.heads(chosen))
+        own = kept[2 * len(parts) * i : 2 * len(parts) * (i + 1)]
+        group.states, group.transitions = list(own[: len(parts)]), list(own[len(parts) :])
         passes.append(group)
-    travel(passes, call.comm, call.exchange)
+    travel(passes, call.comm, call.exchange, call.plan, backward=True)
     return grads
 
 
@@ -171,8 +191,6 @@ class LinearRecurrence(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             out, passes = _run_forward(Inputs(q, k, v, g, beta), call)
         kept = [[*each.states, *each.transitions] for each in passes]
-        if call.comm is None:  # all begin with 0
-            kept = [[None] * len(states) for states in kept]
         ctx.call = call
         ctx.save_for_backward(q, k, v, g, beta, *(x for states in kept for x in states))
         return out

@@ -1,21 +1,14 @@
-"""The runs of tokens that a rank holds of each sequence, cut into chunks of one size.
-
-Under the zigzag, the pieces of a sequence are visited in the order rank 0, 1, ..., N-1, N-1, ..., 1, 0: N-1 ranks hold
-two runs of consecutive tokens, and the last rank's two pieces are one. All functions are pure and local.
-"""
+"""Runs of consecutive tokens of a rank, cut into chunks of one size. All functions are pure and local."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdpcomm.attention.layout import Layout
-
-__all__ = ["Runs", "runs_of"]
+__all__ = ["Runs", "chunked"]
 
 _CHUNKS = (16, 32, 64)
 Int64 = npt.NDArray[np.int64]
@@ -23,21 +16,22 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """One run of each sequence (maybe an empty one), in chunks of ``chunk`` tokens.
+    """Runs of tokens (maybe empty ones), in chunks of ``chunk`` tokens.
 
     Chunks are ordered by their place in their run, and runs by their number of chunks, longest first: the i-th chunks
     of all runs that have one are neighbours, and step i of a scan over all runs at once is one range of chunks.
     """
 
-    sequences: int
+    count: int
+    """Runs, also empty ones."""
     chunk: int
     chunks: int
     active: tuple[int, ...]
     """For each step, the runs that have a chunk there."""
     starts: Int64
-    """[sequences]: the first local row of each run."""
+    """[runs]: the first local row of each run."""
     lengths: Int64
-    """[sequences]: its tokens."""
+    """[runs]: its tokens."""
     _order: Int64
     _rows: Int64
     """[chunks * chunk]: the local row of each place, -1 where the last chunk of a run is filled up."""
@@ -75,12 +69,12 @@ class Runs:
         out.index_copy_(0, rows, flat.to(out.dtype))
 
     def take_states(self, states: torch.Tensor) -> torch.Tensor:
-        """[sequences, heads, ...] -> [runs * heads, ...], the runs that are not empty; a copy."""
+        """[runs, heads, ...] -> [runs that are not empty * heads, ...]; a copy."""
         order, _, _ = self._tables(states.device)
         return states.index_select(0, order).flatten(0, 1)
 
     def put_states(self, states: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``states`` with those of the runs that are not empty replaced by ``x`` [runs * heads, ...]."""
+        """``states`` with those of the runs that are not empty replaced by ``x`` [such runs * heads, ...]."""
         order, _, _ = self._tables(x.device)
         return states.index_copy(0, order, x.view(len(order), *states.shape[1:]))
 
@@ -91,8 +85,12 @@ def _best_chunk(lengths: Int64, dim: int) -> int:
     return _CHUNKS[int(np.argmin(work))]
 
 
-def _chunked(start: Int64, lengths: Int64, dim: int) -> Runs:
-    sequences, chunk = len(lengths), _best_chunk(lengths, dim)
+def chunked(start: Int64, lengths: Int64, dim: int) -> Runs:
+    """The runs of ``lengths`` tokens from the local rows ``start`` on.
+
+    ``dim``: the rows of the state, by which the size of chunks is chosen.
+    """
+    chunk = _best_chunk(lengths, dim)
     counts = -(-lengths // chunk)
     order = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
     first, tokens, counts = start[order], lengths[order], counts[order]
@@ -103,19 +101,4 @@ def _chunked(start: Int64, lengths: Int64, dim: int) -> Runs:
     inside = step[:, None] * chunk + np.arange(chunk)[None, :]
     rows = np.where(inside < tokens[run][:, None], first[run][:, None] + inside, -1)
     active = tuple(np.bincount(step).tolist()) if len(step) else ()
-    return Runs(sequences, chunk, len(run), active, start, lengths, order, rows.reshape(-1))
-
-
-@lru_cache(maxsize=128)
-def runs_of(layout: Layout, rank: int, dim: int) -> tuple[Runs, ...]:
-    """The runs of ``rank``, in the order of positions: heads and tails, or one run where they follow each other.
-
-    ``dim``: the rows of the state, by which the size of chunks is chosen.
-    """
-    spans, first = layout.spans(rank), layout.local_cu(rank)[:-1]
-    counts = spans[:, :, 1] - spans[:, :, 0]
-    if rank == layout.size - 1:
-        cuts = [(first, counts.sum(axis=1))]
-    else:
-        cuts = [(first, counts[:, 0]), (first + counts[:, 0], counts[:, 1])]
-    return tuple(_chunked(start, lengths, dim) for start, lengths in cuts)
+    return Runs(len(lengths), chunk, len(run), active, start, lengths, order, rows.reshape(-1))

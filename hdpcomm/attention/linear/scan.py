@@ -30,9 +30,9 @@ class Inputs:
         """What is computed in, and the type of states."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
-    def state_shape(self, sequences: int) -> tuple[int, int, int, int]:
-        """[sequences, heads, dk, dv]"""
-        return sequences, self.q.shape[1], self.q.shape[2], self.v.shape[2]
+    def state_shape(self, runs: int) -> tuple[int, int, int, int]:
+        """[runs, heads, dk, dv]"""
+        return runs, self.q.shape[1], self.q.shape[2], self.v.shape[2]
 
     def heads(self, chosen: slice) -> Inputs:
         beta = None if self.beta is None else self.beta[:, chosen]
@@ -40,7 +40,7 @@ class Inputs:
 
 
 class Scan(Protocol):
-    """One run of each sequence. States are [sequences, heads, dk, dv]; an empty run leaves its state as it is."""
+    """Runs of tokens. States are [runs, heads, dk, dv]; an empty run leaves its state as it is."""
 
     def run(self, initial: torch.Tensor) -> torch.Tensor:
         """The final states, from the initial ones; keeps what :meth:`output` and the backward need."""
@@ -51,8 +51,8 @@ class Scan(Protocol):
     def summary(self, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(transition, bias) of the runs: their final state is transition * initial + bias.
 
-        ``zero``: states of zeros. The transition is [sequences, heads, dk, dk], or without a delta rule [sequences,
-        heads, 1 or dk, 1], a factor of the rows.
+        ``zero``: states of zeros. The transition is [runs, heads, dk, dk], or without a delta rule [runs, heads, 1
+        or dk, 1], a factor of the rows.
         """
 
     def take_grad(self, dout: torch.Tensor) -> None:
@@ -123,15 +123,15 @@ class RunScan:
             self.runs.put(out, found.baddbmm_(self._chunks.p, self._values))
 
     def summary(self, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        sequences, heads, dk, dv = zero.shape
+        count, heads, dk, dv = zero.shape
         if self._chunks.w is None:
             state = self.runs.take_states(zero)
-            factor = self.runs.take_states(zero.new_ones((sequences, heads, self._chunks.total.shape[1], 1)))
+            factor = self.runs.take_states(zero.new_ones((count, heads, self._chunks.total.shape[1], 1)))
             for step in self._forward(state, None):
                 factor[: step.stop - step.start] *= self._chunks.total[step]
-            ones = zero.new_ones((sequences, heads, *factor.shape[1:]))
+            ones = zero.new_ones((count, heads, *factor.shape[1:]))
             return self.runs.put_states(ones, factor), self.runs.put_states(zero, state)
-        unit = torch.eye(dk, dtype=zero.dtype, device=zero.device).expand(sequences, heads, dk, dk)
+        unit = torch.eye(dk, dtype=zero.dtype, device=zero.device).expand(count, heads, dk, dk)
         both = torch.cat((zero, unit), dim=3)
         state = self.runs.take_states(both)
         for _ in self._forward(state, None):

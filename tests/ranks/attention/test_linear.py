@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdpcomm as hdp
-from hdpcomm.attention import AttentionCosts, Tree, delta_rule, shard, ssd, unshard
+from hdpcomm.attention import AttentionCosts, BlockMask, delta_rule, shard, ssd, unshard
+from hdpcomm.attention.layout import layout_of
 from hdpcomm.attention.linear.exchange import choose_exchange
+from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
 from tests.ranks.attention.attention_oracle import error
@@ -276,14 +278,14 @@ def test_bytes_do_not_depend_on_the_length(kind):
 
 
 def test_the_exchange_is_chosen_by_cost():
-    shape = {"sequences": 1, "shape": (32, 128, 128), "delta": True, "device": "cpu"}
-    few = {"size": 2, "tokens": 16384, **shape}
+    settings = {"shape": (32, 128, 128), "delta": True, "device": "cpu"}
+    two, eight = (state_plan(layout_of([0, 16384], size=size)) for size in (2, 8))
     slow = AttentionCosts(flops_per_s=1e15, bytes_per_s=1e9, message_s=1e-6, call_s=0.0)
     distant = AttentionCosts(flops_per_s=1e15, bytes_per_s=1e12, message_s=1e-2, call_s=0.0)
-    assert choose_exchange("auto", **few, costs=None) == "pipeline"
-    assert choose_exchange("auto", **{**few, "size": 8, "device": "cuda"}, costs=slow) == "scan"
-    assert choose_exchange("auto", **{**few, "size": 8}, costs=distant) == "gather"
-    assert choose_exchange("scan", **few, costs=None) == "scan"
+    assert choose_exchange("auto", two, **settings, costs=None) == "pipeline"
+    assert choose_exchange("auto", eight, **{**settings, "device": "cuda"}, costs=slow) == "scan"
+    assert choose_exchange("auto", eight, **settings, costs=distant) == "gather"
+    assert choose_exchange("scan", two, **settings, costs=None) == "scan"
 
 
 BAD = {
@@ -370,7 +372,7 @@ def test_bad_arguments_of_ssd(name):
         ssd(*arguments.values(), d=d, comm=None, cu_seqlens=[0, 9])
 
 
-def test_trees_are_refused():
-    tree = Tree([-1, 0], [5, 4])
+def test_masks_are_refused():
+    mask = BlockMask(lambda _b, _h, q, k: q >= k, 9)
     with pytest.raises(InvalidUsage, match="only packs of plain sequences are possible here"):
-        delta_rule(*(delta_inputs([9], 4, 2, 6, 5)[name] for name in DELTA), comm=None, cu_seqlens=tree)
+        delta_rule(*(delta_inputs([9], 4, 2, 6, 5)[name] for name in DELTA), comm=None, cu_seqlens=mask)

@@ -1,0 +1,284 @@
+"""Which rank computes which runs of tokens of a recurrence, and which states go from rank to rank.
+
+A run is consecutive tokens of one rank; it starts with the state that the run before it ended with, in the same
+sequence or, on a tree, in the parent segment: all children of a segment start from one state, and in backward the
+gradients of their initial states add up there. A run that other ranks' runs follow, at once or later, is a *carrier*.
+Carriers are taken level by level (a level is one more than that of the run before), with messages between the levels;
+all other runs of a rank, its *forest*, need no rank after them and come last.
+
+Pure and local: every rank computes the same from the layout, for all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdpcomm.attention.linear.nodes import Nodes, TokenLayout, nodes_of
+
+__all__ = ["ForestLevel", "Links", "Message", "Part", "RouteStage", "Span", "Stage", "StatePlan", "state_plan"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Links:
+    """Pairs (source, target): each target is the sum of its sources. Of runs and the states that they start with."""
+
+    def __init__(self, source: Int64, target: Int64) -> None:
+        self.source, self.target = source, target
+        self._on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @cached_property
+    def transposed(self) -> Links:
+        return Links(self.target, self.source)
+
+    def _rounds(self) -> list[tuple[Int64, Int64]]:
+        """The pairs, such that no target is twice in a round: sums then have one order on any device."""
+        order = np.argsort(self.target, kind="stable")
+        target = self.target[order]
+        turn = np.arange(len(target)) - np.searchsorted(target, target)
+        return [(self.source[order][turn == i], target[turn == i]) for i in range(int(turn.max(initial=-1)) + 1)]
+
+    def add(self, into: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Adds rows of ``states`` to those of ``into``, in place."""
+        if into.device not in self._on_device:
+            rounds = [tuple(torch.from_numpy(x).to(into.device) for x in pair) for pair in self._rounds()]
+            self._on_device[into.device] = [(source, target) for source, target in rounds]
+        for source, target in self._on_device[into.device]:
+            into.index_add_(0, target, states.index_select(0, source))
+        return into
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Runs of one rank that are taken at once: its carriers of one level, or its forest."""
+
+    place: int
+    """Number of the part on its rank, by rising level."""
+    count: int
+    """Initial states: one for each carrier; of a forest, the states that come from carriers."""
+    before: Links
+    """From the rank's slots to the initial states."""
+    after: Links
+    """From the final states to the rank's slots; none of a forest."""
+
+    @property
+    def transposed(self) -> Part:
+        return Part(self.place, self.count, self.after.transposed, self.before.transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """``count`` states from the slots of one rank to those of another."""
+
+    source: int
+    source_slot: int
+    target: int
+    target_slot: int
+    count: int
+
+    @property
+    def transposed(self) -> Message:
+        return Message(self.target, self.target_slot, self.source, self.source_slot, self.count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """The parts of all ranks that are taken next, and the messages after them."""
+
+    parts: dict[int, Part]
+    messages: tuple[Message, ...]
+
+
+Span = tuple[int, slice]
+"""(peer, slots)"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteStage:
+    """A :class:`Stage` as one rank sees it."""
+
+    part: Part | None
+    sends: tuple[Span, ...]
+    recvs: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForestLevel:
+    """Runs of a forest that can be taken at once."""
+
+    starts: Int64
+    lengths: Int64
+    links: Links
+    """From what comes before to the initial states: the forest's own (first level), the finals of the level before."""
+
+
+class StatePlan:
+    """The parts of every rank and the messages between them; see :func:`state_plan`.
+
+    Attributes:
+        slots: for each rank, how many states it holds for others and from others.
+        runs: for each rank, (first local row, tokens) of the carriers of each part; None: the part is a forest.
+        forests: for each rank, the levels of its forest; empty: it has none.
+    """
+
+    def __init__(self, nodes: Nodes, size: int) -> None:
+        self.size = size
+        edges = _Edges(nodes, size)
+        self.slots = edges.slots
+        self.runs: list[list[tuple[Int64, Int64] | None]] = [[] for _ in range(size)]
+        self.forests: list[tuple[ForestLevel, ...]] = [() for _ in range(size)]
+        self._stages: list[Stage] = []
+        self._routes: dict[tuple[int, bool], tuple[RouteStage, ...]] = {}
+        carriers = np.flatnonzero(nodes.carrier)
+        for level in range(int(nodes.level[carriers].max(initial=-1)) + 1):
+            here = carriers[nodes.level[carriers] == level]
+            parts = {}
+            for rank in np.unique(nodes.owner[here]).tolist():
+                mine = here[nodes.owner[here] == rank]
+                parts[rank] = Part(len(self.runs[rank]), len(mine), edges.before(mine, rank), edges.after(mine))
+                self.runs[rank].append((nodes.row[mine], nodes.count[mine]))
+            self._stages.append(Stage(parts, edges.messages(level)))
+        last = {}
+        for rank in range(size):
+            mine = np.flatnonzero(~nodes.carrier & (nodes.owner == rank))
+            if len(mine):
+                self.forests[rank], wanted = _forest(nodes, mine)
+                last[rank] = Part(len(self.runs[rank]), len(wanted), edges.at(wanted, rank), _NO_LINKS)
+                self.runs[rank].append(None)
+        self._stages.append(Stage(last, ()))
+        self.messages = sum(len(stage.messages) for stage in self._stages)
+        self._load(nodes)
+
+    def _load(self, nodes: Nodes) -> None:
+        """What the choice of the exchange depends on."""
+        size, carried = self.size, nodes.carrier
+        of_rank = np.bincount(nodes.owner, weights=nodes.count, minlength=size)
+        of_carriers = np.bincount(nodes.owner[carried], weights=nodes.count[carried], minlength=size)
+        levels = int(nodes.level[carried].max(initial=-1)) + 1
+        of_part = np.zeros((levels, size))
+        np.add.at(of_part, (nodes.level[carried], nodes.owner[carried]), nodes.count[carried])
+        self.tokens = float(of_rank.max(initial=0))
+        """Most tokens of a rank."""
+        self.carried_tokens = float(of_carriers.max(initial=0))
+        """Most tokens of a rank's carriers."""
+        chain = float(of_part.max(axis=1).sum() + (of_rank - of_carriers).max(initial=0))
+        self.waiting_tokens = chain - self.tokens
+        """Tokens of the longest chain of parts beyond those of a rank: what an exchange without maps waits for."""
+        self.hops = [max(m.count for m in stage.messages) for stage in self._stages if stage.messages]
+        """States of the largest message between each level and the next."""
+        self.carriers = int(np.bincount(nodes.owner[carried], minlength=size).max(initial=0))
+        """Most carriers of a rank."""
+
+    def stages(self, *, backward: bool) -> list[Stage]:
+        """In the order in which they are taken; in backward, the messages before a level in place of those after it."""
+        if not backward:
+            return self._stages
+        before = [(), *(stage.messages for stage in self._stages[:-1])]
+        return [
+            Stage({r: p.transposed for r, p in stage.parts.items()}, tuple(m.transposed for m in messages))
+            for stage, messages in zip(self._stages[::-1], before[::-1], strict=True)
+        ]
+
+    def route(self, rank: int, *, backward: bool) -> tuple[RouteStage, ...]:
+        """The stages in which ``rank`` takes part."""
+        if (rank, backward) not in self._routes:
+            found = []
+            for stage in self.stages(backward=backward):
+                sends = [(m.target, slice(m.source_slot, m.source_slot + m.count), m.source) for m in stage.messages]
+                recvs = [(m.source, slice(m.target_slot, m.target_slot + m.count), m.target) for m in stage.messages]
+                mine = [tuple((peer, at) for peer, at, owner in each if owner == rank) for each in (sends, recvs)]
+                if rank in stage.parts or any(mine):
+                    found.append(RouteStage(stage.parts.get(rank), *mine))
+            self._routes[rank, backward] = tuple(found)
+        return self._routes[rank, backward]
+
+
+_NO_LINKS = Links(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+class _Edges:
+    """The pairs (carrier, rank that has a run after it), each with a slot on the carrier's rank and, if that is another
+    one, on the rank after it."""
+
+    def __init__(self, nodes: Nodes, size: int) -> None:
+        self._nodes, self._size = nodes, size
+        children = np.flatnonzero(nodes.parent >= 0)
+        children = children[nodes.carrier[nodes.parent[children]]]
+        self._keys = np.unique(nodes.parent[children] * size + nodes.owner[children])
+        self.carrier, self.target = np.divmod(self._keys, size)
+        self.source = nodes.owner[self.carrier]
+        self.level = nodes.level[self.carrier]
+        order = np.lexsort((self.carrier, self.target, self.level, self.source))
+        self._slot = _numbered(self.source, order)
+        own = np.bincount(self.source, minlength=size)
+        away = self.source != self.target
+        order = np.lexsort((self.carrier, self.source, self.level, self.target))
+        order = order[away[order]]
+        self._far_slot = np.where(away, own[self.target] + _numbered(self.target, order), self._slot)
+        self.slots: list[int] = (own + np.bincount(self.target[away], minlength=size)).tolist()
+
+    def at(self, carriers: Int64, rank: int) -> Links:
+        """From the slots of ``rank`` that hold the final states of ``carriers`` to 0, 1, ..."""
+        edge = np.searchsorted(self._keys, carriers * self._size + rank)
+        return Links(self._far_slot[edge], np.arange(len(carriers)))
+
+    def before(self, runs: Int64, rank: int) -> Links:
+        """From the slots of ``rank`` to the initial states of its ``runs``."""
+        parent = self._nodes.parent[runs]
+        following = np.flatnonzero(parent >= 0)
+        return Links(self.at(parent[following], rank).source, following)
+
+    def after(self, runs: Int64) -> Links:
+        """From the final states of ``runs``, rising carriers of one rank, to its slots."""
+        place = np.searchsorted(runs, self.carrier)
+        mine = np.flatnonzero(runs[np.minimum(place, len(runs) - 1)] == self.carrier)
+        return Links(place[mine], self._slot[mine])
+
+    def messages(self, level: int) -> tuple[Message, ...]:
+        """What is sent after a level, by (source, target)."""
+        here = np.flatnonzero((self.level == level) & (self.source != self.target))
+        pairs, count = np.unique(self.source[here] * self._size + self.target[here], return_counts=True)
+        found = []
+        for pair, n in zip(pairs.tolist(), count.tolist(), strict=True):
+            source, target = divmod(pair, self._size)
+            edges = here[(self.source[here] == source) & (self.target[here] == target)]
+            found.append(Message(source, int(self._slot[edges].min()), target, int(self._far_slot[edges].min()), n))
+        return tuple(found)
+
+
+def _numbered(owner: Int64, order: Int64) -> Int64:
+    """For the items ``order``: their number among those of one owner; 0 for others. ``order`` is by owner first."""
+    number = np.zeros(len(owner), dtype=np.int64)
+    number[order] = np.arange(len(order)) - np.searchsorted(owner[order], owner[order])
+    return number
+
+
+def _forest(nodes: Nodes, mine: Int64) -> tuple[tuple[ForestLevel, ...], Int64]:
+    """(levels of the runs ``mine`` of one rank, the carriers whose final states they start with)."""
+    parent = nodes.parent[mine]
+    carried = parent >= 0
+    carried[carried] = nodes.carrier[parent[carried]]
+    wanted = np.unique(parent[carried])
+    levels = []
+    above = wanted
+    for depth in range(int(nodes.level[mine].max()) + 1):
+        here = mine[nodes.level[mine] == depth]
+        following = np.flatnonzero(nodes.parent[here] >= 0)
+        links = Links(np.searchsorted(above, nodes.parent[here[following]]), following)
+        levels.append(ForestLevel(nodes.row[here], nodes.count[here], links))
+        above = here
+    return tuple(levels), wanted
+
+
+@lru_cache(maxsize=128)
+def state_plan(layout: TokenLayout) -> StatePlan:
+    """The plan of a pack of sequences or of a tree. Pure and local."""
+    return StatePlan(nodes_of(layout), layout.size)
