@@ -183,8 +183,11 @@ def test_autocast_changes_nothing():
 
 
 def sent(size, lengths, dims, dtype, **options):
+    return sent_on(np.cumsum([0, *lengths]), size, tensors(lengths, dims, dtype), **options)
+
+
+def sent_on(cu, size, inputs, **options):
     """(forward, backward) bytes that all ranks send."""
-    inputs, cu = tensors(lengths, dims, dtype), np.cumsum([0, *lengths])
 
     def main():
         comm = hdp.init()
