@@ -17,7 +17,7 @@ from hdpcomm.cli.output import check_writable, count, seed, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.plan import CostModel, Planner, StepPlan
+    from hdpcomm.plan import CostModel, ModelSpec, Planner, StepPlan
 
 __all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "ranks_per_node", "read_profile"]
 
@@ -44,7 +44,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--model",
         default="llama-7b",
-        help="preset: llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b (default %(default)s)",
+        help="preset: llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b; or a config.json of Hugging Face, or a folder "
+        "with one (default %(default)s)",
     )
     cluster.add_argument(
         "--cluster",
@@ -150,15 +151,27 @@ def _default_context(planner: Planner) -> int:
     return held
 
 
+def _model(name: str) -> ModelSpec:
+    """A preset, or the shape that a file or folder of Hugging Face gives."""
+    from hdpcomm.plan import MODELS, load_model
+
+    if name in MODELS:
+        return MODELS[name]
+    if not name.endswith(".json") and not Path(name).is_dir():
+        raise InvalidUsage(
+            f"unknown model {name!r}, expected one of {', '.join(MODELS)}, a config.json, or a folder with one"
+        )
+    return load_model(name)
+
+
 def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
     """A planner for each policy, from the options of :func:`add_step_options`; chooses ``context`` where it is open."""
-    from hdpcomm.plan import MODELS, ClusterSpec, Planner, load_cluster
+    from hdpcomm.plan import ClusterSpec, Planner, load_cluster
 
     if options.calibration is not None:
         return _calibrated_planners(options, policies)
     options.ranks = options.ranks or _RANKS
-    if options.model not in MODELS:
-        raise InvalidUsage(f"unknown model {options.model!r}, expected one of {', '.join(MODELS)}")
+    model = _model(options.model)
     cluster = ClusterSpec(
         ranks=options.ranks,
         capacity=options.capacity,
@@ -172,9 +185,9 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     )
     cost = read_profile(options.profile) if options.profile else None
     if options.context is None and not options.lengths:
-        options.context = _default_context(Planner(MODELS[options.model], cluster, cost_model=cost))
+        options.context = _default_context(Planner(model, cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
-    return [Planner(MODELS[options.model], cluster, policy, cost, context=context) for policy in policies]
+    return [Planner(model, cluster, policy, cost, context=context) for policy in policies]
 
 
 def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:

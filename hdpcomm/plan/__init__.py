@@ -6,14 +6,17 @@ from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import load_cluster, save_cluster
 from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
 from hdpcomm.plan.learn import CostLearner, RankTimes
+from hdpcomm.plan.model_config import ARCHITECTURES, load_model, model_from_config
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
+from hdpcomm.plan.token_mixing import TokenMixing
 from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
 
 __all__ = [
+    "ARCHITECTURES",
     "Calibration",
     "DEVICES",
     "MODELS",
@@ -34,9 +37,12 @@ __all__ = [
     "RankTimes",
     "SequenceInfo",
     "StepPlan",
+    "TokenMixing",
     "Tree",
     "TreeFragment",
     "join_trees",
     "load_cluster",
+    "load_model",
+    "model_from_config",
     "save_cluster",
 ]

@@ -22,6 +22,10 @@ _LINEAR_PASSES = 3.0
 _ATTENTION_PASSES = 3.5
 # Messages of a ring step: KV in the forward pass, KV and its gradient in the backward pass.
 _KV_MESSAGES = 3
+# States go along a zigzag there and back, forward and backward.
+_STATE_MESSAGES = 4
+# K and V are made of the latent in the forward pass and again in the backward pass, which has two products more.
+_EXPANSION_PASSES = 4.0
 
 
 _MOST_RANKS = 1 << 31
@@ -108,26 +112,30 @@ class CostModel:
         share = 1.0 / (cluster.tensor * cluster.pipeline)
         layers = model.layers / cluster.pipeline
         attention = _ATTENTION_PASSES * model.attention_flops_per_token_squared * share / device.attention_flops
-        linear = _LINEAR_PASSES * model.linear_flops_per_token * share / device.linear_flops
+        expansion, mixing = model.expansion_flops_per_token, model.mixing_flops_per_token
+        linear = _LINEAR_PASSES * (model.linear_flops_per_token - mixing - expansion) * share / device.linear_flops
+        linear += _ATTENTION_PASSES * mixing * share / device.attention_flops
         # Norms, rotary embedding and residuals are bound by memory: three passes that read and write the activations.
         linear += 3 * 2 * model.layers * model.activation_bytes * share / device.hbm_bandwidth
         if cluster.tensor > 1:  # two all-reduces per layer and pass over the fast link
             volume = 2 * (cluster.tensor - 1) / cluster.tensor * model.hidden * model.dtype_bytes
             linear += 4 * layers * volume / device.intra_bandwidth
-        kv_size = 2 * model.kv_width * layers / cluster.tensor
-        kv_bytes = kv_size * (2 * model.dtype_bytes + 4)  # KV, then KV again and its gradient in fp32
+        sent = _Sent.of(model, cluster)
+        kv_bytes = sent.tokens * (2 * model.dtype_bytes + 4)  # KV, then KV again and its gradient in fp32
         intra = max(device.intra_bandwidth, device.inter_bandwidth)
+        state_bytes = _STATE_MESSAGES * sent.states * 4
+        messages = _KV_MESSAGES * sent.rings + _STATE_MESSAGES * sent.recurrences
         return cls(
             attention=attention,
             linear=linear,
             fixed=_LINEAR_PASSES * layers * device.step_overhead_s,
-            piece=attention * device.short_piece,
-            ring_step=2 * layers * device.step_overhead_s,
+            piece=attention * device.short_piece + _EXPANSION_PASSES * expansion * share / device.linear_flops,
+            ring_step=2 * (sent.rings + sent.recurrences) * device.step_overhead_s,
             kv_intra=kv_bytes / intra,
             kv_inter=kv_bytes / device.inter_bandwidth,
-            latency_intra=_KV_MESSAGES * layers * min(device.intra_latency_s, device.inter_latency_s),
-            latency_inter=_KV_MESSAGES * layers * device.inter_latency_s,
-            forward_transfer=kv_size * model.dtype_bytes / kv_bytes,
+            latency_intra=messages * min(device.intra_latency_s, device.inter_latency_s) + state_bytes / intra,
+            latency_inter=messages * device.inter_latency_s + state_bytes / device.inter_bandwidth,
+            forward_transfer=1 / (2 + 4 / model.dtype_bytes),
         )
 
     @classmethod
@@ -219,6 +227,30 @@ class CostModel:
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise InvalidUsage(f"no cost model ({error}): expected a JSON object with numbers for {names}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What the layers of one device send: numbers a token, numbers of states, and the layers that do so in every ring
+    step. Attention in windows sends to the neighbours of a cut alone, which is left out."""
+
+    tokens: float
+    states: float
+    rings: float
+    recurrences: float
+
+    @classmethod
+    def of(cls, model: ModelSpec, cluster: ClusterSpec) -> _Sent:
+        found = [0.0] * 4
+        for each in model.token_mixing:
+            layers = each.layers / cluster.pipeline
+            if each.state:
+                found[1] += layers * each.state / cluster.tensor
+                found[3] += layers
+            elif each.window is None:
+                found[0] += layers * each.sent / (1 if each.expansion else cluster.tensor)  # all heads share the latent
+                found[2] += layers
+        return cls(*found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.token_mixing import TokenMixing, softmax_mixing
 
 __all__ = ["DeviceSpec", "ModelSpec", "check_positive"]
 
@@ -25,6 +26,9 @@ class ModelSpec:
         head_dim: width of an attention head; default ``hidden / heads``.
         experts, top_k: experts per layer, and how many of them process a token.
         dtype_bytes: bytes of an element of activations and KV.
+        shared_ffn: width of what processes every token beside the experts.
+        dense_layers, dense_ffn: layers without experts, and their width.
+        mixing: how the layers mix tokens, together ``layers`` of them; default full softmax attention in all.
     """
 
     layers: int
@@ -38,6 +42,10 @@ class ModelSpec:
     top_k: int = 1
     dtype_bytes: int = 2
     name: str = "custom"
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    mixing: tuple[TokenMixing, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(
@@ -46,7 +54,7 @@ class ModelSpec:
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            ffn=self.ffn,
+            ffn=self.ffn or (1 if self.mixing else 0),  # Mamba-2 has no MLP
             vocab=self.vocab,
             head_dim=self.head_dim,
             experts=self.experts,
@@ -60,6 +68,17 @@ class ModelSpec:
         if self.top_k > self.experts:
             raise InvalidUsage(f"ModelSpec: top_k is {self.top_k}, expected at most the {self.experts} experts")
 
+        if self.mixing and sum(each.layers for each in self.mixing) != self.layers:
+            raise InvalidUsage(
+                f"ModelSpec: mixing is of {sum(each.layers for each in self.mixing)} layers, expected the "
+                f"{self.layers} layers of the model"
+            )
+        if not 0 <= self.dense_layers <= self.layers or min(self.shared_ffn, self.dense_ffn) < 0:
+            raise InvalidUsage(
+                f"ModelSpec: {self.dense_layers} dense layers of width {self.dense_ffn} and shared experts of width "
+                f"{self.shared_ffn} were given; expected at most the {self.layers} layers, and no negative width"
+            )
+
     @property
     def attention_width(self) -> int:
         """Width of all query heads together."""
@@ -71,32 +90,63 @@ class ModelSpec:
         return self.attention_width // self.heads * self.kv_heads
 
     @property
+    def token_mixing(self) -> tuple[TokenMixing, ...]:
+        """``mixing``, or full softmax attention in all layers."""
+        if self.mixing:
+            return self.mixing
+        return (
+            softmax_mixing(self.hidden, self.heads, self.kv_heads, self.attention_width // self.heads).over(
+                self.layers
+            ),
+        )
+
+    def _mixed(self, name: str) -> float:
+        """The sum over all layers of an attribute of their mixing."""
+        return float(sum(each.layers * getattr(each, name) for each in self.token_mixing))
+
+    def _ffn_weights(self, experts: int) -> int:
+        """Parameters of the MLPs of all layers, with so many experts in each."""
+        sparse = (self.layers - self.dense_layers) * (self.ffn * experts + self.shared_ffn)
+        return 3 * self.hidden * (sparse + self.dense_layers * self.dense_ffn)
+
+    @property
     def params(self) -> int:
         """Number of parameters, with both embedding and output projection, without norms."""
-        attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
-        return self.layers * (attention + 3 * self.hidden * self.ffn * self.experts) + 2 * self.hidden * self.vocab
+        return int(self._mixed("weights")) + self._ffn_weights(self.experts) + 2 * self.hidden * self.vocab
 
     @property
     def linear_flops_per_token(self) -> float:
-        """FLOPs of one forward pass per token, without the attention scores."""
-        attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
-        return 2.0 * (self.layers * (attention + 3 * self.hidden * self.ffn * self.top_k) + self.hidden * self.vocab)
+        """FLOPs of one forward pass per token, without those that grow with the square of the length."""
+        products = self._mixed("weights") + self._ffn_weights(self.top_k) + self.hidden * self.vocab
+        return 2.0 * products + self.mixing_flops_per_token
+
+    @property
+    def mixing_flops_per_token(self) -> float:
+        """Of these, the scores of attention in windows and the recurrences of linear layers."""
+        return self._mixed("linear_flops")
 
     @property
     def attention_flops_per_token_squared(self) -> float:
         """FLOPs of the attention scores (QK^T and PV) of one causal forward pass, per token squared."""
-        return 2.0 * self.layers * self.attention_width
+        return self._mixed("squares_flops")
+
+    @property
+    def expansion_flops_per_token(self) -> float:
+        """FLOPs of making K and V of a token's latent, on each rank that needs them, in all layers."""
+        return 2.0 * self._mixed("expansion")
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes that one token keeps per layer until the backward pass, with flash attention and no recomputation.
+        """Bytes that one token keeps per layer until the backward pass, with flash attention and no recomputation; of
+        layers of several kinds their mean.
 
         Inputs of the two norms, of QKV and of the MLP (4 hidden), Q, KV, the attention output, and gate, up and their
         product for each expert that processes the token; in fp32 (fp64 for 8 bytes) attention's own result with the LSE
         of each head, and a factor of each norm.
         """
-        width = 4 * self.hidden + 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn * self.top_k
-        wide = max(4, self.dtype_bytes) * (self.attention_width + self.heads + 2)
+        ffn = self._ffn_weights(self.top_k) / (self.hidden * self.layers)
+        width = 4 * self.hidden + self._mixed("kept") / self.layers + ffn
+        wide = max(4, self.dtype_bytes) * (self._mixed("kept_wide") / self.layers + 2)
         return float(self.dtype_bytes * width + wide)
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import DEVICES, ModelSpec
+from hdpcomm.plan import DEVICES, ModelSpec, model_from_config
 
 __all__ = ["device_peak_flops", "spec_of", "training_flops"]
 
@@ -29,7 +29,7 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 
 def spec_of(config: Any) -> ModelSpec | None:
-    """The planner's description of a model; ``None`` for one that is no plain decoder.
+    """The planner's description of a model; ``None`` for an architecture that it does not know.
 
     Args:
         config: a :class:`hdpcomm.models.LlamaConfig`, or a text configuration of transformers.
@@ -37,18 +37,7 @@ def spec_of(config: Any) -> ModelSpec | None:
     if isinstance(config, LlamaConfig):
         sizes = (config.layers, config.hidden, config.heads, config.kv_heads, config.ffn, config.vocabulary)
         return ModelSpec(*sizes, name="llama")
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    ffn = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
-    if not isinstance(ffn, int) or any(not isinstance(getattr(config, name, None), int) for name in names):
-        return None
-    layers, hidden, heads, kv_heads, vocabulary = (getattr(config, name) for name in names)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
-    head_dim = getattr(config, "head_dim", None)
     try:
-        return ModelSpec(
-            layers, hidden, heads, kv_heads, ffn, vocabulary, head_dim=head_dim, experts=experts,
-            top_k=min(chosen, experts), name=str(getattr(config, "model_type", "custom")),
-        )  # fmt: skip
+        return model_from_config(config.to_dict())
     except InvalidUsage:
         return None

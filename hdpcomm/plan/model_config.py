@@ -1,0 +1,246 @@
+"""A model's shape and its mix of layers from a configuration of Hugging Face; transformers is not needed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.specs import ModelSpec
+from hdpcomm.plan.token_mixing import TokenMixing, delta_mixing, latent_mixing, softmax_mixing, ssd_mixing
+
+__all__ = ["ARCHITECTURES", "load_model", "model_from_config"]
+
+
+class _Config:
+    """The entries of a configuration; a missing or wrong one is an error that names it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """The first of ``names`` that has a value: a positive number."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidUsage(f"{name} is {value!r}, expected a positive number")
+            return value
+        if default is None:
+            raise InvalidUsage(f"{' or '.join(names)} is missing")
+        return default
+
+    def optional(self, *names: str) -> int | None:
+        """:meth:`size`, or None where no name has a value other than 0."""
+        return self.size(*names) if any(self.values.get(name) for name in names) else None
+
+    @property
+    def layers(self) -> int:
+        return self.size("num_hidden_layers", "n_layer")
+
+    def layer_types(self, default: Callable[[int], str]) -> list[str]:
+        """For each layer its type, by default that of its index."""
+        given = self.values.get("layer_types")
+        if given is None:
+            return [default(i) for i in range(self.layers)]
+        if not isinstance(given, list) or len(given) != self.layers:
+            raise InvalidUsage(f"layer_types is {given!r}, expected a list of {self.layers} names")
+        return given
+
+
+_FULL, _WINDOW, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+def _every(interval: int) -> Callable[[int], str]:
+    """Full attention in every so manieth layer, windows in the others."""
+    return lambda i: _WINDOW if (i + 1) % interval else _FULL
+
+
+def _window_types(config: _Config, model_type: str) -> list[str]:
+    """Where the windows of a softmax model are, for configurations that do not list their layers' types."""
+    pattern = config.optional("sliding_window_pattern", "_sliding_window_pattern")
+    if model_type in ("gemma2", "gpt_oss"):
+        return config.layer_types(_every(2))
+    if model_type in ("gemma3_text", "cohere2", "olmo3"):
+        return config.layer_types(_every(pattern or (6 if model_type == "gemma3_text" else 4)))
+    if "use_sliding_window" in config.values:
+        first = config.optional("max_window_layers") or 0
+        used = bool(config.values["use_sliding_window"])
+        return config.layer_types(lambda i: _WINDOW if used and i >= first else _FULL)
+    return config.layer_types(lambda _: _WINDOW if config.values.get("sliding_window") else _FULL)
+
+
+def _head_dim(config: _Config) -> int:
+    return config.size("head_dim", default=config.size("hidden_size") // config.size("num_attention_heads"))
+
+
+def _softmax(config: _Config, window: int | None, *, gated: bool = False) -> TokenMixing:
+    heads = config.size("num_attention_heads")
+    return softmax_mixing(
+        config.size("hidden_size"), heads, config.size("num_key_value_heads", default=heads), _head_dim(config),
+        window=window, gated=gated,
+    )  # fmt: skip
+
+
+def _latent(config: _Config) -> TokenMixing:
+    return latent_mixing(
+        config.size("hidden_size"), config.size("num_attention_heads"), q_rank=config.optional("q_lora_rank"),
+        kv_rank=config.size("kv_lora_rank"), nope_dim=config.size("qk_nope_head_dim"),
+        rope_dim=config.size("qk_rope_head_dim"), v_dim=config.size("v_head_dim"),
+    )  # fmt: skip
+
+
+def _gated_delta(config: _Config) -> TokenMixing:
+    hidden, heads = config.size("hidden_size"), config.size("linear_num_value_heads")
+    value_dim = config.size("linear_value_head_dim")
+    return delta_mixing(
+        hidden, key_heads=config.size("linear_num_key_heads"), key_dim=config.size("linear_key_head_dim"), heads=heads,
+        value_dim=value_dim, gates=hidden * (2 * heads + heads * value_dim),
+    )  # fmt: skip
+
+
+def _kda(config: _Config) -> TokenMixing:
+    nested = config.values.get("linear_attn_config")
+    linear = config if nested is None else _Config(nested)
+    hidden = config.size("hidden_size")
+    heads, dim = linear.size("linear_num_heads", "num_heads"), linear.size("linear_head_dim", "head_dim")
+    low_rank = 2 * dim * (hidden + heads * dim)  # of the decay, and of the output's gate
+    return delta_mixing(
+        hidden, key_heads=heads, key_dim=dim, heads=heads, value_dim=dim, gates=low_rank + hidden * heads
+    )
+
+
+def _mamba2(config: _Config) -> TokenMixing:
+    hidden, heads = config.size("hidden_size"), config.size("num_heads")
+    return ssd_mixing(
+        hidden, inner=heads * config.size("head_dim"), heads=heads, groups=config.size("n_groups"),
+        state_dim=config.size("state_size"),
+    )  # fmt: skip
+
+
+def _of_softmax(config: _Config, model_type: str) -> list[TokenMixing]:
+    types = _window_types(config, model_type)
+    return _of_types(
+        types,
+        {_FULL: lambda: _softmax(config, None), _WINDOW: lambda: _softmax(config, config.size("sliding_window"))},
+    )
+
+
+def _of_latent(config: _Config, _: str) -> list[TokenMixing]:
+    return [_latent(config)] * config.layers
+
+
+def _of_gated_delta(config: _Config, _: str) -> list[TokenMixing]:
+    interval = config.size("full_attention_interval", default=4)
+    types = config.layer_types(lambda i: _LINEAR if (i + 1) % interval else _FULL)
+    return _of_types(types, {_FULL: lambda: _softmax(config, None, gated=True), _LINEAR: lambda: _gated_delta(config)})
+
+
+def _of_kimi_linear(config: _Config, _: str) -> list[TokenMixing]:
+    nested = config.values.get("linear_attn_config") or {}
+    full = set(nested.get("full_attn_layers", ()))  # counted from 1
+    types = config.layer_types(lambda i: _FULL if i + 1 in full else _LINEAR)
+    return _of_types(types, {_FULL: lambda: _latent(config), _LINEAR: lambda: _kda(config)})
+
+
+def _of_mamba2(config: _Config, _: str) -> list[TokenMixing]:
+    return [_mamba2(config)] * config.layers
+
+
+def _of_types(types: list[str], known: Mapping[str, Callable[[], TokenMixing]]) -> list[TokenMixing]:
+    """What mixes tokens in each layer, by its type."""
+    for layer_type in types:
+        if layer_type not in known:
+            raise InvalidUsage(f"a layer is of the type {layer_type!r}, expected one of {', '.join(known)}")
+    made = {layer_type: known[layer_type]() for layer_type in set(types)}
+    return [made[layer_type] for layer_type in types]
+
+
+_SOFTMAX = (
+    "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe",
+    "llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3",
+)  # fmt: skip
+ARCHITECTURES: dict[str, Callable[[_Config, str], list[TokenMixing]]] = {
+    **dict.fromkeys(_SOFTMAX, _of_softmax),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _of_latent),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _of_gated_delta),
+    "kimi_linear": _of_kimi_linear,
+    "mamba2": _of_mamba2,
+}
+"""By ``model_type``: what mixes tokens in each layer."""
+
+
+def _mlp(config: _Config) -> dict[str, int]:
+    """The arguments of :class:`ModelSpec` for the MLPs."""
+    values = config.values
+    experts = config.optional("n_routed_experts", "num_local_experts", "num_experts")
+    if experts is None:
+        return {"ffn": config.size("intermediate_size")}
+    ffn = config.size("moe_intermediate_size", "intermediate_size")
+    shared = config.optional("shared_expert_intermediate_size", "shared_intermediate_size")
+    if shared is None:
+        shared = ffn * (config.optional("n_shared_experts", "num_shared_experts") or 0)
+    kinds = values.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        dense = kinds.count("dense")
+    else:
+        dense = config.optional("first_k_dense_replace") or len(values.get("mlp_only_layers") or ())
+    return {
+        "ffn": ffn, "experts": experts, "top_k": config.size("num_experts_per_tok", "num_experts_per_token"),
+        "shared_ffn": shared, "dense_layers": dense,
+        "dense_ffn": config.size("intermediate_size") if dense else 0,
+    }  # fmt: skip
+
+
+def model_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The shape of a causal LM from the entries of its ``config.json``, or of that of its text model.
+
+    Raises:
+        InvalidUsage: an architecture (``model_type``) that is not in :data:`ARCHITECTURES`, with those that are; an
+            entry that is missing or wrong.
+    """
+    if isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise InvalidUsage(
+            f"the model_type {model_type!r} is unknown to the planner; known are {', '.join(sorted(ARCHITECTURES))}. "
+            "Give a preset, or a --profile of measurements"
+        )
+    read = _Config(config)
+    try:
+        layers = ARCHITECTURES[model_type](read, model_type)
+        heads = read.size("num_attention_heads", "num_heads")
+        return ModelSpec(
+            layers=read.layers,
+            hidden=read.size("hidden_size"),
+            heads=heads,
+            kv_heads=heads if model_type == "mamba2" else read.size("num_key_value_heads", default=heads),
+            vocab=read.size("vocab_size"),
+            head_dim=read.optional("head_dim"),
+            name=model_type,
+            mixing=tuple(each.over(count) for each, count in Counter(layers).items()),
+            **({"ffn": 0} if model_type == "mamba2" else _mlp(read)),
+        )
+    except InvalidUsage as error:
+        raise InvalidUsage(f"a configuration of {model_type}: {error}") from error
+
+
+def load_model(path: str | Path) -> ModelSpec:
+    """:func:`model_from_config` of a ``config.json``, or of the one in a folder. Raises InvalidUsage."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidUsage(f"cannot read the model {file}: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidUsage(f"{file} holds a {type(values).__name__}; expected a configuration of Hugging Face")
+    try:
+        return model_from_config(values)
+    except InvalidUsage as error:
+        raise InvalidUsage(f"{file}: {error}") from error
