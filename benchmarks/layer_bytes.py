@@ -1,4 +1,4 @@
-"""Bytes that layers send between ranks, measured beside the computed minimum: MLA, and linear layers by length.
+"""Bytes that layers send between ranks, measured beside the computed minimum: MLA, linear layers by length, and trees.
 
     python benchmarks/layer_bytes.py
     python benchmarks/layer_bytes.py --ranks 4 --lengths 1024 16384 131072 --json FILE
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import delta_rule, mla_attention, shard, short_conv, ssd
+from hdpcomm.attention import Tree, delta_rule, mla_attention, ring_attention, shard, short_conv, ssd
 from hdpcomm.testing import run_threads
 
 MLA = {"heads": 16, "nope": 128, "rope": 64, "v": 128, "rank": 512}
@@ -31,6 +31,8 @@ MLA = {"heads": 16, "nope": 128, "rope": 64, "v": 128, "rank": 512}
 LINEAR = {"heads": 4, "dk": 32, "dv": 32}
 WIDTH = 4
 """Of the convolution, over heads * dk channels."""
+SOFTMAX = {"heads": 4, "kv_heads": 2, "dim": 64}
+"""Of attention on trees."""
 
 
 def rows_needed(length: int, size: int) -> int:
@@ -65,9 +67,28 @@ def mla(send: str) -> tuple[Callable[..., Any], Callable[[int], dict[str, tuple[
     return call, shapes, rank + rope if send == "latent" else heads * (nope + rope + v)
 
 
-def measured(call: Callable[..., Any], shapes: dict[str, tuple[int, ...]], length: int, size: int) -> tuple[int, int]:
-    """Bytes that all ranks send in forward and in backward."""
-    cu = torch.tensor([0, length])
+def tree_needs(tree: Tree, size: int) -> tuple[int, int]:
+    """(keys, states) that ranks need of others, counted once for each rank that needs them."""
+    owner = np.empty(tree.num_tokens, dtype=int)
+    for rank in range(size):
+        owner[shard(torch.arange(tree.num_tokens), tree, rank=rank, size=size).numpy()] = rank
+    keys, previous = 0, tree.previous.tolist()
+    for rank in range(size):
+        seen = np.zeros(tree.num_tokens, dtype=bool)
+        for token in np.flatnonzero(owner == rank).tolist():
+            at = token
+            while at >= 0 and not seen[at]:
+                seen[at] = True
+                at = previous[at]
+        keys += int((seen & (owner != rank)).sum())
+    return keys, len({(p, owner[t]) for t, p in enumerate(previous) if p >= 0 and owner[p] != owner[t]})
+
+
+def measured(
+    call: Callable[..., Any], shapes: dict[str, tuple[int, ...]], length: int, size: int, pack: Tree | list[int] | None
+) -> tuple[int, int]:
+    """Bytes that all ranks send in forward and in backward; ``pack``: default one sequence of ``length`` tokens."""
+    cu = [0, length] if pack is None else pack
 
     def main() -> tuple[int, int]:
         comm = hdp.init()
@@ -113,7 +134,7 @@ def layers(size: int, lengths: list[int], mla_length: int) -> list[dict[str, Any
                 def call(*tensors: torch.Tensor, layer: Any = layer, exchange: str = exchange, **place: Any) -> Any:
                     return layer(*tensors, exchange=exchange, **place)
 
-                gathered = 2 * size * (size - 1) * (state + transition)
+                gathered = (2 if size > 2 else 1) * size * (size - 1) * (state + transition)
                 computed = states if exchange == "pipeline" else (gathered, gathered)
                 found.append({"layer": f"{name}, {exchange}", "length": length, "shapes": shapes, "call": call,
                               "minimum": states, "computed": computed})  # fmt: skip
@@ -124,11 +145,48 @@ def layers(size: int, lengths: list[int], mla_length: int) -> list[dict[str, Any
     return found
 
 
+def trees(size: int, prefix: int, answers: list[int]) -> list[dict[str, Any]]:
+    """Like :func:`layers`: a prompt with answers, as a tree and flattened."""
+    tree = Tree([-1, *[0] * len(answers)], [prefix, *answers])
+    lengths = [prefix + answer for answer in answers]
+    flat = [0, *np.cumsum(lengths).tolist()]
+    keys, states = tree_needs(tree, size)
+    heads, dk, dv = LINEAR.values()
+    key, state = 2 * SOFTMAX["kv_heads"] * SOFTMAX["dim"], heads * dk * dv * 4
+    flat_states = 2 * (size - 1) * len(answers)
+    found: list[dict[str, Any]] = []
+    for name, pack, rows, borders in (
+        ("tree", tree, keys, states),
+        ("flattened", flat, sum(rows_needed(length, size) for length in lengths), flat_states),
+    ):
+        tokens = tree.num_tokens if pack is tree else flat[-1]
+        queries, both = (tokens, SOFTMAX["heads"], SOFTMAX["dim"]), (tokens, SOFTMAX["kv_heads"], SOFTMAX["dim"])
+        wide, scalars = (tokens, heads, dk), (tokens, heads)
+
+        def attend(*tensors: torch.Tensor, **place: Any) -> Any:
+            return ring_attention(*tensors, variant="ring", **place)
+
+        def recur(*tensors: torch.Tensor, **place: Any) -> Any:
+            return delta_rule(*tensors, exchange="pipeline", **place)
+
+        for layer, call, shapes, computed in (
+            ("softmax", attend, {"q": queries, "k": both, "v": both}, (rows * key * 2, rows * key * (2 + 4))),
+            ("delta rule", recur, {"q": wide, "k": wide, "v": (tokens, heads, dv), "g": scalars, "beta": scalars},
+             (borders * state,) * 2),
+        ):  # fmt: skip
+            found.append({"layer": f"{layer}, {name}", "length": tokens, "call": call, "shapes": shapes, "pack": pack,
+                          "minimum": computed, "computed": computed})  # fmt: skip
+    return found
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 16384, 131072], help="for linear layers")
     parser.add_argument("--mla-length", type=int, default=1024)
+    parser.add_argument(
+        "--tree", type=int, nargs="+", default=[4096, *[512] * 8], metavar="TOKENS", help="a prompt and its answers"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     return parser.parse_args(argv)
 
@@ -142,8 +200,11 @@ def main(argv: list[str] | None = None) -> int:
         f"{'/ minimum':>9}"
     )
     lines = []
-    for each in layers(args.ranks, args.lengths, args.mla_length):
-        forward, backward = measured(each.pop("call"), each.pop("shapes"), each["length"], args.ranks)
+    prefix, *answers = args.tree
+    for each in layers(args.ranks, args.lengths, args.mla_length) + trees(args.ranks, prefix, answers):
+        forward, backward = measured(
+            each.pop("call"), each.pop("shapes"), each["length"], args.ranks, each.pop("pack", None)
+        )
         line = {**each, "forward_bytes": forward, "backward_bytes": backward}
         line["times_minimum"] = (forward + backward) / sum(each["minimum"]) if args.ranks > 1 else 1.0
         lines.append(line)
@@ -154,7 +215,14 @@ def main(argv: list[str] | None = None) -> int:
         )
     if args.json is not None:
         versions = {"torch": torch.__version__, "hdpcomm": hdp.__version__, "date": time.strftime("%Y-%m-%d")}
-        setting = {"ranks": args.ranks, "mla": MLA, "linear": LINEAR, "width": WIDTH}
+        setting = {
+            "ranks": args.ranks,
+            "mla": MLA,
+            "linear": LINEAR,
+            "width": WIDTH,
+            "softmax": SOFTMAX,
+            "tree": args.tree,
+        }
         args.json.write_text(json.dumps({"setting": setting, "versions": versions, "results": lines}, indent=1) + "\n")
     return int(any((line["forward_bytes"], line["backward_bytes"]) != tuple(line["computed"]) for line in lines))
 

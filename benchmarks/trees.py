@@ -190,6 +190,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="batches of trees to plan")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    try:
+        answers_of(args.answers)
+    except ValueError:
+        parser.error(f"--answers is {args.answers!r}, expected lengths such as 8x512 or 100,200")
     found = plan(args) if args.plan else compare(args)
     if args.json:
         about = {"date": date.today().isoformat(), "machine": platform.machine(), "torch": torch.__version__}

@@ -32,7 +32,8 @@ def test_time(tmp_path):
 def test_bytes_are_those_that_were_computed(tmp_path):
     file = tmp_path / "out.json"
     done = _run(
-        "layer_bytes.py", "--ranks", "3", "--lengths", "60", "240", "--mla-length", "60", "--json", str(file)
+        "layer_bytes.py", "--ranks", "3", "--lengths", "60", "240", "--mla-length", "60",
+        "--tree", "48", "12", "12", "12", "--json", str(file),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads(file.read_text())["results"]
@@ -41,6 +42,10 @@ def test_bytes_are_those_that_were_computed(tmp_path):
     for short, long in zip(by_length[60][2:], by_length[240], strict=True):
         assert short["layer"] == long["layer"]
         assert short["forward_bytes"] == long["forward_bytes"]
+    softmax, recurrence, flat_softmax, flat_recurrence = lines[-4:]
+    assert [line["length"] for line in lines[-4:]] == [84, 84, 180, 180]
+    assert softmax["forward_bytes"] < flat_softmax["forward_bytes"]
+    assert recurrence["forward_bytes"] < flat_recurrence["forward_bytes"]
     latent, kv = by_length[60][:2]
     assert kv["forward_bytes"] * 576 == latent["forward_bytes"] * 16 * (192 + 128)
 
