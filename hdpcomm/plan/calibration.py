@@ -12,6 +12,7 @@ from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import cluster_from_dict, cluster_to_dict
 from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
 from hdpcomm.plan.specs import ModelSpec
+from hdpcomm.plan.token_mixing import TokenMixing
 
 __all__ = ["Calibration"]
 
@@ -103,7 +104,7 @@ class Calibration:
                 cost_model=CostModel.from_json(json.dumps(content["cost_model"])),
                 cluster=cluster_from_dict(content["cluster"]),
                 memory=_memory(content["memory"]),
-                model=None if model is None else ModelSpec(**model),
+                model=None if model is None else _model(model),
                 facts=dict(content["facts"]),
                 reduction_s=float(content["reduction_s"]),
                 optimizer_s=float(content["optimizer_s"]),
@@ -114,6 +115,11 @@ class Calibration:
                 f"{path} holds no calibration ({type(error).__name__}: {error}); write one with hdpcomm calibrate "
                 "--out FILE"
             ) from error
+
+
+def _model(values: dict[str, Any]) -> ModelSpec:
+    mixing = tuple(TokenMixing(**each) for each in values.get("mixing", ()))
+    return ModelSpec(**values | {"mixing": mixing})
 
 
 def _memory(values: dict[str, Any]) -> MemoryModel:

@@ -29,7 +29,9 @@ def calibration(cost: CostModel = COST, **cluster: Any) -> Calibration:
 
 def test_it_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    for each in (calibration(), replace(calibration(BETWEEN, cores=2), model=None, samples=())):
+    mixed = replace(MODEL, mixing=(replace(MODEL.token_mixing[0], layers=3), replace(MODEL.token_mixing[0], layers=1)))
+    other = replace(calibration(BETWEEN, cores=2), model=None, samples=())
+    for each in (calibration(), other, replace(calibration(), model=mixed)):
         each.save(path)
         assert Calibration.load(path) == each
     assert calibration().errors() == pytest.approx([0.0] * 6)
