@@ -41,6 +41,12 @@ Plan solve(const Problem& problem, const std::string& policy, const PolicyOption
                     "', expected static, naive, balanced, pipeline or pow2");
 }
 
+// The collector need not look at objects that lie in no circle: a million of them would take it
+// most of a second, again and again.
+void untrack(const py::object& object) {
+  if (PyObject_GC_IsTracked(object.ptr()) != 0) PyObject_GC_UnTrack(object.ptr());
+}
+
 // Makes objects of a frozen, slotted dataclass: fills the slots without the Python-level __init__,
 // which would take most of the planning time.
 class SlotFiller {
@@ -56,6 +62,7 @@ class SlotFiller {
     if (!object) throw py::error_already_set();
     size_t field = 0;
     (set(object, field++, values), ...);
+    untrack(object);
     return object;
   }
 
@@ -110,6 +117,8 @@ py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
       const int64_t id = ids.empty() ? place : ids.at(place);
       sequences[k] = make_sequence.make(py::int_(id), py::int_(lengths[place]));
     }
+    untrack(group);
+    untrack(sequences);
     batches[i] = make_batch.make(py::int_(i), group, sequences, py::float_(batch.offload),
                                  py::float_(batch.predicted_s));
   }

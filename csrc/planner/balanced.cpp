@@ -52,7 +52,7 @@ Plan planBlocks(const Problem& problem, double lower_bound) {
   const auto attempt = [&](double target) {
     for (const bool fill : {false, true}) {
       if (best <= lower_bound * kGoodEnough[0]) return;
-      const double makespan = packer.run(target, fill);
+      const double makespan = packer.run(target, fill, best);
       if (makespan >= best) continue;
       best = makespan;
       best_target = target;

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <queue>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@ struct Block {
   int first = 0;
   int count = 0;
   double speed = 1;  // of all of its ranks
+  bool operator<(const Block& other) const { return ready < other.ready; }
 };
 
 // Ranks that wait until the last rank of their group is free; smaller jobs may run there meanwhile.
@@ -65,7 +67,8 @@ class BlockPacker {
   // Places all jobs and returns the makespan; placements() and slots() hold the result. With
   // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
   // wide to run side by side then follow each other without a gap.
-  double run(double target, bool fill) {
+  // A run that cannot end before `limit` is given up: it returns a time that is not below it.
+  double run(double target, bool fill, double limit = std::numeric_limits<double>::infinity()) {
     target_ = target;
     fill_ = fill;
     placements_.clear();
@@ -84,6 +87,7 @@ class BlockPacker {
       if (job.min_size == 1 && job.min_size_s <= short_limit_s) break;
       if (!placeInGap(next) && !placeInBlock(next)) placeAnywhere(next);
     }
+    if (leastEnd(next) >= limit) return limit;
     return placeShort(next);
   }
 
@@ -110,10 +114,8 @@ class BlockPacker {
     }
     blocks_.clear();
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      blocks_.push_back({ready[rank], rank, 1, speed(rank)});
+      blocks_.insert({ready[rank], rank, 1, speed(rank)});
     }
-    std::stable_sort(blocks_.begin(), blocks_.end(),
-                     [](const Block& a, const Block& b) { return a.ready < b.ready; });
     return placeShort(next);
   }
 
@@ -121,7 +123,9 @@ class BlockPacker {
   const std::vector<Slot>& slots() const { return slots_; }
 
  private:
-  static constexpr int kMaxProbes = 400;      // blocks tried for one job
+  using Blocks = std::multiset<Block>;    // by rising ready time
+  static constexpr int kMaxProbes = 400;  // blocks tried for one job; fewer with more ranks:
+  static constexpr int kProbedRanks = 1 << 14;
   static constexpr double kShortShare = 0.2;  // of the target time, up to which a job is short
 
   // Sizes of `count` jobs from `next` on that run side by side, with the least longest time.
@@ -160,12 +164,12 @@ class BlockPacker {
   double speed(size_t rank) const noexcept { return cost_.cluster().speed(static_cast<int>(rank)); }
 
   // Neighbouring ranks of equal speed, all free at the same time.
-  std::vector<Block> blocksOfSpeeds(double ready) const {
-    std::vector<Block> blocks;
+  Blocks blocksOfSpeeds(double ready) const {
+    Blocks blocks;
     for (int rank = 0; rank < problem_.ranks();) {
       int end = rank + 1;
       while (end < problem_.ranks() && speed(end) == speed(rank)) ++end;
-      blocks.push_back({ready, rank, end - rank, speed(rank)});
+      blocks.insert({ready, rank, end - rank, speed(rank)});
       rank = end;
     }
     return blocks;
@@ -211,26 +215,25 @@ class BlockPacker {
   // Places the job so that it ends before the target: into the block that becomes free last among
   // those where its minimum size suffices, else into the one where the fewest ranks suffice.
   bool placeInBlock(size_t index) {
+    const int most_probes = kMaxProbes * kProbedRanks / std::max(kProbedRanks, problem_.ranks());
     Job& job = jobs_[index];
     const double latest = target_ - job.min_size_s;
-    auto end = std::upper_bound(blocks_.begin(), blocks_.end(), latest,
-                                [](double time, const Block& b) { return time < b.ready; });
-    int probes = kMaxProbes;
+    auto end = blocks_.upper_bound({latest});
+    int probes = most_probes;
     for (auto it = end; it != blocks_.begin() && probes > 0; --probes) {
       --it;
       if (it->count < job.min_size) continue;
-      if (placeAt(index, it - blocks_.begin(), job.min_size)) return true;
+      if (placeAt(index, it, job.min_size)) return true;
     }
     const int most = fastest(job);
     const double shortest = cost_.seconds(job.load, most);
-    end = std::upper_bound(blocks_.begin(), blocks_.end(), target_ - shortest,
-                           [](double time, const Block& b) { return time < b.ready; });
-    probes = kMaxProbes;  // the first block needs the fewest ranks
+    end = blocks_.upper_bound({target_ - shortest});
+    probes = most_probes;  // the first block needs the fewest ranks
     for (auto it = blocks_.begin(); it != end && probes > 0; ++it, --probes) {
       if (it->count < job.min_size) continue;
       const int size = cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count),
                                         (target_ - it->ready) * it->speed);
-      if (size > 0 && placeAt(index, it - blocks_.begin(), size)) return true;
+      if (size > 0 && placeAt(index, it, size)) return true;
     }
     return false;
   }
@@ -247,9 +250,9 @@ class BlockPacker {
   }
 
   // Places the job into block `at`, unless it would end after the target.
-  bool placeAt(size_t index, size_t at, int size) {
+  bool placeAt(size_t index, Blocks::const_iterator at, int size) {
     Job& job = jobs_[index];
-    const Block block = blocks_[at];
+    const Block block = *at;
     if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
       size = block.count;
     }
@@ -258,7 +261,7 @@ class BlockPacker {
     const bool one_node = first / node == (first + size - 1) / node;
     const double end = block.ready + cost_.seconds(job.load, size, one_node) / block.speed;
     if (end > target_ * (1 + 1e-9)) return false;
-    blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(at));
+    blocks_.erase(at);
     insert({block.ready, block.first, first - block.first, block.speed});
     insert({block.ready, first + size, block.first + block.count - first - size, block.speed});
     insert({end, first, size, block.speed});
@@ -328,12 +331,11 @@ class BlockPacker {
 
   void join(size_t index, const Joint& joint) {
     std::vector<Block> used;
-    std::vector<Block> left_alone;
-    for (const Block& block : blocks_) {
-      const bool taken = used.size() < joint.blocks && block.speed >= joint.least_speed;
-      (taken ? used : left_alone).push_back(block);
+    for (auto it = blocks_.begin(); used.size() < joint.blocks;) {
+      const bool taken = it->speed >= joint.least_speed;
+      if (taken) used.push_back(*it);
+      it = taken ? blocks_.erase(it) : std::next(it);
     }
-    blocks_ = std::move(left_alone);
     const double start = used.back().ready;
     Placement placement{static_cast<int32_t>(index), start, {}};
     std::vector<Block> members;
@@ -367,11 +369,24 @@ class BlockPacker {
   }
 
   void insert(const Block& block) {
-    if (block.count <= 0) return;
-    const auto place =
-        std::upper_bound(blocks_.begin(), blocks_.end(), block,
-                         [](const Block& a, const Block& b) { return a.ready < b.ready; });
-    blocks_.insert(place, block);
+    if (block.count > 0) blocks_.insert(block);
+  }
+
+  // What placeShort(next) cannot end before: the last rank of a block, and the mean of all ranks if
+  // the gaps are filled without rest.
+  double leastEnd(size_t next) const {
+    double last = 0;
+    double free_area = 0;  // in seconds of ranks, up to the last one
+    for (const Block& block : blocks_) last = std::max(last, block.ready);
+    for (const Block& block : blocks_)
+      free_area += (last - block.ready) * block.count * block.speed;
+    for (const Gap& gap : gaps_) free_area += (gap.until - gap.start) * gap.count * gap.speed;
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    for (; next < jobs_.size(); ++next) {
+      const Job& job = jobs_[next];
+      free_area -= job.min_size_s - cost_.params().fixed * (1 - job.load.tokens / capacity);
+    }
+    return free_area >= 0 ? last : last - free_area / problem_.ranks();
   }
 
   // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the ranks
@@ -442,7 +457,7 @@ class BlockPacker {
   const Surroundings around_;
   double target_ = 0;
   bool fill_ = false;
-  std::vector<Block> blocks_;  // by rising ready time
+  Blocks blocks_;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
   std::vector<Slot> slots_;

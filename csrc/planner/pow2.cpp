@@ -9,33 +9,45 @@
 namespace hdpcomm::planner {
 namespace {
 
+// When ranks become free, and the aligned places of one size by that time. Sequences come longest
+// first, so the size changes seldom.
 class AlignedRanks {
  public:
   explicit AlignedRanks(int ranks) : ready_(ranks, 0.0) {}
 
-  // First rank of the aligned place of `size` ranks that becomes free first.
-  int earliest(int size) const {
-    int best = 0;
-    double best_time = busyUntil(0, size);
-    const int ranks = static_cast<int>(ready_.size());
-    for (int first = size; first + size <= ranks && best_time > 0; first += size) {
-      const double time = busyUntil(first, size);
-      if (time < best_time) {
-        best = first;
-        best_time = time;
-      }
-    }
-    return best;
+  // First rank of the aligned place of `size` ranks that becomes free first, and when.
+  std::pair<int, double> earliest(int size) {
+    if (size != size_) sortPlaces(size);
+    const auto [ready, first] = places_.top();
+    return {first, ready};
   }
-  double busyUntil(int first, int size) const {
-    return *std::max_element(ready_.begin() + first, ready_.begin() + first + size);
+  // The place that earliest() gave is busy until then.
+  void occupyEarliest(double until) {
+    const int first = places_.top().second;
+    places_.pop();
+    places_.push({until, first});
+    std::fill_n(ready_.begin() + first, size_, until);
   }
-  void occupy(int first, int size, double until) {
-    std::fill_n(ready_.begin() + first, size, until);
-  }
+  double busyUntil(int rank) const { return ready_[rank]; }
 
  private:
+  using Place = std::pair<double, int>;
+  using Places = std::priority_queue<Place, std::vector<Place>, std::greater<>>;
+
+  void sortPlaces(int size) {
+    size_ = size;
+    std::vector<Place> places;
+    const int ranks = static_cast<int>(ready_.size());
+    for (int first = 0; first + size <= ranks; first += size) {
+      const auto begin = ready_.begin() + first;
+      places.push_back({*std::max_element(begin, begin + size), first});
+    }
+    places_ = Places(std::greater<>(), std::move(places));
+  }
+
   std::vector<double> ready_;
+  Places places_;
+  int size_ = 0;
 };
 
 // The smallest power of two of ranks that holds the sequence, at most the whole cluster.
@@ -82,14 +94,14 @@ Plan planPow2(const Problem& problem) {
     }
     if (problem.rides(sequence)) continue;
     const int size = groupSize(problem, sequence);
-    const int first = ranks.earliest(size);
+    const auto [first, start] = ranks.earliest(size);
     batches.push_back(makeBatch(problem, first, size, problem.withRiders(sequence)));
-    batches.back().start = ranks.busyUntil(first, size);
-    ranks.occupy(first, size, batches.back().start + batches.back().predicted_s);
+    batches.back().start = start;
+    ranks.occupyEarliest(start + batches.back().predicted_s);
   }
   using Entry = std::pair<double, int>;
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> free;
-  for (int rank = 0; rank < problem.ranks(); ++rank) free.push({ranks.busyUntil(rank, 1), rank});
+  for (int rank = 0; rank < problem.ranks(); ++rank) free.push({ranks.busyUntil(rank), rank});
   for (auto& pack : packBestFit(problem.lengths(), short_ones, capacity)) {
     const auto [start, rank] = free.top();
     free.pop();

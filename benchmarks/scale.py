@@ -1,0 +1,82 @@
+"""Planning for 1,024 to 131,072 ranks: processor time, memory and gap to the lower bound.
+
+    python benchmarks/scale.py --json benchmarks/results/scale.json
+
+Steps of 32,768 tokens a rank (4G tokens at 131,072 ranks), LLaMA-7B on H100 with nodes of 8 and a capacity of 8,192
+tokens, context 2M. Each case is a process of its own: seconds are processor time of ``Planner.plan``, with Python objects
+and lower bound, the best of ``--repeat``; memory is the most that the process held, less what it held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+RANKS = (1024, 4096, 16384, 65536, 131072)
+TOKENS = 32768  # a rank
+CONTEXT = 2 << 20
+
+
+def case(distribution: str, ranks: int, repeat: int) -> dict[str, float]:
+    """Plans one step several times."""
+    from hdpcomm.data.distributions import sample_lengths
+    from hdpcomm.plan import MODELS, ClusterSpec, Planner
+
+    lengths = sample_lengths(distribution, tokens=ranks * TOKENS, context=CONTEXT, seed=0)
+    cluster = ClusterSpec(ranks=ranks, capacity=8192, ranks_per_node=8)
+    planner = Planner(MODELS["llama-7b"], cluster, context=CONTEXT)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(repeat):
+        started = time.process_time()
+        plan = planner.plan(lengths)
+        seconds.append(time.process_time() - started)
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "sequences": len(lengths),
+        "micro_batches": len(plan.micro_batches),
+        "seconds": min(seconds),
+        "mbytes": held / 1024,
+        "gap": plan.makespan_s / plan.lower_bound_s,
+        "step_s": plan.makespan_s,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3, help="plans of each case (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--case", nargs=2, metavar=("DISTRIBUTION", "RANKS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(case(options.case[0], int(options.case[1]), options.repeat)))
+        return 0
+    print("| lengths | ranks | sequences | micro-batches | planned in s | MB | / bound | step s |")
+    print("|---|---|---|---|---|---|---|---|")
+    rows = []
+    for distribution in ("byted", "github"):
+        for ranks in RANKS:
+            command = [sys.executable, __file__, "--repeat", str(options.repeat), "--case", distribution, str(ranks)]
+            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            rows.append({"lengths": distribution, "ranks": ranks} | found)
+            print(
+                f"| {distribution} | {ranks:,} | {found['sequences']:,} | {found['micro_batches']:,} | "
+                f"{found['seconds']:.3f} | {found['mbytes']:.0f} | {found['gap']:.4f} | {found['step_s']:.1f} |",
+                flush=True,
+            )
+    if options.json:
+        about = {"date": date.today().isoformat(), "machine": platform.platform(), "cores": os.cpu_count()}
+        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
