@@ -4,6 +4,9 @@ A checkpoint is written into a hidden folder, with the size and CRC-32 of each o
 the disk and then renamed. So a process that is killed while it saves leaves the checkpoints before it untouched, and a
 checkpoint that was cut short or changed afterwards is recognised. The tensors are in the format of
 torch.distributed.checkpoint, which other tools read, too.
+
+Where the optimizer is sharded, each rank writes its part into a hidden folder beside that one, from which the process
+that writes the rest takes it before it renames.
 """
 
 from __future__ import annotations
@@ -13,21 +16,19 @@ import os
 import re
 import shutil
 import threading
-import warnings
+import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.run.tensor_files import METADATA, join_files, read_tensors, write_tensors
+from hdpcomm.train.tensor_part import TensorPart
 
 __all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "newest_checkpoint", "open_checkpoint"]
 
@@ -37,6 +38,9 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
 _META = "meta.json"
 _CHUNK = 1 << 20
+_PATIENCE_S = 600.0  # for the parts of other writers, which may be gigabytes on a slow disk
+_LAST_PATIENCE_S = 5.0  # when the run has ended by an error
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,13 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
     def load_into(self, state: dict[str, Any]) -> None:
-        """Reads the tensors into those of ``state``, in place; other leaves are replaced. Local.
+        """Reads the tensors into those of ``state``, in place; other leaves are replaced. Of a
+        :class:`hdpcomm.train.tensor_part.TensorPart` only that part is read. Local.
 
         Raises: InvalidUsage where the checkpoint has no entry of that name, or one of another shape.
         """
         try:
-            with _torch_reads_and_writes():
-                load(state, checkpoint_id=self.path, no_dist=True)
+            read_tensors(self.path, state)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             reason = _reason(error)
             raise InvalidUsage(
@@ -70,23 +74,29 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run; one process writes them.
+    """The checkpoints of one run. One process of the run is the first writer, with ``rank`` 0.
 
     Args:
-        path: made if it is not there.
+        path: made if it is not there. With more writers than one, the same files for all of them.
         keep: how many of the newest stay; at least 1.
+        rank, writers: this writer among those that each :meth:`save` a part of each checkpoint. Make the first one
+            before any other saves: it sweeps what a killed process left.
+        session: a name that the writers share and no others before them.
     """
 
-    def __init__(self, path: Path, *, keep: int) -> None:
+    def __init__(self, path: Path, *, keep: int, rank: int = 0, writers: int = 1, session: str = "") -> None:
         if keep < 1:
             raise InvalidUsage(f"keep is {keep}; at least 1 checkpoint has to stay")
         self.path = path
         self.keep = keep
+        self._rank, self._writers, self._session = rank, writers, session
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._patience_s = _PATIENCE_S
         path.mkdir(parents=True, exist_ok=True)
-        for left in path.glob(".step-*"):  # of a process that was killed while it saved
-            shutil.rmtree(left, ignore_errors=True)
+        if rank == 0:
+            for left in path.glob(".step-*"):  # of a process that was killed while it saved
+                shutil.rmtree(left, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are there, the newest first; not looked into."""
@@ -97,15 +107,17 @@ class CheckpointFolder:
         return newest_checkpoint(self.path)
 
     def save(self, step: int, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
-        """Writes a checkpoint in the background, from a copy of ``state`` that is taken now.
+        """Writes a checkpoint in the background, from a copy of ``state`` that is taken now. Every writer calls it;
+        those after the first one write the :class:`TensorPart` of their state only.
 
         Waits for the one before. Raises: Error if that could not be written.
         """
         self.wait()
-        copied = _copied(state)
-        self._thread = threading.Thread(
-            target=self._write, args=(step, copied, dict(facts)), name="hdpcomm-checkpoint", daemon=False
-        )
+        copied = _copied(state) if self._rank == 0 else _copied_parts(state)
+        target, arguments = (self._write, (step, copied, dict(facts))) if self._rank == 0 else (
+            self._write_part, (step, copied)
+        )  # fmt: skip
+        self._thread = threading.Thread(target=target, args=arguments, name="hdpcomm-checkpoint", daemon=False)
         self._thread.start()
 
     def wait(self) -> None:
@@ -121,25 +133,63 @@ class CheckpointFolder:
                 "The checkpoints before it are as they were"
             ) from failure
 
+    def give_up(self) -> None:
+        """As :meth:`wait` after an error of the run, when another writer may be dead: waits a few seconds for what is
+        missing, and leaves a checkpoint that does not become whole."""
+        self._patience_s = _LAST_PATIENCE_S
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def _write(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
         partial = self.path / f".step-{step}.partial"
+        parts = [self._part(step, rank) for rank in range(1, self._writers)]
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-            with _torch_reads_and_writes():
-                save(state, storage_writer=writer, no_dist=True)
-            files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
+            write_tensors(partial, state)
+            files = {path.name: _fingerprint(path) for path in sorted(partial.glob("*.distcp"))}
+            if parts:
+                for part in parts:
+                    files |= self._wait_for(part)
+                join_files(partial, parts)
+            files |= {path.name: _fingerprint(path) for path in (partial / METADATA,)}
             text = json.dumps({"format": FORMAT, "step": step, **facts, "files": files}, indent=1)
-            with (partial / _META).open("w") as meta:
-                meta.write(text)
-                meta.flush()
-                os.fsync(meta.fileno())
+            _write_synced(partial / _META, text)
             self._publish(partial, self.path / f"step-{step}")
             for old in self.steps()[self.keep :]:
                 shutil.rmtree(self.path / f"step-{old}", ignore_errors=True)
         except BaseException as failure:
             self._failure = failure
             shutil.rmtree(partial, ignore_errors=True)
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _write_part(self, step: int, state: dict[str, Any]) -> None:
+        part = self._part(step, self._rank)
+        try:
+            write_tensors(part, state, rank=self._rank)
+            text = json.dumps({path.name: _fingerprint(path) for path in part.glob("*.distcp")})
+            _write_synced(part / f".{_META}", text)
+            (part / f".{_META}").rename(part / _META)  # now it is whole
+        except BaseException as failure:
+            self._failure = failure
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _part(self, step: int, rank: int) -> Path:
+        return self.path / f".step-{step}.{self._session}.{rank}"
+
+    def _wait_for(self, part: Path) -> dict[str, list[int]]:
+        """The files of another writer's part, as soon as it is whole."""
+        started = time.monotonic()
+        while not (part / _META).exists():
+            if time.monotonic() - started > self._patience_s:
+                raise Error(
+                    f"rank {part.suffix[1:]} has not written its part within {self._patience_s:g} s (all ranks of "
+                    "a sharded optimizer write to this folder, so it must be the same one on all hosts)"
+                )
+            time.sleep(_POLL_S)
+        files: dict[str, list[int]] = json.loads((part / _META).read_text())
+        return files
 
     def _publish(self, partial: Path, final: Path) -> None:
         """Renames; a folder of that name (a damaged one that a resumed run has passed) goes first."""
@@ -211,19 +261,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, facts["step"], facts)
 
 
-_TORCH = threading.Lock()
-"""torch's reader looks for names of older versions by a switch of the whole process: a thread that reads or writes
-meanwhile would use these names."""
-
-
-@contextmanager
-def _torch_reads_and_writes() -> Iterator[None]:
-    """One thread at a time; without torch's warnings of a single process, which is what is wanted here."""
-    with _TORCH, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
-
-
 def _reason(error: BaseException) -> str:
     """What torch says, without the traceback that it puts into its message."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -242,8 +279,28 @@ def _fingerprint(path: Path) -> list[int]:
     return [size, checksum]
 
 
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copied_parts(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The same structure with the parts of tensors only."""
+    found = {}
+    for key, each in value.items():
+        if isinstance(each, TensorPart):
+            found[key] = each.copy()
+        elif isinstance(each, Mapping) and (inner := _copied_parts(each)):
+            found[key] = inner
+    return found
+
+
 def _copied(value: Any) -> Any:
     """The same structure with tensors of its own, in host memory."""
+    if isinstance(value, TensorPart):
+        return value.copy()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from torch import nn
 
 from hdpcomm.comm.topology import by_host
 from hdpcomm.data import BatchReader, BatchSampler, Corpus
+from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.parallel import PipelineTrainer
@@ -197,10 +199,7 @@ class _Run:
     ) -> None:
         self.comm, self.corpus, self.config = comm, corpus, config
         self.saving, self.held_out, self.watching = saving, held_out, watching
-        self.folder = None
-        if saving is not None and comm.rank == 0:
-            self.folder = CheckpointFolder(saving.folder, keep=saving.keep)
-            stack.callback(self.folder.wait)
+        self.folder = None if saving is None else _checkpoint_folder(comm, saving, config, stack)
         found = None if saving is None else agreed_checkpoint(comm, saving.folder, saving.resume)
         if found is not None:
             check_same_run(found, corpus, config)
@@ -338,7 +337,7 @@ class _Run:
                 self.watching.on_evaluation(policy, found)
 
     def _state(self) -> dict[str, Any]:
-        return {policy: trainer.state_dict() for policy, trainer in self.trainers.items()}
+        return {policy: trainer.checkpoint_state() for policy, trainer in self.trainers.items()}
 
     def _save(self) -> None:
         assert self.saving is not None
@@ -389,6 +388,28 @@ class _Run:
             recompute=self.config.recompute,
             step_memory=self.step_memory,
         )
+
+
+def _checkpoint_folder(
+    comm: Communicator, saving: Saving, config: RunConfig, stack: ExitStack
+) -> CheckpointFolder | None:
+    """Where this rank writes, if it does: rank 0, and where the optimizer is sharded every rank. Collective."""
+    session, folder, writers = secrets.token_hex(8), None, comm.size if config.zero else 1
+    if comm.rank == 0:
+        folder = CheckpointFolder(saving.folder, keep=saving.keep, writers=writers, session=session)
+    session = from_rank(comm, session)
+    if 0 < comm.rank < writers:
+        folder = CheckpointFolder(saving.folder, keep=saving.keep, rank=comm.rank, writers=writers, session=session)
+    if folder is not None:
+        stack.push(partial(_end_of_saving, folder))
+    return folder
+
+
+def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
+    if error is None:
+        folder.wait()
+    else:
+        folder.give_up()
 
 
 def _sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:

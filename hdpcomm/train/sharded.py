@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.train.buckets import Bucket, make_buckets, trained_parameters
+from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
@@ -145,6 +146,14 @@ class ShardedParameters:
         whole = torch.cat([value.detach().flatten() for value in values])
         padding = whole.new_zeros(bucket.part * self._parts - whole.numel())
         return self._own(torch.cat((whole, padding)), bucket)
+
+    def live_part(self, bucket: Bucket, part: Tensor, parameter: nn.Parameter, offset: int) -> Tensor | TensorPart:
+        """What of ``part``, this rank's part of a bucket, belongs to a parameter at ``offset`` there: a view. Local."""
+        begin = self._part * bucket.part
+        start = min(max(begin - offset, 0), parameter.numel())
+        stop = min(max(begin + bucket.part - offset, 0), parameter.numel())
+        values = part[offset + start - begin : offset + stop - begin] if start < stop else part[:0]
+        return values.view(parameter.shape) if self._parts == 1 else TensorPart(parameter.shape, start, values)
 
     # --- one step, in this order -----------------------------------------------------------------------------------
 

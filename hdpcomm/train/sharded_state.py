@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.sharded import ShardedParameters
+from hdpcomm.train.tensor_part import TensorPart
 
-__all__ = ["load_sharded_state", "sharded_state"]
+__all__ = ["load_sharded_state", "own_parts", "sharded_state"]
 
 
 def sharded_state(sharded: ShardedParameters, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -24,10 +25,7 @@ def sharded_state(sharded: ShardedParameters, optimizer: torch.optim.Optimizer, 
     _make_state(sharded, optimizer)
     state: dict[str, dict[str, Any]] = {}
     masters: dict[str, Tensor] = {}
-    groups: list[dict[str, Any]] = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": []}
-        for group in optimizer.param_groups
-    ]
+    groups = _groups(optimizer)
     for bucket, master in zip(sharded.buckets, sharded.masters, strict=True):
         own = optimizer.state[master]
         wholes = {key: sharded.gather(value) if _is_part(value, master) else value for key, value in own.items()}
@@ -46,12 +44,37 @@ def sharded_state(sharded: ShardedParameters, optimizer: torch.optim.Optimizer, 
     return found | {"masters": masters} if masters else found
 
 
+def own_parts(sharded: ShardedParameters, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """As :func:`sharded_state`, with a :class:`TensorPart` of this rank's live tensors in place of each whole one.
+
+    Local: nothing is gathered. Without ranks to share with, the parts are whole tensors.
+    """
+    names = _names(model)
+    _make_state(sharded, optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    masters: dict[str, Any] = {}
+    groups = _groups(optimizer)
+    for bucket, master in zip(sharded.buckets, sharded.masters, strict=True):
+        own = optimizer.state[master]
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            name = names[id(parameter)]
+            state[name] = {
+                key: sharded.live_part(bucket, value, parameter, offset) if _is_part(value, master) else value
+                for key, value in own.items()
+            }
+            groups[bucket.group]["params"].append(name)
+            if bucket.dtype != master.dtype:
+                masters[name] = sharded.live_part(bucket, master.detach(), parameter, offset)
+    found: dict[str, Any] = {"optimizer": {"state": state, "param_groups": groups}}
+    return found | {"masters": masters} if masters else found
+
+
 @torch.no_grad()
 def load_sharded_state(
     sharded: ShardedParameters, optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]
 ) -> None:
-    """Takes this rank's part of what :func:`sharded_state` gave, on any number of ranks. The parameters of the wide
-    type must hold their values already. Local.
+    """Takes this rank's part of what :func:`sharded_state` gave, on any number of ranks; of :func:`own_parts`, what is
+    not in place already. The parameters of the wide type must hold their values already. Local.
 
     Raises:
         InvalidUsage: the state has no entry for a parameter, or no master weights where there have to be some.
@@ -69,16 +92,26 @@ def load_sharded_state(
             )
         own = optimizer.state[master]
         for name, value in own.items():
+            if isinstance(found[keys[0]][name], TensorPart):
+                continue
             if _is_part(value, master):
                 value.copy_(sharded.part_of(bucket, [found[key][name] for key in keys]))
             elif isinstance(value, Tensor):
                 value.copy_(found[keys[0]][name])
             else:
                 own[name] = found[keys[0]][name]
-        if narrow:
+        if narrow and not isinstance(masters[keys[0]], TensorPart):
             master.copy_(sharded.part_of(bucket, [masters[key] for key in keys]))
     for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups, without their parameters."""
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": []}
+        for group in optimizer.param_groups
+    ]
 
 
 def _names(model: nn.Module) -> dict[int, str]:

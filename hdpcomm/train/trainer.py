@@ -28,7 +28,7 @@ from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
-from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
+from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
 from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
 from hdpcomm.train.timeline import Timeline
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
@@ -207,6 +207,16 @@ class Trainer:
             return {"model": get_model_state_dict(self.model), **state, "num_steps": self.num_steps}
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "num_steps": self.num_steps}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, but of a sharded optimizer this rank's part only: of each such tensor a
+        :class:`hdpcomm.train.tensor_part.TensorPart` of the live one. What checkpoints are written from by all ranks
+        together, and read into; then give it to :meth:`load_state_dict`. Local with ``zero=1`` or ``dtype``.
+        """
+        if not isinstance(self.gradients, ShardedParameters):
+            return self.state_dict()
+        parts = own_parts(self.gradients, self.optimizer, self.model)
+        return {"model": get_model_state_dict(self.model), **parts, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` gave, here or in another process. Local: give it to every rank.

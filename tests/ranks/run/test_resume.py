@@ -20,11 +20,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import hdpcomm as hdp
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.models import Llama, LlamaConfig, adapt
 from hdpcomm.models.export import check_export, export_llama
 from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, Watching, open_checkpoint, read_metrics, train
 from hdpcomm.testing import run_threads
@@ -122,6 +123,29 @@ def test_sharded_runs_go_on_with_their_bits(ranks: Ranks, data: str, tmp_path: P
     ranks(2, functools.partial(trained, **options), data, str(whole))
     ranks(2, functools.partial(trained, **options), data, str(out), str(whole / "checkpoints/step-4"))
     assert losses(out) == losses(whole)[4:]
+
+
+def test_each_rank_writes_and_reads_its_part_of_a_sharded_optimizer(ranks: Ranks, data: str, tmp_path: Path) -> None:
+    sharded, whole = {"zero": 1, "dtype": "bf16"}, {"dtype": "bf16"}
+    out = tmp_path / "run"
+    out.mkdir()
+    ranks(2, functools.partial(trained, **sharded), data, str(out))
+    path = out / "checkpoints/step-4"
+    sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    parameters = sum(p.numel() for p in Llama(CONFIG).parameters())
+    assert 4 * 3 * parameters / 2 < sizes[1] < 4 * 3 * parameters / 2 * 1.1 + 60_000  # masters and moments
+    assert not list((out / "checkpoints").glob(".*"))
+    read = {"policies": {"balanced": {"masters": {name: torch.zeros_like(p) for name, p in
+                                                  adapt(Llama(CONFIG)).named_parameters()}}}}  # fmt: skip
+    dcp.load(read, checkpoint_id=path, no_dist=True)  # torch's own reader
+    narrow = weights(path)
+    for name, master in read["policies"]["balanced"]["masters"].items():
+        torch.testing.assert_close(master, narrow[name], rtol=1e-2, atol=1e-3)
+    for size, then in ((3, sharded), (1, sharded), (2, whole)):
+        again = tmp_path / f"{size} {len(then)}"
+        again.mkdir()
+        ranks(size, functools.partial(trained, **then), data, str(again), str(path))
+        assert losses(again) == pytest.approx(losses(out)[4:], rel=2e-3)
 
 
 def test_a_damaged_checkpoint_is_passed_with_a_warning(

@@ -197,7 +197,7 @@ def test_a_full_disk_is_told_and_the_others_stay(tmp_path: Path, monkeypatch: py
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("hdpcomm.run.checkpoints.save", full)
+    monkeypatch.setattr("hdpcomm.run.tensor_files.save", full)
     folder.save(2, state(2.0), {})
     with pytest.raises(Error, match=r"could not be written to .*: No space left on device; make room there"):
         folder.wait()

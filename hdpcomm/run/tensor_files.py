@@ -1,0 +1,139 @@
+"""The tensors of a checkpoint on the disk, in the format of torch.distributed.checkpoint, without its process groups.
+
+Each rank writes files of its own, with torch's metadata of these; one process joins the metadata, after which the files
+of all ranks are one checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from hdpcomm.errors import Error
+from hdpcomm.train.tensor_part import TensorPart
+
+__all__ = ["METADATA", "join_files", "read_tensors", "write_tensors"]
+
+#: The file of torch's that names all tensors.
+METADATA = ".metadata"
+
+
+def write_tensors(folder: Path, state: dict[str, Any], *, rank: int = 0) -> None:
+    """Writes a state, in which :class:`TensorPart` may stand for tensors, to ``folder``: the file ``__<rank>_0.distcp``
+    and its metadata. Synced to the disk. Local.
+    """
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
+    writer.prefix = rank
+    with _torch_reads_and_writes():
+        save(state, storage_writer=writer, planner=_SavePlanner(), no_dist=True)
+
+
+def read_tensors(folder: Path, state: dict[str, Any]) -> None:
+    """Reads a checkpoint's tensors into those of ``state``, in place, of a :class:`TensorPart` that part only; other
+    leaves are replaced. Local. Raises: what torch raises, as where a name is missing.
+    """
+    with _torch_reads_and_writes():
+        load(state, checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+
+
+def join_files(folder: Path, others: Sequence[Path]) -> None:
+    """Moves what :func:`write_tensors` of other ranks has written in ``others`` to ``folder``, and joins the metadata.
+
+    Raises: Error if a tensor would not be whole.
+    """
+    joined, places = Metadata({}, planner_data={}), {}
+    for each in (folder, *others):
+        metadata = FileSystemReader(each).read_metadata()
+        joined.planner_data |= metadata.planner_data
+        places |= metadata.storage_data
+        for name, told in metadata.state_dict_metadata.items():
+            known = joined.state_dict_metadata.setdefault(name, told)
+            if known is not told and isinstance(told, TensorStorageMetadata):
+                cast(TensorStorageMetadata, known).chunks.extend(told.chunks)
+    _check_whole(joined)
+    for each in others:
+        for file in each.glob("*.distcp"):
+            file.rename(folder / file.name)
+    results = [WriteResult(index, 0, place) for index, place in places.items()]
+    FileSystemWriter(folder, sync_files=True).finish(joined, [results])
+
+
+def _check_whole(metadata: Metadata) -> None:
+    for name, told in metadata.state_dict_metadata.items():
+        if isinstance(told, TensorStorageMetadata):
+            found = sum(math.prod(chunk.sizes) for chunk in told.chunks)
+            if found != math.prod(told.size):
+                raise Error(f"the ranks wrote {found} of the {math.prod(told.size)} elements of {name}")
+
+
+class _Writer(FileSystemWriter):
+    """Names its file by the rank, so that the files of all ranks fit into one folder."""
+
+    prefix = 0
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        (plan,) = plans
+        return super().prepare_global_plan([SavePlan([])] * self.prefix + [plan])[self.prefix :]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # As torch's, but for its check that tensors are whole: here they are when the files are joined.
+        self.global_plan, metadata = create_default_global_save_plan(all_plans)
+        self.metadata = replace(metadata, planner_data=self.mappings)
+        return self.global_plan, self.metadata
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = _part(self.state_dict, index)
+        return super().lookup_object(index) if found is None else found
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # As torch's, but for its look at what is on the meta device, which replaces objects that it does not know.
+        self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.state_dict, self.mappings = default_planner.flatten_state_dict(state_dict)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = _part(self.state_dict, index)
+        return super().lookup_tensor(index) if found is None else found
+
+
+def _part(state: Mapping[str, Any], index: MetadataIndex) -> Tensor | None:
+    found = state.get(index.fqn)
+    return found.box(index.offset) if isinstance(found, TensorPart) else None
+
+
+_TORCH = threading.Lock()
+"""torch's reader looks for names of older versions by a switch of the whole process: a thread that reads or writes
+meanwhile would use these names."""
+
+
+@contextmanager
+def _torch_reads_and_writes() -> Iterator[None]:
+    """One thread at a time; without torch's warnings of a single process, which is what is wanted here."""
+    with _TORCH, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
