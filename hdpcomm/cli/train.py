@@ -128,6 +128,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         pipeline=options.pipeline,
         learn_costs=options.learn_costs,
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
+        check_replicas=options.check_replicas,
     )
     held_out = _data(options, options.eval_data) if options.eval_data else None
     for each in (data, held_out):

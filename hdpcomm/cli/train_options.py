@@ -128,6 +128,10 @@ class TrainOptions:
         "auto", num_bytes, metavar="SIZE",
     )  # fmt: skip
     max_grad_norm: float = _option("training", 1.0, "gradients are clipped to this global norm", positive)
+    check_replicas: int = _option(
+        "training", 100, "steps between two comparisons of all ranks' weights and optimizer settings; 0: never", whole,
+        metavar="STEPS",
+    )  # fmt: skip
     eval_every: int | None = _option(
         "evaluation", None, "steps between two evaluations (only at the end)", count, metavar="N"
     )

@@ -49,7 +49,7 @@ class PipelineTrainer(Trainer):
         optimizer: any optimizer over the stage's parameters that updates each element by itself.
         planner: with ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline)``; its costs are those of one stage.
         mesh: the ranks; without tensor parallelism.
-        max_grad_norm, loss: as of :class:`hdpcomm.train.Trainer`; the norm is that of the whole model.
+        max_grad_norm, loss, check_replicas: as of :class:`hdpcomm.train.Trainer`; the norm is that of the whole model.
         offload: :class:`hdpcomm.offload.ActivationOffload` over this rank's stage.
 
     Raises:
@@ -69,6 +69,7 @@ class PipelineTrainer(Trainer):
         max_grad_norm: float | None = 1.0,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         offload: ActivationOffload | None = None,
+        check_replicas: int = 0,
     ) -> None:
         if mesh.tensor > 1:
             raise InvalidUsage(f"the mesh has tensor={mesh.tensor}, and pipelines run without tensor parallelism")
@@ -81,7 +82,10 @@ class PipelineTrainer(Trainer):
         if is_fully_sharded(model.parameters()):
             raise InvalidUsage("the stage is sharded by fully_shard, which pipelines do not know; give it as it was")
         check_same_mesh(self.stages, mesh)
-        super().__init__(model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload)
+        super().__init__(
+            model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload,
+            check_replicas=check_replicas,
+        )  # fmt: skip
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Collective over this rank's pipeline."""
@@ -141,6 +145,10 @@ class PipelineTrainer(Trainer):
             if self._tied is not None:
                 ends = mesh.pipeline_comm.subset([0, mesh.pipeline - 1])
                 _broadcast(cast("Communicator", ends), self._tied, 0)
+
+    @property
+    def _replicas(self) -> Communicator:
+        return self.mesh.hdp_comm
 
     @property
     def _tied(self) -> nn.Parameter | None:

@@ -39,6 +39,7 @@ class RunConfig:
         eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
         calibration: costs that were measured before (:func:`hdpcomm.run.calibrate`), in place of a short profile when
             the run starts.
+        check_replicas: steps between two comparisons of all ranks' weights and optimizer settings; 0: never.
         pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
     """
 
@@ -61,6 +62,7 @@ class RunConfig:
     pipeline: int = 1
     learn_costs: bool = False
     calibration: Calibration | None = None
+    check_replicas: int = 100
 
     @property
     def stage_model(self) -> LlamaConfig | FolderModel:
@@ -78,6 +80,8 @@ class RunConfig:
             raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(known)}")
         if "ddp" in self.policies and (self.dtype != "fp32" or self.zero or self.offload_bytes):
             raise InvalidUsage("DDP keeps the whole optimizer in fp32: compare with it without dtype, zero and offload")
+        if self.check_replicas < 0:
+            raise InvalidUsage(f"check_replicas is {self.check_replicas}; give a number of steps, or 0 for never")
         if self.offload_bytes < 0:
             raise InvalidUsage(f"offload_bytes is {self.offload_bytes}; it must be 0 (no offload) or more")
         self._check_pipeline()

@@ -247,6 +247,7 @@ class _Run:
             comm if self.messages is None else recorded(comm, self.messages),
             max_grad_norm=config.max_grad_norm,
             offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
+            check_replicas=config.check_replicas,
             zero=config.zero,
             dtype=None if config.dtype == "fp32" else DTYPES[config.dtype],
         )

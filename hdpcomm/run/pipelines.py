@@ -41,7 +41,10 @@ def pipeline_trainer(
     set_recompute(stage, stage_recompute(config)[mesh.stage])
     offload = None if pool is None else ActivationOffload(pool, stage, min_bytes=SMALLEST_OFFLOAD)
     optimizer = make_optimizer(stage)
-    return PipelineTrainer(stage, optimizer, planner, mesh, max_grad_norm=config.max_grad_norm, offload=offload)
+    return PipelineTrainer(
+        stage, optimizer, planner, mesh, max_grad_norm=config.max_grad_norm, offload=offload,
+        check_replicas=config.check_replicas,
+    )  # fmt: skip
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:

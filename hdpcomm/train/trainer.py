@@ -27,6 +27,7 @@ from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.replicas import check_replicas
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
 from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
@@ -69,6 +70,8 @@ class Trainer:
             ``None``: the optimizer updates the parameters as they are.
         bucket_bytes: gradients that are reduced at a time, with ``zero=1`` or ``dtype``. Where a rank's last
             micro-batch is its own, the reductions run beside its backward pass.
+        check_replicas: steps between two comparisons of all ranks' weights and optimizer settings
+            (:func:`hdpcomm.train.replicas.check_replicas`), of which the first step ends with one; 0: never.
         offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
             needed if the planner uses any. With it, the device memory of each step is measured.
 
@@ -102,7 +105,10 @@ class Trainer:
         zero: int = 0,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        check_replicas: int = 0,
     ) -> None:
+        if check_replicas < 0:
+            raise InvalidUsage(f"check_replicas is {check_replicas}; give the steps between two comparisons, or 0")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise InvalidUsage(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping")
         self.model = model
@@ -111,6 +117,7 @@ class Trainer:
         self.comm = comm
         self._check_cluster()
         self.max_grad_norm = max_grad_norm
+        self.check_replicas = check_replicas
         self.num_steps = 0
         self._bytes_elsewhere = 0
         """Bytes a step that this rank sends by other ways than ``comm``."""
@@ -157,7 +164,8 @@ class Trainer:
 
         Raises:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
-            Mismatch: ranks made different plans (their lengths, planner or cost model differ); names them.
+            Mismatch: ranks made different plans (their lengths, planner or cost model differ), or hold other weights
+                where ``check_replicas`` looks; names them.
             PeerLost, CommTimeout: another rank died or does not answer.
             Error: the loss is not finite; the parameters are as they were before the step.
         """
@@ -191,6 +199,8 @@ class Trainer:
             sharded.publish()
         self._synchronize()
         self.timeline.end("optimizer")
+        if self.check_replicas and self.num_steps % self.check_replicas == 0:
+            check_replicas(self.model, self.optimizer, self._replicas, settings=self.max_grad_norm)
         sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self._bytes_elsewhere
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
@@ -244,6 +254,11 @@ class Trainer:
     def _check_plan(self, plan: StepPlan) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
         check_same_plan(plan, self.comm)
+
+    @property
+    def _replicas(self) -> Communicator:
+        """The ranks that hold the same parameters."""
+        return self.comm
 
     def _gradient_buffer(self) -> GradientBuffer:
         return GradientBuffer(self.model.parameters(), self.comm)

@@ -1,0 +1,132 @@
+"""Ranks that no longer hold the same weights, or update them otherwise, are found and named."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
+from hdpcomm.train.replicas import check_replicas
+
+WEIGHT = "blocks.1.ffn.out.weight"
+CONFIG = LlamaConfig(vocabulary=31, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
+COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
+LENGTHS = (30, 4, 9, 1, 12, 3)
+
+
+def fetch(step: int, i: int) -> torch.Tensor:
+    return (torch.arange(LENGTHS[i]) * (i + 3 + step % 5)) % 31
+
+
+def wrong_weight(trainer: Trainer) -> None:
+    with torch.no_grad():
+        dict(trainer.model.named_parameters())[WEIGHT][3, 5] += 0.01
+
+
+def other_rate(trainer: Trainer) -> None:
+    trainer.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def other_clipping(trainer: Trainer) -> None:
+    trainer.max_grad_norm = 2.0
+
+
+def steps(change: Any, odd: int, first: int, options: dict[str, Any]) -> tuple[str, int]:
+    """The error of this rank, and the steps that were done before it; rank ``odd`` changes something at ``first``."""
+    torch.set_num_threads(1)
+    comm = hdp.init()
+    model = Llama(CONFIG)
+    planner = Planner(None, ClusterSpec(comm.size, 32), "balanced", COST)
+    trainer = Trainer(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), planner, comm, **{"check_replicas": 3} | options
+    )
+    for step in range(7):
+        if comm.rank == odd and step == first:
+            change(trainer)
+        try:
+            trainer.step(LENGTHS, functools.partial(fetch, step))
+        except hdp.Mismatch as error:
+            comm.resync()
+            return str(error), trainer.num_steps
+    return "", trainer.num_steps
+
+
+APART = r"of ranks \[1\] are not those of ranks \[0, 2\] "
+CASES = {
+    "a weight": (wrong_weight, rf"the weights {APART}\({WEIGHT} of rank 1"),
+    "the learning rate": (other_rate, rf"the optimizer's settings {APART}\(here AdamW"),
+    "clipping": (other_clipping, rf"the optimizer's settings {APART}\(here AdamW"),
+}
+
+
+SHARDED = {"zero": 1, "dtype": torch.bfloat16}  # there a step gathers all weights anew
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [("a weight", {}), ("the learning rate", {}), ("clipping", {}), ("the learning rate", SHARDED)],
+)
+def test_the_odd_rank_is_named_on_all(case: str, options: dict[str, Any]) -> None:
+    change, told = CASES[case]
+    for error, done in run_threads(steps, 3, change, 1, 2, options, timeout=60.0):
+        assert done == 3  # compared at the end of steps 0, 3 and 6
+        assert re.search(told, error), error
+
+
+def test_replicas_that_are_alike_are_left_alone() -> None:
+    for options in ({}, {"zero": 1}):
+        assert run_threads(steps, 4, None, -1, 0, options, timeout=60.0) == [("", 7)] * 4
+
+
+def compared(change: Any) -> None:
+    comm = hdp.init()
+    model = torch.nn.Linear(40, 30).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        change(model, comm.rank)
+    check_replicas(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+
+
+def rounded(model: Any, rank: int) -> None:
+    model.weight.mul_(1 + rank * 2**-40)
+
+
+def more(model: Any, rank: int) -> None:
+    if rank == 1:
+        model.register_buffer("extra", torch.zeros(3))
+
+
+def infinite(model: Any, rank: int) -> None:
+    if rank == 1:
+        model.bias[7] = float("inf")
+
+
+def test_rounding_is_no_error() -> None:
+    with pytest.warns(RuntimeWarning, match=r"weights of the ranks differ by rounding \(9.1e-13\)"):
+        run_threads(compared, 2, rounded, timeout=60.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (more, r"names, types and shapes of the tensors of ranks \[1\]"),
+        (infinite, r"the weights of .*bias of rank 1 is inf apart"),
+    ],
+)
+def test_other_tensors_and_what_is_no_number(change: Any, told: str) -> None:
+    with pytest.raises(hdp.Mismatch, match=told):
+        run_threads(compared, 2, change, timeout=60.0)
+
+
+def test_bad_numbers_of_steps() -> None:
+    with pytest.raises(hdp.InvalidUsage, match="check_replicas is -1; give the steps between"):
+        run_threads(steps, 1, None, -1, 0, {"check_replicas": -1}, timeout=60.0)
