@@ -53,18 +53,36 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The arguments of :func:`run_rank`."""
+    """The arguments of :func:`run_rank`.
+
+    Attributes:
+        shrinks: when ranks die, the others go on.
+        attempt: how often they have.
+    """
 
     options: TrainOptions
     config: RunConfig
     data: TrainData
     held_out: TrainData | None
+    shrinks: bool = False
+    attempt: int = 0
+
+    def on(self, ranks: int, resume: str | None) -> _Job:
+        """The job of those that are left, as if it were started by hand on so many ranks."""
+        config = replace(self.config, capacity=_capacity(self.options, ranks))
+        options = replace(self.options, resume=resume)
+        return replace(self, options=options, config=config, attempt=self.attempt + 1)
+
+
+def _capacity(options: TrainOptions, ranks: int) -> int:
+    return options.capacity or -(-options.context // max(1, ranks // options.pipeline))
 
 
 def _train(parsed: argparse.Namespace) -> int:
     options = resolve_options(vars(parsed), parsed.config)
     for path in (options.json, options.log, options.trace):
         check_writable(path)
+    options = _going_on(options)
     _check_saving(options)
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
     rank, ranks = ranks_here(options.ranks, default=-(-cores // options.pipeline) * options.pipeline)
@@ -78,10 +96,19 @@ def _train(parsed: argparse.Namespace) -> int:
     return _report(job, outcome)
 
 
+def _going_on(options: TrainOptions) -> TrainOptions:
+    """With --elastic, ranks that torchrun has started anew go on from the last checkpoint."""
+    from hdpcomm.comm.launchers import agent_restarts
+
+    if options.elastic and options.resume is None and agent_restarts():
+        return replace(options, resume="auto")
+    return options
+
+
 def _check_saving(options: TrainOptions) -> None:
     if options.out is None:
-        for name in ("save_every", "resume"):
-            if getattr(options, name) is not None:
+        for name in ("save_every", "resume", "elastic"):
+            if getattr(options, name):
                 raise InvalidUsage(f"--{name.replace('_', '-')} was given without --out; name the folder of the run")
     elif options.out.exists() and not options.out.is_dir():
         raise InvalidUsage(f"--out {options.out}: this is a file; give a folder")
@@ -102,9 +129,15 @@ def _check_saving(options: TrainOptions) -> None:
 
 def _job(options: TrainOptions, ranks: int) -> _Job:
     """Looks at the data and checks all limits, so that a bad path or value is reported once, before any rank starts."""
+    from hdpcomm.comm.launchers import agent_restarts
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule, check_limits
 
+    if options.elastic and (options.pipeline > 1 or "ddp" in options.compare):
+        what = "--pipeline" if options.pipeline > 1 else "--compare ddp"
+        raise InvalidUsage(
+            f"--elastic was given with {what}, which cannot go on with any number of ranks; leave out either"
+        )
     if options.policy in options.compare:
         raise InvalidUsage(f"--compare {options.policy} is the policy of the run itself; give another one")
     data = _data(options, options.data)
@@ -112,7 +145,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         model=_model(options, data),
         policies=tuple(dict.fromkeys((options.policy, *options.compare))),
         steps=options.steps,
-        capacity=options.capacity or -(-options.context // max(1, ranks // options.pipeline)),
+        capacity=_capacity(options, ranks),
         tokens_per_step=options.tokens_per_step,
         seed=options.seed,
         learning_rate=options.lr,
@@ -134,8 +167,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
     for each in (data, held_out):
         if each is not None and each.in_place():
             check_limits(each.open(), config, ranks=ranks)
-    resolved = replace(options, capacity=config.capacity, ranks=ranks)
-    return _Job(resolved, config, data, held_out)
+    return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)
 
 
 def _data(options: TrainOptions, paths: tuple[str, ...]) -> TrainData:
@@ -172,23 +204,51 @@ def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
 
 def run_rank(job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
     """Runs one rank of the job; rank 0 shows the progress on stderr and writes the files. Collective over the world."""
+    from hdpcomm.comm import init
+
+    with init(transport=job.options.transport) as comm:
+        return _run_elastic(comm, job) if job.shrinks else _run(comm, job)
+
+
+def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
+    """Runs the job again on the ranks that live, whenever some die."""
+    from hdpcomm.data.agree import from_rank
+    from hdpcomm.run.checkpoints import newest_checkpoint
+    from hdpcomm.run.elastic import run_with_survivors
+
+    assert job.options.out is not None  # checked
+    first, folder = job.options.resume, job.options.out / "checkpoints"
+
+    def on_loss(living: Communicator, what: str) -> None:
+        nonlocal job
+        found = newest_checkpoint(folder)[0] if living.rank == 0 and folder.is_dir() else None
+        resume = from_rank(living, "auto" if found is not None else "") or first
+        job = job.on(living.size, resume)
+        if living.rank == 0:
+            place = resume if found is None else found.path
+            told = "step 0, since there is no checkpoint yet" if place is None else str(place)
+            ranks = f"{living.size} ranks" if living.size > 1 else "1 rank"
+            print(f"hdpcomm: {what}\nhdpcomm: going on with {ranks} from {told}", file=sys.stderr, flush=True)
+
+    return run_with_survivors(comm, lambda living: _run(living, job), on_loss)
+
+
+def _run(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
     import torch
 
     from hdpcomm.cli.data import data_progress
-    from hdpcomm.comm import init
     from hdpcomm.comm.topology import cores_of_rank
     from hdpcomm.run import dry_run
 
-    with init(transport=job.options.transport) as comm:
-        torch.set_num_threads(cores_of_rank(comm))
-        with data_progress(comm.rank == 0) as on_progress:
-            corpus = job.data.open(comm, on_progress)
-            held_out = None if job.held_out is None else job.held_out.open(comm, on_progress)
-        if job.options.eval_fraction is not None:
-            corpus, held_out = corpus.split(job.options.eval_fraction, seed=job.config.seed)
-        if job.options.dry_run:
-            return dry_run(comm, corpus, job.config), corpus.summary()
-        return _trained(comm, job, corpus, held_out), corpus.summary()
+    torch.set_num_threads(cores_of_rank(comm))
+    with data_progress(comm.rank == 0) as on_progress:
+        corpus = job.data.open(comm, on_progress)
+        held_out = None if job.held_out is None else job.held_out.open(comm, on_progress)
+    if job.options.eval_fraction is not None:
+        corpus, held_out = corpus.split(job.options.eval_fraction, seed=job.config.seed)
+    if job.options.dry_run:
+        return dry_run(comm, corpus, job.config), corpus.summary()
+    return _trained(comm, job, corpus, held_out), corpus.summary()
 
 
 def _trained(comm: Communicator, job: _Job, corpus: Corpus, held_out: Corpus | None) -> RunResult:
@@ -198,18 +258,20 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus, held_out: Corpus | N
     from hdpcomm.trace import TraceFile
 
     options, out = job.options, job.options.out
+    resolved = replace(options, capacity=job.config.capacity, ranks=comm.size)
     saving = None
     if out is not None:
         saving = Saving(out / "checkpoints", every=options.save_every or 0, keep=options.keep, resume=options.resume)
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
     if comm.rank != 0:
         return train(comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching)
-    print(f"hdpcomm train: {changed_options(options)}", file=sys.stderr, flush=True)
-    if out is not None:
-        save_config(out, options)
+    if not job.attempt:
+        print(f"hdpcomm train: {changed_options(resolved)}", file=sys.stderr, flush=True)
+        if out is not None:
+            save_config(out, resolved)
     progress = Progress(job.config)
     with (
-        RunFiles(out, log=options.log, trackers=options.trackers, config=_plain(options)) as files,
+        RunFiles(out, log=options.log, trackers=options.trackers, config=_plain(resolved)) as files,
         TraceFile(options.trace) as trace,
         progress,
     ):
@@ -250,7 +312,7 @@ def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSumma
 
     try:
         with RankPool(ranks, preload=("torch._dynamo",)) as pool, _handing_on_signals(pool, job):  # AdamW needs it
-            outcome: tuple[RunResult | DryRun, CorpusSummary] = pool.run(run_rank, job)[0]
+            outcome: tuple[RunResult | DryRun, CorpusSummary] = pool.run(run_rank, job, survivors=job.shrinks)[0]
             return outcome
     except BaseException:
         from rich.console import Console

@@ -149,6 +149,10 @@ class TrainOptions:
         "saving", None, "go on from the newest checkpoint of --out, if there is any, or from the one at PATH", str,
         metavar="auto|PATH",
     )  # fmt: skip
+    elastic: bool = _option(
+        "saving", False, "when a rank dies, the others go on from the last checkpoint; under torchrun --max-restarts, "
+        "the ranks that it starts anew do", action="store_true",
+    )  # fmt: skip
     export: Path | None = _option(
         "saving", None, "write the model for transformers' from_pretrained at the end", Path, metavar="FOLDER"
     )

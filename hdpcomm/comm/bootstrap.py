@@ -23,7 +23,7 @@ from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, join_devic
 from hdpcomm.comm.group_carrier import GroupCarrier, make_group
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining
-from hdpcomm.comm.launchers import joined, master, rank_and_size
+from hdpcomm.comm.launchers import agent_restarts, joined, master, rank_and_size
 from hdpcomm.comm.machine import machine
 from hdpcomm.comm.secret import Secret, job_secret
 from hdpcomm.comm.store_server import JobStoreServer
@@ -223,9 +223,11 @@ def _join_processes(
         store = SignedStore(store, job_secret(), rank, seconds=seconds)
     store.deadline = deadline + _GRACE_S  # so that who is awaited can still be named
     try:
-        # The n-th init() of a rank joins the n-th init() of the others.
-        generation = store.add(f"hdpcomm/inits/{rank}", 1)
-        joining = Joining(store, f"hdpcomm/{generation}", rank, size, seconds, deadline)
+        # The n-th init() of a rank joins the n-th init() of the others. torchrun's store outlives its ranks, of which
+        # one may have died before its first init().
+        job = f"hdpcomm/{restarts}" if (restarts := agent_restarts()) else "hdpcomm"
+        generation = store.add(f"{job}/inits/{rank}", 1)
+        joining = Joining(store, f"{job}/{generation}", rank, size, seconds, deadline)
         return _join_all(joining, transport)
     finally:
         store.deadline = None

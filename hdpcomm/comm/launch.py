@@ -118,9 +118,12 @@ class RankPool:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, survivors: bool = False
+    ) -> list[Any]:
         """As :func:`run_ranks`, on the ranks of this pool. It is closed after any error that is not ``fn``'s own.
 
+        ``survivors``: a rank that dies is no error while others live; the results are those of the others, by rank.
         Raises: InvalidUsage when it is closed; PeerLost, before any rank starts, when one has died since the last run.
         """
         if not self._pipes:
@@ -132,18 +135,19 @@ class RankPool:
         message = pickle.dumps((self._places(), fn, args))
         results: dict[int, Any] = {}
         errors: dict[int, tuple[BaseException, str]] = {}
+        deaths: dict[int, tuple[BaseException, str]] = {} if survivors else errors
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             self._send(message)
-            self._collect(results, errors, deadline, timeout)
+            self._collect(results, errors, deaths, deadline, timeout)
         except BaseException:
             self.close()
             raise
-        if errors:
-            if len(results) + len(errors) < self.world_size or not self.healthy:
-                self.close()
-            _raise_first(errors)
-        return [results[rank] for rank in range(self.world_size)]
+        if not self.healthy or (errors and len(results) + len(errors) < self.world_size):
+            self.close()
+        if errors or not results:
+            _raise_first(errors or deaths)
+        return [results[rank] for rank in sorted(results)]
 
     def _send(self, message: bytes) -> None:
         for rank, process in enumerate(self._processes):
@@ -158,6 +162,7 @@ class RankPool:
         self,
         results: dict[int, Any],
         errors: dict[int, tuple[BaseException, str]],
+        deaths: dict[int, tuple[BaseException, str]],
         deadline: float | None,
         timeout: float | None,
     ) -> None:
@@ -174,7 +179,7 @@ class RankPool:
                 )
             ready = multiprocessing.connection.wait(list(waiting.values()), left)
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-                self._receive(rank, waiting.pop(rank), results, errors)
+                self._receive(rank, waiting.pop(rank), results, errors, deaths)
             if errors:  # the rest has the grace time
                 limit = time.monotonic() + _GRACE_S
                 deadline = limit if deadline is None else min(deadline, limit)
@@ -187,13 +192,14 @@ class RankPool:
         pipe: multiprocessing.connection.Connection,
         results: dict[int, Any],
         errors: dict[int, tuple[BaseException, str]],
+        deaths: dict[int, tuple[BaseException, str]],
     ) -> None:
         try:
             answer = pipe.recv_bytes()
         except (EOFError, OSError):
             end = self._end_of(rank)
             self._store.report_death(rank, f"ended {end}")
-            errors[rank] = (PeerLost(f"rank {rank} ended {end} in the middle of its run", peer=rank), "")
+            deaths[rank] = (PeerLost(f"rank {rank} ended {end} in the middle of its run", peer=rank), "")
             return
         try:
             ok, payload, trace = pickle.loads(answer)

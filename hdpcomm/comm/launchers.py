@@ -14,7 +14,17 @@ from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Place", "first_host", "joined", "local_place", "master", "place", "rank_and_size", "tasks_on_node"]
+__all__ = [
+    "Place",
+    "agent_restarts",
+    "first_host",
+    "joined",
+    "local_place",
+    "master",
+    "place",
+    "rank_and_size",
+    "tasks_on_node",
+]
 
 _PORTS = range(20_000, 30_000)  # for jobs whose launcher names none
 
@@ -108,6 +118,16 @@ def joined() -> bool:
         return True
     found = place()
     return found is not None and found.size > 1
+
+
+def agent_restarts() -> int | None:
+    """How often torchrun's agent has started the ranks of this job anew; ``None`` without such an agent.
+
+    It ends all ranks when one dies, and starts all of them again (``--max-restarts``).
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return _integer_or_none("TORCHELASTIC_RESTART_COUNT") or 0
 
 
 def local_place(rank: int, size: int) -> tuple[int, int]:

@@ -288,7 +288,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 def _copied_parts(value: Mapping[str, Any]) -> dict[str, Any]:
     """The same structure with the parts of tensors only."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, each in value.items():
         if isinstance(each, TensorPart):
             found[key] = each.copy()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -61,7 +61,7 @@ def join_files(folder: Path, others: Sequence[Path]) -> None:
 
     Raises: Error if a tensor would not be whole.
     """
-    joined, places = Metadata({}, planner_data={}), {}
+    joined, places = Metadata({}, planner_data={}), dict[MetadataIndex, Any]()
     for each in (folder, *others):
         metadata = FileSystemReader(each).read_metadata()
         joined.planner_data |= metadata.planner_data
@@ -114,7 +114,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         # As torch's, but for its look at what is on the meta device, which replaces objects that it does not know.
         self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-        self.state_dict, self.mappings = default_planner.flatten_state_dict(state_dict)
+        self.state_dict, self.mappings = _nested_dict.flatten_state_dict(state_dict)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = _part(self.state_dict, index)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _version, default_planner
+from torch.distributed.checkpoint import _nested_dict, _version, default_planner
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.run import CheckpointFolder, MetricsLog, open_checkpoint, read_metrics
@@ -157,7 +157,7 @@ def test_another_model_does_not_fit(tmp_path: Path, wanted: dict[str, Any], told
 def test_threads_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     """torch's reader of a part of a checkpoint turns on names of an older version, for the whole process."""
     folder = saved(tmp_path, 1)
-    original, old_names = default_planner.flatten_state_dict, threading.Event()
+    original, old_names = _nested_dict.flatten_state_dict, threading.Event()
 
     def slow(given: dict[str, Any]) -> Any:
         if _version._derived_version is not None and not old_names.is_set():
@@ -165,7 +165,8 @@ def test_threads_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.M
             time.sleep(0.2)
         return original(given)
 
-    monkeypatch.setattr(default_planner, "flatten_state_dict", slow)
+    for module in (_nested_dict, default_planner):
+        monkeypatch.setattr(module, "flatten_state_dict", slow)
     part = {"weights": torch.zeros(3, 5)}
     thread = threading.Thread(target=lambda: open_checkpoint(tmp_path / "step-1").load_into(part))
     thread.start()
