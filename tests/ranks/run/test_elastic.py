@@ -81,7 +81,7 @@ def test_the_others_go_on_with_the_losses_of_a_resumed_run(data: str, tmp_path: 
     the two is compared with a run by hand."""
     draw, out, steps = random.Random(run), tmp_path / "run", 30
     options = ["--save-every", "3", "--keep", "100", "--elastic", "--ranks", "3"]
-    options += ["--zero", "1", "--dtype", "bf16"] if run % 2 else []
+    options += ["--zero", "1", "--dtype", "bf16"] if run % 2 == 0 else []
     process = started(command(data, out, *options, steps=steps))
     wait_for_steps(process, out, 1)
     living = ranks_of(process, 3)

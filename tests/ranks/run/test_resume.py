@@ -212,21 +212,25 @@ def command(data: str, out: Path, *options: str, steps: int = STEPS) -> list[str
 KILLS = int(os.environ.get("KILLS", "2"))
 
 
-def test_kills_lose_nothing_beyond_the_last_checkpoint(data: str, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [0, 1] if KILLS > 2 else [0])
+def test_kills_lose_nothing_beyond_the_last_checkpoint(data: str, whole: Path, tmp_path: Path, zero: int) -> None:
     """SIGKILL of one rank or of all at random moments of training and saving, resumed each time; then an export.
 
-    ``KILLS=20``: twenty of them, in a longer run.
+    ``KILLS=20``: twenty of them, in a longer run, and again with checkpoints that all ranks write.
     """
+    sharded = ["--zero", str(zero)]
     steps, first = (STEPS, 4) if KILLS <= 2 else (3 * KILLS, 2)
     if steps != STEPS:
         whole = tmp_path / "whole"
         whole.mkdir()
-        hdp.testing.spawn(functools.partial(trained, steps=steps, keep=steps), 2, data, str(whole), timeout=300.0)
+        hdp.testing.spawn(
+            functools.partial(trained, steps=steps, keep=steps, zero=zero), 2, data, str(whole), timeout=300.0
+        )
     out = begun(whole, tmp_path / "run", first)
     generator = random.Random(7)
     for _ in range(KILLS):
         process = subprocess.Popen(
-            command(data, out, "--resume", "auto", steps=steps),
+            command(data, out, "--resume", "auto", *sharded, steps=steps),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -241,7 +245,7 @@ def test_kills_lose_nothing_beyond_the_last_checkpoint(data: str, whole: Path, t
             kill_a_rank(process.pid, generator)
         process.communicate(timeout=60)
     folder = tmp_path / "model"
-    arguments = command(data, out, "--resume", "auto", "--export", str(folder), steps=steps)
+    arguments = command(data, out, "--resume", "auto", "--export", str(folder), *sharded, steps=steps)
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert losses(out) == losses(whole)[first:]
