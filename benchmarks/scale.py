@@ -3,8 +3,8 @@
     python benchmarks/scale.py --json benchmarks/results/scale.json
 
 Steps of 32,768 tokens a rank (4G tokens at 131,072 ranks), LLaMA-7B on H100 with nodes of 8 and a capacity of 8,192
-tokens, context 2M. Each case is a process of its own: seconds are processor time of ``Planner.plan``, with Python objects
-and lower bound, the best of ``--repeat``; memory is the most that the process held, less what it held before.
+tokens, context 2M. Each case is a process of its own: seconds are processor time of ``Planner.plan``, the lower bound
+included, the best of ``--repeat``; memory is the most that the process held, less what it held before.
 """
 
 from __future__ import annotations
