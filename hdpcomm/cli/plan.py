@@ -254,7 +254,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.plot:
         from hdpcomm.trace import plot_plans
 
-        plot_plans(plans, options.plot)
+        plot_plans(plans, options.plot, planners)
     if options.trace:
         from hdpcomm.trace import write_plan_trace
 

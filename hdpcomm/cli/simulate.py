@@ -54,7 +54,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.plot:
         from hdpcomm.trace import plot_plans
 
-        plot_plans([report.steps[0].plan for report in reports], options.plot)
+        plot_plans([report.steps[0].plan for report in reports], options.plot, planners)
     if options.trace:
         from hdpcomm.trace import write_stream_trace
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MicroBatch, StepPlan
+from hdpcomm.plan import MicroBatch, Planner, StepPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,8 @@ __all__ = ["plot_plans"]
 
 _IDLE = "#c9c9c9"
 _OCTAVES = 9  # most octaves of length on the colour scale
-_COLUMNS = 1600  # pixels of the time axis
+_COLUMNS = 560  # of the time axis: none is narrower than a pixel, so the shortest micro-batch is seen
+_FORWARD_TINT = 0.55  # share of white in the forward passes of pipelines
 _FEW_RANKS = 64  # up to this many ranks, all micro-batches have borders
 
 
@@ -35,15 +36,36 @@ def _longest(batch: MicroBatch) -> int:
     return max(sequence.length for sequence in batch.sequences)
 
 
+def _columns(start: float, end: float, width: float) -> slice:
+    first = min(_COLUMNS - 1, round(start / width * _COLUMNS))
+    return slice(first, max(round(end / width * _COLUMNS), first + 1))
+
+
 def _raster(plan: StepPlan, end: float) -> NDArray[np.float64]:
     """log2 of the longest sequence that each rank runs at each time; NaN where it is idle."""
     image = np.full((plan.num_ranks, _COLUMNS), np.nan)
-    scale = _COLUMNS / end
-    for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
-        first = round(start * scale)
-        last = max(round((start + batch.predicted_s) * scale), first + 1)
-        image[np.asarray(batch.ranks), first:last] = np.log2(_longest(batch))
+    runs = sorted(zip(plan.micro_batches, plan.timeline(), strict=True), key=lambda run: -run[0].predicted_s)
+    for batch, start in runs:  # short ones last, so that they stay visible
+        image[np.asarray(batch.ranks), _columns(start, start + batch.predicted_s, end)] = np.log2(_longest(batch))
     return image
+
+
+def _pipeline_raster(plan: StepPlan, planner: Planner, end: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """As :func:`_raster`, a row for each device of each rank's pipeline, by the simulated schedule; and whether it is
+    a forward pass."""
+    devices = planner.cluster.pipeline
+    found = planner.simulate(plan)
+    image = np.full((plan.num_ranks * devices, _COLUMNS), np.nan)
+    forward = np.zeros(image.shape, dtype=np.bool_)
+    spans, times = found["which"], found["times"]
+    for place in np.argsort(times[:, 0] - times[:, 1], kind="stable"):
+        which, stage, backward = spans[place]
+        batch = plan.micro_batches[which]
+        rows = np.asarray(batch.ranks) * devices + stage % devices
+        columns = _columns(times[place, 0], times[place, 1], end)
+        image[rows, columns] = np.log2(_longest(batch))
+        forward[rows, columns] = not backward
+    return image, forward
 
 
 def _mark_groups(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float]) -> None:
@@ -70,11 +92,10 @@ def _mark_groups(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, fl
             axes.text(centre, middle, text, ha="center", va="center", fontsize=7, color=shade)
 
 
-def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float], colours: Any) -> Any:
-    extent = (0.0, end, plan.num_ranks - 0.5, -0.5)
-    picture = axes.imshow(
+def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float], colours: Any) -> None:
+    axes.imshow(
         _raster(plan, end),
-        extent=extent,
+        extent=(0.0, end, plan.num_ranks - 0.5, -0.5),
         aspect="auto",
         interpolation="nearest",
         cmap=colours,
@@ -82,16 +103,42 @@ def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, floa
         vmax=limits[1],
     )
     _mark_groups(axes, plan, end, limits)
+    _describe(axes, plan, end, [])
+
+
+def _draw_pipelines(
+    axes: Axes, plan: StepPlan, planner: Planner, end: float, limits: tuple[float, float], colours: Any
+) -> None:
+    """A row for each device, those of a rank's pipeline under each other."""
+    from matplotlib.colors import Normalize
+    from matplotlib.patches import Patch
+
+    image, forward = _pipeline_raster(plan, planner, end)
+    shades = colours(np.ma.masked_invalid(Normalize(*limits)(image)))
+    shades[forward, :3] += _FORWARD_TINT * (1 - shades[forward, :3])
+    extent = (0.0, end, plan.num_ranks - 0.5, -0.5)
+    axes.imshow(shades, extent=extent, aspect="auto", interpolation="nearest")
+    if plan.num_ranks <= _FEW_RANKS:
+        for rank in range(1, plan.num_ranks):
+            axes.axhline(rank - 0.5, color="white", linewidth=1.0)
+    middle = np.array(colours(0.5)[:3])
+    passes = [
+        Patch(color=tuple(middle + _FORWARD_TINT * (1 - middle)), label="forward"),
+        Patch(color=tuple(middle), label="backward"),
+    ]
+    _describe(axes, plan, end, passes)
+
+
+def _describe(axes: Axes, plan: StepPlan, end: float, legend: list[Any]) -> None:
     if plan.num_ranks <= 16:
         axes.set_yticks(range(plan.num_ranks))
-    axes.axvline(plan.lower_bound_s, color="crimson", linewidth=1.2, linestyle="--", label="lower bound")
-    if plan.lower_bound_s < 0.8 * end:
-        axes.legend(loc="lower right", fontsize=8)
+    bound = axes.axvline(plan.lower_bound_s, color="crimson", linewidth=1.2, linestyle="--", label="lower bound")
+    if legend or plan.lower_bound_s < 0.8 * end:
+        axes.legend(handles=[*legend, bound], loc="lower right", fontsize=8)
     axes.set_title(
         f"{plan.policy}: {plan.makespan_s:.4g} s, idle {100 * plan.idle_share:.1f}%", fontsize=11, loc="left"
     )
     axes.set_xlabel("seconds")
-    return picture
 
 
 def _draw_lengths(axes: Axes, plan: StepPlan, limits: tuple[float, float], colours: Any) -> None:
@@ -117,20 +164,28 @@ def _draw_lengths(axes: Axes, plan: StepPlan, limits: tuple[float, float], colou
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plot_plans(plans: Sequence[StepPlan], path: str | Path) -> None:
+def plot_plans(plans: Sequence[StepPlan], path: str | Path, planners: Sequence[Planner] = ()) -> None:
     """Writes a chart (PNG, SVG or PDF, by the name) of several plans of the same step, side by side.
 
     Time runs to the right on one scale, ranks downwards. The colour is the longest sequence of a micro-batch, grey is
-    idle, the dashed line is the lower bound. Below is a histogram of the lengths.
+    idle, the dashed line is the lower bound. Ranks that are pipelines have a row for each device, forward passes in a
+    lighter shade. Below is a histogram of the lengths.
+
+    Args:
+        planners: of the plans, in order; without them pipelines are drawn as if each rank were one device.
 
     Raises:
-        InvalidUsage: no plan, or a file name with another ending.
+        InvalidUsage: no plan, another number of planners than of plans, or a file name with another ending.
     """
     if not plans:
         raise InvalidUsage("no plan to draw: give at least one")
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidUsage(f"cannot draw to {path}, expected a name that ends in .png, .svg or .pdf")
+    if planners and len(planners) != len(plans):
+        raise InvalidUsage(f"{len(planners)} planners were given for {len(plans)} plans: give that of each, or none")
     from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
     end = 1.01 * max((plan.makespan_s for plan in plans), default=0.0) or 1.0
@@ -143,10 +198,16 @@ def plot_plans(plans: Sequence[StepPlan], path: str | Path) -> None:
     panels: list[Axes] = []
     for column, plan in enumerate(plans):
         axes = figure.add_subplot(grid[0, column], sharey=panels[0] if panels else None)
-        picture = _draw_plan(axes, plan, end, limits, colours)
+        planner = planners[column] if planners else None
+        if planner is not None and planner.cluster.pipeline > 1:
+            _draw_pipelines(axes, plan, planner, end, limits, colours)
+        else:
+            _draw_plan(axes, plan, end, limits, colours)
         panels.append(axes)
-    panels[0].set_ylabel("rank")
+    stages = planners[0].cluster.pipeline if planners else 1
+    panels[0].set_ylabel("rank" if stages == 1 else f"rank, each a pipeline of {stages} devices")
     ticks = np.arange(np.ceil(limits[0]), np.floor(limits[1]) + 1, max(1, (limits[1] - limits[0]) // 6))
+    picture = ScalarMappable(Normalize(*limits), colours)
     bar = figure.colorbar(picture, ax=panels, ticks=ticks, fraction=0.03, pad=0.01)
     bar.ax.set_yticklabels([_human(2**tick) for tick in ticks])
     bar.set_label("longest sequence (tokens); grey: idle")

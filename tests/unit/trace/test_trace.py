@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hdpcomm.data.distributions import sample_lengths
@@ -13,6 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, Planner
 from hdpcomm.sim import simulate_stream
 from hdpcomm.trace import plot_plans, write_plan_trace, write_stream_trace
+from hdpcomm.trace.gantt import _pipeline_raster
 
 CLUSTER = ClusterSpec(ranks=8, capacity=8192, ranks_per_node=4)
 LENGTHS = sample_lengths("lognormal:7:1.5", tokens=2**17, context=2**15, seed=1)
@@ -23,6 +25,31 @@ def test_plots_are_written(tmp_path: Path, suffix: str) -> None:
     plans = [Planner(MODELS["llama-7b"], CLUSTER, policy).plan(LENGTHS) for policy in ("balanced", "static")]
     plot_plans(plans, tmp_path / f"plan{suffix}")
     assert (tmp_path / f"plan{suffix}").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pipelines_have_a_row_for_each_device(tmp_path: Path, chunks: int) -> None:
+    cluster = ClusterSpec(ranks=3, capacity=8192, pipeline=2, chunks=chunks)
+    planner = Planner(MODELS["llama-7b"], cluster)
+    plan = planner.plan([20_000, 4000, 3000, 1])
+    image, forward = _pipeline_raster(plan, planner, plan.makespan_s)
+    assert image.shape == forward.shape == (6, 560)
+    busy = ~np.isnan(image)
+    assert not forward[~busy].any()
+    found = planner.simulate(plan)
+    for rank in range(3):
+        for device in range(2):
+            own = {i for i, batch in enumerate(plan.micro_batches) if rank in batch.ranks}
+            spans = [k for k, (i, stage, _) in enumerate(found["which"]) if i in own and stage % 2 == device]
+            share = sum(found["times"][k][1] - found["times"][k][0] for k in spans) / plan.makespan_s
+            assert busy[2 * rank + device].mean() == pytest.approx(share, abs=0.02)
+            assert forward[2 * rank + device].any()
+    shortest = np.log2(min(max(s.length for s in batch.sequences) for batch in plan.micro_batches))
+    assert np.isclose(image[busy], shortest).any()  # the shortest one is seen
+    plot_plans([plan], tmp_path / "plan.png", [planner])
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    with pytest.raises(InvalidUsage, match="1 planners were given for 2 plans"):
+        plot_plans([plan, plan], tmp_path / "plan.png", [planner])
 
 
 def test_an_empty_plan_can_be_drawn(tmp_path: Path) -> None:
