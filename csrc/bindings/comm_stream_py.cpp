@@ -27,6 +27,10 @@ struct StreamHandle {
     const py::gil_scoped_release release;
     return engine->test(*work);
   }
+  bool failed() const {
+    const py::gil_scoped_release release;
+    return engine->failed(*work);
+  }
 };
 
 // address, count, dtype, peer, landing
@@ -132,6 +136,7 @@ void bindStream(py::module_& module) {
       .def("wait", &StreamHandle::wait, py::arg("timeout") = -1.0)
       .def("wait_on", &StreamHandle::waitOn, py::arg("stream"))
       .def("done", &StreamHandle::done)
+      .def_property_readonly("failed", &StreamHandle::failed)
       .def("__repr__", [](const StreamHandle& handle) {
         return "<Work " + describe(handle.work->call()) + ">";
       });

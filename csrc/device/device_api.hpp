@@ -23,7 +23,9 @@
 // ordered after it).
 //
 // Errors are thrown: InvalidUsage before anything is enqueued, Device from the driver, Timeout from
-// synchronize. A device that reported an asynchronous fault reports it again on every later call.
+// synchronize. A device that reported an asynchronous fault reports it again on every later call,
+// and runs nothing more. query() and synchronize() of an event report it only when no work before
+// the event runs any more: then its memory may be freed.
 #pragma once
 
 #include <cstddef>

@@ -1,11 +1,14 @@
 // Devices of tests, and kernels whose place in the order of streams shows in their results.
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "base/error.hpp"
 #include "bindings/device_py.hpp"
 #include "device/cuda/driver.hpp"
+#include "device/simulated/wait.hpp"
 #include "kernels/reduce.hpp"
 #include "testing/module.hpp"
 #include "testing/test_device.hpp"
@@ -95,6 +98,22 @@ void bindKernels(py::module_& module) {
         atSite([&](Site site) { device.launch(std::move(kernel), {stream}, site); });
       },
       py::arg("device"), py::arg("stream"));
+  // A kernel that runs until the flag is 1, whatever happens to its device meanwhile.
+  module.def(
+      "launch_lasting",
+      [](DeviceApi& device, uintptr_t stream, Address flag) {
+        KernelLaunch kernel;
+        kernel.name = "lasting";
+        kernel.waits = {};
+        kernel.reads = {{nullptr, size_t{1} << 20}};  // long enough for a thread of the stream
+        kernel.cpu = [word = reinterpret_cast<const uint32_t*>(flag)] {
+          while (simulated::loadWord(word) != 1) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          }
+        };
+        atSite([&](Site site) { device.launch(std::move(kernel), {stream}, site); });
+      },
+      py::arg("device"), py::arg("stream"), py::arg("flag"));
 }
 
 void bindTestDevice(py::module_& module) {
@@ -118,7 +137,13 @@ void bindTestDevice(py::module_& module) {
           [](TestDevice& device, uintptr_t stream) { return device.endCapture({stream}); },
           py::arg("stream"), Unlocked())
       .def("limit_threads", &TestDevice::limitThreads, py::arg("count"), Unlocked())
-      .def("limit_queues", &TestDevice::limitQueues, py::arg("operations"), Unlocked());
+      .def("limit_queues", &TestDevice::limitQueues, py::arg("operations"), Unlocked())
+      .def(
+          "hold_copies",
+          [](TestDevice& device, Address flag) {
+            device.holdCopies(reinterpret_cast<uint32_t*>(flag));
+          },
+          py::arg("flag"), Unlocked());
 }
 
 }  // namespace

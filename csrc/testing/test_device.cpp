@@ -115,6 +115,11 @@ void TestDevice::limitQueues(uint64_t operations) {
   most_queued_ = operations;
 }
 
+void TestDevice::holdCopies(uint32_t* flag) {
+  const std::lock_guard lock(captures_mutex_);
+  copies_wait_for_ = flag;
+}
+
 void TestDevice::submit(Op op, Stream stream) {
   const auto state = find(stream);
   if (const auto capture = capturing(state.get())) {
@@ -135,6 +140,12 @@ void TestDevice::submit(Op op, Stream stream) {
     if (threads_left_ && streams_with_threads_.insert(stream.handle).second &&
         --*threads_left_ < 0) {
       throw std::system_error(EAGAIN, std::generic_category(), "no thread for a stream");
+    }
+  }
+  if (op.kind == simulated::OpKind::kCopy || op.kind == simulated::OpKind::kKernel) {
+    const std::lock_guard lock(captures_mutex_);
+    if (copies_wait_for_ != nullptr) {
+      FastDevice::submit(Op::wait(copies_wait_for_, 1, op.site), stream);
     }
   }
   FastDevice::submit(std::move(op), stream);

@@ -30,6 +30,8 @@ class TestDevice final : public simulated::FastDevice {
   // From now on a stream that holds `operations` takes no more: an error of the call, where a
   // driver would block the host.
   void limitQueues(uint64_t operations);
+  // From now on each stream waits until the flag is 1 before it copies or runs a kernel.
+  void holdCopies(uint32_t* flag);
 
   bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
   void record(Event event, Stream stream, Site site) override;
@@ -50,6 +52,7 @@ class TestDevice final : public simulated::FastDevice {
   uint64_t next_capture_ = 1;
   std::optional<int> threads_left_;
   std::optional<uint64_t> most_queued_;
+  uint32_t* copies_wait_for_ = nullptr;
   std::set<uintptr_t> streams_with_threads_;
 };
 

@@ -71,6 +71,7 @@ bool tryImport(Arena& arena, const DeviceApi& device, int place, const Introduct
 // `strict`: throws where a pair cannot be linked. Otherwise returns null for a rank without links.
 std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& device,
                                  const ArenaConfig& given, LinkMap& map, bool strict) {
+  StreamEngine::freeUndrained();
   device::freeRetiredArenas();
   const int own = comm.rank();
   size_t most_ranks = 0;  // of a host

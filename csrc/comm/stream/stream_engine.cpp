@@ -32,9 +32,10 @@ std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, Devi
   comm.collective({}, {.op = OpCode::kBarrier}, 0, {});
   device->annotateAcquire(board->key());
   board->opened();
-  return std::shared_ptr<StreamEngine>(new StreamEngine(std::move(device), std::move(board),
-                                                        std::move(mover), comm.size(), comm.rank(),
-                                                        comm.world().timeout()));
+  return std::shared_ptr<StreamEngine>(
+      new StreamEngine(std::move(device), std::move(board), std::move(mover), comm.size(),
+                       comm.rank(), comm.world().timeout()),
+      endEngine);
 }
 
 StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
@@ -51,10 +52,9 @@ StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
                                     : OwnedStream()),
       background_stream_(device_, device_->createStream()),
       control_stream_(device_, device_->createStream()),
+      probe_(device_, device_->createEvent()),
       peers_(static_cast<size_t>(num_ranks)),
       watcher_([this] { watch(); }) {}
-
-StreamEngine::~StreamEngine() { close("the communicator was destroyed"); }
 
 void StreamEngine::checkUsable() const {
   const ErrorContext context{.rank = rank_, .peer = -1, .op = {}, .ranks = {}, .seq = -1};
@@ -131,14 +131,15 @@ void StreamEngine::markEnds(StreamWork& work, Stream caller) {
       device_->record(work.ends_.back().get(), stream);
     }
   } catch (const std::exception&) {  // the error that led here says more
-    device_lost_ = true;
+    work.ends_missing_ = true;
   }
   work.submitted_ = true;
 }
 
 // Announces the operation to the peers, then enqueues it. A failure after the announcement ends the
 // engine, since the peers count on this rank: then submit() throws when the operation's streams
-// have drained, and has released the lock by then.
+// have drained, and has released the lock by then. If they do not drain, it returns, so that the
+// caller gets the failed work, whose buffers are still in use.
 template <typename Announce, typename Enqueue>
 void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
                           Announce announce, Enqueue enqueue) {
@@ -156,8 +157,8 @@ void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& wor
     markEnds(*work, caller);
     failWork(*work, error);
     lock.unlock();
-    if (!work->captured_) awaitDrained(*work);
-    throw error;
+    if (work->captured_ || awaitDrained(*work)) throw error;
+    return;
   }
   work->submitted_ = true;
 }

@@ -6,6 +6,7 @@
 // until they have drained, and from then on refuses device operations (docs/stream-transport.md).
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -32,7 +33,12 @@ class StreamEngine final : public WorldPart {
   static std::shared_ptr<StreamEngine> start(const Communicator& comm, DevicePtr device,
                                              std::shared_ptr<device::CallBoard> board,
                                              std::unique_ptr<StreamMover> mover);
-  ~StreamEngine() override;
+  // Only start() makes one and its deleter ends one: an engine whose streams have not drained is
+  // kept (freeUndrained()).
+  ~StreamEngine() override = default;
+  // Destroys the engines that were let go of while streams still used their memory, and whose
+  // streams have drained since.
+  static void freeUndrained();
 
   const DevicePtr& device() const { return device_; }
   // The stream of tensors that belong to no stream (CPU tensors of a SimDevice).
@@ -70,6 +76,8 @@ class StreamEngine final : public WorldPart {
   void waitForAll(double timeout_s, const World::InterruptCheck& check);
   // True when the work has ended, well or not: no stream uses its buffers any more.
   bool test(StreamWork& work);
+  // Whether the work ended with an error; waitFor() raises it.
+  bool failed(const StreamWork& work) const;
 
   // The mover's counts, and `wait_ns`: nanoseconds that host threads have waited for operations.
   Stats stats() const;
@@ -94,6 +102,7 @@ class StreamEngine final : public WorldPart {
   static constexpr auto kReleaseInterval = std::chrono::milliseconds(2);
   // Seconds in which streams drain once all flags that they wait for are set.
   static constexpr double kDrainTimeout = 5;
+  double drainTimeout() const { return std::min(kDrainTimeout, timeout_s_); }
 
   static double secondsBetween(Clock::time_point from, Clock::time_point to) {
     return std::chrono::duration<double>(to - from).count();
@@ -140,7 +149,14 @@ class StreamEngine final : public WorldPart {
 
   // stream_waits.cpp
   bool conclude(const WorkPtr& work);
-  void awaitDrained(const StreamWork& work);
+  void raiseFailure(StreamWork& work);
+  bool awaitDrained(StreamWork& work);
+
+  // stream_teardown.cpp
+  static void endEngine(StreamEngine* engine);
+  bool drained(const StreamWork& work) const;
+  bool deviceLost() const;
+  bool settle();
 
   const DevicePtr device_;
   const int num_ranks_;
@@ -154,6 +170,7 @@ class StreamEngine final : public WorldPart {
   OwnedStream host_stream_;
   OwnedStream background_stream_;  // collectives in the background
   OwnedStream control_stream_;     // sets flags that the others wait for
+  OwnedEvent probe_;               // never recorded: asking it fails where the device has failed
 
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
@@ -167,6 +184,7 @@ class StreamEngine final : public WorldPart {
 
   std::condition_variable wake_;
   bool stop_ = false;
+  bool retired_ = false;  // the streams have drained, and the mover's memory is given up
   std::thread watcher_;  // last: it uses all of the above from its start
 };
 

@@ -106,7 +106,7 @@ Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
                      work);
 }
 
-// A device that has failed throws on every call; the work that it held never ends.
+// A device that has failed throws on every call; the work that it held never ends well.
 bool StreamEngine::ended(const StreamWork& work) const {
   if (!work.submitted_ || device_lost_) return false;
   try {
@@ -251,12 +251,12 @@ void StreamEngine::fail(const Error& error) {
 // Returns whether all released operations have ended. Calls the mover's release() at least once,
 // since the mover may have work under way that belongs to no running operation.
 bool StreamEngine::releaseOnce() {
-  std::erase_if(released_, [&](const WorkPtr& work) { return !work->submitted_ || ended(*work); });
-  if (device_lost_) released_.clear();
-  if (released_.empty() && !release_due_) return true;
+  std::erase_if(released_, [&](const WorkPtr& work) { return drained(*work); });
+  if (released_.empty() && (!release_due_ || device_lost_)) return true;
+  if (device_lost_) return false;  // what runs at this moment ends by itself
   release_due_ = false;
   mover_->release(control_stream_.get());
-  device_->synchronize(control_stream_.get(), kDrainTimeout);
+  device_->synchronize(control_stream_.get(), drainTimeout());
   return false;
 }
 
@@ -302,7 +302,7 @@ void StreamEngine::watch() {
       checkHealth();
     } catch (const std::exception& failure) {
       const Error error = errorOf(failure);
-      device_lost_ = device_lost_ || error.kind() == ErrorKind::kDevice;
+      device_lost_ = device_lost_ || deviceLost();
       fail(error);
     }
   }

@@ -1,4 +1,4 @@
-// Hosts that wait for operations of a stream engine; how an engine is closed or aborted.
+// Hosts that wait for operations of a stream engine.
 #include <algorithm>
 
 #include "comm/stream/stream_engine.hpp"
@@ -23,19 +23,38 @@ bool StreamEngine::test(StreamWork& work) {
   const std::lock_guard lock(mutex_);
   if (work.state_ == StreamWork::State::kDone) return true;
   if (work.state_ == StreamWork::State::kRunning) return !work.captured_ && ended(work);
-  // Streams that have not drained may write into its buffers; after close() nothing drains them.
-  return !work.submitted_ || device_lost_ || stop_ || ended(work);
+  return drained(work) || (stop_ && settle());
 }
 
-// Only after this may the buffers of an operation that failed be used again.
-void StreamEngine::awaitDrained(const StreamWork& work) {
+bool StreamEngine::failed(const StreamWork& work) const {
+  const std::lock_guard lock(mutex_);
+  return work.state_ == StreamWork::State::kFailed;
+}
+
+// Throws the error of an operation that has failed, when its streams have drained.
+void StreamEngine::raiseFailure(StreamWork& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (work.state_ != StreamWork::State::kFailed) return;
+  }
+  awaitDrained(work);
+  throw *work.error_;
+}
+
+// Only after this, if it returns true, may the buffers of an operation that failed be used again.
+bool StreamEngine::awaitDrained(StreamWork& work) {
+  const auto start = Clock::now();
   for (const OwnedEvent& end : work.ends_) {
+    const double left = drainTimeout() - secondsBetween(start, Clock::now());
+    if (left <= 0 || work.stuck_) break;
     try {
-      device_->synchronize(end.get(), kDrainTimeout);
+      device_->synchronize(end.get(), left);
     } catch (const Error&) {  // the error that led here says more
-      return;
     }
   }
+  const std::lock_guard lock(mutex_);
+  work.stuck_ = !drained(work);
+  return !work.stuck_;
 }
 
 void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
@@ -45,6 +64,7 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
         "an operation that is captured into a graph cannot be waited for on the "
         "host: wait for the graph's replay");
   }
+  raiseFailure(*work);
   const auto start = Clock::now();
   struct CountWait {  // however the wait ends
     std::atomic<uint64_t>& wait_ns;
@@ -72,13 +92,8 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
     }
     return;
   } catch (const Error& error) {
+    raiseFailure(*work);
     std::unique_lock lock(mutex_);
-    if (work->state_ == StreamWork::State::kFailed) {
-      const Error told = *work->error_;
-      lock.unlock();
-      awaitDrained(*work);
-      throw told;
-    }
     const bool late = error.kind() == ErrorKind::kTimeout;
     failWork(*work, late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : error);
     lock.unlock();
@@ -145,49 +160,6 @@ void StreamEngine::waitForAll(double timeout_s, const World::InterruptCheck& che
   for (const WorkPtr& work : works) {
     waitFor(work, std::max(0.0, timeout_s - secondsBetween(start, Clock::now())), check);
   }
-}
-
-void StreamEngine::abort(const std::string& reason) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) + " aborted: " +
-                                        (reason.empty() ? "no reason given" : reason)));
-  }
-  close("aborted: " + reason);
-}
-
-void StreamEngine::close(const std::string& reason) {
-  std::unique_lock lock(mutex_);
-  if (std::exchange(closed_, true)) return;
-  // On a GPU the host is ahead of its streams, and the work that they still hold is meant to run.
-  const auto limit = Clock::now() + (reason.empty() && !device_->isSim() ? std::chrono::seconds(5)
-                                                                         : std::chrono::seconds(0));
-  compareCalls();
-  collectEnded();
-  while (!running_.empty() && Clock::now() < limit) {
-    wake_.wait_for(lock, kReleaseInterval);
-    collectEnded();
-  }
-  if (!running_.empty()) {
-    fail(Error(ErrorKind::kAborted, "rank " + std::to_string(rank_) +
-                                        " closed its communicator during " +
-                                        describe(running_.front()->call_)));
-  }
-  std::vector<uint64_t> valid_posts;
-  for (const Peer& peer : peers_) valid_posts.push_back(peer.num_posted);
-  board_->leave(rank_, reason, valid_posts);
-  const auto drained_by = Clock::now() + std::chrono::duration<double>(kDrainTimeout);
-  try {
-    while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseInterval);
-  } catch (const std::exception&) {  // the device failed; those who waited got the error
-    device_lost_ = true;
-  }
-  stop_ = true;
-  lock.unlock();
-  wake_.notify_all();
-  watcher_.join();
-  if (released_.empty() && !device_lost_) mover_->retire();
 }
 
 }  // namespace hdpcomm

@@ -1,6 +1,7 @@
 // One operation of a stream engine: enqueued whole when it is made, ended when its events are.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -45,6 +46,10 @@ class StreamWork {
   std::vector<OwnedEvent> ends_;  // all of them done: the operation is
   bool captured_ = false;         // into a graph: the engine does not watch it
   bool submitted_ = false;        // all of it is enqueued
+  bool ends_missing_ = false;     // not all of `ends_` could be recorded: it ends with the device
+
+  // It has failed, and its streams did not drain in time; read by the thread that waits.
+  std::atomic<bool> stuck_{false};
 
   // Under the engine's lock.
   State state_ = State::kRunning;

@@ -87,13 +87,13 @@ void FastStream::run() {
 bool FastStream::awaitFlag(const FlagValue& flag) const {
   return waitFor(
       flag.flag, [&] { return reached(loadWord(flag.flag), flag.value); },
-      [this] { return !device_->stop.load(); });
+      [this] { return device_->works(); });
 }
 
 void FastStream::perform(FastOp& item) {
   Op& op = item.op;
   // A failed device does nothing any more, like a CUDA context after a fault.
-  if (device_->faulty.load(std::memory_order_acquire) || device_->stop.load()) return;
+  if (!device_->works()) return;
   switch (op.kind) {
     case OpKind::kCopy:
       if (op.bytes > 0) std::memcpy(op.dst, op.src, op.bytes);
@@ -107,7 +107,7 @@ void FastStream::perform(FastOp& item) {
       awaitFlag(op.flag);
       return;
     case OpKind::kWaitEvent:
-      item.point.stream->waitCompleted(item.point.ticket, [this] { return !device_->stop.load(); });
+      item.point.stream->waitCompleted(item.point.ticket, [this] { return device_->works(); });
       return;
     case OpKind::kKernel:
       return performKernel(op.kernel);

@@ -29,6 +29,9 @@ struct DeviceState {
   std::mutex mutex;
   std::optional<Error> fault;  // the first fault of a kernel
   std::atomic<bool> faulty{false};
+
+  // False: nothing more is run, and all waits end. Acquire: with the fault.
+  bool works() const { return !faulty.load(std::memory_order_acquire) && !stop.load(); }
 };
 
 struct FastOp {

@@ -41,6 +41,7 @@ class MixedMover final : public StreamMover {
   std::vector<Stream> streams() const override;
   void checkHealth() override { nccl_->checkHealth(); }
   void release(Stream control) override;
+  void deviceLost() override { nccl_->deviceLost(); }
   void retire() override;
   Stats stats() const override;
 

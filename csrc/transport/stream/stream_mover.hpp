@@ -113,6 +113,8 @@ class StreamMover {
   // After an error: sets everything that the streams wait for, once, so that they drain; outputs
   // are undefined. Called at least once, and again until they have drained.
   virtual void release(Stream control) = 0;
+  // The device has failed, so that its streams run nothing more, before retire().
+  virtual void deviceLost() {}
   // The engine has closed, and its streams have drained; peers may still be at work.
   virtual void retire() = 0;
 

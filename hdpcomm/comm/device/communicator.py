@@ -190,6 +190,6 @@ def _finish(handle: _core.comm.StreamWork, buffers: tuple[Any, ...], path: Devic
     work = DeviceWork(handle, buffers, path)
     if async_op:
         return work
-    if path.blocking:
+    if path.blocking or handle.failed:  # failed: its streams still use the buffers, which the work keeps
         work.wait()
     return ENDED

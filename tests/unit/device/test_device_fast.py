@@ -58,6 +58,30 @@ def test_a_stuck_stream_says_where_it_stands_and_does_not_stop_the_end() -> None
     gc.collect()
 
 
+def test_a_fault_is_told_when_the_work_is_through() -> None:
+    """What runs while its device fails still uses its memory; what waits is given up."""
+    device = open_sim(0)
+    flag = device.allocate_pinned(64)
+    device.store_flag(flag, 0)
+    lasting, waiting, failing = (device.create_stream() for _ in range(3))
+    through, waited, idle = (device.create_event() for _ in range(3))
+    _testing.launch_lasting(device, lasting, flag)
+    device.record(through, lasting)
+    device.wait_value(waiting, flag, 2)  # never
+    device.record(waited, waiting)
+    _testing.launch_failing(device, failing)
+    with pytest.raises(DeviceError, match="kernel failing failed"):
+        device.query(idle)
+    with pytest.raises(DeviceError, match="kernel failing failed"):
+        device.synchronize_event(waited, 30)
+    assert not device.query(through)
+    device.store_flag(flag, 1)
+    with pytest.raises(DeviceError, match="kernel failing failed"):
+        device.synchronize_event(through, 30)
+    with pytest.raises(DeviceError, match="kernel failing failed"):
+        device.query(through)
+
+
 def test_two_ranks_that_are_threads() -> None:
     turns, count = 50, 5000
     devices = [open_sim(rank) for rank in range(2)]

@@ -28,6 +28,14 @@ LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
       reads_(device_, *arena_, place_),
       peers_(places_.size()) {}
 
+LinkMover::~LinkMover() {
+  if (arena_ == nullptr) return;
+  try {
+    retire();
+  } catch (const std::exception&) {  // no memory for the list: the arena goes now
+  }
+}
+
 std::vector<int> LinkMover::placesOf(const std::vector<int>& ranks) const {
   std::vector<int> places;
   places.reserve(ranks.size());

@@ -45,6 +45,7 @@ class NcclMover final : public StreamMover {
   std::vector<Stream> streams() const override { return {background_stream_.get()}; }
   // Nothing but the end of the communicator ends its kernels.
   void release(Stream /*control*/) override { world_->abort(); }
+  void deviceLost() override { world_->abort(); }
   void retire() override;
   Stats stats() const override { return world_ != nullptr ? world_->stats() : last_stats_; }
 
