@@ -7,9 +7,9 @@ it concerns), ``op``, ``ranks`` (of the communicator) and ``seq`` (the operation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-__all__ = ["Aborted", "CommTimeout", "DeviceError", "Error", "InvalidUsage", "Mismatch", "PeerLost"]
+__all__ = ["Aborted", "CommTimeout", "DeviceError", "Error", "InvalidUsage", "Mismatch", "PeerLost", "on_failure"]
 
 
 class Error(Exception):
@@ -61,6 +61,22 @@ class Aborted(Error):
 
 class DeviceError(Error):
     """The CUDA driver or a device library reported an error."""
+
+
+_listeners: list[Callable[[Error], None]] = []
+
+
+def on_failure(listener: Callable[[Error], None]) -> None:
+    """Calls ``listener`` for each operation that fails, before its error is raised; once, if it is given again."""
+    if listener not in _listeners:
+        _listeners.append(listener)
+
+
+def _raised(error: Error) -> None:
+    """The core is about to raise ``error``."""
+    if error.op is not None and not isinstance(error, InvalidUsage):
+        for listener in _listeners:
+            listener(error)
 
 
 def _rebuild(

@@ -47,6 +47,12 @@ constexpr Setting kTable[] = {
      .meaning = "0: do not use process_vm_readv, send large messages in chunks", .fixed = true},
     {HDP_SETTING("HDPCOMM_DEADLOCKS", deadlocks), .fallback = "1",
      .meaning = "0: do not look for ranks of a host that wait for each other", .fixed = true},
+    {HDP_SETTING("HDPCOMM_FLIGHT_RECORDS", flight_records), .fallback = "1024",
+     .meaning = "flight recorder: operations of a rank that are kept for a dump; 0: none",
+     .least = 0, .most = 1 << 20},
+    {HDP_SETTING("HDPCOMM_FLIGHT_FOLDER", flight_folder), .fallback = "",
+     .meaning = "flight recorder: folder into which each rank writes its last operations when one "
+                "of them fails, and on SIGUSR1; unset: nothing is written"},
     {HDP_SETTING("HDPCOMM_SPIN_US", spin_us), .fallback = "1",
      .meaning =
          "microseconds of busy waiting before sched_yield; ranks that share cores yield at once",

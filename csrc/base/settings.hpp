@@ -22,6 +22,8 @@ struct Settings {
   size_t shm_payload_bytes;
   bool shm_cma;
   bool deadlocks;
+  size_t flight_records;
+  std::string flight_folder;
   double spin_us;
   double yield_us;
   double liveness_s;

@@ -45,6 +45,7 @@ void setPythonError(const Error& error) {
       py::arg("ranks") = context.ranks.empty() ? py::object(py::none())
                                                : py::object(py::tuple(py::cast(context.ranks))),
       py::arg("seq") = known(context.seq));
+  py::module_::import("hdpcomm.errors").attr("_raised")(instance);
   PyErr_SetObject(cls.ptr(), instance.ptr());
 }
 

@@ -8,6 +8,7 @@
 
 #include "bindings/rooms.hpp"
 #include "collective/peer_reads.hpp"
+#include "comm/stream/stream_engine.hpp"
 #include "transport/failures.hpp"
 
 namespace py = pybind11;
@@ -112,6 +113,53 @@ void bindWorld(py::module_& module) {
       .def("close", &World::close, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }
 
+// What a world or an engine has recorded, as long as it exists.
+struct FlightSource {
+  std::function<std::optional<FlightRecorder::Flight>()> read;
+  std::function<bool()> gone;
+};
+
+template <typename Recorded>
+FlightSource sourceOf(const std::shared_ptr<Recorded>& recorded) {
+  const std::weak_ptr weak(recorded);
+  return {[weak]() -> std::optional<FlightRecorder::Flight> {
+            const auto held = weak.lock();
+            return held ? std::optional(held->flight()) : std::nullopt;
+          },
+          [weak] { return weak.expired(); }};
+}
+
+void bindFlight(py::module_& module) {
+  using Flight = FlightRecorder::Flight;
+  py::class_<FlightRecord>(module, "FlightRecord")
+      .def_property_readonly("op", [](const FlightRecord& r) { return opName(r.call.op); })
+      .def_property_readonly("subset", [](const FlightRecord& r) { return r.call.subset_hash; })
+      .def_property_readonly("count", [](const FlightRecord& r) { return r.call.count; })
+      .def_property_readonly("dtype", [](const FlightRecord& r) { return dtypeName(r.call.dtype); })
+      .def_property_readonly("root", [](const FlightRecord& r) { return int{r.call.root}; })
+      .def_property_readonly("state",
+                             [](const FlightRecord& r) { return static_cast<int>(r.state); })
+      .def_readonly("started_ns", &FlightRecord::started)
+      .def_readonly("ended_ns", &FlightRecord::ended)
+      .def_readonly("seq", &FlightRecord::seq)
+      .def_readonly("order", &FlightRecord::order)
+      .def_readonly("peer", &FlightRecord::peer)
+      .def_readonly("sends", &FlightRecord::sends);
+  py::class_<FlightSource>(module, "FlightSource")
+      .def("read",
+           [](const FlightSource& source) {
+             const py::gil_scoped_release release;
+             return source.read();
+           })
+      .def_property_readonly("gone", [](const FlightSource& source) { return source.gone(); });
+  module.def("flight_of_world", &sourceOf<World>, py::arg("world"));
+  module.def("flight_of_engine", &sourceOf<StreamEngine>, py::arg("engine"));
+  py::class_<Flight>(module, "Flight")
+      .def_readonly("first", &Flight::first)
+      .def_readonly("records", &Flight::records)
+      .def_readonly("groups", &Flight::groups);
+}
+
 // The numbers of operations, reductions and algorithms, and which algorithms an operation has.
 void bindNames(py::module_& module) {
   py::dict ops;
@@ -154,6 +202,7 @@ void bindComm(py::module_& module) {
       .def("done", &done)
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
+  bindFlight(module);
   bindCalls(module);
   bindTensors(module);
   bindMailbox(module);

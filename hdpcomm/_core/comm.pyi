@@ -73,6 +73,48 @@ class Communicator:
     def world(self) -> World: ...
     def resync(self, timeout: float) -> None: ...
 
+class FlightRecord:
+    @property
+    def op(self) -> str: ...
+    @property
+    def subset(self) -> int: ...  # of Flight.groups
+    @property
+    def count(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def root(self) -> int: ...  # position in the ranks, or -1
+    @property
+    def state(self) -> int: ...  # 0: under way, 1: queued, 2: done, 3: failed
+    @property
+    def started_ns(self) -> int: ...  # of the system's clock
+    @property
+    def ended_ns(self) -> int: ...  # 0: it has not
+    @property
+    def seq(self) -> int: ...
+    @property
+    def order(self) -> int: ...  # equal on all ranks that take part
+    @property
+    def peer(self) -> int: ...  # global rank; -1: a collective
+    @property
+    def sends(self) -> bool: ...
+
+class Flight:
+    @property
+    def first(self) -> int: ...
+    @property
+    def records(self) -> list[FlightRecord]: ...
+    @property
+    def groups(self) -> dict[int, list[int]]: ...  # global ranks
+
+class FlightSource:
+    def read(self) -> Flight | None: ...  # None: its world or engine has gone
+    @property
+    def gone(self) -> bool: ...
+
+def flight_of_world(world: World) -> FlightSource: ...
+def flight_of_engine(engine: StreamEngine) -> FlightSource: ...
+
 class CollectiveCall: ...  # a collective whose tensors were described and fit each other
 
 StreamMessage = tuple[int, int, int, int, int | None]  # address, count, dtype, peer, offset in the landing zone

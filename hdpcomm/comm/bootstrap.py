@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hdpcomm import _core
+from hdpcomm.comm import flight_recorder
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
@@ -126,9 +127,12 @@ def _join_alone(transport: str, timeout: float) -> _core.comm.World:
 def _communicator(world: _core.comm.World, transport: str) -> Communicator:
     place = world.communicator(), world.rank, world.size
     if transport not in DEVICE_TRANSPORTS:
+        flight_recorder.watch(world)
         return Communicator(*place)
     try:
-        return DeviceCommunicator(*place, join_devices(transport, world))
+        devices = join_devices(transport, world)
+        flight_recorder.watch(world, devices.engine)
+        return DeviceCommunicator(*place, devices)
     except BaseException as error:  # the others must not wait for this rank
         world.close(f"{type(error).__name__}: {error}")
         raise

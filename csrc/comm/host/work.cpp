@@ -200,6 +200,15 @@ std::optional<uint32_t> ExchangeWork::firstSend(const Numbers& numbers) const {
   return std::nullopt;
 }
 
+void ExchangeWork::enter(FlightRecorder& recorder) {
+  for (const SendRequest& send : sends_) {
+    recorder.addMessage(flight_, send.call, seq_, send.peer, true, send.number);
+  }
+  for (const RecvRequest& recv : recvs_) {
+    recorder.addMessage(flight_, recv.call, seq_, recv.peer, false, recv.number);
+  }
+}
+
 bool ExchangeWork::advance(Transport& transport) {
   if (posted_) return false;
   posted_ = true;

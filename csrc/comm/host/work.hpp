@@ -9,6 +9,7 @@
 
 #include "base/inline_vector.hpp"
 #include "collective/moves.hpp"
+#include "comm/flight_recorder.hpp"
 #include "kernels/reduce.hpp"
 #include "transport/transport.hpp"
 
@@ -61,6 +62,8 @@ class Work {
   virtual bool willNeed(int peer) const = 0;
   // The number of its first message to the peer of `numbers`.
   virtual std::optional<uint32_t> firstSend(const Numbers& numbers) const { return numbers.send; }
+  // Enters it, or each of its messages, when it has its numbers: only what a program called.
+  virtual void enter(FlightRecorder& /*recorder*/) {}
 
   Call call_;
   Ranks ranks_;
@@ -72,6 +75,7 @@ class Work {
   std::optional<Clock::time_point> seen_;  // background: when a health check first saw it run
   Clock::time_point allowed_ = Clock::time_point::min();  // the latest deadline of those who waited
   int64_t seq_ = -1;
+  FlightRecorder::Entry flight_;
   bool background_ = false;
 };
 
@@ -86,6 +90,7 @@ class CollectiveWork final : public Work {
   bool advance(Transport& transport) override;
   bool allPosted() const override { return next_step_ == schedule_->steps.size(); }
   bool willNeed(int peer) const override;
+  void enter(FlightRecorder& recorder) override { recorder.add(flight_, call_, *ranks_, seq_); }
 
  private:
   void post(const Step& step, Transport& transport);
@@ -120,6 +125,9 @@ class MessageWork final : public Work {
   bool advance(Transport& transport) override;
   bool allPosted() const override { return posted_; }
   bool willNeed(int) const override { return !posted_; }
+  void enter(FlightRecorder& recorder) override {
+    recorder.addMessage(flight_, call_, seq_, peer_, sends_, number_);
+  }
 
  private:
   void* data_;
@@ -158,6 +166,7 @@ class ExchangeWork final : public Work {
   bool allPosted() const override { return posted_; }
   bool willNeed(int) const override { return !posted_; }
   std::optional<uint32_t> firstSend(const Numbers& numbers) const override;
+  void enter(FlightRecorder& recorder) override;
 
  private:
   template <typename Request>

@@ -16,7 +16,10 @@ constexpr size_t kMaxSchedules = 256;
 }  // namespace
 
 World::World(std::unique_ptr<Transport> transport, double timeout_s)
-    : transport_(std::move(transport)), timeout_s_(timeout_s), pid_(::getpid()) {
+    : transport_(std::move(transport)),
+      recorder_(Settings::read().flight_records),
+      timeout_s_(timeout_s),
+      pid_(::getpid()) {
   if (!(timeout_s > 0)) {
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
   }
@@ -99,6 +102,19 @@ void World::enterLocked(Work& work) {
   }
   work.seq_ = next_seq_++;
   work.takeNumbers(*transport_);
+  if (recorder_.on()) work.enter(recorder_);
+}
+
+FlightRecorder::Flight World::flight() {
+  refuseInChild();
+  std::lock_guard lock(mutex_);
+  FlightRecorder::Flight flight = recorder_.read();
+  for (const auto& work : queue_) {
+    if (work->state_ == Work::State::kQueued) {
+      FlightRecorder::markQueued(flight, work->flight_);
+    }
+  }
+  return flight;
 }
 
 void World::enqueueLocked(const std::shared_ptr<Work>& work) {
@@ -160,6 +176,8 @@ void World::dropEndedLocked() {
 
 void World::finish(Work& work, Work::State state) {
   work.state_ = state;
+  recorder_.end(work.flight_, state == Work::State::kDone ? FlightRecord::State::kDone
+                                                          : FlightRecord::State::kFailed);
   if (work.background_) --background_works_;
   // A thread that waits for this work may sleep, if another one ended it.
   if (waiters_.load(std::memory_order_relaxed) > 1) wake_();

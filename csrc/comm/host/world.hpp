@@ -98,6 +98,9 @@ class World {
     function();
   }
 
+  // The last operations of this rank.
+  FlightRecorder::Flight flight();
+
   // PeerLost, if the peer has left or died.
   std::optional<Error> departure(int peer);
 
@@ -155,6 +158,7 @@ class World {
   }
 
   std::unique_ptr<Transport> transport_;
+  FlightRecorder recorder_;
   std::optional<DeadlockFinder> deadlocks_;
   std::thread::id submitter_;        // of the first operation
   bool several_submitters_ = false;  // no thread that waits keeps the rank from going on

@@ -234,6 +234,7 @@ bool World::runAloneLocked(Work& work) {
     if (work.failure()) return false;
     if (work.complete()) {
       work.state_ = Work::State::kDone;
+      recorder_.end(work.flight_, FlightRecord::State::kDone);
       return true;
     }
     while (--polls > 0 && !transport_->progress()) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/settings.hpp"
+
 namespace hdpcomm {
 
 using device::CallBoard;
@@ -54,6 +56,7 @@ StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
       control_stream_(device_, device_->createStream()),
       probe_(device_, device_->createEvent()),
       peers_(static_cast<size_t>(num_ranks)),
+      recorder_(Settings::read().flight_records),
       watcher_([this] { watch(); }) {}
 
 void StreamEngine::checkUsable() const {
@@ -93,6 +96,24 @@ StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream 
   work->captured_ = device_->isCapturing(caller);
   if (!work->captured_ && running_.size() >= 64) collectEnded();
   return work;
+}
+
+void StreamEngine::end(StreamWork& work, StreamWork::State state) {
+  work.state_ = state;
+  recorder_.end(work.flight_, state == StreamWork::State::kDone ? FlightRecord::State::kDone
+                                                                : FlightRecord::State::kFailed);
+}
+
+FlightRecorder::Flight StreamEngine::flight() const {
+  // A thread that is far ahead of its streams waits for them with the lock; whoever asks what hangs
+  // does not wait with it.
+  constexpr auto kPatience = std::chrono::seconds(1);
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  for (const auto start = Clock::now(); !lock && Clock::now() - start < kPatience;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    (void)lock.try_lock();
+  }
+  return lock ? recorder_.read() : FlightRecorder::Flight{};
 }
 
 void StreamEngine::plan(StreamWork& work, int peer, int posts, int expects) {
@@ -212,8 +233,22 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     return entry;
   };
   const auto announce = [&] {
-    for (const Message& message : sends) post(message.peer, entryOf(message, true));
-    for (const Message& message : recvs) expect(work, message.peer, entryOf(message, false));
+    for (const Message& message : sends) {
+      const CallEntry entry = entryOf(message, true);
+      const uint64_t number = peers_[static_cast<size_t>(message.peer)].num_posted;
+      if (recorder_.on()) {
+        recorder_.addMessage(work->flight_, entry.call, work->seq_, message.peer, true, number);
+      }
+      post(message.peer, entry);
+    }
+    for (const Message& message : recvs) {
+      const CallEntry entry = entryOf(message, false);
+      const uint64_t number = peers_[static_cast<size_t>(message.peer)].num_expected;
+      if (recorder_.on()) {
+        recorder_.addMessage(work->flight_, entry.call, work->seq_, message.peer, false, number);
+      }
+      expect(work, message.peer, entry);
+    }
   };
   submit(lock, work, caller, announce, [&] {
     const StreamMover::WaitCheck check = waitCheckOf(*work);
@@ -246,6 +281,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
     if (peer != rank_) this->plan(*work, peer, 1, 1);
   }
   const auto announce = [&] {
+    if (recorder_.on()) recorder_.add(work->flight_, plan.call, *work->ranks_, work->seq_);
     for (size_t i = 0; i < work->ranks_->size(); ++i) {
       const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;

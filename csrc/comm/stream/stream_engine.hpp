@@ -79,6 +79,9 @@ class StreamEngine final : public WorldPart {
   // Whether the work ended with an error; waitFor() raises it.
   bool failed(const StreamWork& work) const;
 
+  // The last operations of this rank; nothing while another thread keeps the lock.
+  FlightRecorder::Flight flight() const;
+
   // The mover's counts, and `wait_ns`: nanoseconds that host threads have waited for operations.
   Stats stats() const;
   void abort(const std::string& reason) override;
@@ -115,6 +118,7 @@ class StreamEngine final : public WorldPart {
   WorkPtr begin(const Call& call, Ranks ranks, Stream caller);
   void checkUsable() const;
   void checkMembers(const StreamWork& work) const;
+  void end(StreamWork& work, StreamWork::State state);
   void plan(StreamWork& work, int peer, int posts, int expects);
   void post(int peer, const device::CallEntry& entry);
   void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
@@ -178,6 +182,7 @@ class StreamEngine final : public WorldPart {
   std::vector<WorkPtr> released_;  // failed, until their streams have drained
   bool release_due_ = false;       // failed, and the mover's release() was not called yet
   int64_t next_seq_ = 0;
+  FlightRecorder recorder_;
   std::optional<Error> failed_;
   mutable bool device_lost_ = false;
   bool closed_ = false;
@@ -185,7 +190,7 @@ class StreamEngine final : public WorldPart {
   std::condition_variable wake_;
   bool stop_ = false;
   bool retired_ = false;  // the streams have drained, and the mover's memory is given up
-  std::thread watcher_;  // last: it uses all of the above from its start
+  std::thread watcher_;   // last: it uses all of the above from its start
 };
 
 }  // namespace hdpcomm

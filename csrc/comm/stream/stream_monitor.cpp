@@ -123,7 +123,7 @@ void StreamEngine::collectEnded() {
     // A closed engine compares no more calls: that the messages came has to be enough.
     const bool compared = work->uncompared_ == 0 || closed_;
     if (work->state_ != StreamWork::State::kRunning || !compared || !ended(*work)) return false;
-    work->state_ = StreamWork::State::kDone;
+    end(*work, StreamWork::State::kDone);
     return true;
   });
 }
@@ -220,7 +220,7 @@ std::optional<Error> StreamEngine::checkWork(StreamWork& work, Clock::time_point
 void StreamEngine::failWork(StreamWork& work, const Error& error) {
   if (failed_) return;
   work.error_ = withContext(error, work);
-  work.state_ = StreamWork::State::kFailed;
+  end(work, StreamWork::State::kFailed);
   fail(*work.error_);
 }
 
@@ -239,7 +239,7 @@ void StreamEngine::fail(const Error& error) {
       uint64_t& limit = valid_posts[static_cast<size_t>(share.peer)];
       if (share.posts > 0) limit = std::min(limit, share.posted);
     }
-    work->state_ = StreamWork::State::kFailed;
+    end(*work, StreamWork::State::kFailed);
     if (!work->error_) work->error_ = withContext(error, *work);
   }
   board_->fail(rank_, error, valid_posts);

@@ -143,7 +143,7 @@ bool StreamEngine::conclude(const WorkPtr& work) {
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
   if (!agreed) return false;
-  work->state_ = StreamWork::State::kDone;
+  end(*work, StreamWork::State::kDone);
   std::erase(running_, work);
   return true;
 }

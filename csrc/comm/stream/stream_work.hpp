@@ -41,6 +41,7 @@ class StreamWork {
   Ranks ranks_;
   std::shared_ptr<EventPool> events_;
   int64_t seq_ = -1;
+  FlightRecorder::Entry flight_;
   std::vector<Share> shares_;
   OwnedEvent begin_;              // where the caller's stream was
   std::vector<OwnedEvent> ends_;  // all of them done: the operation is
