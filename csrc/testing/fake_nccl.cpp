@@ -130,6 +130,30 @@ int FakeNccl::enqueueWhole(Rank& rank, Whole whole) {
 }
 
 // NCCL waits for operations in progress, and may hang: a complaint.
+void FakeNccl::holdDestroy() {
+  const auto held = lock();
+  destroy_held_ = true;
+}
+
+void FakeNccl::letDestroy() {
+  const auto held = lock();
+  destroy_held_ = false;
+  destroy_let_.notify_all();
+}
+
+int FakeNccl::numInDestroy() {
+  const auto held = lock();
+  return in_destroy_;
+}
+
+int FakeNccl::destroyUnheld(Rank& rank) {
+  auto held = lock();
+  ++in_destroy_;
+  destroy_let_.wait(held, [this] { return !destroy_held_; });
+  --in_destroy_;
+  return destroy(rank);
+}
+
 int FakeNccl::destroy(Rank& rank) {
   const bool in_progress = !rank.stream.empty() || rank.polls_left > 0 || stall_init_;
   if (!in_progress && rank.async_error == kNcclSuccess && !rank.aborted) {

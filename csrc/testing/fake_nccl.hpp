@@ -14,6 +14,7 @@
 // only. Found are signals that nobody has waited for, and puts into a graph.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -63,6 +64,12 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   void withoutPuts() { puts_ = false; }
   // Each call of the function takes so long.
   void slowDown(const std::string& function, double seconds) { delays_[function] = seconds; }
+
+  // From now on ncclCommDestroy returns only after letDestroy(), as it does while graphs refer to
+  // the communicator.
+  void holdDestroy();
+  void letDestroy();
+  int numInDestroy();
 
   // Calls of the program at which NCCL may hang or crash.
   std::vector<std::string> complaints();
@@ -154,6 +161,8 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   // Whether all have opened as many windows as the rank.
   bool windowsOpen(const Rank& rank) const;
   int put(Rank& rank, const void* data, size_t bytes, int peer, NcclWindow window, size_t offset);
+  // Waits as holdDestroy() asks, and destroys.
+  int destroyUnheld(Rank& rank);
   // Sleeps as slowDown() asks. Without the lock.
   void delay(const std::string& function);
   bool puts() const { return puts_; }
@@ -209,6 +218,9 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::string who(const Posted& posted) const;
 
   std::mutex mutex_;
+  std::condition_variable destroy_let_;
+  bool destroy_held_ = false;
+  int in_destroy_ = 0;
   std::vector<Rank> ranks_;
   std::map<std::pair<std::string, int>, int> failures_;
   std::map<std::pair<int, int>, std::deque<Posted>> sends_;

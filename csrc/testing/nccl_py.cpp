@@ -127,6 +127,9 @@ void bindFake(py::module_& module) {
       .def("stall_groups", &FakeNccl::stallGroups, py::arg("rank"))
       .def("without_puts", &FakeNccl::withoutPuts)
       .def("slow_down", &FakeNccl::slowDown, py::arg("function"), py::arg("seconds"))
+      .def("hold_destroy", &FakeNccl::holdDestroy)
+      .def("let_destroy", &FakeNccl::letDestroy)
+      .def("num_in_destroy", &FakeNccl::numInDestroy)
       .def("complaints", &FakeNccl::complaints)
       // The table for a rank of an engine: its operations go to the streams of this device.
       .def(

@@ -12,6 +12,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from tests.fakes import run_threads
+from tests.faults.cases import until
 from tests.faults.test_comm_errors import caught
 from tests.native import _testing
 from tests.ranks.device.stream_programs import Caller
@@ -241,4 +242,21 @@ def test_an_error_ends_a_replay() -> None:
         comm.close()
 
     on_all(run, "both", fake_nccl=fake)
+    assert fake.complaints() == []
+
+
+def test_a_communicator_that_graphs_keep_does_not_hold_up_its_end() -> None:
+    """NCCL destroys it when the last graph has gone, which the program may keep for ever."""
+    fake = _testing.FakeNccl(3)
+
+    def run() -> None:
+        with caller() as rank:
+            graph = graph_of(rank, Step(rank))
+            fake.hold_destroy()
+            del graph
+
+    on_all(run, "nccl", fake_nccl=fake)
+    assert fake.num_in_destroy() == 3
+    fake.let_destroy()
+    assert until(lambda: fake.num_in_destroy() == 0)
     assert fake.complaints() == []
