@@ -159,9 +159,16 @@ class FakeNccl:
 # --- what the core knows and the product does not ask
 FRAME_HEAD_BYTES: int
 
+def channel_offset(num_ranks: int, payload_bytes: int, src: int, dst: int) -> int: ...  # in a shared segment
 def arena_bytes(engine: StreamEngine) -> int: ...  # of device memory that peers map
 def scratch_bytes(engine: StreamEngine) -> int: ...
 def num_operations(check: DeviceCheck) -> int: ...
 def min_ranks(cost: CostModel, length: int) -> int: ...
 def max_offload(cost: CostModel, lengths: Sequence[int]) -> float: ...
 def ring_order(ranks: Sequence[int]) -> list[int]: ...
+
+# --- fuzzers
+
+def fuzz(
+    target: str, corpus: Sequence[bytes], *, seconds: float, seed: int, running: str
+) -> tuple[int, list[bytes]]: ...  # cases, the corpus with those that showed something new

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_testing, module) {
   bindSchedules(module);
   bindPairFailures(module);
   bindDevices(module);
+  bindFuzz(module);
   bindNccl(module);
   bindViews(module);
 }

@@ -8,6 +8,7 @@ namespace hdpcomm::testing {
 void bindSchedules(pybind11::module_& module);
 void bindPairFailures(pybind11::module_& module);
 void bindDevices(pybind11::module_& module);
+void bindFuzz(pybind11::module_& module);
 void bindNccl(pybind11::module_& module);
 void bindViews(pybind11::module_& module);
 

@@ -7,6 +7,7 @@
 #include "planner/plan.hpp"
 #include "testing/module.hpp"
 #include "transport/host/framed/frame_link.hpp"
+#include "transport/host/shm/layout.hpp"
 
 namespace py = pybind11;
 
@@ -15,6 +16,13 @@ namespace hdpcomm::testing {
 void bindViews(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   module.attr("FRAME_HEAD_BYTES") = kFrameHeadBytes;
+  // Where the channel of an ordered pair of ranks lies in a segment.
+  module.def(
+      "channel_offset",
+      [](uint32_t num_ranks, uint32_t payload_bytes, int src, int dst) {
+        return shm::Layout{num_ranks, payload_bytes}.channelOffset(src, dst);
+      },
+      py::arg("num_ranks"), py::arg("payload_bytes"), py::arg("src"), py::arg("dst"));
   module.def("arena_bytes", &StreamEngine::arenaBytes, py::arg("engine"));
   // The engine's lock may be held by a thread that is in a call of NCCL.
   module.def("scratch_bytes", &StreamEngine::scratchBytes, py::arg("engine"), Unlocked());

@@ -242,17 +242,26 @@ def _join_all(joining: Joining, transport: str) -> tuple[_core.comm.World, bool]
     with joining.reporting_failure(_servers):
         here = machine().host(rank)
         answers = joining.from_all("host", f"{int(machine().has_gpu(rank))} {os.getpid()} {here}")
-        seen, pids, identities = zip(*(each.split(" ", 2) for each in answers), strict=True)
-        near = [int(pid) if identity == here else 0 for pid, identity in zip(pids, identities, strict=True)]
+        with joining.reading("host"):
+            seen, pids, identities = zip(*(each.split(" ", 2) for each in answers), strict=True)
+            near = [_pid(pid) if identity == here else 0 for pid, identity in zip(pids, identities, strict=True)]
         joining = dataclasses.replace(joining, pids=tuple(near))
         places = [identities.index(identity) for identity in identities]
         world, hosts = _JOINS.get(transport, _join_shm)(joining, places)
         # Rank 0's costs are everybody's, so that all choose the same algorithms.
         names = cost_names(world.transport)
         inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
-    world.set_costs(**inside)
-    _set_nodes(world, hosts, between)
+    with joining.reading("costs"):
+        world.set_costs(**inside)
+        _set_nodes(world, hosts, between)
     return world, "0" not in seen
+
+
+def _pid(text: str) -> int:
+    pid = int(text)
+    if not 0 < pid < 2**31:
+        raise ValueError(f"{pid} is no process")
+    return pid
 
 
 def _set_nodes(world: _core.comm.World, hosts: Sequence[int], remote: dict[str, float]) -> None:
@@ -279,7 +288,8 @@ def _join_shm(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, lis
     # Rank 0 makes the segment; its descriptor stays open until all have mapped it.
     made = _core.transport.create_segment(joining.size) if rank == 0 else None
     address = joining.from_rank_0("segment", lambda: made.address() if made else "")
-    segment = made or _core.transport.open_segment(address, joining.size)
+    with joining.reading("segment"):
+        segment = made or _core.transport.open_segment(address, joining.size)
     world = _core.comm.join_shm_world(segment, rank, timeout=joining.seconds, joining=joining.left, pids=joining.pids)
     segment.release()
     return world, hosts

@@ -55,14 +55,31 @@ class Joining:
         if self.rank == 0:
             self.store.set(f"{self.prefix}/{key}", json.dumps(make()))
         self.wait(key)
-        return json.loads(self.store.get(f"{self.prefix}/{key}"))
+        with self.reading(key):
+            return json.loads(self.store.get(f"{self.prefix}/{key}"))
 
     def from_all(self, key: str, value: str) -> list[str]:
         """The values of all ranks, by rank. Collective."""
         self.store.set(f"{self.prefix}/{key}/{self.rank}", value)
         self.wait(*(f"{key}/{peer}" for peer in range(self.size)))
         texts = self.store.multi_get([f"{self.prefix}/{key}/{peer}" for peer in range(self.size)])
-        return [text.decode() for text in texts]
+        with self.reading(key):
+            return [text.decode() for text in texts]
+
+    @contextlib.contextmanager
+    def reading(self, key: str) -> Iterator[None]:
+        """What values of ``key`` that no rank writes do to the block is an Error that names the key."""
+        try:
+            yield
+        except Error:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise Error(
+                f"rank {self.rank} read values of '{key}' in the job's store that no rank of this version of hdpcomm "
+                f"writes ({str(error)[:200]}): start all ranks with the same version, and keep others from the store",
+                rank=self.rank,
+                op="init",
+            ) from error
 
     def check_peers(self) -> None:
         """Raises PeerLost when the process of a rank of this host has ended, or another rank has reported a failure."""
@@ -70,11 +87,13 @@ class Joining:
             if pid and not _core.comm.process_runs(pid):
                 raise self._lost(f"rank {peer} died (process {pid}) while the ranks joined the world", peer)
         if isinstance(self.store, JobStore) and self.store.check([DIED_KEY]):
-            for peer, text in json.loads(self.store.get(DIED_KEY)).items():
-                raise self._lost(f"rank {peer} {text} while the ranks joined the world", int(peer))
+            with self.reading("died"):
+                for peer, text in json.loads(self.store.get(DIED_KEY)).items():
+                    raise self._lost(f"rank {peer} {text} while the ranks joined the world", int(peer))
         if self.store.check([self._lost_key]):
-            report = json.loads(self.store.get(self._lost_key))
-            raise self._lost(f"{report['text']} (told by rank {report['by']})", report["peer"])
+            with self.reading("lost"):
+                report = json.loads(self.store.get(self._lost_key))
+                raise self._lost(f"{report['text']} (told by rank {report['by']})", int(report["peer"]))
 
     @contextlib.contextmanager
     def reporting_failure(self, servers: Sequence[JobStoreServer] = ()) -> Iterator[None]:

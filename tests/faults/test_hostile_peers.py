@@ -24,6 +24,7 @@ from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.testing import spawn
 from tests.faults.cases import LONG_S, caught, wait_for, works_again
+from tests.native import _testing
 
 HUGE = 2**63 + 5
 GUARD = 4096  # elements on either side of a buffer
@@ -205,9 +206,7 @@ class Channel:
         start = int(max(mapped, key=lambda line: int(line[4]))[0].split("-")[0], 16)  # by inode: the newest
         assert self.word(start, 8) == MAGIC
         payload = self.word(start + 12, 4)
-        channels = (64 + 2688 * size + 4095) // 4096 * 4096
-        each = (64 + 64 * 64 + payload + 4095) // 4096 * 4096
-        self.at = start + channels + each * (src * size + dst)
+        self.at = start + _testing.channel_offset(size, payload, src, dst)
 
     @staticmethod
     def word(address: int, size: int, value: int | None = None) -> int:

@@ -1,0 +1,154 @@
+#include "testing/fuzz.hpp"
+
+#include <algorithm>
+#include <memory>
+
+#include "kernels/reduce.hpp"
+
+namespace hdpcomm::testing {
+namespace {
+
+constexpr uint64_t kOdd[] = {
+    0,          1,      2,          3,          7,          8,          16,         64,
+    256,        767,    768,        769,        944,        4096,       8192,       32768,
+    65536,      262144, 1ULL << 19, 1ULL << 20, 1ULL << 31, 1ULL << 32, 1ULL << 48, 1ULL << 62,
+    1ULL << 63, ~0ULL,  ~0ULL - 63, 0x7fffffff, 0xffffffff, 0x100000000};
+constexpr size_t kCounts[] = {0, 1, 4, 200, 240, 1000, 2500, 20000, 140000, 300000};
+constexpr std::byte kMark{0xa5};
+
+// Without what differs from case to case.
+std::string shapeOf(const std::string& text) {
+  std::string shape;
+  for (const char each : text) {
+    if (each < '0' || each > '9') shape += each;
+  }
+  return shape;
+}
+
+}  // namespace
+
+uint64_t FuzzBytes::number() {
+  const uint8_t way = byte();
+  if (way < 128) return kOdd[way % std::size(kOdd)];
+  if (way < 192) return kOdd[way % std::size(kOdd)] + (byte() % 5) - 2;
+  uint64_t any = 0;
+  for (int i = 0; i < 1 + way % 8; ++i) any = any << 8 | byte();
+  return any;
+}
+
+FuzzedRank::Posted& FuzzedRank::post(FuzzBytes& bytes) {
+  const bool receives = bytes.below(3) != 0;
+  auto& posted = *(receives ? receives_ : sends_).emplace_back(std::make_unique<Posted>());
+  posted.call.dtype = DType::kFloat32;
+  posted.call.count = kCounts[bytes.below(std::size(kCounts))];
+  posted.bytes = posted.call.count * dtypeBytes(posted.call.dtype);
+  posted.memory.assign(posted.bytes + 2 * kGuard, kMark);
+  posted.number = receives ? transport_.nextRecvNumber(1) : transport_.nextSendNumber(1);
+  std::byte* const data = posted.memory.data() + kGuard;
+  if (receives) {
+    RecvRequest request{.peer = 1,
+                        .data = data,
+                        .bytes = posted.bytes,
+                        .number = posted.number,
+                        .call = posted.call,
+                        .completion = &posted.completion};
+    if (bytes.below(4) == 0) {
+      request.reduce = reduceFunction(DType::kFloat32, RedOp::kMax);
+      request.operand = data;
+      request.element_bytes = 4;
+    }
+    transport_.postRecv(request);
+  } else {
+    transport_.postSend({.peer = 1,
+                         .data = data,
+                         .bytes = posted.bytes,
+                         .number = posted.number,
+                         .confirm = bytes.below(2) == 0,
+                         .call = posted.call,
+                         .completion = &posted.completion});
+  }
+  return posted;
+}
+
+FuzzedRank::FuzzedRank(Transport& transport, FuzzBytes& bytes) : transport_(transport) {
+  nothing_.call.dtype = DType::kFloat32;
+  const size_t count = 1 + bytes.below(4);
+  for (size_t i = 0; i < count; ++i) post(bytes);
+}
+
+const FuzzedRank::Posted& FuzzedRank::expected(size_t index) const {
+  return index < receives_.size() ? *receives_[index] : nothing_;
+}
+
+void FuzzedRank::call(FuzzBytes& bytes) {
+  switch (bytes.below(12)) {
+    case 0:
+      post(bytes);
+      return;
+    case 1:
+      transport_.checkPeers();
+      return;
+    case 2:
+      (void)transport_.lost(1, static_cast<uint32_t>(bytes.number()),
+                            static_cast<uint32_t>(bytes.number()), bytes.below(2) == 0);
+      return;
+    case 3:
+      transport_.notifyFailure(1, Error(ErrorKind::kAborted, "the fuzzer gave up"), std::nullopt,
+                               static_cast<uint32_t>(bytes.number()),
+                               static_cast<uint32_t>(bytes.number()));
+      return;
+    case 4: {
+      const Posted& any = expected(bytes.below(4));
+      transport_.cancel(&any.completion);
+      return;
+    }
+    case 5: {
+      Completion completion;
+      transport_.rejectUnexpected(1, static_cast<uint32_t>(bytes.number()), Call{}, &completion);
+      return;
+    }
+    case 6:
+      (void)transport_.departure(1);
+      return;
+    case 7: {
+      Posted& resync = *sends_.emplace_back(std::make_unique<Posted>());
+      resync.memory.assign(2 * kGuard, kMark);
+      transport_.restartNumbers(1);
+      transport_.postResync(1, &resync.completion);
+      return;
+    }
+    default:
+      transport_.progress();
+  }
+}
+
+std::set<std::string> FuzzedRank::end() {
+  for (int i = 0; i < 4; ++i) transport_.progress();
+  std::set<std::string> results;
+  if (const auto error = transport_.outOfStep(1)) results.insert(shapeOf(error->what()));
+  if (const auto error = transport_.departure(1)) results.insert(shapeOf(error->what()));
+  for (const auto* list : {&receives_, &sends_}) {
+    for (const auto& each : *list) {
+      const char* kind = list == &receives_ ? "receive: " : "send: ";
+      const Completion& completion = each->completion;
+      results.insert(kind + (completion.failure        ? shapeOf(completion.failure->what())
+                             : completion.pending == 0 ? std::string("done")
+                                                       : std::string("under way")));
+      transport_.cancel(&completion);
+    }
+  }
+  transport_.close("the case is over");
+  for (const auto* list : {&receives_, &sends_}) {
+    for (const auto& each : *list) {
+      const auto marked = [](std::byte value) { return value == kMark; };
+      const auto& memory = each->memory;
+      if (!std::all_of(memory.begin(), memory.begin() + kGuard, marked) ||
+          !std::all_of(memory.end() - kGuard, memory.end(), marked)) {
+        throw std::runtime_error("memory beside a buffer has changed");
+      }
+    }
+  }
+  return results;
+}
+
+}  // namespace hdpcomm::testing

@@ -1,0 +1,214 @@
+// The hostile peers: one that sends frames, and one that writes into the shared segment.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "base/error.hpp"
+#include "base/fd.hpp"
+#include "base/process.hpp"
+#include "testing/fuzz.hpp"
+#include "transport/host/framed/frame.hpp"
+#include "transport/host/shm/segment.hpp"
+
+namespace hdpcomm::testing {
+namespace {
+
+constexpr int kSteps = 24;  // of a case, at most
+
+// A process that does nothing: the one whose memory the hostile rank says to send from.
+class OtherProcess {
+ public:
+  OtherProcess() {
+    int ends[2] = {};
+    HDP_SYS(::pipe2(ends, O_CLOEXEC));
+    const Fd reads(ends[0]);
+    const Fd writes(ends[1]);
+    pid_ = static_cast<pid_t>(HDP_SYS(::fork()));
+    if (pid_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      const uint64_t start_time = ownStartTime();
+      (void)!::write(ends[1], &start_time, sizeof start_time);
+      for (;;) ::pause();
+    }
+    if (::read(ends[0], &start_time_, sizeof start_time_) != sizeof start_time_) {
+      throw std::runtime_error("the other process has not started");
+    }
+  }
+  ~OtherProcess() {
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+  OtherProcess(const OtherProcess&) = delete;
+  OtherProcess& operator=(const OtherProcess&) = delete;
+  pid_t pid() const { return pid_; }
+  uint64_t startTime() const { return start_time_; }
+
+ private:
+  pid_t pid_ = 0;
+  uint64_t start_time_ = 0;
+};
+
+// Puts a number into some bytes of an object, at a place that is one of its fields or any.
+void change(void* object, size_t size, FuzzBytes& bytes) {
+  const size_t at = bytes.below(size);
+  const size_t width = std::min<size_t>(size_t{1} << bytes.below(4), size - at);
+  const uint64_t value = bytes.number();
+  std::memcpy(static_cast<std::byte*>(object) + at, &value, width);
+}
+
+// --- frames
+
+// The piece of the message that comes next, as an honest rank would send it, or a frame of another
+// kind.
+framed::Header nextHeader(const FuzzedRank& rank, FuzzBytes& bytes, size_t& message,
+                          uint64_t& offset) {
+  const FuzzedRank::Posted& expected = rank.expected(message);
+  framed::Header header;
+  const size_t kind = bytes.below(20);
+  if (kind <= static_cast<size_t>(framed::Kind::kMarker)) {
+    header.kind = static_cast<framed::Kind>(kind);
+  }
+  header.index = message;
+  header.number = expected.number;
+  header.call = expected.call;
+  header.bytes = expected.bytes;
+  header.offset = offset;
+  header.piece = static_cast<uint32_t>(
+      std::min<uint64_t>(kFrameBulkBytes, expected.bytes - std::min(offset, expected.bytes)));
+  if (header.kind != framed::Kind::kData) {
+    header.piece = static_cast<uint32_t>(bytes.below(64));
+  } else {
+    offset += header.piece;
+    if (offset >= expected.bytes) {
+      ++message;
+      offset = 0;
+    }
+  }
+  if (bytes.below(3) == 0) header.flags = framed::kConfirm;
+  return header;
+}
+
+}  // namespace
+
+std::set<std::string> fuzzFrames(std::span<const uint8_t> data) {
+  FuzzBytes bytes(data);
+  const auto link = std::make_shared<FrameLink>(0, 2);
+  const std::unique_ptr<Transport> transport = makeFramedTransport(link, "fuzzed");
+  FuzzedRank rank(*transport, bytes);
+  size_t message = 0;
+  uint64_t offset = 0;
+  for (int step = 0; step < kSteps && !bytes.empty(); ++step) {
+    if (bytes.below(3) == 0) {
+      rank.call(bytes);
+      continue;
+    }
+    FramePtr frame = framed::makeFrame(nextHeader(rank, bytes, message, offset), nullptr);
+    for (size_t changes = bytes.below(3); changes > 0; --changes) {
+      change(frame->head(), sizeof(framed::Header), bytes);
+    }
+    // What a carrier does: it reads as many bytes as the head says, or gives the head up.
+    const framed::Header header = framed::readHeader(*frame);
+    auto arrived = std::make_shared<Frame>();
+    std::memcpy(arrived->head(), frame->head(), kFrameHeadBytes);
+    if (header.magic == framed::kMagic && header.piece <= kFrameBulkBytes && bytes.below(8) != 0) {
+      arrived->expectBulk();
+    }
+    link->deliver(1, arrived);
+    if (bytes.below(2) == 0) transport->progress();
+  }
+  return rank.end();
+}
+
+// --- the shared segment
+
+namespace {
+
+using shm::Channel;
+using shm::Control;
+using shm::Kind;
+using shm::Slot;
+
+void writeSlot(const FuzzedRank& rank, shm::Segment& segment, FuzzBytes& bytes, size_t message) {
+  const FuzzedRank::Posted& expected = rank.expected(message);
+  Slot& slot = segment.channel(1, 0).slots[message % shm::kSlots];
+  slot.call = expected.call;
+  slot.bytes = expected.bytes;
+  slot.number = expected.number;
+  slot.kind = static_cast<Kind>(bytes.below(static_cast<size_t>(Kind::kMarker) + 1));
+  slot.detail = 0;
+  slot.at.address = bytes.below(3) == 0 ? bytes.number() : 0;
+  slot.at.fragment = expected.bytes;
+  slot.state.store(shm::SlotState::kPosted, std::memory_order_relaxed);
+  for (size_t changes = bytes.below(3); changes > 0; --changes) {
+    change(reinterpret_cast<std::byte*>(&slot) + 8, sizeof slot - 8, bytes);
+  }
+  slot.stamp.store(message + 1, std::memory_order_release);
+}
+
+// What the rank reads of its peer beside messages: counts, and the peer's description of itself.
+// Not the peer's process, to which the system's own rules apply.
+void writeBeside(shm::Segment& segment, FuzzBytes& bytes) {
+  Channel& out = segment.channel(0, 1);
+  Channel& in = segment.channel(1, 0);
+  Control& control = segment.control(1);
+  switch (bytes.below(9)) {
+    case 0:
+      return out.consumed.store(bytes.number());
+    case 1:
+      return out.payload_consumed.store(bytes.number());
+    case 2:
+      return out.direct_allowed.store(static_cast<uint32_t>(bytes.number()));
+    case 3:
+      return change(&out.slots[bytes.below(4)], sizeof(Slot), bytes);
+    case 4:
+      return control.heap_descriptor.store(static_cast<int32_t>(bytes.number()));
+    case 5:
+      control.heap_base = bytes.number();
+      return;
+    case 6:
+      std::memset(control.reason, static_cast<int>(1 + bytes.below(200)), sizeof control.reason);
+      control.reason_ready.store(1);
+      return;
+    case 7:
+      return change(&control.wait, sizeof control.wait, bytes);
+    default:
+      return change(&in.slots[bytes.below(4)], sizeof(Slot), bytes);
+  }
+}
+
+}  // namespace
+
+std::set<std::string> fuzzSlots(std::span<const uint8_t> data) {
+  static const OtherProcess other;
+  FuzzBytes bytes(data);
+  const auto segment = std::dynamic_pointer_cast<shm::Segment>(createShmSegment(2));
+  Control& control = segment->control(1);
+  control.pid = other.pid();
+  control.start_time = other.startTime();
+  control.heap_descriptor.store(-1);
+  control.state.store(shm::RankState::kReady, std::memory_order_release);
+  const std::unique_ptr<Transport> transport = makeShmTransport(segment, 0);
+  shmWaitAllReady(*transport, {.timeout_s = 5});
+  segment->channel(0, 1).direct_allowed.store(static_cast<uint32_t>(bytes.below(2)));
+  FuzzedRank rank(*transport, bytes);
+  size_t message = 0;
+  for (int step = 0; step < kSteps && !bytes.empty(); ++step) {
+    const size_t way = bytes.below(4);
+    if (way == 0) {
+      rank.call(bytes);
+    } else if (way == 1) {
+      writeBeside(*segment, bytes);
+    } else {
+      writeSlot(rank, *segment, bytes, message++);
+    }
+    if (bytes.below(2) == 0) transport->progress();
+  }
+  return rank.end();
+}
+
+}  // namespace hdpcomm::testing
