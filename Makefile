@@ -13,7 +13,7 @@ export CMAKE_ARGS
 # The core is compiled while pip waits for the network and the disk, and while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: train test lint format docs build clean
+.PHONY: train test lint format docs build asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	$(BIN)/hdpcomm train --compare static ddp
@@ -39,6 +39,23 @@ docs: $(DEVELOPER)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 build: $(DEVELOPER)
+
+# The tests with sanitizers (tools/sanitize.py says what they see). What races with something else shows now and then, so
+# ThreadSanitizer runs each file of tests/faults FAULT_RUNS times.
+THREADED := tests/unit/comm tests/unit/device tests/unit/nccl tests/unit/offload tests/ranks/comm tests/ranks/device tests/ranks/nccl
+FAULT_RUNS ?= 20
+SECONDS ?= 60
+
+asan: $(DEVELOPER)
+	$(BIN)/python tools/sanitize.py address
+
+tsan: $(DEVELOPER)
+	$(BIN)/python tools/sanitize.py thread $(THREADED)
+	for file in tests/faults/test_*.py; do $(BIN)/python tools/sanitize.py thread --repeat $(FAULT_RUNS) $$file || exit 1; done
+
+# Hostile peers, SECONDS seconds each, with AddressSanitizer.
+fuzz: $(DEVELOPER)
+	$(BIN)/python tools/sanitize.py address --fuzz $(SECONDS)
 
 # The tools of [build-system].requires go into the virtual environment once, so that later builds are incremental and need
 # no network. nvcc is a matter of its own: training on a machine without a GPU does without.

@@ -1,0 +1,154 @@
+"""Builds the core with a sanitizer and runs tests, or the fuzzers, with it, in a tree of its own under ``build/``.
+
+    python tools/sanitize.py {address,thread} [--repeat N] [--build-only] [arguments of pytest, default: tests]
+    python tools/sanitize.py {address,thread} --fuzz SECONDS
+
+``address``: AddressSanitizer and UndefinedBehaviorSanitizer, with ``thread``: ThreadSanitizer. The tests run against a
+copy of the package (links to its files) with the instrumented core, so that the usual core stays as it is. A process
+that a sanitizer ends fails its test; every report is printed at the end. ``--repeat``: each time in a new process, for
+what happens now and then. torch and Python are not instrumented: what they do without the core is not seen
+(tools/sanitizer_thread.supp). ThreadSanitizer sees the threads of one process, not what processes do in memory that
+they share. Exit code: pytest's, or 1 where there are reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = {
+    "address": "-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined",
+    # No fences: they order plain words that are atomic themselves (transport/wait_board.hpp).
+    "thread": "-fsanitize=thread -Wno-tsan",
+}
+LIBRARIES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+LINKED = ("hdpcomm", "tests", "benchmarks", "examples", "docs", "tools", "csrc", ".ci")  # the tests read files of these
+SHOWN = 6000  # characters of a report
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Links to all files of ``source``, without compiled cores and caches; links to what is gone are removed."""
+    for folder, names, files in os.walk(source):
+        names[:] = [name for name in names if name != "__pycache__"]
+        here = target / Path(folder).relative_to(ROOT)
+        here.mkdir(parents=True, exist_ok=True)
+        for old in here.iterdir():
+            if old.is_symlink() and not old.exists():
+                old.unlink()
+        for name in files:
+            link = here / name
+            if not name.endswith(".so") and not link.is_symlink():
+                link.symlink_to(Path(folder, name))
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Compiles the core; returns the tree whose package holds it."""
+    tree = folder / "tree"
+    for name in LINKED:
+        link_tree(ROOT / name, tree)
+    for path in ROOT.iterdir():
+        if path.is_file() and not (tree / path.name).is_symlink():
+            (tree / path.name).symlink_to(path)
+    pybind = subprocess.run(
+        [sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True, check=True
+    )
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    cmake = shutil.which("cmake", path=search) or "cmake"
+    options = {
+        "CMAKE_BUILD_TYPE": "None",
+        "CMAKE_CXX_FLAGS": f"-O1 -g1 -fno-omit-frame-pointer {FLAGS[kind]}",
+        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": tree / "hdpcomm",
+        "HDPCOMM_TESTING": "ON",
+        "HDPCOMM_CUDA": "OFF",
+        "Python_EXECUTABLE": sys.executable,
+        "pybind11_DIR": pybind.stdout.strip(),
+    }
+    if launcher := shutil.which("ccache"):
+        options["CMAKE_CXX_COMPILER_LAUNCHER"] = launcher
+    ninja = shutil.which("ninja", path=search)
+    subprocess.run(
+        [
+            *(cmake, "-S", ROOT, "-B", folder / "core"),
+            *(("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}") if ninja else ()),
+            *(f"-D{name}={value}" for name, value in options.items()),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    jobs = os.environ.get("BUILD_JOBS", os.cpu_count())
+    subprocess.run([cmake, "--build", folder / "core", "--", f"-j{jobs}"], check=True, stdout=subprocess.DEVNULL)
+    return tree
+
+
+def environment(kind: str, folder: Path) -> dict[str, str]:
+    """That of the tests: the sanitizer's library comes first in each process that they start."""
+    compiler = os.environ.get("CXX", "c++")
+
+    def library(name: str) -> str:
+        told = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        return str(Path(told.stdout.strip()).resolve())
+
+    common = f"log_path={folder / 'report'}"
+    suppressions = Path(__file__).with_name("sanitizer_thread.supp")
+    return {
+        **os.environ,
+        "LD_PRELOAD": " ".join(library(name) for name in LIBRARIES[kind]),
+        # Python and torch keep memory until they end, which is no leak of the core's.
+        "ASAN_OPTIONS": f"{common}:abort_on_error=1:detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": f"{common}:print_stacktrace=1",
+        "TSAN_OPTIONS": f"{common}:exitcode=66:report_signal_unsafe=0:ignore_noninstrumented_modules=1"
+        f":suppressions={suppressions}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(folder / "tree"),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=sorted(FLAGS))
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="runs of the tests (default %(default)s)")
+    parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--fuzz", type=float, metavar="SECONDS", help="run each fuzzer (tests/fuzz.py) for so long")
+    args, rest = parser.parse_known_args(argv)
+    if args.repeat < 1:
+        parser.error(f"--repeat {args.repeat}: give at least 1")
+    folder = ROOT / "build" / args.kind
+    began = time.monotonic()
+    tree = build(args.kind, folder)
+    print(f"built in {time.monotonic() - began:.0f} s", flush=True)
+    if args.build_only:
+        return 0
+    for old in folder.glob("report.*"):
+        old.unlink()
+    if args.fuzz is not None:
+        program = ["-m", "tests.fuzz", "--seconds", str(args.fuzz), *rest]
+    else:
+        program = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(rest or ["tests"])]
+    # The sanitizers' shadow memory wants addresses that are not moved about.
+    command = ["setarch", platform.machine(), "-R", sys.executable, *program]
+    worst = 0
+    for run in range(args.repeat):
+        began = time.monotonic()
+        code = subprocess.run(command, cwd=tree, env=environment(args.kind, folder), check=False).returncode
+        worst = worst or code
+        reports = sorted(folder.glob("report.*"))
+        print(
+            f"run {run + 1} of {args.repeat}: exit code {code}, {time.monotonic() - began:.0f} s, "
+            f"{len(reports)} reports so far",
+            flush=True,
+        )
+    for report in sorted(folder.glob("report.*")):
+        print(f"--- {report}\n{report.read_text(errors='replace')[:SHOWN]}")
+    return worst or (1 if any(folder.glob("report.*")) else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
