@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,11 @@ class CheckpointFolder:
         Waits for the one before. Raises: Error if that could not be written.
         """
         self.wait()
-        copied = _copied(state) if self._rank == 0 else _copied_parts(state)
-        target, arguments = (self._write, (step, copied, dict(facts))) if self._rank == 0 else (
-            self._write_part, (step, copied)
-        )  # fmt: skip
-        self._thread = threading.Thread(target=target, args=arguments, name="hdpcomm-checkpoint", daemon=False)
+        if self._rank == 0:
+            work = partial(self._write, step, _copied(state), dict(facts))
+        else:
+            work = partial(self._write_part, step, _copied_parts(state))
+        self._thread = threading.Thread(target=work, name="hdpcomm-checkpoint", daemon=False)
         self._thread.start()
 
     def wait(self) -> None:
@@ -142,25 +143,25 @@ class CheckpointFolder:
             self._thread = None
 
     def _write(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        partial = self.path / f".step-{step}.partial"
+        unfinished = self.path / f".step-{step}.partial"
         parts = [self._part(step, rank) for rank in range(1, self._writers)]
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            write_tensors(partial, state)
-            files = {path.name: _fingerprint(path) for path in sorted(partial.glob("*.distcp"))}
+            shutil.rmtree(unfinished, ignore_errors=True)
+            write_tensors(unfinished, state)
+            files = {path.name: _fingerprint(path) for path in sorted(unfinished.glob("*.distcp"))}
             if parts:
                 for part in parts:
                     files |= self._wait_for(part)
-                join_files(partial, parts)
-            files |= {path.name: _fingerprint(path) for path in (partial / METADATA,)}
+                join_files(unfinished, parts)
+            files[METADATA] = _fingerprint(unfinished / METADATA)
             text = json.dumps({"format": FORMAT, "step": step, **facts, "files": files}, indent=1)
-            _write_synced(partial / _META, text)
-            self._publish(partial, self.path / f"step-{step}")
+            _write_synced(unfinished / _META, text)
+            self._publish(unfinished, self.path / f"step-{step}")
             for old in self.steps()[self.keep :]:
                 shutil.rmtree(self.path / f"step-{old}", ignore_errors=True)
         except BaseException as failure:
             self._failure = failure
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         for part in parts:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -191,16 +192,16 @@ class CheckpointFolder:
         files: dict[str, list[int]] = json.loads((part / _META).read_text())
         return files
 
-    def _publish(self, partial: Path, final: Path) -> None:
+    def _publish(self, unfinished: Path, final: Path) -> None:
         """Renames; a folder of that name (a damaged one that a resumed run has passed) goes first."""
         if final.exists():
             aside = final.with_name(f".{final.name}.replaced")
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
-            partial.rename(final)
+            unfinished.rename(final)
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            partial.rename(final)
+            unfinished.rename(final)
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -182,6 +182,26 @@ def test_a_function_that_ends_its_process() -> None:
         spawn(os._exit, 1, 3, timeout=30)
 
 
+def dies_or_fails(dying: tuple[int, ...], failing: tuple[int, ...]) -> int:
+    if rank() in dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank() in failing:
+        raise ZeroDivisionError
+    time.sleep(0.1)  # the others are gone by then
+    return rank()
+
+
+def test_survivors_end_the_run() -> None:
+    with RankPool(3) as three:
+        assert three.run(dies_or_fails, (0,), (), survivors=True) == [1, 2]
+        with pytest.raises(hdp.InvalidUsage, match="this RankPool is closed"):
+            three.run(rank)
+    with RankPool(2) as two, pytest.raises(hdp.PeerLost, match=r"rank [01] ended by signal SIGKILL in the middle"):
+        two.run(dies_or_fails, (0, 1), (), survivors=True)
+    with RankPool(2) as two, pytest.raises(ZeroDivisionError):
+        two.run(dies_or_fails, (1,), (0,), survivors=True)
+
+
 def test_errors_of_the_function_leave_the_pool_open(pool: RankPool) -> None:
     with pytest.raises(ZeroDivisionError):
         pool.run(divmod, 1, 0)

@@ -15,7 +15,16 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import device
 from hdpcomm.cli.main import main
-from hdpcomm.comm.launchers import first_host, joined, local_place, master, place, rank_and_size, tasks_on_node
+from hdpcomm.comm.launchers import (
+    agent_restarts,
+    first_host,
+    joined,
+    local_place,
+    master,
+    place,
+    rank_and_size,
+    tasks_on_node,
+)
 from hdpcomm.comm.machine import Machine
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "WORLD_SIZE", "RANK", "LOCAL_")
@@ -91,6 +100,17 @@ def test_one_host_needs_no_address(monkeypatch: pytest.MonkeyPatch, launcher: st
     assert master() == (address, port)
     use(monkeypatch, MASTER_ADDR="head", MASTER_PORT="5")
     assert master() == ("head", 5)
+
+
+def test_how_often_torchrun_has_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert agent_restarts() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert agent_restarts() == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert agent_restarts() == 2
 
 
 def test_srun_on_several_hosts_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
