@@ -48,6 +48,15 @@ def test_closed_loop() -> None:
         assert blind == f"{row['not_learning_over_bound']:.3f}"
 
 
+def test_trees() -> None:
+    found = json.loads((TOP / "benchmarks/results/trees_plan.json").read_text())["plans"]
+    rows = rows_of("| seed | tokens | fragments |")
+    assert len(rows) == len(found)
+    for row, plan in zip(rows, found, strict=True):
+        sizes = [str(plan["seed"]), f"{plan['tokens']:,}", str(plan["fragments"])]
+        assert row == [*sizes, f"{1e3 * plan['seconds']:.1f}", f"{plan['ratio']:.4f}"]
+
+
 def test_simulator_against_real_steps() -> None:
     rows = json.loads((TOP / "benchmarks/results/sim_vs_real.json").read_text())["rows"]
     errors = [abs(simulated / real - 1) for simulated, real in rows]
