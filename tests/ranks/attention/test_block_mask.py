@@ -1,4 +1,10 @@
-"""Masks of one's own equal dense attention under them; blocks that nobody sees are neither sent nor computed."""
+"""Masks of one's own equal dense attention under them; blocks that nobody sees are neither sent nor computed.
+
+HDPCOMM_TEST_TREES: how many random packs and trees are given as masks (default 8).
+"""
+
+import os
+import random
 
 import pytest
 import torch
@@ -11,7 +17,9 @@ from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
 from tests.ranks.attention.attention_oracle import error
+from tests.ranks.attention.tree_oracle import TreeCase, expected, random_tree, trajectories
 
+TREES = int(os.environ.get("HDPCOMM_TEST_TREES", "8"))
 DOCUMENT = torch.arange(1000) // 37
 NOISE = torch.randint(0, 2, (400, 400), generator=torch.Generator().manual_seed(1)).bool()
 
@@ -83,6 +91,38 @@ def test_any_mask_is_exact(name, size):
         got, want = results(size, MASKS[name], tokens, x), dense(x, MASKS[name], tokens)
         for key in want:
             assert error(got[key], want[key]) <= limit, (key, tokens)
+
+
+def tree_mask(case, blind):
+    """The mask of a tree, token by token: those before a token on its way from the root, and itself; or nothing."""
+    seen = torch.zeros(sum(case.lengths), sum(case.lengths), dtype=torch.bool)
+    for places in trajectories(case.parents, case.lengths):
+        for i, place in enumerate(places):
+            first = 0 if case.window is None else max(0, i + 1 - case.window)
+            seen[place, places[first : i + 1]] = True
+    seen[blind] = False
+    return lambda b, h, q, kv: seen[q, kv]  # noqa: ARG005
+
+
+@pytest.mark.parametrize("seed", range(TREES))
+def test_random_packs_and_trees_as_masks(seed):
+    """Trees, packs of sequences (trees of roots), windows, queries that see nothing, blocks of any size."""
+    rng = random.Random(seed)
+    parents, lengths = random_tree(rng, segments=rng.randint(1, 10), longest=rng.choice([30, 200]))
+    if rng.random() < 0.3:
+        parents = [-1] * len(lengths)
+    case = TreeCase(1 + seed % 4, parents, lengths, heads=4, kv_heads=rng.choice([1, 2, 4]), seed=seed,
+                    window=rng.choice([None, 1, 9, 60]))  # fmt: skip
+    tokens = sum(lengths)
+    blind = sorted(rng.sample(range(tokens), rng.choice([0, 0, tokens // 3])))
+    mask, x = tree_mask(case, blind), {n: t for n, t in case.tensors().items() if n != "sinks"}
+    options = {"variant": rng.choice(["auto", "ring", "gather"]), "block": rng.choice([1, 5, 32, 128])}
+    got, want = results(case.size, mask, tokens, x, **options), dense(x, mask, tokens)
+    for key in want:
+        assert error(got[key], want[key]) <= 1e-10, (key, case, options, blind)
+    if not blind:
+        for key, exact in expected(case).items():
+            assert exact is None or error(got[key], exact) <= 1e-10, (key, case, options)
 
 
 @pytest.mark.parametrize("options", [{"variant": "gather"}, {"variant": "ulysses"}, {"variant": "hybrid"},

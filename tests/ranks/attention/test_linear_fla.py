@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import hdpcomm.attention.linear.fla as fla_backend
-from hdpcomm.attention import delta_rule
+from hdpcomm.attention import Tree, delta_rule
 from hdpcomm.attention.linear.fla import choose_backend
 from hdpcomm.errors import InvalidUsage
 from tests.ranks.attention.test_linear import check, delta_inputs, errors, inputs_of
+from tests.ranks.attention.test_tree_linear import check as check_tree
 
 
 def _recurrence(q, k, v, g, beta, scale, initial_state, cu_seqlens):
@@ -64,6 +65,16 @@ def fla(monkeypatch):
 def test_any_ranks(kind, exchange):
     for size, lengths in ((1, [20]), (2, [30, 1, 7]), (3, [40, 2])):
         check(size, lengths, inputs_of(kind, lengths, (2, 1, 4, 3)), exchange=exchange, backend="fla")
+
+
+@pytest.mark.parametrize("exchange", ["gather", "scan", "pipeline"])
+@pytest.mark.parametrize("kind", ["gated", "kda", "ssd"])
+@pytest.mark.usefixtures("fla")
+def test_trees(kind, exchange):
+    tree = Tree([-1, 0, 0, 2, 2, -1], [14, 7, 1, 5, 3, 9])
+    for size in (1, 3):
+        inputs = inputs_of(kind, [tree.num_tokens], (2, 1, 4, 3))
+        check_tree(size, tree, inputs, exchange=exchange, backend="fla")
 
 
 def test_it_is_refused_where_it_cannot_compute(monkeypatch):
