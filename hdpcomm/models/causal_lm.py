@@ -20,6 +20,7 @@ from hdpcomm.models.self_check import check_logits
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["IGNORE", "AdaptedCausalLM", "inner_causal_lm"]
 
@@ -70,6 +71,8 @@ class AdaptedCausalLM(nn.Module):
         self.model = model
         self.z_loss = z_loss
         self.chunk_tokens = chunk_tokens
+        self.tensor: TensorGroup | None = None
+        """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
         causal_lm = self.causal_lm
         config = causal_lm.config.get_text_config()
         _refuse_layers(config, causal_lm)
@@ -121,7 +124,7 @@ class AdaptedCausalLM(nn.Module):
         """
         if self._longest is not None:
             _check_length(longest_length(cu_seqlens), *self._longest)
-        hidden, router_logits = self._hidden(tokens, positions, cu_seqlens, comm)
+        hidden, router_logits = self._hidden(tokens, positions, cu_seqlens, comm, labels is not None)
         if labels is None:
             return self._logits(hidden)
         loss = self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)
@@ -132,9 +135,13 @@ class AdaptedCausalLM(nn.Module):
         return loss
 
     def _hidden(
-        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None
+        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None, labelled: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's input ``[tokens, width]``, and each router's logits ``[tokens, experts]``."""
+        """The last layer's input ``[tokens, width]``, and each router's logits ``[tokens, experts]``.
+
+        Args:
+            labelled: the loss is computed from it, and not the logits.
+        """
         count = tokens.shape[0]
         if count == 0:
             tokens = positions = tokens.new_zeros(1)
@@ -144,11 +151,16 @@ class AdaptedCausalLM(nn.Module):
             if passes_arguments(decoder):
                 options[PACK_ARGUMENT] = pack
             out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
-        hidden: Tensor = out.last_hidden_state[0, :count]
+        hidden: Tensor = out.last_hidden_state[0]
+        if self.tensor is not None:
+            hidden = self.tensor.gather(hidden, tokens.shape[0], partial=not labelled)
+        hidden = hidden[:count]
         return hidden, [] if self._router is None else [x[:count] for x in out.router_logits]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
+        if self.tensor is not None:
+            logits = self.tensor.join_columns(logits)
         if self._scale != 1.0:
             logits = logits * self._scale
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
@@ -160,6 +172,7 @@ class AdaptedCausalLM(nn.Module):
         return linear_cross_entropy(
             hidden, head.weight, labels, weights=weights, bias=head.bias, scale=self._scale, softcap=self._softcap,
             z_loss=self.z_loss, ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
+            comm=None if self.tensor is None else self.tensor.comm,
         )  # fmt: skip
 
     def _loss_of_any_head(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:

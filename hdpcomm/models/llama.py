@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from hdpcomm.models.lean import rms_norm, swiglu
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.tensor_group import TensorGroup
 
-__all__ = ["Llama", "LlamaConfig", "apply_rope", "rope_tables"]
+__all__ = ["Llama", "LlamaConfig", "apply_rope", "finish_llama", "rope_tables"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,36 @@ class _Block(nn.Module):
         return mixed
 
 
+class _LastLayers(Protocol):
+    """What :func:`finish_llama` needs of a model."""
+
+    norm: RMSNorm
+    head: nn.Linear
+    chunk_tokens: int | None
+    tensor: TensorGroup | None
+
+
+def finish_llama(
+    model: _LastLayers,
+    x: Tensor,
+    tokens: int,
+    labels: Tensor | None,
+    label_rows: Tensor | None,
+    label_weights: Tensor | None,
+) -> Tensor:
+    """From what the last block gives to logits or loss; arguments as of :meth:`Llama.forward`."""
+    x, group = model.norm(x), model.tensor
+    if group is not None:
+        x = group.gather(x, tokens, partial=labels is None)
+    if labels is None:
+        logits: Tensor = model.head(x)
+        return logits if group is None else group.join_columns(logits)
+    return linear_cross_entropy(
+        x if label_rows is None else x[label_rows], model.head.weight, labels, weights=label_weights,
+        comm=None if group is None else group.comm, chunk_tokens=model.chunk_tokens,
+    )  # fmt: skip
+
+
 class Llama(nn.Module):
     """A Llama of any size and dtype (fp64 included, for exactness tests).
 
@@ -170,6 +201,8 @@ class Llama(nn.Module):
         self.config = config = config or LlamaConfig()
         self.chunk_tokens: int | None = None
         """Of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+        self.tensor: TensorGroup | None = None
+        """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
         if not dtype.is_floating_point:
             raise InvalidUsage(f"dtype is {dtype}; a model's parameters need a floating-point type")
         device = torch.device(device)
@@ -228,14 +261,7 @@ class Llama(nn.Module):
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
         for block in self.blocks:
             x = block(x, tables, cu_seqlens, comm)
-        x = self.norm(x)
-        if labels is not None:
-            x = x if label_rows is None else x[label_rows]
-            return linear_cross_entropy(
-                x, self.head.weight, labels, weights=label_weights, chunk_tokens=self.chunk_tokens
-            )
-        logits: Tensor = self.head(x)
-        return logits
+        return finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
 
     @property
     def last_layer(self) -> nn.Linear:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hdpcomm.attention import positions
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_logits"]
+__all__ = ["check_logits", "check_same_logits", "few_logits"]
 
 _CU_SEQLENS = (0, 7, 8, 13)
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -24,12 +24,9 @@ def check_logits(adapted: nn.Module, causal_lm: Any, attention: str) -> None:
     """Compares the logits of a pack of short sequences with those of each sequence alone under the attention that the
     model came with. Local. Raises InvalidUsage where they differ.
     """
-    device = causal_lm.get_input_embeddings().weight.device
-    tokens = (torch.arange(_CU_SEQLENS[-1], device=device) * 7 + 3) % causal_lm.get_input_embeddings().num_embeddings
-    cu_seqlens = torch.tensor(_CU_SEQLENS, dtype=torch.int32)
-    places = positions(cu_seqlens, rank=0, size=1, device=device)
+    tokens = _few_tokens(causal_lm)
+    found = few_logits(adapted)
     with _evaluating(adapted), torch.no_grad():
-        found = adapted(tokens, positions=places, cu_seqlens=cu_seqlens, comm=None)
         ours = causal_lm.config._attn_implementation
         causal_lm.set_attn_implementation(attention if attention != ours else "eager")
         try:
@@ -47,6 +44,33 @@ def check_logits(adapted: nn.Module, causal_lm: Any, attention: str) -> None:
             "tokens, its attention differs from what it tells AttentionInterface, or its logits are changed after the "
             "last layer; check=False skips this comparison"
         )
+
+
+def few_logits(adapted: Any) -> Tensor:
+    """Logits of a pack of short sequences. Local; with tensor parallelism collective over its ranks."""
+    tokens = _few_tokens(adapted.causal_lm)
+    cu_seqlens = torch.tensor(_CU_SEQLENS, dtype=torch.int32)
+    places = positions(cu_seqlens, rank=0, size=1, device=tokens.device)
+    with _evaluating(adapted), torch.no_grad():
+        found: Tensor = adapted(tokens, positions=places, cu_seqlens=cu_seqlens, comm=None)
+    return found
+
+
+def check_same_logits(found: Tensor, wanted: Tensor, what: str) -> None:
+    """Raises InvalidUsage where logits differ from those of the whole model. Local."""
+    error = _relative(found, wanted)
+    limit = _TOLERANCE.get(wanted.dtype, _LOW_TOLERANCE)
+    if not error <= limit:
+        raise InvalidUsage(
+            f"{what} gives other logits than whole (relative error {error:.1e}, at most {limit:.0e} was expected): its "
+            "layers do more than its plan tells; train it without, and load it anew"
+        )
+
+
+def _few_tokens(causal_lm: Any) -> Tensor:
+    device = causal_lm.get_input_embeddings().weight.device
+    vocabulary = causal_lm.config.get_text_config().vocab_size
+    return (torch.arange(_CU_SEQLENS[-1], device=device) * 7 + 3) % vocabulary
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:

@@ -12,7 +12,7 @@ from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 
-__all__ = ["check_same_mesh", "checked_stages"]
+__all__ = ["check_same_mesh", "check_same_stages", "checked_stages"]
 
 
 def checked_stages(given: LlamaStage | Sequence[LlamaStage], mesh: Mesh) -> list[LlamaStage]:
@@ -33,12 +33,12 @@ def checked_stages(given: LlamaStage | Sequence[LlamaStage], mesh: Mesh) -> list
     return stages
 
 
-def check_same_mesh(stages: Sequence[LlamaStage], mesh: Mesh) -> None:
-    """Compares the meshes and the cuts of all ranks. Collective over the mesh.
+def check_same_mesh(mesh: Mesh, model: str) -> None:
+    """Compares the meshes of all ranks, and what ``model`` says of theirs. Collective over the mesh.
 
-    Raises: Mismatch on every rank, naming the ranks with another mesh, or the layers that do not follow each other.
+    Raises: Mismatch on every rank, naming the ranks with another one.
     """
-    facts = f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {stages[0].config} {len(stages)}"
+    facts = f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {model}"
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "big")
     digests = torch.empty(mesh.comm.size, dtype=torch.int64)
     mesh.comm.all_gather(digests, torch.tensor([digest], dtype=torch.int64))
@@ -46,9 +46,17 @@ def check_same_mesh(stages: Sequence[LlamaStage], mesh: Mesh) -> None:
     if others:
         raise _mismatch(
             f"rank {mesh.comm.global_rank} has another mesh or another model than the ranks {others}: {mesh}; give "
-            "Mesh and split_llama the same arguments on all ranks",
+            "Mesh and the model (split_llama, tensor_parallel) the same arguments on all ranks",
             mesh,
         )
+
+
+def check_same_stages(stages: Sequence[LlamaStage], mesh: Mesh) -> None:
+    """Compares the meshes and the cuts of all ranks. Collective over the mesh.
+
+    Raises: Mismatch on every rank, naming the ranks with another mesh, or the layers that do not follow each other.
+    """
+    check_same_mesh(mesh, f"{stages[0].config} {len(stages)}")
     own = torch.tensor([[stage.layers.start, stage.layers.stop] for stage in stages], dtype=torch.int64)
     rows = own.new_empty(mesh.comm.size, len(stages), 2)
     mesh.comm.all_gather(rows, own)

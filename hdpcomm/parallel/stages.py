@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import linear_cross_entropy
 from hdpcomm.models import Llama
-from hdpcomm.models.llama import rope_tables
+from hdpcomm.models.llama import finish_llama, rope_tables
 
 if TYPE_CHECKING:
     from hdpcomm.attention import Tree
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["LlamaStage", "layers_of_stages", "split_llama"]
 
@@ -54,6 +54,7 @@ class LlamaStage(nn.Module):
         super().__init__()
         self.config = model.config
         self.chunk_tokens = model.chunk_tokens
+        self.tensor: TensorGroup | None = None
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == model.config.layers
         self.blocks = nn.ModuleList(model.blocks[layer] for layer in layers)
@@ -75,9 +76,12 @@ class LlamaStage(nn.Module):
         return cast(nn.Parameter, self.head.weight if self.last else self.embedding.weight)
 
     def boundary(self, tokens: int) -> Tensor:
-        """An uninitialised tensor for what a stage gives the next one, or its gradient: ``[tokens, hidden]``. Local."""
+        """An uninitialised tensor for what a stage gives the next one, or its gradient: ``[tokens, hidden]``, with
+        tensor parallelism this rank's block of them. Local.
+        """
         like = next(self.blocks.parameters())
-        return torch.empty(tokens, self.config.hidden, dtype=like.dtype, device=like.device)
+        rows = tokens if self.tensor is None else self.tensor.rows(tokens)
+        return torch.empty(rows, self.config.hidden, dtype=like.dtype, device=like.device)
 
     def forward(
         self,
@@ -93,7 +97,8 @@ class LlamaStage(nn.Module):
         """Runs the layers; arguments as of :meth:`hdpcomm.models.Llama.forward`. Collective over ``comm``.
 
         Args:
-            x: the first stage: ``[tokens]`` int64; others: ``[tokens, hidden]``, this rank's shard.
+            x: the first stage: ``[tokens]`` int64; others: ``[tokens, hidden]``, this rank's shard; of it the block of
+                this tensor rank, where there are several.
             labels, label_rows, label_weights: of the last stage only.
         """
         if self.first:
@@ -103,12 +108,7 @@ class LlamaStage(nn.Module):
             x = block(x, tables, cu_seqlens, comm)
         if not self.last:
             return x
-        x = self.norm(x)
-        if labels is None:
-            logits: Tensor = self.head(x)
-            return logits
-        x = x if label_rows is None else x[label_rows]
-        return linear_cross_entropy(x, self.head.weight, labels, weights=label_weights, chunk_tokens=self.chunk_tokens)
+        return finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
 
     def name_in_model(self, name: str) -> str:
         """The name that a parameter of this stage has in the model. Local."""

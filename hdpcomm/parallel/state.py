@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from hdpcomm.comm import Communicator
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.train.optimizer_state import own_state
 
 __all__ = ["load_whole_state", "whole_state"]
@@ -22,7 +23,11 @@ _TIED = ("head.weight", "embedding.weight")
 
 
 def whole_state(
-    module: nn.Module, stages: Sequence[LlamaStage], optimizer: torch.optim.Optimizer, mesh: Mesh
+    module: nn.Module,
+    stages: Sequence[LlamaStage],
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    parts: TensorParts,
 ) -> dict[str, Any]:
     """``model`` and ``optimizer`` as :meth:`hdpcomm.train.Trainer.state_dict` of the whole model gives them.
 
@@ -31,8 +36,9 @@ def whole_state(
 
     Args:
         module: this rank's only stage, or the list of its stages.
+        parts: what of their state is cut for tensor ranks.
     """
-    model, optimized = _state_of(module, optimizer)
+    model, optimized = parts.joined(*get_state_dict(module, optimizer))
     names = _names(stages, model)
     copied = _copied(stages)
     states = {names[name]: values for name, values in optimized["state"].items()}
@@ -60,7 +66,11 @@ def whole_state(
 
 
 def load_whole_state(
-    module: nn.Module, stages: Sequence[LlamaStage], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    module: nn.Module,
+    stages: Sequence[LlamaStage],
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    parts: TensorParts,
 ) -> None:
     """Takes the part of these stages of what :func:`whole_state`, or a trainer of the whole model, gave. Local."""
     names = _names(stages, module.state_dict())
@@ -68,20 +78,16 @@ def load_whole_state(
     copied = _copied(stages)
     states, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
     there = {name: _TIED[1] if whole in copied else whole for name, whole in names.items()}
-    _, mine = _state_of(module, optimizer)
+    _, mine = get_state_dict(module, optimizer)
     optimized: dict[str, Any] = {
         "state": {name: states[there[name]] for name in mine["state"]},
         "param_groups": [
             {**group, "params": own["params"]} for group, own in zip(groups, mine["param_groups"], strict=True)
         ],
     }
+    model, optimized = parts.cut(model, optimized)
     with own_state(optimizer):
         set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optimized)
-
-
-def _state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, optimized = get_state_dict(module, optimizer)
-    return dict(model), dict(optimized)
 
 
 def _names(stages: Sequence[LlamaStage], model: Mapping[str, Any]) -> dict[str, str]:

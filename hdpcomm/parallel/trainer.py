@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel.agreement import check_same_mesh, checked_stages
-from hdpcomm.parallel.gradients import StageGradients
+from hdpcomm.parallel.agreement import check_same_stages, checked_stages
+from hdpcomm.parallel.gradients import MeshGradients
 from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.mesh_trainer import MeshTrainer, broadcast
 from hdpcomm.parallel.pipeline import OffloadContext, StageRunner
 from hdpcomm.parallel.program import Action, make_program
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.parallel.state import load_whole_state, whole_state
-from hdpcomm.train.fsdp import is_fully_sharded
+from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.train.plan_check import check_same_plan
-from hdpcomm.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["PipelineTrainer"]
 
 
-class PipelineTrainer(Trainer):
+class PipelineTrainer(MeshTrainer):
     """A :class:`hdpcomm.train.Trainer` whose ranks are pipelines: every rank of ``mesh.comm`` makes one with its stage
     of the model, and calls :meth:`step` alike.
 
@@ -47,8 +47,9 @@ class PipelineTrainer(Trainer):
             the stages with the numbers ``mesh.stage``, ``mesh.stage + mesh.pipeline`` and so on, for interleaved
             1F1B (``ClusterSpec(chunks=)``). ``model`` is the stage, or a ``ModuleList`` of them.
         optimizer: any optimizer over the stage's parameters that updates each element by itself.
-        planner: with ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline)``; its costs are those of one stage.
-        mesh: the ranks; without tensor parallelism.
+        planner: with ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline, tensor=mesh.tensor)``; its costs are
+            those of one stage.
+        mesh: the ranks. With tensor ranks, each stage is cut by :func:`hdpcomm.parallel.tensor_parallel`.
         max_grad_norm, loss, check_replicas: as of :class:`hdpcomm.train.Trainer`; the norm is that of the whole model.
         offload: :class:`hdpcomm.offload.ActivationOffload` over this rank's stage.
 
@@ -71,39 +72,31 @@ class PipelineTrainer(Trainer):
         offload: ActivationOffload | None = None,
         check_replicas: int = 0,
     ) -> None:
-        if mesh.tensor > 1:
-            raise InvalidUsage(f"the mesh has tensor={mesh.tensor}, and pipelines run without tensor parallelism")
-        self.mesh = mesh
         self.stages = checked_stages(stage, mesh)
         model = self.stages[0] if len(self.stages) == 1 else nn.ModuleList(self.stages)
         self.boundary_bytes = 0
         """Of the last step: what this rank sent to the stages beside its own."""
         self._schedule: PipelineSchedule | None = None
-        if is_fully_sharded(model.parameters()):
-            raise InvalidUsage("the stage is sharded by fully_shard, which pipelines do not know; give it as it was")
-        check_same_mesh(self.stages, mesh)
         super().__init__(
-            model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload,
+            model, optimizer, planner, mesh, max_grad_norm=max_grad_norm, loss=loss, offload=offload,
             check_replicas=check_replicas,
         )  # fmt: skip
 
-    def num_parameters(self) -> int:
-        """Parameters of the whole model, tied ones counted once. Collective over this rank's pipeline."""
-        own = sum(p.numel() for p in self.model.parameters())
-        own -= sum(each.tied.numel() for each in self.stages if each.tied is not None and each.last)
-        count = torch.tensor([own], dtype=torch.int64)
-        self.mesh.pipeline_comm.all_reduce(count)
-        return int(count)
+    @property
+    def parts(self) -> TensorParts:
+        """What of the state is a part of a whole tensor."""
+        return TensorParts.of_stages(self.stages)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and optimizer state of the whole model by their names there, equal on every rank: a trainer
         without pipelines, or with another number of stages, takes it over. Collective over the mesh.
         """
-        return {**whole_state(self.model, self.stages, self.optimizer, self.mesh), "num_steps": self.num_steps}
+        whole = whole_state(self.model, self.stages, self.optimizer, self.mesh, self.parts)
+        return {**whole, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
-        load_whole_state(self.model, self.stages, self.optimizer, state)
+        load_whole_state(self.model, self.stages, self.optimizer, state, self.parts)
         self.num_steps = int(state["num_steps"])
 
     def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
@@ -116,15 +109,22 @@ class PipelineTrainer(Trainer):
         with torch.no_grad():
             runner = self._runner(planned, fetch, 1.0, lambda *_: nullcontext(), lambda _: None)
             runner.run([action for action in self._program(planned.plan) if not action.done.backward])
-        return runner.total
+        return self._once(runner.total)
+
+    def _check_model(self, _: nn.Module) -> None:
+        for stage in self.stages:
+            self._check_cut(stage)
+        check_same_stages(self.stages, self.mesh)
 
     def _check_cluster(self) -> None:
         mesh, cluster, chunks = self.mesh, self.planner.cluster, len(self.stages)
-        if (cluster.ranks, cluster.pipeline, cluster.chunks) != (mesh.hdp, mesh.pipeline, chunks):
+        found = (cluster.ranks, cluster.pipeline, cluster.tensor, cluster.chunks)
+        if found != (mesh.hdp, mesh.pipeline, mesh.tensor, chunks):
             raise InvalidUsage(
-                f"the planner plans for {cluster.ranks} ranks of {cluster.pipeline} devices with {cluster.chunks} "
-                f"stages each, and the mesh has {mesh.hdp} of {mesh.pipeline} with {chunks}; give "
-                f"ClusterSpec(ranks={mesh.hdp}, pipeline={mesh.pipeline}, chunks={chunks}, ...)"
+                f"the planner plans for {cluster.ranks} ranks of {cluster.pipeline} x {cluster.tensor} devices "
+                f"(pipeline x tensor) with {cluster.chunks} stages each, and the mesh has {mesh.hdp} of "
+                f"{mesh.pipeline} x {mesh.tensor} with {chunks}; give ClusterSpec(ranks={mesh.hdp}, "
+                f"pipeline={mesh.pipeline}, tensor={mesh.tensor}, chunks={chunks}, ...)"
             )
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -133,22 +133,19 @@ class PipelineTrainer(Trainer):
         order = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
         check_same_plan(plan, self.comm, more=order)
 
-    def _gradient_buffer(self) -> StageGradients:
-        return StageGradients(self.model.parameters(), self.mesh, self._tied)
+    def _gradient_buffer(self) -> MeshGradients:
+        return MeshGradients(self.model.parameters(), self.mesh, self.parts.by_parameter, self._tied)
+
+    def _counted_parameters(self) -> list[nn.Parameter]:
+        copies = [each.tied for each in self.stages if each.last]
+        return [p for p in self.model.parameters() if not any(p is copy for copy in copies)]
 
     def _same_start(self) -> None:
         """Gives all HDP ranks of a stage the parameters of the first, and tied ones those of the first stage."""
-        mesh = self.mesh
-        with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                _broadcast(mesh.hdp_comm, tensor, 0)
-            if self._tied is not None:
-                ends = mesh.pipeline_comm.subset([0, mesh.pipeline - 1])
-                _broadcast(cast("Communicator", ends), self._tied, 0)
-
-    @property
-    def _replicas(self) -> Communicator:
-        return self.mesh.hdp_comm
+        super()._same_start()
+        if self._tied is not None:
+            ends = cast("Communicator", self.mesh.pipeline_comm.subset([0, self.mesh.pipeline - 1]))
+            broadcast(ends, self._tied, 0)
 
     @property
     def _tied(self) -> nn.Parameter | None:
@@ -158,7 +155,7 @@ class PipelineTrainer(Trainer):
         runner = self._runner(planned, fetch, scale, offloading.micro_batch, self._after_pass)
         runner.run(self._program(planned.plan))
         self.boundary_bytes = runner.bytes_sent
-        return runner.total
+        return self._once(runner.total)
 
     def _program(self, plan: StepPlan) -> tuple[Action, ...]:
         assert self._schedule is not None
@@ -178,12 +175,5 @@ class PipelineTrainer(Trainer):
 
     def _after_pass(self, done: Pass) -> None:
         if done.backward:
-            cast(StageGradients, self.gradients).collect()
+            cast(MeshGradients, self.gradients).collect()
         self.timeline.end("micro-batch", done.micro_batch)
-
-
-def _broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
-    whole = tensor.detach().contiguous()
-    comm.broadcast(whole, root)
-    if whole.data_ptr() != tensor.data_ptr():
-        tensor.copy_(whole)

@@ -30,7 +30,7 @@ from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.replicas import check_replicas
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
-from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
+from hdpcomm.train.shards import Fetch, PackedShard, no_tokens, pack_shard
 from hdpcomm.train.timeline import Timeline
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
@@ -251,6 +251,11 @@ class Trainer:
                 f"ClusterSpec(ranks={size}, ...)"
             )
 
+    @property
+    def _plan_comm(self) -> Communicator:
+        """Whose ranks are those of the plan."""
+        return self.comm
+
     def _check_plan(self, plan: StepPlan) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
         check_same_plan(plan, self.comm)
@@ -282,7 +287,7 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _run_each(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
-        micro_batches = planned.plan.for_rank(self.comm.rank)
+        micro_batches = planned.plan.for_rank(self._plan_comm.rank)
         loss = torch.zeros(2, dtype=torch.float64)
         for place, micro_batch in enumerate(micro_batches):
             last_and_alone = place == len(micro_batches) - 1 and len(micro_batch.ranks) == 1
@@ -301,18 +306,21 @@ class Trainer:
         offloading: OffloadedStep,
     ) -> Tensor:
         """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
-        comm = cast("Communicator", self.comm.subset(micro_batch.ranks))
-        if holds_trees(micro_batch, planned.lengths):
-            fragments = planned.plan.fragments
-            packed = pack_trees(micro_batch, planned.lengths, fragments, fetch, comm=comm, device=self._device)
-        else:
-            packed = pack_shard(micro_batch, fetch, comm=comm, device=self._device)
+        comm = cast("Communicator", self._plan_comm.subset(micro_batch.ranks))
+        packed = self._packed(micro_batch, planned, fetch, comm)
         with offloading.micro_batch(micro_batch.offload_ratio, packed.tokens.numel()):
             loss = micro_batch_loss(self.model, packed, comm, self._loss)
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         if isinstance(self.gradients, GradientBuffer):
             self.gradients.collect()
         return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
+
+    def _packed(self, micro_batch: MicroBatch, planned: PlannedStep, fetch: Fetch, comm: Communicator) -> PackedShard:
+        """This rank's shard of a micro-batch. Local."""
+        if holds_trees(micro_batch, planned.lengths):
+            fragments = planned.plan.fragments
+            return pack_trees(micro_batch, planned.lengths, fragments, fetch, comm=comm, device=self._device)
+        return pack_shard(micro_batch, fetch, comm=comm, device=self._device)
 
     def _mean(self, total: float, labels: float) -> float:
         if labels <= 0:

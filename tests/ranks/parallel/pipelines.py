@@ -9,7 +9,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama, tensor_parallel
+from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
 from tests.ranks.train.plain_llama import batch_gradients
 
@@ -21,8 +22,9 @@ SEED = 3
 class FixedPlanner(Planner):
     """Hands out a plan written by hand, and schedules it as any other."""
 
-    def __init__(self, ranks, stages, batches, *, ratio=0.0, chunks=1):
-        super().__init__(None, ClusterSpec(ranks, 100_000, pipeline=stages, chunks=chunks), cost_model=COST)
+    def __init__(self, ranks, stages, batches, *, ratio=0.0, chunks=1, tensor=1):
+        cluster = ClusterSpec(ranks, 100_000, pipeline=stages, chunks=chunks, tensor=tensor)
+        super().__init__(None, cluster, cost_model=COST)
         self._batches, self._ratio = batches, ratio
 
     def plan(self, lengths):
@@ -45,11 +47,12 @@ def wanted(config, dtype, lengths):
 
 
 def trainer_of(comm, planner, config, dtype, *, recompute="none", offload=False, lr=0.0, layers=None, **options):
-    mesh = Mesh(comm, pipeline=planner.cluster.pipeline)
+    mesh = Mesh(comm, pipeline=planner.cluster.pipeline, tensor=planner.cluster.tensor)
     # Only the first HDP rank of a stage has the weights that count.
-    model = Llama(config, seed=SEED + 10 * mesh.hdp_rank, dtype=dtype)
+    model = Llama(config, seed=SEED + 10 * mesh.hdp_rank + 100 * mesh.tensor_rank, dtype=dtype)
     stages = split_llama(model, mesh.pipeline * planner.cluster.chunks, layers=layers)[mesh.stage :: mesh.pipeline]
     for stage in stages:
+        tensor_parallel(stage, mesh)
         set_recompute(stage, recompute)
     if offload:
         pool = PinnedPool(8 << 20, device="cpu")
@@ -60,10 +63,17 @@ def trainer_of(comm, planner, config, dtype, *, recompute="none", offload=False,
 
 
 def gradients_of(trainer):
-    """By the names in the model; the tied weight of the last stage under its own, ``head.weight``."""
+    """By (name in the model, part of it); the tied weight of the last stage has a name of its own, ``head.weight``."""
     return {
-        stage.name_in_model(name): p.grad.clone() for stage in trainer.stages for name, p in stage.named_parameters()
+        (stage.name_in_model(name), part_of(stage, name)): p.grad.clone()
+        for stage in trainer.stages
+        for name, p in stage.named_parameters()
     }
+
+
+def part_of(module, name):
+    """Which part of a parameter a tensor rank has; None: all of it."""
+    return None if module.tensor is None else module.tensor.shards.get(name)
 
 
 def check_gradients(gradients, metrics, config, dtype, lengths, limit):
@@ -73,14 +83,16 @@ def check_gradients(gradients, metrics, config, dtype, lengths, limit):
     norm = torch.stack([g.double().norm() for g in found_wanted.values()]).norm()
     seen = {}
     for own in gradients:
-        for name, gradient in own.items():
+        for (name, part), gradient in own.items():
             want = found_wanted["embedding.weight" if name not in found_wanted else name]
+            want = want if part is None else own_part(want, part)
             error = (gradient - want).norm()  # a parameter's gradient may be 0: that of q where all sequences are short
             assert error <= limit * (want.norm() + 1e-6 * norm), f"{name}: {error:.2e}"
-            assert torch.equal(seen.setdefault(name, gradient), gradient), f"{name} differs between HDP ranks"
-    if "head.weight" in seen and config.tied_embeddings:
-        assert torch.equal(seen["head.weight"], seen["embedding.weight"])
-    assert seen.keys() >= found_wanted.keys()
+            assert torch.equal(seen.setdefault((name, part), gradient), gradient), f"{name} differs between ranks"
+    for (name, part), gradient in seen.items():
+        if name == "head.weight" and config.tied_embeddings:
+            assert torch.equal(gradient, seen["embedding.weight", part])
+    assert {name for name, _ in seen} >= found_wanted.keys()
     assert abs(metrics.grad_norm - norm) <= 10 * limit * norm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 
@@ -56,6 +57,28 @@ def test_gradients_are_those_of_one_process(how, dtype):
     for rank, (_, _, read, moved) in enumerate(results):
         assert sorted(read) == sorted(s for ranks, sequences in UNEVEN if rank % 2 in ranks for s in sequences)
         assert (moved > 0) == offload
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "chunks", "how", "dtype"),
+    [
+        (1, 2, 1, "plain", torch.float64),
+        (1, 2, 1, "recompute", torch.float32),
+        (1, 2, 2, "offload", torch.float64),
+        (2, 2, 1, "plain", torch.float32),
+        (2, 2, 1, "recompute", torch.float64),
+        (2, 2, 1, "offload", torch.float64),
+    ],
+)
+def test_pipelines_whose_stages_tensor_ranks_share(ranks, tensor, chunks, how, dtype):
+    """PP 2 x TP 2 and HDP 2 x PP 2 x TP 2, interleaved as well."""
+    batches = UNEVEN if ranks == 2 else [((0,), sequences) for _, sequences in UNEVEN]
+    planner = FixedPlanner(ranks, 2, batches, ratio=0.6 if how == "offload" else 0.0, chunks=chunks, tensor=tensor)
+    more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
+    config = dataclasses.replace(CONFIG, vocabulary=62)
+    results = run_steps(ranks * 2 * tensor, planner, config, dtype, LENGTHS, **more)
+    check(results, config, dtype, LENGTHS)
+    assert all((r[3] > 0) == (how == "offload") for r in results)
 
 
 @pytest.mark.parametrize("how", ["plain", "recompute", "offload"])
@@ -275,9 +298,9 @@ def make(comm, *, ranks=2, stages=2, mesh=None, stage=None, number=None, config=
     [
         (
             {"ranks": 4},
-            "InvalidUsage: the planner plans for 4 ranks of 2 devices with 1 stages each",
+            "InvalidUsage: the planner plans for 4 ranks of 2 x 1 devices (pipeline x tensor) with 1 stages each",
         ),
-        ({"stages": 1}, "InvalidUsage: the planner plans for 2 ranks of 1 devices"),
+        ({"stages": 1}, "InvalidUsage: the planner plans for 2 ranks of 1 x 1 devices"),
         ({"stage": []}, "InvalidUsage: the model is a list; give this rank's stages"),
         ({"max_grad_norm": 0.0}, "InvalidUsage: max_grad_norm is 0.0"),
         ({"stage": torch.nn.Linear(2, 2)}, "InvalidUsage: the model is a Linear; give this rank's stages"),
@@ -291,7 +314,8 @@ def test_what_does_not_fit_is_said(options, message):
 def test_the_stage_of_another_rank_is_refused():
     told = errors_of(lambda comm: make(comm, number=1 - comm.rank // 2))
     assert all("is stage" in each and "and was given the layers" in each for each in told)
-    assert all("tensor=2" in each for each in errors_of(lambda comm: make(comm, mesh=Mesh(comm, tensor=2))))
+    told = errors_of(lambda comm: make(comm, mesh=Mesh(comm, pipeline=2, tensor=2)))
+    assert all("is cut for the tensor ranks []" in each for each in told)
 
 
 def test_ranks_with_other_meshes_or_cuts_are_told():

@@ -1,0 +1,181 @@
+"""The training step of HDP beside tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel.agreement import check_same_mesh
+from hdpcomm.parallel.gradients import MeshGradients
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.tensor_state import TensorParts
+from hdpcomm.train.fsdp import is_fully_sharded
+from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.optimizer_state import own_state
+from hdpcomm.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.models.tensor_group import TensorGroup
+    from hdpcomm.offload import ActivationOffload
+    from hdpcomm.plan import PlannedStep, Planner, Tree
+    from hdpcomm.train.activation_profile import OffloadedStep
+    from hdpcomm.train.shards import Fetch
+
+__all__ = ["MeshTrainer"]
+
+
+class MeshTrainer(Trainer):
+    """A :class:`hdpcomm.train.Trainer` whose HDP ranks are groups of tensor ranks: every rank of ``mesh.comm`` makes
+    one with its part of the model, and calls :meth:`step` alike.
+
+    The tensor ranks of an HDP rank work on the same shards of the same sequences. The step's gradients are those of the
+    whole batch and the whole model on a single device.
+
+    Args:
+        model: as of :class:`hdpcomm.train.Trainer`, cut by :func:`hdpcomm.parallel.tensor_parallel` on this mesh.
+        optimizer: any optimizer over the model's parameters that updates each element by itself.
+        planner: with ``ClusterSpec(ranks=mesh.hdp, tensor=mesh.tensor)``.
+        mesh: the ranks, without pipelines (:class:`hdpcomm.parallel.PipelineTrainer` has them).
+        max_grad_norm, loss, offload, check_replicas: as of :class:`hdpcomm.train.Trainer`; the norm is that of the
+            whole model.
+
+    Raises:
+        InvalidUsage: the planner is for another mesh, the model is not cut for this one, or the mesh has pipelines.
+        Mismatch: the ranks have made different meshes or models.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        planner: Planner,
+        mesh: Mesh,
+        *,
+        max_grad_norm: float | None = 1.0,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        offload: ActivationOffload | None = None,
+        check_replicas: int = 0,
+    ) -> None:
+        self.mesh = mesh
+        self._check_model(model)
+        super().__init__(
+            model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload,
+            check_replicas=check_replicas,
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> TensorParts:
+        """What of the state is a part of a whole tensor."""
+        return TensorParts.of_stages([self.model])
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once. Collective over the ranks that hold one copy of it."""
+        by_parameter, size = self.parts.by_parameter, self.mesh.tensor
+        own = 0
+        for parameter in self._counted_parameters():
+            each = size // (by_parameter.get(id(parameter), 1) if size > 1 else 1)
+            own += parameter.numel() if self.mesh.tensor_rank % each == 0 else 0
+        count = torch.tensor([own], dtype=torch.int64)
+        self.mesh.tensor_comm.all_reduce(count)
+        self.mesh.pipeline_comm.all_reduce(count)
+        return int(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and optimizer state of the whole model by their names there, equal on every rank: a trainer on any
+        other mesh takes it over, or one without. Collective over the mesh.
+        """
+        model, optimizer = self.parts.joined(*get_state_dict(self.model, self.optimizer))
+        return {"model": model, "optimizer": optimizer, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
+        model, optimizer = self.parts.cut(state["model"], state["optimizer"])
+        with own_state(self.optimizer):
+            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        self.num_steps = int(state["num_steps"])
+
+    def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
+        """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.
+
+        Collective over the mesh; arguments and errors as of :meth:`step`. The sum over all ranks is that of the batch.
+        """
+        planned = self._plan_now(lengths)
+        self._check_plan(planned.plan)
+        total = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for micro_batch in planned.plan.for_rank(self.mesh.hdp_rank):
+                comm = cast("Communicator", self.mesh.hdp_comm.subset(micro_batch.ranks))
+                packed = self._packed(micro_batch, planned, fetch, comm)
+                loss = micro_batch_loss(self.model, packed, comm, self._loss)
+                total += torch.stack((loss.double(), packed.trained.double())).cpu()
+        return self._once(total)
+
+    def _check_model(self, model: nn.Module) -> None:
+        mesh = self.mesh
+        if mesh.pipeline > 1:
+            raise InvalidUsage(f"the mesh has pipelines of {mesh.pipeline} stages; give PipelineTrainer the stages")
+        self._check_cut(model)
+        check_same_mesh(mesh, str([(name, tuple(p.shape)) for name, p in model.named_parameters()]))
+
+    def _check_cut(self, model: nn.Module) -> None:
+        """Raises unless the model, or stage, is cut for the tensor ranks of the mesh."""
+        group: TensorGroup | None = getattr(model, "tensor", None)
+        ranks = () if group is None else tuple(group.comm.ranks)
+        wanted = tuple(self.mesh.tensor_comm.ranks) if self.mesh.tensor > 1 else ()
+        if ranks != wanted:
+            raise InvalidUsage(
+                f"the model is cut for the tensor ranks {list(ranks)}, and those of the mesh are {list(wanted)}; give "
+                "tensor_parallel(model, mesh), with this mesh"
+            )
+        if is_fully_sharded(model.parameters()):
+            raise InvalidUsage("the model is sharded by fully_shard, which a mesh does not know; give it as it was")
+
+    def _check_cluster(self) -> None:
+        mesh, cluster = self.mesh, self.planner.cluster
+        if (cluster.ranks, cluster.pipeline, cluster.tensor) != (mesh.hdp, 1, mesh.tensor):
+            raise InvalidUsage(
+                f"the planner plans for {cluster.ranks} ranks of {cluster.pipeline} x {cluster.tensor} devices "
+                f"(pipeline x tensor), and the mesh has {mesh.hdp} of 1 x {mesh.tensor}; give "
+                f"ClusterSpec(ranks={mesh.hdp}, tensor={mesh.tensor}, ...)"
+            )
+
+    def _gradient_buffer(self) -> MeshGradients:
+        return MeshGradients(self.model.parameters(), self.mesh, self.parts.by_parameter, None)
+
+    def _counted_parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def _same_start(self) -> None:
+        """Gives all HDP ranks the parameters of the first. Collective."""
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                broadcast(self.mesh.hdp_comm, tensor, 0)
+
+    @property
+    def _plan_comm(self) -> Communicator:
+        return self.mesh.hdp_comm
+
+    @property
+    def _replicas(self) -> Communicator:
+        return self.mesh.hdp_comm
+
+    def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
+        return self._once(super()._run_all(planned, fetch, scale, offloading))
+
+    def _once(self, total: Tensor) -> Tensor:
+        """Counted by one of the tensor ranks, which all have it."""
+        return total if self.mesh.tensor_rank == 0 else torch.zeros_like(total)
+
+
+def broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
+    """In place, contiguous or not. Collective over ``comm``."""
+    whole = tensor.detach().contiguous()
+    comm.broadcast(whole, root)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)

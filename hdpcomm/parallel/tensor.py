@@ -1,0 +1,136 @@
+"""Tensor parallelism with sequence parallel regions: :func:`tensor_parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import AdaptedCausalLM
+from hdpcomm.models.self_check import check_same_logits, few_logits
+from hdpcomm.models.tensor_group import RowLinear, TensorGroup, TensorShard, VocabularyShard
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.tensor_plans import TensorPlan, TokensOf, tensor_plan
+
+__all__ = ["tensor_parallel"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
+    """Leaves on each rank of ``mesh.tensor_comm`` its part of the model, and returns it. Collective over it.
+
+    Linear layers are cut by heads and columns as the model's plan says (``config.base_model_tp_plan`` of transformers),
+    embedding and head by the vocabulary. Between them each rank holds a block of the tokens (sequence parallelism), so
+    norms and residuals are not computed twice; ring attention runs over the HDP ranks with the heads that are here.
+    Several ranks hold a KV head where there are fewer heads than ranks.
+
+    The parameters stay the objects that they were, with the first tensor rank's values: tied weights stay tied, and a
+    new optimizer may have been made before. Gradients of parameters that several ranks hold are parts until
+    :class:`hdpcomm.parallel.MeshTrainer` has added them up, once a step. Give the stages of a pipeline one by one.
+
+    Args:
+        model: a :class:`hdpcomm.models.Llama`, a stage of one, or a causal LM after :func:`hdpcomm.models.adapt`.
+        check: compares the logits of a few tokens with those of the whole model, for models of transformers.
+
+    Raises:
+        InvalidUsage: the model has no plan or one that this cannot follow; heads, columns or vocabulary that the ranks
+            do not divide; or the check failed.
+
+    Source: Megatron-LM, arXiv 1909.08053, section 3, and arXiv 2205.05198, section 4.2.
+    """
+    if mesh.tensor == 1:
+        return model
+    if getattr(model, "tensor", None) is not None:
+        raise InvalidUsage("this model has been cut by tensor_parallel() already; give it once")
+    plan = tensor_plan(model, mesh.tensor)
+    group = TensorGroup(mesh.tensor_comm)
+    checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.detach().contiguous()
+            group.comm.broadcast(whole, 0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+    wanted = few_logits(model) if checked else None
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    cut = _Cut(group, names)
+    cut.apply(plan)
+    model.tensor = group  # type: ignore[assignment]
+    if wanted is not None:
+        check_same_logits(few_logits(model), wanted, f"{type(model).__name__} cut for {mesh.tensor} tensor ranks")
+    return model
+
+
+class _Cut:
+    """Cuts parameters in place, each once."""
+
+    def __init__(self, group: TensorGroup, names: Mapping[int, list[str]]) -> None:
+        self._group, self._names = group, names
+
+    def apply(self, plan: TensorPlan) -> None:
+        size = self._group.comm.size
+        for region in plan.regions:
+            for layer, parts in region.columns.values():
+                self._weights(layer, self._group.shard(parts))
+                layer.out_features = layer.weight.shape[0]
+            self._keep(region.row.weight, self._group.shard(size, dim=1))
+            region.row.in_features = region.row.weight.shape[1]
+            region.row.forward = RowLinear(region.row, self._group)  # type: ignore[method-assign]
+            region.module.register_forward_pre_hook(_Gathering(self._group, region.tokens_of), with_kwargs=True)
+            for name in ("heads", "kv_heads"):  # of our attention, which views by them
+                if hasattr(region.module, name):
+                    heads = getattr(region.module, name)
+                    setattr(region.module, name, heads // min(heads, size))
+        if plan.head is not None:
+            self._weights(plan.head, self._group.shard(size))
+            plan.head.out_features = plan.head.weight.shape[0]
+        if plan.embedding is not None:
+            self._embedding(plan.embedding, size)
+
+    def _embedding(self, embedding: nn.Embedding, size: int) -> None:
+        self._keep(embedding.weight, self._group.shard(size))
+        rows = embedding.num_embeddings // size
+        if embedding.padding_idx is not None:
+            place = embedding.padding_idx - self._group.comm.rank * rows
+            embedding.padding_idx = place if 0 <= place < rows else None
+        embedding.num_embeddings = rows
+        embedding.forward = VocabularyShard(embedding, self._group)  # type: ignore[method-assign]
+
+    def _weights(self, layer: nn.Linear, shard: TensorShard) -> None:
+        self._keep(layer.weight, shard)
+        if layer.bias is not None:
+            self._keep(layer.bias, shard)
+
+    def _keep(self, parameter: nn.Parameter, shard: TensorShard) -> None:
+        names = self._names[id(parameter)]
+        if names[0] in self._group.shards:  # the head that is the embedding
+            return
+        parameter.data = own_part(parameter.data, shard)
+        self._group.shards.update(dict.fromkeys(names, shard))
+
+
+def own_part(whole: Tensor, shard: TensorShard) -> Tensor:
+    """A copy of this rank's part. Local."""
+    size = whole.shape[shard.dim] // shard.parts
+    return whole.narrow(shard.dim, shard.part * size, size).clone(memory_format=torch.contiguous_format)
+
+
+class _Gathering:
+    """Pre-hook of a region: its input, the first argument or ``hidden_states``, becomes that of all tokens."""
+
+    def __init__(self, group: TensorGroup, tokens_of: TokensOf) -> None:
+        self._group, self._tokens_of = group, tokens_of
+
+    def __call__(
+        self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = self._tokens_of(args, options)
+        if args:
+            return (self._group.gather(args[0], tokens), *args[1:]), options
+        return args, {**options, "hidden_states": self._group.gather(options["hidden_states"], tokens)}

@@ -1,0 +1,186 @@
+"""Which layers of a model tensor parallelism cuts, and how: :func:`tensor_plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import AdaptedCausalLM, Llama
+from hdpcomm.models.mixers import mixers_of
+from hdpcomm.parallel.stages import LlamaStage
+
+__all__ = ["Region", "TensorPlan", "tensor_plan"]
+
+_LLAMA: Mapping[str, str] = {
+    "blocks.*.attention.q": "colwise",
+    "blocks.*.attention.k": "colwise",
+    "blocks.*.attention.v": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.ffn.gate": "colwise",
+    "blocks.*.ffn.up": "colwise",
+    "blocks.*.ffn.out": "rowwise",
+}
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+"""Of transformers' plans; the last says what holds here of every parameter that is not cut."""
+
+TokensOf = Callable[[tuple[Any, ...], Mapping[str, Any]], "int | None"]
+"""From the arguments of a module to the tokens of the pack that its input is of; None: it need not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A module that looks at all tokens, with some of its heads or columns on each rank.
+
+    Attributes:
+        columns: linear layers whose outputs are cut, by name, each with the number of parts.
+        row: the linear layer whose inputs are cut, which gives the module's result.
+    """
+
+    name: str
+    module: nn.Module
+    columns: Mapping[str, tuple[nn.Linear, int]]
+    row: nn.Linear
+    tokens_of: TokensOf
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """What :func:`hdpcomm.parallel.tensor_parallel` cuts. The embedding and the head are cut by the vocabulary."""
+
+    regions: tuple[Region, ...]
+    embedding: nn.Embedding | None
+    head: nn.Linear | None
+
+
+def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
+    """The plan of a model for ``size`` ranks. Local.
+
+    Raises: InvalidUsage: the model has no plan or one that this cannot follow, or sizes that ``size`` does not divide.
+    """
+    if isinstance(model, (Llama, LlamaStage)):
+        plan = TensorPlan(
+            regions=tuple(_regions(model, _LLAMA, size, _tokens_of_tables)),
+            embedding=model.embedding if isinstance(model, Llama) or model.first else None,
+            head=model.head if isinstance(model, Llama) or model.last else None,
+        )
+    elif isinstance(model, AdaptedCausalLM):
+        plan = _transformers_plan(model, size)
+    else:
+        raise InvalidUsage(
+            f"tensor parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama, its stages "
+            "(split_llama), and causal LMs of transformers (hdpcomm.models.adapt)"
+        )
+    vocabulary = [layer.weight.shape[0] for layer in (plan.embedding, plan.head) if layer is not None]
+    if any(columns % size for columns in vocabulary):
+        raise InvalidUsage(
+            f"a vocabulary of {vocabulary[0]:,} cannot be shared evenly by {size} tensor ranks; give one that is a "
+            f"multiple of {size}, or another number of tensor ranks"
+        )
+    return plan
+
+
+def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
+    causal_lm = model.causal_lm
+    name, decoder, head = type(causal_lm).__name__, causal_lm.base_model, causal_lm.get_output_embeddings()
+    styles = getattr(causal_lm.config.get_text_config(), "base_model_tp_plan", None)
+    if not styles:
+        raise InvalidUsage(f"{name} has no tensor parallel plan (config.base_model_tp_plan); train it without")
+    if mixers_of(causal_lm):
+        raise InvalidUsage(
+            f"{name} has linear or state-space layers, which tensor parallelism does not cut; train it without"
+        )
+    regions = tuple(_regions(decoder, styles, size, _tokens_of_rope))
+    embedding = causal_lm.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+        raise InvalidUsage(
+            f"the embedding of {name} is a {type(embedding).__name__} and its head a {type(head).__name__}; an "
+            "nn.Embedding and an nn.Linear were expected (LoRA does not go together with tensor parallelism)"
+        )
+    cut = {id(layer) for region in regions for layer, _ in region.columns.values()} | {id(embedding), id(head)}
+    cut |= {id(region.row) for region in regions}
+    for place, module in causal_lm.named_modules():
+        if id(module) not in cut and any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            raise InvalidUsage(
+                f"{place} of {name} has matrices and is not in its tensor parallel plan (config.base_model_tp_plan); "
+                "train it without"
+            )
+    return TensorPlan(regions, embedding, head)
+
+
+def _regions(model: nn.Module, styles: Mapping[str, str], size: int, tokens_of: TokensOf) -> Iterator[Region]:
+    unknown = sorted({style for style in styles.values() if style not in _STYLES})
+    if unknown:
+        raise InvalidUsage(
+            f"the tensor parallel plan of {type(model).__name__} asks for {', '.join(unknown)}, and only "
+            f"{', '.join(_STYLES)} are known here (no experts, no fused projections); train it without"
+        )
+    for place, parent in model.named_modules():
+        found: dict[str, dict[str, nn.Linear]] = {"colwise": {}, "rowwise": {}}
+        for name, child in parent.named_children():
+            path = f"{place}.{name}" if place else name
+            style = styles.get(re.sub(r"\b\d+\b", "*", path))
+            if style not in found:
+                continue
+            if type(child) is not nn.Linear:
+                raise InvalidUsage(
+                    f"{path} is a {type(child).__name__}, and tensor parallelism cuts nn.Linear only (no LoRA, no "
+                    "quantisation)"
+                )
+            found[style][name] = child
+        if not found["colwise"] and not found["rowwise"]:
+            continue
+        if len(found["rowwise"]) != 1 or not found["colwise"]:
+            raise InvalidUsage(
+                f"{place} has {len(found['colwise'])} colwise and {len(found['rowwise'])} rowwise layers in its tensor "
+                "parallel plan; columns and one layer of rows were expected"
+            )
+        (row,) = found["rowwise"].values()
+        head_dim = getattr(parent, "head_dim", None)
+        parts = _parts(place, found["colwise"], row, head_dim, size)
+        columns = {name: (layer, parts[name]) for name, layer in found["colwise"].items()}
+        yield Region(place, parent, columns, row, _no_tokens if head_dim is None else tokens_of)
+
+
+def _parts(
+    place: str, columns: Mapping[str, nn.Linear], row: nn.Linear, head_dim: int | None, size: int
+) -> dict[str, int]:
+    """Into how many parts each layer is cut: KV heads that are fewer than the ranks are held by several each."""
+    parts = {}
+    for name, layer in columns.items():
+        if head_dim is None:
+            if layer.out_features % size:
+                raise InvalidUsage(
+                    f"{place}.{name} has {layer.out_features} columns, which {size} tensor ranks cannot share evenly; "
+                    f"give a width (ffn) that is a multiple of {size}"
+                )
+            parts[name] = size
+            continue
+        heads, most = layer.out_features // head_dim, row.in_features // head_dim
+        if most % size or (heads % size and size % heads):
+            raise InvalidUsage(
+                f"{place}.{name} has {heads} heads, and the layer {most} query heads, which {size} tensor ranks cannot "
+                f"share evenly; the number of query heads must be a multiple of {size}, and that of KV heads a "
+                "multiple or a divisor of it"
+            )
+        parts[name] = min(heads, size)
+    return parts
+
+
+def _tokens_of_tables(args: tuple[Any, ...], _: Mapping[str, Any]) -> int | None:
+    return int(args[1][0].shape[0])
+
+
+def _tokens_of_rope(_: tuple[Any, ...], options: Mapping[str, Any]) -> int | None:
+    tables = options.get("position_embeddings")
+    if tables is None:
+        raise InvalidUsage("the attention of this model gets no position_embeddings, which tensor parallelism needs")
+    return int(tables[0].shape[-2])
+
+
+def _no_tokens(*_: Any) -> int | None:
+    return None

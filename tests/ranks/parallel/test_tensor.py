@@ -1,0 +1,219 @@
+"""Tensor parallelism beside HDP: gradients of one process, and clear errors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.models import Llama, LlamaConfig, set_recompute
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.parallel import Mesh, MeshTrainer, tensor_parallel
+from hdpcomm.plan import ClusterSpec, Planner, Tree
+from hdpcomm.testing import run_threads
+from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, check_gradients, part_of, tokens_of, wanted
+from tests.ranks.parallel.test_pipeline import LENGTHS, LIMIT, UNEVEN
+
+CONFIG = LlamaConfig(vocabulary=62, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48)
+
+
+def trainer_of(comm, planner, config, dtype, *, recompute="none", offload=False, lr=0.0, **options):
+    mesh = Mesh(comm, tensor=planner.cluster.tensor)
+    # Only the first HDP rank's first tensor rank has the weights that count.
+    model = Llama(config, seed=SEED + comm.rank, dtype=dtype)
+    tensor_parallel(model, mesh)
+    set_recompute(model, recompute)
+    if offload:
+        pool = PinnedPool(8 << 20, device="cpu")
+        options["offload"] = ActivationOffload(pool, model, min_bytes=1, resident_layers=0)
+    return MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=lr), planner, mesh, **options)
+
+
+def one_step(planner, config, dtype, lengths, **options):
+    """On each rank, a thread: (metrics, gradients by (name, part), bytes that the trainer offloaded)."""
+    sequences = tokens_of(lengths, config)
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        trainer = trainer_of(comm, planner, config, dtype, max_grad_norm=None, **options)
+        metrics = trainer.step(lengths, lambda i: sequences[i])
+        moved = 0 if trainer.offload is None else trainer.offload.stats().stored_bytes
+        named = trainer.model.named_parameters()
+        return metrics, {(name, part_of(trainer.model, name)): p.grad.clone() for name, p in named}, moved
+
+
+def check(results, config, dtype, lengths):
+    check_gradients([r[1] for r in results], results[0][0], config, dtype, lengths, LIMIT[dtype])
+    assert all(r[0] == results[0][0] for r in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("how", ["plain", "recompute", "offload"])
+def test_gradients_are_those_of_one_process(how, dtype):
+    planner = FixedPlanner(2, 1, UNEVEN, ratio=0.6 if how == "offload" else 0.0, tensor=2)
+    more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
+    results = run_threads(lambda: one_step(planner, CONFIG, dtype, LENGTHS, **more), 4)
+    check(results, CONFIG, dtype, LENGTHS)
+    assert all((moved > 0) == (how == "offload") for _, _, moved in results)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "config"),
+    [
+        (4, 4, LlamaConfig(vocabulary=64, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)),  # 2 ranks a KV head
+        (3, 3, LlamaConfig(vocabulary=63, layers=2, hidden=24, heads=6, kv_heads=1, ffn=48, tied_embeddings=False)),
+        (4, 2, LlamaConfig(vocabulary=62, layers=1, hidden=16, heads=2, kv_heads=2, ffn=16, tied_embeddings=False)),
+    ],
+)
+def test_kv_heads_that_ranks_share(ranks, tensor, config):
+    planner = FixedPlanner(ranks // tensor, 1, [((0,), (0, 1)), ((ranks // tensor - 1,), (2,))], tensor=tensor)
+    lengths = (20, 2, 9)
+    check(run_threads(lambda: one_step(planner, config, torch.float64, lengths), ranks), config, torch.float64, lengths)
+
+
+@pytest.mark.parametrize("transport", ["shm", "sim"])
+def test_short_sequences_and_no_tokens_on_a_rank(transport):
+    planner = FixedPlanner(2, 1, [((0, 1), (0,)), ((1,), (1, 2)), ((1, 0), (3,))], tensor=2)
+    lengths = (1, 2, 1, 3)
+    results = run_threads(lambda: one_step(planner, CONFIG, torch.float32, lengths), 4, transport=transport)
+    check(results, CONFIG, torch.float32, lengths)
+
+
+def test_bf16():
+    planner = FixedPlanner(1, 1, [((0,), (0, 1)), ((0,), (2,))], tensor=2)
+    narrow = run_threads(lambda: one_step(planner, CONFIG, torch.bfloat16, (50, 3, 19)), 2)
+    assert narrow[0][0].loss == pytest.approx(wanted(CONFIG, torch.float64, (50, 3, 19))[0], rel=1e-2)
+
+
+def test_logits_and_trees_are_those_of_one_process():
+    tree = Tree(parents=(-1, 0, 0), lengths=(9, 12, 7))
+    lengths = (tree, 25)
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(62, (28,), generator=generator), torch.randint(62, (25,), generator=generator)]
+
+    def loss(logits, labels, weights=1.0):
+        return (weights * torch.nn.functional.cross_entropy(logits, labels, reduction="none")).sum()
+
+    def rank(tensor):
+        with hdp.init() as comm:
+            planner = Planner(None, ClusterSpec(comm.size // tensor, 64, tensor=tensor), cost_model=COST)
+            found = []
+            for how in (None, loss):
+                trainer = trainer_of(comm, planner, CONFIG, torch.float64, loss=how)
+                done = trainer.step(lengths, lambda i: tokens[i])
+                found += [done.loss, done.grad_norm]
+                total = trainer.evaluate(lengths, lambda i: tokens[i])
+                comm.all_reduce(total)
+                found.append(float(total[0] / total[1]))
+            return found
+
+    want = run_threads(rank, 1, 1)[0]
+    assert want[:3] == pytest.approx(want[3:], rel=1e-12)
+    for found in run_threads(rank, 4, 2):
+        assert found == pytest.approx(want, rel=1e-10)
+
+
+def errors_of(make, world=2):
+    """What ``make(comm)`` raises on each rank."""
+
+    def rank():
+        with hdp.init() as comm:
+            with pytest.raises((InvalidUsage, Mismatch)) as caught:
+                make(comm)
+            comm.barrier()  # the communicator still works
+            return f"{type(caught.value).__name__}: {caught.value}"
+
+    return run_threads(rank, world)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 1, "kv_heads": 1}, "has 1 heads, and the layer 1 query heads, which 2 tensor ranks cannot"),
+        ({"ffn": 47}, "blocks.0.ffn.gate has 47 columns, which 2 tensor ranks cannot"),
+        ({"vocabulary": 61}, "a vocabulary of 61 cannot be shared evenly by 2 tensor ranks"),
+        ({"heads": 6, "hidden": 36, "kv_heads": 3}, "blocks.0.attention.k has 3 heads"),
+    ],
+)
+def test_sizes_that_do_not_divide(changes, message):
+    config = dataclasses.replace(CONFIG, **changes)
+    told = errors_of(lambda comm: tensor_parallel(Llama(config), Mesh(comm, tensor=2)))
+    assert all(each.startswith("InvalidUsage: ") and message in each for each in told)
+
+
+def make(comm, *, model=None, cluster=None, mesh=None):
+    mesh = mesh or Mesh(comm, tensor=2)
+    model = model or tensor_parallel(Llama(CONFIG), mesh)
+    cluster = cluster or ClusterSpec(1, 100, tensor=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return MeshTrainer(model, optimizer, Planner(None, cluster, cost_model=COST), mesh)
+
+
+def twice(comm):
+    mesh = Mesh(comm, tensor=2)
+    tensor_parallel(tensor_parallel(Llama(CONFIG), mesh), mesh)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda comm: tensor_parallel(torch.nn.Linear(2, 2), Mesh(comm, tensor=2)), "got a Linear; it cuts"),
+        (twice, "has been cut by tensor_parallel() already"),
+        (lambda comm: make(comm, model=Llama(CONFIG)), "cut for the tensor ranks [], and those of the mesh are [0, 1]"),
+        (lambda comm: make(comm, cluster=ClusterSpec(2, 100)), "plans for 2 ranks of 1 x 1 devices"),
+        (lambda comm: make(comm, mesh=Mesh(comm, pipeline=2)), "the mesh has pipelines of 2 stages"),
+    ],
+)
+def test_what_does_not_fit_is_said(attempt, message):
+    assert all(message in each for each in errors_of(attempt))
+
+
+def test_ranks_with_other_models_are_told():
+    def other(comm):
+        mesh = Mesh(comm)
+        model = Llama(dataclasses.replace(CONFIG, layers=1 + (comm.rank == 1)))
+        make(comm, model=model, mesh=mesh, cluster=ClusterSpec(2, 100))
+
+    told = errors_of(other)
+    assert told[0].startswith("Mismatch: rank 0 has another mesh or another model than the ranks [1]")
+    assert "than the ranks [0]" in told[1]
+
+
+def test_thirty_training_steps_and_checkpoints_are_those_of_one_process():
+    """AdamW and clipping; after 15 steps each trainer goes on with what the other kind has saved."""
+    config = LlamaConfig(vocabulary=16, layers=2, hidden=16, heads=4, kv_heads=1, ffn=16)
+    batches = [tokens_of(lengths, config) for lengths in ((60, 1, 7, 33), (90, 3, 3), (1, 40, 2, 70))]
+
+    def steps(trainer, first, last):
+        rows = [batches[step % len(batches)] for step in range(first, last)]
+        return [trainer.step([len(s) for s in row], lambda i, row=row: row[i]).loss for row in rows]
+
+    def rank(state=None):
+        """(the first 15 losses, the others, state between them, parameters); or the others from a state."""
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            tensor = 2 if comm.size > 1 else 1
+            planner = Planner(None, ClusterSpec(comm.size // tensor, 200 // comm.size, tensor=tensor), cost_model=COST)
+            trainer = trainer_of(comm, planner, config, torch.float64)
+            trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2, weight_decay=0.1)
+            if state is not None:
+                trainer.load_state_dict(state)
+                return steps(trainer, 15, 30)
+            first, between = steps(trainer, 0, 15), copy.deepcopy(trainer.state_dict())
+            return first, steps(trainer, 15, 30), between, trainer.num_parameters()
+
+    ((first, rest, state, parameters),) = run_threads(rank, 1)
+    assert rest[-1] < first[0]
+    cut = run_threads(rank, 4)
+    for losses, others, saved, count in cut:
+        assert losses == pytest.approx(first, rel=1e-9)
+        assert others == pytest.approx(rest, rel=1e-9)
+        assert count == parameters
+        assert saved["optimizer"]["state"].keys() == state["optimizer"]["state"].keys()
+        for name, tensor in state["model"].items():
+            torch.testing.assert_close(saved["model"][name], tensor, rtol=1e-7, atol=1e-9)
+    for losses in run_threads(rank, 4, state) + run_threads(rank, 1, cut[3][2]):
+        assert losses == pytest.approx(rest, rel=1e-9)

@@ -1,0 +1,131 @@
+"""Tensor parallelism of transformers' models by their own plans: gradients of the whole model on one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import adapt, set_recompute
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.parallel import Mesh, MeshTrainer, tensor_parallel
+from hdpcomm.parallel.tensor import own_part
+from hdpcomm.plan import ClusterSpec, Planner
+from hdpcomm.testing import run_threads
+from tests.ranks.parallel.pipelines import COST, part_of
+
+pytest.importorskip("transformers", minversion="4.54")
+
+from tests.ranks.models.families import LENGTHS, model_of, sequences, unsharded
+
+MODELS = {
+    "llama": {"num_key_value_heads": 1, "mlp_bias": True, "attention_bias": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {},
+    "gemma3": {},
+}
+
+
+def model(family, **changes):
+    return model_of(family, vocab_size=100, **MODELS.get(family, {}), **changes).double()
+
+
+def step(family, ranks, tensor, how="plain"):
+    """On each rank, a thread: metrics and gradients of one step, by (name, part)."""
+    models = [model(family) for _ in range(ranks)]  # transformers makes models of one thread at a time
+
+    def main():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            mesh = Mesh(comm, tensor=tensor)
+            cut = tensor_parallel(adapt(models[comm.rank]), mesh)
+            set_recompute(cut, "full" if how == "recompute" else "none")
+            cluster = ClusterSpec(mesh.hdp, 160 // mesh.hdp, tensor=tensor)
+            offload = None
+            if how == "offload":
+                pool = PinnedPool(8 << 20, device="cpu")
+                offload = ActivationOffload(pool, cut, resident_layers=0, min_bytes=1)
+            planner = Planner(None, cluster, cost_model=COST)
+            optimizer = torch.optim.SGD(cut.parameters(), lr=0.0)
+            trainer = MeshTrainer(cut, optimizer, planner, mesh, max_grad_norm=None, offload=offload)
+            done = trainer.step(LENGTHS, lambda i: sequences()[i])
+            state = trainer.state_dict()["model"]
+            gradients = {(name, part_of(cut, name)): p.grad.clone() for name, p in cut.named_parameters()}
+            return done, gradients, copy.deepcopy(state)
+
+    return run_threads(main, ranks)
+
+
+# transformers computes norms, rotary tables and losses in fp32: no 1e-10 here.
+@pytest.mark.parametrize(
+    ("family", "ranks", "tensor", "how"),
+    [
+        ("llama", 4, 2, "plain"),
+        ("llama", 2, 2, "recompute"),
+        ("llama", 2, 2, "offload"),
+        ("qwen3", 4, 2, "plain"),
+        ("qwen3", 4, 4, "recompute"),
+        ("mistral", 4, 2, "plain"),
+        ("gemma3", 4, 2, "plain"),
+        ("granite", 2, 2, "plain"),
+        ("cohere", 2, 2, "plain"),
+        ("gemma3", 2, 2, "recompute"),
+    ],
+)
+def test_gradients_are_those_of_the_whole_model(family, ranks, tensor, how):
+    whole = model(family)
+    loss, gradients = unsharded(whole)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    results = step(family, ranks, tensor, how)
+    found = {key: gradient for _, own, _ in results for key, gradient in own.items()}
+    for done, own, state in results:
+        assert done.loss == pytest.approx(loss, rel=1e-5)
+        assert done.grad_norm == pytest.approx(float(norm), rel=1e-5)
+        for (name, part), gradient in own.items():
+            assert torch.equal(gradient, found[name, part]), f"{name} differs between ranks"
+            want = gradients[name.removeprefix("model.")]
+            want = want if part is None else own_part(want, part)
+            error = (gradient - want).norm()
+            assert error <= 1e-5 * want.norm() + 1e-9, f"{name}: {error:.1e} of {want.norm():.1e}"
+        for name, tensor_ in whole.state_dict().items():
+            assert torch.equal(state[f"model.{name}"], tensor_), name
+    assert {name for name, _ in found} == {f"model.{name}" for name in gradients}
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mixtral", "asks for moe_tp_experts"),
+        ("phi4", "asks for colwise_gather_output, rowwise_split_input"),
+        ("mamba2", "has no tensor parallel plan"),
+        ("qwen3-next", "has linear or state-space layers"),
+    ],
+)
+def test_plans_that_are_not_followed(family, message):
+    models = [model(family) for _ in range(2)]
+
+    def main():
+        with hdp.init() as comm:
+            with pytest.raises(InvalidUsage) as caught:
+                tensor_parallel(adapt(models[comm.rank], check=False), Mesh(comm, tensor=2))
+            comm.barrier()
+            return str(caught.value)
+
+    assert all(message in told for told in run_threads(main, 2))
+
+
+def test_a_layer_that_does_more_than_its_plan_tells_is_found():
+    models = [model("llama") for _ in range(2)]
+
+    def main():
+        with hdp.init() as comm:
+            adapted = adapt(models[comm.rank])
+            mlp = adapted.causal_lm.base_model.layers[0].mlp
+            mlp.register_forward_hook(lambda _module, _args, out: out + out.shape[1])
+            with pytest.raises(InvalidUsage, match="gives other logits than whole"):
+                tensor_parallel(adapted, Mesh(comm, tensor=2))
+
+    run_threads(main, 2)
