@@ -75,7 +75,7 @@ class _Job:
 
 
 def _capacity(options: TrainOptions, ranks: int) -> int:
-    return options.capacity or -(-options.context // max(1, ranks // options.pipeline))
+    return options.capacity or -(-options.context // max(1, ranks // (options.pipeline * options.tensor)))
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -85,7 +85,8 @@ def _train(parsed: argparse.Namespace) -> int:
     options = _going_on(options)
     _check_saving(options)
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
-    rank, ranks = ranks_here(options.ranks, default=-(-cores // options.pipeline) * options.pipeline)
+    devices = options.pipeline * options.tensor
+    rank, ranks = ranks_here(options.ranks, default=-(-cores // devices) * devices)
     job = _job(options, ranks)
     if rank is not None:
         outcome = run_rank(job)
@@ -133,8 +134,8 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule, check_limits
 
-    if options.elastic and (options.pipeline > 1 or "ddp" in options.compare):
-        what = "--pipeline" if options.pipeline > 1 else "--compare ddp"
+    if options.elastic and (options.pipeline * options.tensor > 1 or "ddp" in options.compare):
+        what = "--pipeline" if options.pipeline > 1 else "--tensor" if options.tensor > 1 else "--compare ddp"
         raise InvalidUsage(
             f"--elastic was given with {what}, which cannot go on with any number of ranks; leave out either"
         )
@@ -159,6 +160,8 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         eval_every=options.eval_every or 0,
         memory_bytes=options.memory,
         pipeline=options.pipeline,
+        chunks=options.chunks,
+        tensor=options.tensor,
         learn_costs=options.learn_costs,
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
         check_replicas=options.check_replicas,

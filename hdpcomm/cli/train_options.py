@@ -75,6 +75,14 @@ class TrainOptions:
         "ranks", 1, "stages of a pipeline: so many ranks hold the layers of the model together, and work as one; "
         "divides --ranks and --layers", count, metavar="N",
     )  # fmt: skip
+    chunks: int = _option(
+        "ranks", 1, "stages on each device of a pipeline (interleaved); --pipeline x --chunks divides --layers", count,
+        metavar="N",
+    )  # fmt: skip
+    tensor: int = _option(
+        "ranks", 1, "ranks that share each layer and work on the same tokens; divides --ranks, --heads, --ffn and the "
+        "vocabulary", count, metavar="N",
+    )  # fmt: skip
     policy: str = _option(
         "ranks", "balanced", "how ranks get their sequences", str, choices=("balanced", "naive", "static")
     )

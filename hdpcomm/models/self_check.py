@@ -68,8 +68,8 @@ def check_same_logits(found: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def _few_tokens(causal_lm: Any) -> Tensor:
-    device = causal_lm.get_input_embeddings().weight.device
-    vocabulary = causal_lm.config.get_text_config().vocab_size
+    device: torch.device = causal_lm.get_input_embeddings().weight.device
+    vocabulary = int(causal_lm.config.get_text_config().vocab_size)
     return (torch.arange(_CU_SEQLENS[-1], device=device) * 7 + 3) % vocabulary
 
 

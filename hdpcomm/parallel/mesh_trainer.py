@@ -63,6 +63,8 @@ class MeshTrainer(Trainer):
         check_replicas: int = 0,
     ) -> None:
         self.mesh = mesh
+        self.boundary_bytes = 0
+        """Of the last step: what this rank sent to the stages beside its own."""
         self._check_model(model)
         super().__init__(
             model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload,

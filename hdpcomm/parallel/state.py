@@ -78,7 +78,7 @@ def load_whole_state(
     copied = _copied(stages)
     states, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
     there = {name: _TIED[1] if whole in copied else whole for name, whole in names.items()}
-    _, mine = get_state_dict(module, optimizer)
+    mine: Mapping[str, Any] = get_state_dict(module, optimizer)[1]
     optimized: dict[str, Any] = {
         "state": {name: states[there[name]] for name in mine["state"]},
         "param_groups": [

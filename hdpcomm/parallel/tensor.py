@@ -81,7 +81,7 @@ class _Cut:
                 layer.out_features = layer.weight.shape[0]
             self._keep(region.row.weight, self._group.shard(size, dim=1))
             region.row.in_features = region.row.weight.shape[1]
-            region.row.forward = RowLinear(region.row, self._group)  # type: ignore[method-assign]
+            region.row.forward = RowLinear(region.row, self._group)  # type: ignore[assignment, method-assign]
             region.module.register_forward_pre_hook(_Gathering(self._group, region.tokens_of), with_kwargs=True)
             for name in ("heads", "kv_heads"):  # of our attention, which views by them
                 if hasattr(region.module, name):
@@ -100,14 +100,14 @@ class _Cut:
             place = embedding.padding_idx - self._group.comm.rank * rows
             embedding.padding_idx = place if 0 <= place < rows else None
         embedding.num_embeddings = rows
-        embedding.forward = VocabularyShard(embedding, self._group)  # type: ignore[method-assign]
+        embedding.forward = VocabularyShard(embedding, self._group)  # type: ignore[assignment, method-assign]
 
     def _weights(self, layer: nn.Linear, shard: TensorShard) -> None:
         self._keep(layer.weight, shard)
         if layer.bias is not None:
             self._keep(layer.bias, shard)
 
-    def _keep(self, parameter: nn.Parameter, shard: TensorShard) -> None:
+    def _keep(self, parameter: Tensor, shard: TensorShard) -> None:
         names = self._names[id(parameter)]
         if names[0] in self._group.shards:  # the head that is the embedding
             return

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import AdaptedCausalLM, Llama
+from hdpcomm.models import AdaptedCausalLM, Llama, LlamaConfig
 from hdpcomm.models.mixers import mixers_of
 from hdpcomm.parallel.stages import LlamaStage
 
-__all__ = ["Region", "TensorPlan", "tensor_plan"]
+__all__ = ["Region", "TensorPlan", "check_sizes", "tensor_plan"]
 
 _LLAMA: Mapping[str, str] = {
     "blocks.*.attention.q": "colwise",
@@ -82,6 +82,19 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
             f"multiple of {size}, or another number of tensor ranks"
         )
     return plan
+
+
+def check_sizes(config: LlamaConfig, size: int) -> None:
+    """Raises InvalidUsage unless ``size`` tensor ranks can share a Llama of these sizes. Local."""
+    whole = {"heads": config.heads, "ffn": config.ffn, "vocabulary": config.vocabulary}
+    wrong = {name: value for name, value in whole.items() if value % size}
+    if config.kv_heads % size and size % config.kv_heads:
+        wrong["kv_heads"] = config.kv_heads
+    if wrong:
+        raise InvalidUsage(
+            f"{size} tensor ranks cannot share {', '.join(f'{name} {value:,}' for name, value in wrong.items())} "
+            f"evenly: heads, ffn and vocabulary must be multiples of {size}, and kv_heads a multiple or a divisor of it"
+        )
 
 
 def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:

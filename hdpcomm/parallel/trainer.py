@@ -74,8 +74,6 @@ class PipelineTrainer(MeshTrainer):
     ) -> None:
         self.stages = checked_stages(stage, mesh)
         model = self.stages[0] if len(self.stages) == 1 else nn.ModuleList(self.stages)
-        self.boundary_bytes = 0
-        """Of the last step: what this rank sent to the stages beside its own."""
         self._schedule: PipelineSchedule | None = None
         super().__init__(
             model, optimizer, planner, mesh, max_grad_norm=max_grad_norm, loss=loss, offload=offload,

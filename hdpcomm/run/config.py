@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
+from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
 from hdpcomm.run.model import FolderModel
 from hdpcomm.run.schedule import Schedule
@@ -41,6 +42,8 @@ class RunConfig:
             the run starts.
         check_replicas: steps between two comparisons of all ranks' weights and optimizer settings; 0: never.
         pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
+        chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B.
+        tensor: ranks that share each layer (:func:`hdpcomm.parallel.tensor_parallel`); 1: none.
     """
 
     model: LlamaConfig | FolderModel = field(default_factory=LlamaConfig)
@@ -60,13 +63,16 @@ class RunConfig:
     eval_every: int = 0
     memory_bytes: int = 0
     pipeline: int = 1
+    chunks: int = 1
+    tensor: int = 1
     learn_costs: bool = False
     calibration: Calibration | None = None
     check_replicas: int = 100
 
     @property
     def stage_model(self) -> LlamaConfig | FolderModel:
-        """As large as what is on one device of a pipeline: some of the layers, with embedding and head."""
+        """As large as what is on one device of a pipeline: some of the layers, with embedding and head; not cut for
+        tensor ranks."""
         if isinstance(self.model, LlamaConfig) and self.pipeline > 1:
             return replace(self.model, layers=self.model.layers // self.pipeline)
         return self.model
@@ -84,7 +90,7 @@ class RunConfig:
             raise InvalidUsage(f"check_replicas is {self.check_replicas}; give a number of steps, or 0 for never")
         if self.offload_bytes < 0:
             raise InvalidUsage(f"offload_bytes is {self.offload_bytes}; it must be 0 (no offload) or more")
-        self._check_pipeline()
+        self._check_mesh()
         if self.offload_bytes and self.model.layers <= 2:
             raise InvalidUsage(
                 f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
@@ -108,36 +114,39 @@ class RunConfig:
                 f"{self.eval_every}; give a rate above 0, and the others not below 0"
             )
 
-    def _check_pipeline(self) -> None:
-        if self.pipeline < 1:
-            raise InvalidUsage(f"pipeline is {self.pipeline}; at least 1 was expected")
-        if self.pipeline == 1:
-            return
-        if self.calibration is not None:
-            raise InvalidUsage(
-                "a calibration is that of ranks without pipelines; leave out --calibration or --pipeline"
-            )
-        if not isinstance(self.model, LlamaConfig):
-            raise InvalidUsage(
-                "pipelines cut the built-in Llama only: leave out --model, or train it without --pipeline"
-            )
-        if self.model.layers % self.pipeline:
-            raise InvalidUsage(
-                f"{self.model.layers} layers cannot be cut into {self.pipeline} stages of as many layers each; give "
-                f"--layers as a multiple of {self.pipeline}"
-            )
+    def _check_mesh(self) -> None:
+        for name in ("pipeline", "chunks", "tensor"):
+            if getattr(self, name) < 1:
+                raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
+        if self.chunks > 1 and self.pipeline == 1:
+            raise InvalidUsage(f"chunks is {self.chunks} and pipeline 1: give --pipeline 2 or more, or no --chunks")
+        if self.tensor > 1 and isinstance(self.model, LlamaConfig):
+            check_sizes(self.model, self.tensor)
+        if self.pipeline > 1:
+            self._check_pipeline()
+        what = "pipelines" if self.pipeline > 1 else "tensor ranks"
         others = {
             "zero": self.zero > 0,
             "dtype": self.dtype != "fp32",
             "recompute auto": self.recompute == "auto",
             "ddp": "ddp" in self.policies,
             "learn-costs": self.learn_costs,
+            "calibration": self.calibration is not None,
         }
         wrong = [name for name, used in others.items() if used]
-        if wrong:
+        if wrong and self.pipeline * self.tensor > 1:
+            raise InvalidUsage(f"{what} do not go together with {', '.join(wrong)} yet: leave out either")
+
+    def _check_pipeline(self) -> None:
+        if not isinstance(self.model, LlamaConfig):
             raise InvalidUsage(
-                f"pipeline is {self.pipeline}, and pipelines do not go together with {', '.join(wrong)} yet: leave out "
-                "either"
+                "pipelines cut the built-in Llama only: leave out --model, or train it without --pipeline"
+            )
+        stages = self.pipeline * self.chunks
+        if self.model.layers % stages:
+            raise InvalidUsage(
+                f"{self.model.layers} layers cannot be cut into {stages} stages of as many layers each; give --layers "
+                f"as a multiple of {stages}"
             )
         if self.offload_bytes and self.stage_model.layers <= 2:
             raise InvalidUsage(

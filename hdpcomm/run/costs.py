@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ from hdpcomm.comm.topology import node_block, shared_cores
 from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh
+from hdpcomm.parallel import Mesh, tensor_parallel
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import model_facts, new_model
-from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, stage_recompute
+from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute
 from hdpcomm.train import profile_cost_model
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
@@ -96,7 +97,7 @@ def measure_costs(
     """As measured now, or as the checkpoint or a calibration has them: plans follow them, and so does the order of
     sums. Collective.
 
-    Costs are those of one stage, so those of a checkpoint with other pipelines are measured anew.
+    Costs are those of one device, so those of a checkpoint with another mesh are measured anew.
 
     Args:
         config, capacity: from :func:`within_memory`.
@@ -105,16 +106,17 @@ def measure_costs(
     Raises: InvalidUsage for a calibration of another model.
     """
     pool = _host_memory(comm, config)
-    if found is not None and found.facts["config"].get("pipeline", 1) == config.pipeline:
+    if found is not None and _mesh_sizes(found.facts["config"]) == _mesh_sizes(asdict(config)):
         facts: dict[str, Any] = dict(found.facts)
         memory = facts.get("memory_model")
         return Costs(CostModel(**facts["cost_model"]), capacity, MemoryModel(**memory) if memory else None, pool)
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
-    recompute = stage_recompute(config)[0]
-    model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=recompute)
-    model = model.to(DTYPES[config.dtype])
-    cost_model = profile_cost_model(model, comm, longest=min(longest, config.capacity, PROFILE_TOKENS))
+    model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
+    mesh = Mesh(comm, tensor=config.tensor)
+    model = tensor_parallel(model, mesh).to(DTYPES[config.dtype])
+    longest = min(longest, config.capacity, PROFILE_TOKENS)
+    cost_model = profile_cost_model(model, mesh.hdp_comm, longest=longest, everyone=comm)
     if pool is None:
         return Costs(cost_model, capacity)
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
@@ -162,20 +164,27 @@ def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int
 
 def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
-    stages = Mesh(comm, pipeline=config.pipeline).positions.view(config.pipeline, -1).tolist()
+    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor)
+    groups = mesh.positions.transpose(1, 2).reshape(-1, mesh.hdp).tolist()  # the HDP ranks that work together
     cluster = ClusterSpec(
-        ranks=len(stages[0]),
-        ranks_per_node=math.gcd(*(node_block(comm, stage) for stage in stages)),
+        ranks=len(groups[0]),
+        ranks_per_node=math.gcd(*(node_block(comm, group) for group in groups)),
         capacity=costs.capacity,
+        tensor=config.tensor,
         pipeline=config.pipeline,
+        chunks=config.chunks,
         offload=config.offload_bytes > 0,
-        # The simulated schedule of pipelines is that of devices that do not share cores.
-        cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline == 1 else None,
+        # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
+        cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline * config.tensor == 1 else None,
     )
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)
     longest = int(corpus.lengths.max())
     return Planner(None, cluster, policy, costs.cost_model, context=longest, memory=costs.memory)
+
+
+def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:
+    return [config.get(name, 1) for name in ("pipeline", "chunks", "tensor")]
 
 
 def _host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hdpcomm.comm.topology import by_host
 from hdpcomm.data import BatchSampler, Corpus
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.recompute import recomputed_layers
 from hdpcomm.plan import Planner
 from hdpcomm.plan.memory import StepMemory
@@ -60,6 +61,11 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
 
     Nothing is trained or written. Raises: InvalidUsage as :func:`hdpcomm.run.train`.
     """
+    if config.tensor > 1:
+        raise InvalidUsage(
+            f"tensor is {config.tensor}, and a dry run measures the memory of whole layers: leave out --dry-run or "
+            "--tensor"
+        )
     comm = by_host(comm)
     check_limits(corpus, config, ranks=comm.size)
     config, capacity, found = within_memory(comm, config)

@@ -18,7 +18,7 @@ from hdpcomm.data import BatchReader, BatchSampler, Corpus
 from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
-from hdpcomm.parallel import PipelineTrainer
+from hdpcomm.parallel import MeshTrainer
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
@@ -33,7 +33,7 @@ from hdpcomm.run.costs import (
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_model
-from hdpcomm.run.pipelines import pipeline_trainer
+from hdpcomm.run.pipelines import mesh_trainer
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.step_times import PlanLearning
@@ -125,18 +125,19 @@ class RunResult:
 
 def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
     """Raises InvalidUsage if a sequence fits no batch, or not all ranks together; says which limit to raise. Local."""
-    if ranks % config.pipeline:
+    devices = config.pipeline * config.tensor
+    if ranks % devices:
         raise InvalidUsage(
-            f"{ranks} ranks cannot be pipelines of {config.pipeline} stages: the number of ranks (--ranks) must be a "
-            f"multiple of {config.pipeline}"
+            f"{ranks} ranks cannot be pipelines of {config.pipeline} stages with {config.tensor} tensor ranks each: "
+            f"the number of ranks (--ranks) must be a multiple of {devices}"
         )
-    ranks //= config.pipeline
+    ranks //= devices
     longest, room = int(corpus.lengths.max()), config.capacity * ranks
     if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
         raise InvalidUsage(
             f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
             f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
-            f"{-(-longest // config.capacity) * config.pipeline:,}, or lower --context to {room:,}"
+            f"{-(-longest // config.capacity) * devices:,}, or lower --context to {room:,}"
         )
     if corpus.vocabulary > config.model.vocabulary:
         raise InvalidUsage(
@@ -232,9 +233,9 @@ class _Run:
 
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
-        if config.pipeline > 1:
+        if config.pipeline * config.tensor > 1:
             comm = comm if self.messages is None else recorded(comm, self.messages)
-            return pipeline_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
+            return mesh_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
         model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
         if isinstance(planner, WholeSequencePlanner):
             group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
@@ -294,7 +295,7 @@ class _Run:
         costs, times = step_costs(
             trainer.timeline.spans, planned.plan, self.comm, seconds=metrics.seconds, spec=self.spec,
             device=self.comm.device, stall_s=stall_s, cost_model=trainer.planner.cost_model,
-            stage_bytes=trainer.boundary_bytes if isinstance(trainer, PipelineTrainer) else None,
+            stage_bytes=trainer.boundary_bytes if isinstance(trainer, MeshTrainer) else None,
         )  # fmt: skip
         if policy in self.learning:
             self.learning[policy].add(planned.plan, times)
@@ -331,7 +332,7 @@ class _Run:
             found = evaluate(
                 trainer.model, trainer.planner, self.comm, self.held_out,
                 tokens_per_step=self.config.tokens_per_step, step=self.done,
-                batch_loss=trainer.evaluate if isinstance(trainer, PipelineTrainer) else None,
+                batch_loss=trainer.evaluate if isinstance(trainer, MeshTrainer) else None,
             )  # fmt: skip
             self.evaluations[policy].append(found)
             if self.watching.on_evaluation is not None:
@@ -371,7 +372,7 @@ class _Run:
 
     def result(self) -> RunResult:
         trainer = self.trainers[self.config.policies[0]]
-        if isinstance(trainer, PipelineTrainer):
+        if isinstance(trainer, MeshTrainer):
             state, parameters = trainer.state_dict()["model"], trainer.num_parameters()
         else:
             state, parameters = trainer.model.state_dict(), sum(p.numel() for p in trainer.model.parameters())

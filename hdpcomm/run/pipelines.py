@@ -1,55 +1,72 @@
-"""The part of a run whose ranks are pipelines."""
+"""The part of a run whose HDP ranks are several devices: pipelines, and ranks that share layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, split_llama, tensor_parallel
 from hdpcomm.run.config import RunConfig
+from hdpcomm.run.model import new_model
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import Planner
 
-__all__ = ["SMALLEST_OFFLOAD", "pipeline_trainer", "stage_recompute"]
+__all__ = ["SMALLEST_OFFLOAD", "device_recompute", "mesh_trainer", "stage_recompute"]
 
 SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
 
 
-def pipeline_trainer(
+def mesh_trainer(
     comm: Communicator,
     config: RunConfig,
     planner: Planner,
     pool: PinnedPool | None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-) -> PipelineTrainer:
-    """The trainer of this rank's stage. Collective over ``comm``.
+) -> MeshTrainer:
+    """The trainer of this rank's part of the model. Collective over ``comm``.
 
     Args:
         pool: for offloaded activations; ``None``: none are.
     """
+    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor)
+    checks: dict[str, Any] = {"max_grad_norm": config.max_grad_norm, "check_replicas": config.check_replicas}
+    if config.pipeline == 1:
+        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
+        tensor_parallel(model, mesh)
+        offload = None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
+        optimizer = make_optimizer(model)
+        return MeshTrainer(model, optimizer, planner, mesh, offload=offload, **checks)
     assert isinstance(config.model, LlamaConfig)  # the configuration was checked
-    mesh = Mesh(comm, pipeline=config.pipeline)
-    model = Llama(config.model, seed=config.seed).to(comm.device)
-    stage = split_llama(model, mesh.pipeline)[mesh.stage]
-    set_recompute(stage, stage_recompute(config)[mesh.stage])
-    offload = None if pool is None else ActivationOffload(pool, stage, min_bytes=SMALLEST_OFFLOAD)
-    optimizer = make_optimizer(stage)
-    return PipelineTrainer(
-        stage, optimizer, planner, mesh, max_grad_norm=config.max_grad_norm, offload=offload,
-        check_replicas=config.check_replicas,
-    )  # fmt: skip
+    whole = Llama(config.model, seed=config.seed).to(comm.device)
+    own = slice(mesh.stage, None, mesh.pipeline)
+    stages = split_llama(whole, mesh.pipeline * config.chunks)[own]
+    for stage, recompute in zip(stages, stage_recompute(config)[own], strict=True):
+        tensor_parallel(stage, mesh)
+        set_recompute(stage, recompute)
+    layers = [block for stage in stages for block in stage.blocks]
+    offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)
+    optimizer = make_optimizer(nn.ModuleList(stages))
+    return PipelineTrainer(stages, optimizer, planner, mesh, offload=offload, **checks)
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:
-    """Of each stage of a pipeline, what :func:`hdpcomm.models.set_recompute` is to be told; one, without."""
+    """Of each stage of the model, what :func:`hdpcomm.models.set_recompute` is to be told; one, without pipelines."""
+    stages = config.pipeline * config.chunks
     if isinstance(config.recompute, str):
-        return [config.recompute] * config.pipeline
-    layers = config.stage_model.layers
-    return [min(layers, max(0, config.recompute - stage * layers)) for stage in range(config.pipeline)]
+        return [config.recompute] * stages
+    layers = config.model.layers // stages
+    return [min(layers, max(0, config.recompute - stage * layers)) for stage in range(stages)]
+
+
+def device_recompute(config: RunConfig) -> str | int:
+    """The same for the layers on the first device of a pipeline."""
+    if isinstance(config.recompute, str):
+        return config.recompute
+    return sum(int(each) for each in stage_recompute(config)[:: config.pipeline])

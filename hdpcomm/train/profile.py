@@ -26,29 +26,42 @@ __all__ = ["forward_backward", "profile_cost_model", "profile_samples"]
 _REPEATS = 2  # the faster one counts, what else the machine does only ever slows down
 
 
-def profile_cost_model(model: nn.Module, comm: Communicator, *, longest: int) -> CostModel:
+def profile_cost_model(
+    model: nn.Module, comm: Communicator, *, longest: int, everyone: Communicator | None = None
+) -> CostModel:
     """Measures forward and backward of ``model`` for some lengths and numbers of ranks, and fits the cost model to it.
 
-    Collective over ``comm``. All ranks work at once, as they do in training, so that what they take from each other
+    Collective over ``everyone``. All ranks work at once, as they do in training, so that what they take from each other
     (cores, memory bandwidth, links) is in the figures; their times are averaged over all ranks, so every rank fits the
     same model. On several hosts, groups inside a host tell what compute costs, and groups that cross hosts what their
     links do. The model keeps its parameters; gradients are dropped.
 
     Args:
         model: called as the model of :class:`hdpcomm.train.Trainer`.
+        comm: the HDP ranks that this one is among.
+        everyone: all ranks that are to get the same model; default: those of ``comm``. With tensor parallelism they are
+            more, and those that share layers must be at the same place of theirs.
         longest: the longest length to measure on one rank, in tokens; the others are halves of it. Takes about as long
             as training on six times as many tokens per rank.
     """
-    return CostModel.fit(profile_samples(model, comm, longest=longest))
+    return CostModel.fit(profile_samples(model, comm, longest=longest, everyone=everyone))
 
 
-def profile_samples(model: nn.Module, comm: Communicator, *, longest: int, repeats: int = _REPEATS) -> list[CostSample]:
+def profile_samples(
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    longest: int,
+    repeats: int = _REPEATS,
+    everyone: Communicator | None = None,
+) -> list[CostSample]:
     """The measurements of :func:`profile_cost_model`, equal on every rank: of each, the fastest of ``repeats``.
 
-    Collective over ``comm``.
+    Collective over ``everyone``.
     """
     if longest < 1:
         raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
+    everyone = comm if everyone is None else everyone
     local = node_block(comm)
     cases = _cases(comm.size, local, longest)
     groups = {ranks: _group_of(comm, ranks) for ranks, _ in cases}
@@ -59,13 +72,13 @@ def profile_samples(model: nn.Module, comm: Communicator, *, longest: int, repea
         group = groups[ranks]
         took = float("inf")
         for _ in range(repeats):
-            comm.barrier()
+            everyone.barrier()
             if group is not None:
                 took = min(took, _seconds(model, group, lengths))
         if group is not None and (ranks <= local or _on_several_hosts(group)):
             measured[case, 0], measured[case, 1] = took, 1.0
     model.zero_grad(set_to_none=True)
-    comm.all_reduce(measured)
+    everyone.all_reduce(measured)
     return [
         CostSample(ranks, tuple(lengths), total / count, one_node=ranks <= local)
         for (ranks, lengths), (total, count) in zip(cases, measured.tolist(), strict=True)

@@ -56,6 +56,13 @@ def test_pipeline(started):
     assert "micro-batches on 1 pipelines" in told
 
 
+def test_tensor_parallel(started):
+    told = started("tensor_parallel.py", "--steps", "4", "--tokens", "2500")
+    assert len(losses(told)) == 4
+    assert losses(told)[-1] < losses(told)[0]
+    assert "micro-batches on 1 HDP ranks" in told
+
+
 def test_fsdp2(started):
     told = started("fsdp2.py", "4", "2500")
     assert len(losses(told)) == 4

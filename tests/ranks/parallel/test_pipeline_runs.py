@@ -15,7 +15,9 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.run import RunConfig, Saving, Watching, dry_run, train
-from hdpcomm.run.pipelines import stage_recompute
+from hdpcomm.run.export import export_model
+from hdpcomm.run.model import folder_model
+from hdpcomm.run.pipelines import device_recompute, stage_recompute
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.ranks.parallel.pipelines import CONFIG, COST, SEED, tokens_of, trainer_of
@@ -64,6 +66,9 @@ def plain(data):
         (4, {"pipeline": 2}),
         (4, {"pipeline": 4, "recompute": 3}),
         (2, {"pipeline": 2, "recompute": "full"}),
+        (2, {"pipeline": 2, "chunks": 2, "recompute": 3}),
+        (4, {"pipeline": 2, "tensor": 2}),
+        (4, {"tensor": 2, "recompute": 1}),
     ],
 )
 def test_a_run_has_the_losses_of_one_process(data, plain, ranks, options):
@@ -79,9 +84,12 @@ def test_a_run_has_the_losses_of_one_process(data, plain, ranks, options):
         torch.testing.assert_close(weight, plain[0].state[name], rtol=1e-2, atol=1e-3)
     assert all(not result.state for result in results[1:])
     for _, metrics, costs in steps:
-        stages, element = options["pipeline"], 4
-        # Each token's activations cross each border once, and their gradients once.
-        assert costs["stage_bytes"] == 2 * (stages - 1) * metrics.tokens * MODEL.hidden * element
+        stages, element = options.get("pipeline", 1) * options.get("chunks", 1), 4
+        # Each token's activations cross each border once, and their gradients once; with two tensor ranks each sends a
+        # half, which may have a row that fills it up.
+        rows = costs["stage_bytes"] / (2 * MODEL.hidden * element)
+        filled = (stages - 1) * metrics.micro_batches * 4 if options.get("tensor", 1) > 1 else 0
+        assert 0 <= rows - (stages - 1) * metrics.tokens <= filled
         assert 0 <= costs["ring_bytes"] <= metrics.bytes_sent
 
 
@@ -101,8 +109,9 @@ def test_a_run_goes_on_with_any_number_of_stages(ranks, data, plain, tmp_path):
     In processes: torch's reader of checkpoints has global state.
     """
 
-    def resumed(out, path, pipeline):
-        results = ranks(2, run_rank_with, data, {"out": str(tmp_path / out), "resume": path, "pipeline": pipeline})
+    def resumed(out, path, pipeline, tensor=1):
+        options = {"out": str(tmp_path / out), "resume": path, "pipeline": pipeline, "tensor": tensor}
+        results = ranks(2, run_rank_with, data, options)
         assert results[0].first_step == 2
         assert losses(results) == pytest.approx(losses(plain)[2:], rel=1e-4)
 
@@ -111,6 +120,10 @@ def test_a_run_goes_on_with_any_number_of_stages(ranks, data, plain, tmp_path):
     resumed("plain", str(tmp_path / "pipes/step-2"), 1)
     ranks(2, run_rank_with, data, {"out": str(tmp_path / "whole"), "steps": 2})
     resumed("back", str(tmp_path / "whole/step-2"), 2)
+    resumed("cut", str(tmp_path / "pipes/step-2"), 1, 2)
+    ranks(2, run_rank_with, data, {"out": str(tmp_path / "parts"), "tensor": 2, "steps": 2})
+    resumed("again", str(tmp_path / "parts/step-2"), 1, 2)
+    resumed("joined", str(tmp_path / "parts/step-2"), 2)
 
 
 def run_rank_with(data, options):
@@ -188,6 +201,8 @@ def test_a_dry_run_plans_pipelines(data):
         (["--recompute", "auto", "--memory", "1G"], "with recompute auto yet"),
         (["--compare", "ddp"], "with ddp yet"),
         (["--offload", "64M"], "a stage has 2 layers, of which the last two always stay.*give at least 6 layers"),
+        (["--chunks", "2", "--layers", "6"], "6 layers cannot be cut into 4 stages of as many layers each"),
+        (["--tensor", "2"], "2 ranks cannot be pipelines of 2 stages with 2 tensor ranks each"),
         (["--context", "5000", "--capacity", "1000"], "1 ranks with a capacity of 1,000 .*or --ranks to 2"),
     ],
 )
@@ -197,6 +212,59 @@ def test_the_command_refuses_by_name(data, capfd, monkeypatch, options, message)
     common = ["--data", data, "--hidden", "16", "--ffn", "24", "--steps", "1", "--ranks", "2", "--pipeline", "2"]
     assert main(["train", *common, *options]) != 0
     assert message.split(".*")[0] in " ".join(capfd.readouterr().err.split())
+
+
+def test_recomputed_layers_of_interleaved_stages():
+    config = RunConfig(model=MODEL, pipeline=2, chunks=2, recompute=3)
+    assert stage_recompute(config) == [1, 1, 1, 0]
+    assert device_recompute(config) == 2
+    assert device_recompute(RunConfig(model=MODEL, pipeline=2, chunks=2, recompute="full")) == "full"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "3", "--hidden", "24"], "2 tensor ranks cannot share heads 3 evenly"),
+        (["--ffn", "25"], "2 tensor ranks cannot share ffn 25 evenly"),
+        (["--heads", "6", "--kv-heads", "3", "--hidden", "24"], "cannot share kv_heads 3 evenly"),
+        (
+            ["--zero", "1", "--dtype", "bf16", "--learn-costs"],
+            "tensor ranks do not go together with zero, dtype",
+        ),
+        (["--compare", "ddp"], "with ddp yet"),
+        (["--chunks", "2"], "chunks is 2 and pipeline 1"),
+        (["--ranks", "3"], "3 ranks cannot be pipelines of 1 stages with 2 tensor ranks each"),
+        (["--elastic", "--out", "somewhere"], "--tensor"),
+        (["--dry-run"], "a dry run measures the memory of whole layers"),
+    ],
+)
+def test_the_command_refuses_what_tensor_ranks_cannot_share(data, capfd, monkeypatch, options, message):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    common = ["--data", data, "--hidden", "16", "--ffn", "24", "--steps", "1", "--ranks", "2", "--tensor", "2"]
+    assert main(["train", *common, *options]) != 0
+    assert message in " ".join(capfd.readouterr().err.split())
+
+
+def test_tensor_ranks_train_and_export_a_folder_model(data, tmp_path):
+    """With as many losses, evaluations and weights as one process; offload as well."""
+    transformers = pytest.importorskip("transformers", minversion="4.54")
+    config = transformers.Qwen3Config(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    model = folder_model(tmp_path / "model")
+    plain = run_of(data, 1, held_out=True, model=model)
+    results = run_of(data, 2, held_out=True, model=model, tensor=2, offload_bytes=16 << 20)
+    assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
+    found, wanted = (r[0].evaluations["balanced"][0].loss for r in (results, plain))
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert results[0].parameters == plain[0].parameters
+    export_model(model, results[0].state, tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight, plain[0].state[f"model.{name}"], rtol=1e-2, atol=1e-3)
 
 
 def test_configurations_that_cannot_be():
