@@ -48,12 +48,6 @@ class TensorGroup:
         """This rank's part where there are ``parts``, which divide the number of ranks. Local."""
         return TensorShard(dim, self.comm.rank * parts // self.comm.size, parts)
 
-    def replicas(self, parts: int) -> Communicator | None:
-        """The ranks that hold the same part as this one; ``None`` if it is alone. Local, and costs nothing."""
-        each = self.comm.size // parts
-        first = self.comm.rank // each * each
-        return None if each == 1 else self.comm.subset(range(first, first + each))
-
     def rows(self, tokens: int) -> int:
         """Rows of a block: ``tokens`` by the number of ranks, rounded up. Local."""
         return -(-tokens // self.comm.size)

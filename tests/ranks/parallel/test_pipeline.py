@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 
@@ -13,6 +14,7 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, PipelineSchedule, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -22,6 +24,7 @@ from tests.ranks.parallel.pipelines import (
     FixedPlanner,
     check_gradients,
     one_step,
+    part_of,
     tokens_of,
     trainer_of,
     wanted,
@@ -153,6 +156,9 @@ def test_random_plans_run_without_deadlock(seed):
     check(results, SMALL, torch.float64, lengths)
 
 
+EVEN = dataclasses.replace(SMALL, vocabulary=14)
+
+
 def weights_after(steps, trainer, batches):
     losses = []
     for step in range(steps):
@@ -161,35 +167,49 @@ def weights_after(steps, trainer, batches):
     return losses, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_thirty_training_steps_are_those_of_one_process():
-    """With AdamW, clipping, and the planner's own plans, on batches that differ."""
-    batches = [tokens_of(lengths, SMALL) for lengths in (LENGTHS, (90, 3, 3, 70, 22), (1, 40, 2, 2, 100, 9, 17))]
-
-    def optimizer(parameters):
-        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
-
+@functools.cache
+def thirty_steps_of_one_process():
     def one():
         with hdp.init() as comm:
-            model = Llama(SMALL, seed=3, dtype=torch.float64)
+            model = Llama(EVEN, seed=3, dtype=torch.float64)
             planner = Planner(None, ClusterSpec(1, 400), cost_model=COST)
-            return weights_after(30, Trainer(model, optimizer(model.parameters()), planner, comm), batches)
+            return weights_after(30, Trainer(model, adamw(model.parameters()), planner, comm), thirty_batches())
+
+    return run_threads(one, 1)[0]
+
+
+def thirty_batches():
+    return [tokens_of(lengths, EVEN) for lengths in (LENGTHS, (90, 3, 3, 70, 22), (1, 40, 2, 2, 100, 9, 17))]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_thirty_training_steps_are_those_of_one_process(tensor):
+    """HDP 2 x PP 2, and x TP 2: with AdamW, clipping, and the planner's own plans, on batches that differ."""
 
     def pipelined():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            planner = Planner(None, ClusterSpec(2, 64, pipeline=2), cost_model=COST)
-            trainer = trainer_of(comm, planner, SMALL, torch.float64)
-            trainer.optimizer = optimizer(trainer.model.parameters())
-            losses, weights = weights_after(30, trainer, batches)
-            return losses, {trainer.stages[0].name_in_model(name): weight for name, weight in weights.items()}
+            planner = Planner(None, ClusterSpec(2, 64, pipeline=2, tensor=tensor), cost_model=COST)
+            trainer = trainer_of(comm, planner, EVEN, torch.float64)
+            trainer.optimizer = adamw(trainer.model.parameters())
+            losses, weights = weights_after(30, trainer, thirty_batches())
+            (stage,) = trainer.stages
+            named = {(stage.name_in_model(name), part_of(stage, name)): weight for name, weight in weights.items()}
+            return losses, named, trainer.num_parameters()
 
-    losses, weights = run_threads(one, 1)[0]
+    losses, weights = thirty_steps_of_one_process()
     assert losses[-1] < losses[0]
-    weights["head.weight"] = weights["embedding.weight"]
-    for found_losses, found in run_threads(pipelined, 4):
+    whole = {**weights, "head.weight": weights["embedding.weight"]}
+    for found_losses, found, count in run_threads(pipelined, 4 * tensor):
         assert found_losses == pytest.approx(losses, rel=1e-10)
-        for name, weight in found.items():
-            assert (weight - weights[name]).norm() <= 1e-8 * weights[name].norm(), name
+        assert count == sum(weight.numel() for weight in weights.values())
+        for (name, part), weight in found.items():
+            want = whole[name] if part is None else own_part(whole[name], part)
+            assert (weight - want).norm() <= 1e-8 * want.norm(), name
 
 
 def test_trees_go_through_pipelines():
