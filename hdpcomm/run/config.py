@@ -124,14 +124,15 @@ class RunConfig:
             check_sizes(self.model, self.tensor)
         if self.pipeline > 1:
             self._check_pipeline()
-        what = "pipelines" if self.pipeline > 1 else "tensor ranks"
+        what, option = ("pipelines", "--pipeline") if self.pipeline > 1 else ("tensor ranks", "--tensor")
+        if self.calibration is not None and self.pipeline * self.tensor > 1:
+            raise InvalidUsage(f"a calibration is that of ranks without {what}; leave out --calibration or {option}")
         others = {
             "zero": self.zero > 0,
             "dtype": self.dtype != "fp32",
             "recompute auto": self.recompute == "auto",
             "ddp": "ddp" in self.policies,
             "learn-costs": self.learn_costs,
-            "calibration": self.calibration is not None,
         }
         wrong = [name for name, used in others.items() if used]
         if wrong and self.pipeline * self.tensor > 1:

@@ -122,7 +122,6 @@ def test_a_run_goes_on_with_any_number_of_stages(ranks, data, plain, tmp_path):
     resumed("back", str(tmp_path / "whole/step-2"), 2)
     resumed("cut", str(tmp_path / "pipes/step-2"), 1, 2)
     ranks(2, run_rank_with, data, {"out": str(tmp_path / "parts"), "tensor": 2, "steps": 2})
-    resumed("again", str(tmp_path / "parts/step-2"), 1, 2)
     resumed("joined", str(tmp_path / "parts/step-2"), 2)
 
 
