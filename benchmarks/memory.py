@@ -1,11 +1,13 @@
 """The longest sequence that a rank's memory allows, with and without recomputation, offload and the loss in chunks.
 
     python benchmarks/memory.py --memory 4 --ranks 8
-    python benchmarks/memory.py --check 96 --json benchmarks/results/memory.json
+    python benchmarks/memory.py --check 24 --models --json benchmarks/results/memory.json
 
 The first table is computed by the memory model (hdpcomm.plan.memory) for a model of the size of GPT-2 with a vocabulary
 of 32,000 on ranks of ``--memory`` GiB, with ZeRO-1 over all of them. ``--check MIB`` computes the same for a small
 model and that many MiB, then runs a pass of just that many tokens in each setting and counts what it takes.
+``--models`` profiles five small models by short passes, and compares what the profile says of a longer step, states
+included, with what that step takes.
 """
 
 from __future__ import annotations
@@ -13,21 +15,27 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 import hdpcomm as hdp
-from hdpcomm.models import Llama, LlamaConfig, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, from_pretrained, set_recompute
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool
-from hdpcomm.plan import ModelSpec
+from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner
 from hdpcomm.plan.memory import StepMemory
+from hdpcomm.train import Trainer
+from hdpcomm.train.memory_profile import profile_memory
 from hdpcomm.train.profile import forward_backward
 
 GPT2 = LlamaConfig(vocabulary=32000, layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048)
 SMALL = LlamaConfig(vocabulary=4000, layers=6, hidden=64, heads=4, kv_heads=2, ffn=176)
+OWN = LlamaConfig(vocabulary=500, layers=4, hidden=64, heads=4, kv_heads=2, ffn=160)
 WHOLE = 1 << 60
 """Tokens of a chunk of the loss that holds them all."""
 
@@ -87,11 +95,49 @@ def measured(config: LlamaConfig, row: Row) -> Row:
     return replace(row, measured_bytes=meter.peak)
 
 
+def models() -> dict[str, Callable[[], nn.Module]]:
+    """Small ones: the Llama here, and four of transformers."""
+    from transformers import Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen3Config
+
+    size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "head_dim": 16}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "vocab_size": 1000}
+    return {
+        "Llama here": lambda: Llama(OWN),
+        "Llama": lambda: from_pretrained(LlamaConfig(**size)),
+        "Qwen3": lambda: from_pretrained(Qwen3Config(**size)),
+        "Gemma 3": lambda: from_pretrained(Gemma3TextConfig(sliding_window=64, **size)),
+        "Mixtral": lambda: from_pretrained(MixtralConfig(num_local_experts=4, **size)),
+    }
+
+
+def step_of(make: Callable[[], nn.Module], dtype: torch.dtype | None) -> list[tuple[int, int, float]]:
+    """(recomputed layers, measured, predicted bytes) of a training step of 750 tokens, all that is kept included."""
+    comm = hdp.init()
+    lengths = [350, 250, 150]
+    profile = profile_memory(make().to(dtype or torch.float32), comm, torch.optim.AdamW, tokens=256, dtype=dtype)
+    found = []
+    for recompute in (0, 2, 4):
+        model = make()
+        set_recompute(model, recompute)
+        planner = Planner(None, ClusterSpec(comm.size, 1500), "static", CostModel(1e-9, 1e-6))
+        trainer = Trainer(model, torch.optim.AdamW(model.parameters()), planner, comm, dtype=dtype)
+        for _ in range(2):  # the first one makes the optimizer's state
+            with MemoryMeter("cpu") as meter:
+                trainer.step(lengths, lambda place: torch.arange(lengths[place]) % 100)
+        gradients = trainer.gradients
+        kept = [*model.parameters(), *model.buffers(), gradients.flat, *getattr(gradients, "masters", [])]
+        kept += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        found.append((recompute, sum(states.values()) + meter.peak, profile.peak_bytes(sum(lengths), recompute)))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", type=float, default=4.0, help="GiB of a rank")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--check", type=float, metavar="MIB", help="measure a small model in so many MiB beside states")
+    parser.add_argument("--models", action="store_true", help="measure steps of five small models")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -108,9 +154,17 @@ def main() -> None:
             ratio = checked[-1].measured_bytes / row.predicted_bytes
             name = f"{row.dtype:9} recompute {row.recompute:2} offload {row.offload!s:5} chunks {row.chunks!s:5}"
             print(f"{name} {row.tokens:7,} tokens {ratio:.3f}", flush=True)
+    steps = []
+    for name, make in models().items() if options.models else ():
+        for dtype in (None, torch.bfloat16):
+            rows_of_model = step_of(make, dtype)
+            kind = "float32" if dtype is None else "bfloat16"
+            told = "  ".join(f"{took / said:.3f}" for _, took, said in rows_of_model)
+            print(f"{name:10} {kind:9} measured / predicted, 0, 2, 4 of 4 layers recomputed: {told}", flush=True)
+            steps.append({"model": name, "dtype": kind, "rows": rows_of_model})
     if options.json:
         record = {"date": date.today().isoformat(), "torch": torch.__version__, "machine": platform.machine()}
-        record |= {"rows": [asdict(row) for row in rows], "checked": [asdict(row) for row in checked]}
+        record |= {"rows": [asdict(row) for row in rows], "checked": [asdict(row) for row in checked], "models": steps}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
