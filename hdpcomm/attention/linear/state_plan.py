@@ -11,8 +11,10 @@ Pure and local: every rank computes the same from the layout, for all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -137,15 +139,12 @@ class StatePlan:
         self.forests: list[tuple[ForestLevel, ...]] = [() for _ in range(size)]
         self._stages: list[Stage] = []
         self._routes: dict[tuple[int, bool], tuple[RouteStage, ...]] = {}
-        carriers = np.flatnonzero(nodes.carrier)
-        for level in range(int(nodes.level[carriers].max(initial=-1)) + 1):
-            here = carriers[nodes.level[carriers] == level]
+        for level, groups in _grouped(nodes):
             parts = {}
-            for rank in np.unique(nodes.owner[here]).tolist():
-                mine = here[nodes.owner[here] == rank]
+            for rank, mine in groups:
                 parts[rank] = Part(len(self.runs[rank]), len(mine), edges.before(mine, rank), edges.after(mine))
                 self.runs[rank].append((nodes.row[mine], nodes.count[mine]))
-            self._stages.append(Stage(parts, edges.messages(level)))
+            self._stages.append(Stage(parts, edges.messages.get(level, ())))
         last = {}
         for rank in range(size):
             mine = np.flatnonzero(~nodes.carrier & (nodes.owner == rank))
@@ -212,7 +211,8 @@ class _Edges:
         self._nodes, self._size = nodes, size
         children = np.flatnonzero(nodes.parent >= 0)
         children = children[nodes.carrier[nodes.parent[children]]]
-        self._keys = np.unique(nodes.parent[children] * size + nodes.owner[children])
+        keys = np.sort(nodes.parent[children] * size + nodes.owner[children])
+        self._keys = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
         self.carrier, self.target = np.divmod(self._keys, size)
         self.source = nodes.owner[self.carrier]
         self.level = nodes.level[self.carrier]
@@ -238,20 +238,35 @@ class _Edges:
 
     def after(self, runs: Int64) -> Links:
         """From the final states of ``runs``, rising carriers of one rank, to its slots."""
-        place = np.searchsorted(runs, self.carrier)
-        mine = np.flatnonzero(runs[np.minimum(place, len(runs) - 1)] == self.carrier)
-        return Links(place[mine], self._slot[mine])
+        first, last = (np.searchsorted(self.carrier, runs, side=side) for side in ("left", "right"))
+        count = last - first
+        edge = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+        return Links(np.repeat(np.arange(len(runs)), count), self._slot[edge])
 
-    def messages(self, level: int) -> tuple[Message, ...]:
-        """What is sent after a level, by (source, target)."""
-        here = np.flatnonzero((self.level == level) & (self.source != self.target))
-        pairs, count = np.unique(self.source[here] * self._size + self.target[here], return_counts=True)
-        found = []
-        for pair, n in zip(pairs.tolist(), count.tolist(), strict=True):
-            source, target = divmod(pair, self._size)
-            edges = here[(self.source[here] == source) & (self.target[here] == target)]
-            found.append(Message(source, int(self._slot[edges].min()), target, int(self._far_slot[edges].min()), n))
-        return tuple(found)
+    @cached_property
+    def messages(self) -> dict[int, tuple[Message, ...]]:
+        """What is sent after each level, by (source, target)."""
+        away = np.flatnonzero(self.source != self.target)
+        order = away[np.lexsort((self._slot[away], self.target[away], self.source[away], self.level[away]))]
+        pairs = np.stack([self.level[order], self.source[order], self.target[order]], axis=1)
+        first = np.flatnonzero(np.append(True, (pairs[1:] != pairs[:-1]).any(axis=1))) if len(order) else order
+        count = np.diff(np.append(first, len(order)))
+        slots = np.stack([self._slot[order[first]], self._far_slot[order[first]], count], axis=1)
+        found: dict[int, tuple[Message, ...]] = {}
+        for (level, source, target), (here, there, n) in zip(pairs[first].tolist(), slots.tolist(), strict=True):
+            found[level] = (*found.get(level, ()), Message(source, here, target, there, n))
+        return found
+
+
+def _grouped(nodes: Nodes) -> Iterator[tuple[int, list[tuple[int, Int64]]]]:
+    """(level, [(rank, its carriers)]) by rising level."""
+    carriers = np.flatnonzero(nodes.carrier)
+    order = carriers[np.lexsort((carriers, nodes.owner[carriers], nodes.level[carriers]))]
+    level, owner = nodes.level[order], nodes.owner[order]
+    joint = (level[1:] != level[:-1]) | (owner[1:] != owner[:-1])
+    groups = np.split(order, np.flatnonzero(joint) + 1) if len(order) else []
+    for at, members in groupby(groups, key=lambda group: int(nodes.level[group[0]])):
+        yield at, [(int(nodes.owner[group[0]]), group) for group in members]
 
 
 def _numbered(owner: Int64, order: Int64) -> Int64:
