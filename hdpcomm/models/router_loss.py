@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hdpcomm.attention import local_cu_seqlens
 from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.tree import Tree
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -41,7 +43,14 @@ def router_loss(
         trained: ``[local tokens]`` bool, tokens that have a label.
         cu_seqlens: of the whole pack, which must be no tree.
         comm: the ranks that share the pack. Collective over it: one all-reduce of ``experts + 1`` numbers a sequence.
+
+    Raises: InvalidUsage for a tree.
     """
+    if isinstance(cu_seqlens, Tree):
+        raise InvalidUsage(
+            "a router's auxiliary loss is a mean over each sequence, and a tree was given, whose tokens belong to "
+            "several: set output_router_logits=False in the model's configuration, or train on plain sequences"
+        )
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     device, experts = router_logits[0].device, router_logits[0].shape[-1]
     lengths = torch.from_numpy(as_cu_seqlens(cu_seqlens)).diff().to(device)

@@ -9,6 +9,7 @@ from torch import nn
 
 import hdpcomm as hdp
 from hdpcomm.data import fold
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
@@ -121,3 +122,17 @@ def test_whatever_mla_sends(send, wanted, monkeypatch):
     planner = Planner(None, ClusterSpec(3, 44), "static", COST)
     compare(step("deepseek-v3", planner, fold(*rollouts())), wanted["deepseek-v3"])
     assert chosen
+
+
+def test_a_routers_loss_is_refused_on_trees():
+    folded, models = fold(*rollouts()), [adapt(model_of("qwen3-next"), check=False) for _ in range(2)]
+
+    def rank():
+        with hdp.init() as comm:
+            model = models[comm.rank]
+            planner = Planner(None, ClusterSpec(2, 65), "static", COST)
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, comm)
+            with pytest.raises(InvalidUsage, match="auxiliary loss is a mean over each sequence, and a tree was given"):
+                trainer.step([f.tree for f in folded], lambda i: (folded[i].tokens, folded[i].weights))
+
+    run_threads(rank, 2, timeout=60.0)
