@@ -17,12 +17,46 @@ from hdpcomm.testing import RankPool
 
 torch.set_num_threads(1)
 
+TESTS = Path(__file__).parent
+# The files that take longest come first, those that wait between those that compute: a long one at the end would leave
+# the other processes of pytest-xdist without work.
+LONGEST = (
+    "ranks/train/test_memory.py",
+    "ranks/train/test_train_command.py",
+    "faults/test_after_errors.py",
+    "ranks/scale/test_hosts.py",
+    "unit/kernels/test_kernels_emulated.py",
+    "faults/test_paths_errors.py",
+    "unit/test_readme.py",
+    "ranks/run/test_resume.py",
+    "faults/test_train_kill.py",
+    "ranks/test_examples.py",
+    "ranks/train/test_sharded.py",
+    "faults/test_nccl_errors.py",
+    "unit/offload/test_activations.py",
+    "unit/test_docs_site.py",
+    "faults/test_faults_benchmark.py",
+    "unit/cli/test_without_drawing.py",
+    "ranks/run/test_folder_models.py",
+    "faults/test_desync.py",
+    "faults/test_resources.py",
+    "unit/offload/test_offload_commands.py",
+    "ranks/parallel/test_pipeline_runs.py",
+    "ranks/parallel/test_pipeline.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 # Tokens that a test makes are not those of the user of this machine.
 _CACHE = tempfile.TemporaryDirectory(prefix="hdpcomm-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # What the user of this machine has calibrated chooses no algorithm of a test.
-os.environ["HDPCOMM_COSTS"] = str(Path(__file__).with_name("no_costs.json"))
+os.environ["HDPCOMM_COSTS"] = str(TESTS / "no_costs.json")
 
 # Machines may be busy, and no test asserts a time.
 settings.register_profile("hdpcomm", deadline=None, suppress_health_check=[HealthCheck.too_slow])

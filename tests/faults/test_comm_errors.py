@@ -135,12 +135,12 @@ def third_rank_is_absent(folder: str) -> None:
             elif comm.rank == 1:
                 error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
                 heard.touch()
-                assert isinstance(error, hdp.CommTimeout)
+                assert isinstance(error, hdp.CommTimeout), repr(error)
                 assert "(told by rank 0)" in str(error)
             else:
                 wait_for(heard)
                 error = caught(lambda: comm.all_reduce(torch.zeros(count), algorithm=algorithm))  # noqa: B023
-                assert isinstance(error, hdp.CommTimeout)
+                assert isinstance(error, hdp.CommTimeout), repr(error)
             works_again(comm)
 
 
