@@ -55,6 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _CACHE = tempfile.TemporaryDirectory(prefix="hdpcomm-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
+# Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made.
+PRELOAD = ("torch._dynamo", "hdpcomm.run")
+
 # What the user of this machine has calibrated chooses no algorithm of a test.
 os.environ["HDPCOMM_COSTS"] = str(TESTS / "no_costs.json")
 
@@ -84,7 +87,7 @@ def ranks(_pools: dict[int, RankPool]) -> Iterator[Callable[..., list[Any]]]:
     def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         pool = _pools.get(world_size)
         if pool is None or not pool.healthy:
-            pool = _pools[world_size] = RankPool(world_size)
+            pool = _pools[world_size] = RankPool(world_size, preload=PRELOAD)
         used[world_size] = pool
         return pool.run(fn, *args, timeout=timeout)
 

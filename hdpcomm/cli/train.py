@@ -314,7 +314,8 @@ def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSumma
     from hdpcomm.comm.launch import RankPool
 
     try:
-        with RankPool(ranks, preload=("torch._dynamo",)) as pool, _handing_on_signals(pool, job):  # AdamW needs it
+        # AdamW needs torch._dynamo.
+        with RankPool(ranks, preload=("torch._dynamo", "hdpcomm.run")) as pool, _handing_on_signals(pool, job):
             outcome: tuple[RunResult | DryRun, CorpusSummary] = pool.run(run_rank, job, survivors=job.shrinks)[0]
             return outcome
     except BaseException:

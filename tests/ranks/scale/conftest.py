@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hdpcomm.testing import RankPool
+from tests.conftest import PRELOAD
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,7 @@ def torch_ranks(_torch_pools: dict[int, RankPool], monkeypatch: pytest.MonkeyPat
         if pool is None or not pool.healthy:
             with monkeypatch.context() as patch:
                 patch.setenv("HDPCOMM_TRANSPORT", "torch")
-                pool = _torch_pools[world_size] = RankPool(world_size)
+                pool = _torch_pools[world_size] = RankPool(world_size, preload=PRELOAD)
             assert os.environ.get("HDPCOMM_TRANSPORT") != "torch"
         return pool.run(fn, *args, timeout=timeout)
 
