@@ -24,11 +24,15 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _counts(x)}
-        for result in tree_leaves(results):
+        given: set[int] | None = None  # storages of the arguments
+        for result in (results,) if isinstance(results, torch.Tensor) else tree_leaves(results):
             if _counts(result):
                 storage = result.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._known:
+                if storage._cdata in self._known:
+                    continue
+                if given is None:
+                    given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _counts(x)}
+                if storage._cdata not in given:
                     self._add(storage)
         return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,18 +70,25 @@ def profile_memory(
     hook = layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(_largest(args, kwargs)), with_kwargs=True
     )
+    shorter: dict[int, tuple[int, int]] = {}  # peaks of half the tokens, by layers recomputed
     try:
         for _ in range(_DOUBLINGS):
-            with _small_chunks(model, min(_CHUNK, tokens // 4)):
+            chunk = min(_CHUNK, tokens // 4)
+            with _small_chunks(model, chunk):
                 set_recompute(model, 0)
                 forward_backward(model, comm, [2 * comm.size])  # makes the gradients, which stay
-                inputs.clear()
-                kept, backward = _lines(model, comm, tokens)
-                layer_input = inputs[-1] / tokens
-                set_recompute(model, 1)
-                fewer, _ = _lines(model, comm, tokens)
-                set_recompute(model, len(layers))
-                _, recomputed = _lines(model, comm, tokens)
+                lines = {}
+                for recompute in dict.fromkeys((0, 1, len(layers))):
+                    set_recompute(model, recompute)
+                    half = shorter.get(recompute) or _peaks(model, comm, tokens // 2)
+                    inputs.clear()
+                    whole = _peaks(model, comm, tokens)
+                    if recompute == 0:
+                        layer_input = inputs[-1] / tokens
+                    lines[recompute] = tuple(map(partial(_line, tokens), half, whole))
+                    if chunk == _CHUNK:  # else the next passes have larger ones
+                        shorter[recompute] = whole
+                (kept, backward), (fewer, _), (_, recomputed) = lines[0], lines[1], lines[len(layers)]
             layer = kept.token - fewer.token + layer_input
             working = recomputed.token - (len(layers) - 1) * layer_input - layer
             slopes = torch.tensor([kept.token, backward.token, recomputed.token])
@@ -117,19 +125,19 @@ def profile_memory(
     )
 
 
-def _lines(model: nn.Module, comm: Communicator, tokens: int) -> tuple[Line, Line]:
-    """What is kept at the end of the forward pass, and the most of both."""
-    peaks = []
-    device = next(model.parameters()).device
-    for length in (tokens // 2, tokens):
-        kept: list[int] = []
-        pack = [min(_SEQUENCE, length - start) * comm.size for start in range(0, length, _SEQUENCE)]
-        with MemoryMeter(device) as meter:
-            forward_backward(model, comm, pack, context=_noting_at_end(meter, kept))
-        peaks.append((kept[0], meter.peak))
-    (f0, b0), (f1, b1) = peaks
-    grown = tokens - tokens // 2
-    return tuple(Line(y - (y - x) / grown * tokens, (y - x) / grown) for x, y in ((f0, f1), (b0, b1)))  # type: ignore[return-value]
+def _peaks(model: nn.Module, comm: Communicator, tokens: int) -> tuple[int, int]:
+    """Bytes that are kept at the end of the forward pass, and the most of both passes."""
+    kept: list[int] = []
+    pack = [min(_SEQUENCE, tokens - start) * comm.size for start in range(0, tokens, _SEQUENCE)]
+    with MemoryMeter(next(model.parameters()).device) as meter:
+        forward_backward(model, comm, pack, context=_noting_at_end(meter, kept))
+    return kept[0], meter.peak
+
+
+def _line(tokens: int, half: int, whole: int) -> Line:
+    """Through the bytes of half the tokens and of all."""
+    slope = (whole - half) / (tokens - tokens // 2)
+    return Line(whole - slope * tokens, slope)
 
 
 @contextmanager
