@@ -17,7 +17,7 @@
 namespace hdpcomm::planner {
 namespace {
 
-constexpr double kRefineLimit = 1 << 10;  // sequences x ranks, for local search
+constexpr double kStageRefineLimit = 1 << 10;  // sequences x ranks, for local search
 
 // How the heights of the waves rise and fall.
 struct Shape {
@@ -399,7 +399,7 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
   if (leastNaive(problem) < best.makespan) take(planNaive(problem));
   if (leastPow2(problem) < best.makespan) take(planPow2(problem));
   if (leastStatic(problem, options) < best.makespan) take(planStatic(problem, options));
-  const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;
+  const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kStageRefineLimit;
   return small ? refine(problem, std::move(best), lower_bound) : best;
 }
 

@@ -17,6 +17,8 @@ using NcclComm = struct NcclCommOpaque*;
 using NcclStream = void*;  // cudaStream_t
 using NcclWindow = struct NcclWindowOpaque*;
 
+inline constexpr int kByteType = 1;  // ncclUint8: messages are bytes
+
 // ncclWaitSignalDesc_t: a number of signals to await from a peer. NCCL has one signal and one
 // context so far, both 0.
 struct NcclWaitSignal {

@@ -12,7 +12,6 @@
 namespace hdpcomm {
 namespace {
 
-constexpr int kByteType = 1;      // ncclUint8: messages are bytes
 constexpr int kP2pChannels = 32;  // at most, of a pair
 
 constexpr int kYields = 200;  // polls of a call in progress, before sleeping between polls

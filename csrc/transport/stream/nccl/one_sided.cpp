@@ -19,7 +19,6 @@
 namespace hdpcomm {
 namespace {
 
-constexpr int kByteType = 1;  // ncclUint8
 // The only ones that 2.29 has; flags are reserved.
 constexpr int kSignal = 0;
 constexpr int kContext = 0;
