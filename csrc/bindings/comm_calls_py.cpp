@@ -1,6 +1,5 @@
 // The calls of every step: operations on tensors. Plain CPython functions, since pybind11's
 // dispatch alone costs more than moving a short message.
-#include <algorithm>
 #include <array>
 #include <climits>
 #include <cstdint>
@@ -23,7 +22,11 @@ const Communicator& communicator(PyObject* object) {
 }
 
 int rankOf(PyObject* object) {
-  return static_cast<int>(std::clamp<int64_t>(integer(object), -1, INT_MAX));
+  const int64_t rank = integer(object);
+  if (rank < INT_MIN || rank > INT_MAX) {
+    throwInvalidUsage("got rank " + std::to_string(rank) + ", which no communicator has");
+  }
+  return static_cast<int>(rank);
 }
 
 // What hdpcomm/comm/tensors.py says of a tensor: its describe(x, name, writable=).
@@ -65,8 +68,6 @@ class Names {
   std::array<PyObject*, N> names_;
 };
 
-std::string textOf(PyObject* object) { return py::repr(py::handle(object)).cast<std::string>(); }
-
 RedOp reductionOf(PyObject* name, const OperationRule& rule) {
   static const Names<static_cast<size_t>(RedOp::kAvg) + 1> names(
       [](int i) { return redOpName(static_cast<RedOp>(i)); });
@@ -85,10 +86,17 @@ Algorithm algorithmOf(PyObject* name) {
   throwInvalidUsage("algorithm " + textOf(name) + " is unknown; known are: " + names.list());
 }
 
+// A list or tuple as it is, any other iterable as a list.
+py::object sequence(PyObject* object, const char* call, const char* wanted) {
+  auto items = py::reinterpret_steal<py::object>(PySequence_Fast(object, ""));
+  if (items) return items;
+  if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
+  PyErr_Clear();
+  throwInvalidUsage(std::string(call) + " got " + textOf(object) + "; give " + wanted);
+}
+
 std::vector<int64_t> countsOf(PyObject* object) {
-  const auto items =
-      py::reinterpret_steal<py::object>(PySequence_Fast(object, "splits are a sequence of counts"));
-  if (!items) throw py::error_already_set();
+  const py::object items = sequence(object, "all_to_all()", "splits as a sequence of counts");
   std::vector<int64_t> counts;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
     counts.push_back(integer(PySequence_Fast_GET_ITEM(items.ptr(), i)));
@@ -225,6 +233,12 @@ PyObject* recv(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return pointToPoint(args, count, false);
 }
 
+[[noreturn]] void throwNoMessage(const char* name, Py_ssize_t i, PyObject* item) {
+  PyErr_Clear();
+  throwInvalidUsage("exchange() got " + std::string(name) + "[" + std::to_string(i) +
+                    "] = " + textOf(item) + "; give (tensor, peer)");
+}
+
 // Describes (tensor, peer) pairs; `name` is the argument that errors name.
 void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool writable,
                  const char* name) {
@@ -235,10 +249,11 @@ void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool w
     py::object sequence;
     if (!PyTuple_Check(item)) {
       sequence = py::reinterpret_steal<py::object>(PySequence_Tuple(item));
-      if (!sequence) throw py::error_already_set();
+      if (!sequence) throwNoMessage(name, i, item);
       item = sequence.ptr();
     }
     if (PyTuple_GET_SIZE(item) != 2) {
+      if (PyTuple_GET_SIZE(item) != 3) throwNoMessage(name, i, item);
       throwInvalidUsage(
           "exchange() got a landing place for host memory; only device messages have one");
     }
@@ -248,21 +263,15 @@ void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool w
   }
 }
 
-py::object sequence(PyObject* object) {
-  auto items = py::reinterpret_steal<py::object>(
-      PySequence_Fast(object, "exchange() takes sequences of (tensor, peer)"));
-  if (!items) throw py::error_already_set();
-  return items;
-}
-
 // exchange(communicator, describe, sends, recvs, async_op) -> as collective(). Sequences of
 // (tensor, peer).
 PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     expect(count, 5);
     const Communicator& comm = communicator(args[0]);
-    const py::object outgoing = sequence(args[2]);
-    const py::object incoming = sequence(args[3]);
+    constexpr const char* kWanted = "sequences of (tensor, peer)";
+    const py::object outgoing = sequence(args[2], "exchange()", kWanted);
+    const py::object incoming = sequence(args[3], "exchange()", kWanted);
     Messages sends;
     Messages recvs;
     addMessages(sends, args[1], outgoing.ptr(), false, "sends");
@@ -277,9 +286,7 @@ PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* subset(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     expect(count, 2);
-    const py::object positions =
-        py::reinterpret_steal<py::object>(PySequence_Fast(args[1], "not a sequence of ranks"));
-    if (!positions) throw py::error_already_set();
+    const py::object positions = sequence(args[1], "subset()", "a sequence of ranks");
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(positions.ptr());
     InlineVector<int, 64> ranks;
     ranks.reserve(static_cast<size_t>(size));

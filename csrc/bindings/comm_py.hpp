@@ -70,10 +70,17 @@ inline void expect(Py_ssize_t given, Py_ssize_t wanted) {
                              std::to_string(given));
 }
 
+inline std::string textOf(PyObject* object) {
+  return pybind11::repr(pybind11::handle(object)).cast<std::string>();
+}
+
+// A whole number of at most 64 bits, of Python, numpy or a tensor. A bool is taken for a mistake.
 inline int64_t integer(PyObject* object) {
-  const long long value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-  return value;
+  const long long value = PyBool_Check(object) ? -1 : PyLong_AsLongLong(object);
+  if (value != -1 || (PyErr_Occurred() == nullptr && !PyBool_Check(object))) return value;
+  PyErr_Clear();
+  throwInvalidUsage("got " + textOf(object) + " (" + Py_TYPE(object)->tp_name +
+                    ") where a whole number of at most 64 bits is expected");
 }
 
 template <typename Function>

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdpcomm.arguments import check_number, check_type
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
 from hdpcomm.attention.block_mask import MaskLayout
@@ -76,6 +77,9 @@ class RingAttention(torch.autograd.Function):
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if not isinstance(x, torch.Tensor) and not (name == "sinks" and x is None):
+            raise InvalidUsage(f"{name} is {reprlib.repr(x)}, a {type(x).__name__}; expected a tensor")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         raise InvalidUsage(
@@ -123,10 +127,11 @@ def check_options(options: Options) -> None:
             f"dropout_p={options.dropout_p}: attention dropout is not supported, since a distributed mask would differ "
             "from the single-device one; set it to 0 and use dropout elsewhere in the model"
         )
-    if options.scale is not None and not math.isfinite(options.scale):
-        raise InvalidUsage(f"scale={options.scale}; expected a finite number, or None for head_dim ** -0.5")
-    if not (math.isfinite(options.softcap) and options.softcap >= 0):
-        raise InvalidUsage(f"softcap={options.softcap}; expected a finite number above 0, or 0 for none")
+    if options.scale is not None:
+        check_number("attention", "scale (None: head_dim ** -0.5)", options.scale)
+    check_number("attention", "softcap (0: none)", options.softcap, least=0)
+    if options.costs is not None:
+        check_type("attention", "costs", options.costs, AttentionCosts)
 
 
 def layouts_of(
@@ -289,7 +294,8 @@ def attend(
     check: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`ring_attention` with its options in one object; always returns (out, lse)."""
-    careful = q.device.type == "cpu" if check is None else check
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")  # prepare() refuses what is no tensor
+    careful = device.type == "cpu" if check is None else check
 
     def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call], str, str]:
         _check_tensors(q, k, v, sinks)
@@ -301,7 +307,7 @@ def attend(
         facts = _facts(call, q, k, v, sinks) if careful and call.comm is not None else ("", "")
         return (folded, call), *facts
 
-    folded, call = agree_on_call(comm, "ring_attention", careful=careful, device=q.device, prepare=prepare)
+    folded, call = agree_on_call(comm, "ring_attention", careful=careful, device=device, prepare=prepare)
     batch = q.shape[0] if q.ndim == 4 else 1
     per_head = None if sinks is None else sinks.repeat(batch)
     out, lse = RingAttention.apply(*folded, per_head, call)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ and block_mask.py.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from hdpcomm._core import kernels as _core
+from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and_positions
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.pieces import Pieces
@@ -134,18 +136,24 @@ def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:
             "running sum of their lengths"
         )
     if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.is_meta:
+            raise InvalidUsage(f"{name} is on meta, where tensors have no values; give it on the CPU")
         if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
             raise InvalidUsage(f"{name} has type {cu_seqlens.dtype}; expected int32 or int64")
         array = cu_seqlens.detach().cpu().numpy().astype(np.int64)
     else:
-        array = np.asarray(cu_seqlens)
+        try:
+            array = np.asarray(cu_seqlens)
+        except ValueError as error:
+            raise InvalidUsage(f"{name} is {reprlib.repr(cu_seqlens)}; expected a list of integers") from error
         if array.size and not np.issubdtype(array.dtype, np.integer):
-            raise InvalidUsage(f"{name} has type {array.dtype}; expected integers")
+            raise InvalidUsage(f"{name} is {cu_seqlens!r}, of type {array.dtype}; expected integers of 64 bits")
         array = array.astype(np.int64)
     if array.ndim != 1 or array.size == 0 or array[0] != 0 or (np.diff(array) < 0).any():
         raise InvalidUsage(
             f"{name} must be the running sum of the lengths of all sequences of the pack, beginning with 0 "
-            f"(one dimension, num_sequences + 1 entries); got shape {array.shape}: {array[:8].tolist()}..."
+            f"(one dimension, num_sequences + 1 entries); got shape {array.shape}: "
+            f"{array[:8].tolist() if array.ndim else array.tolist()}..."
         )
     return array
 
@@ -159,8 +167,7 @@ def _cached_layout(cu_seqlens: bytes, size: int) -> Layout:
 
 def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> AnyLayout:
     """The layout of a pack over ``size`` ranks: a zigzag of sequences, or that of a tree or a mask."""
-    if size < 1:
-        raise InvalidUsage(f"size is {size}; expected at least 1 rank")
+    check_whole("layout", "size", size, least=1)
     if isinstance(cu_seqlens, Tree):
         return tree_layout(cu_seqlens, size)
     if isinstance(cu_seqlens, BlockMask):
@@ -169,6 +176,7 @@ def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> 
 
 
 def _check_rank(rank: int, size: int) -> None:
+    check_whole("layout", "rank", rank)
     if not 0 <= rank < size:
         raise InvalidUsage(f"rank {rank} is not in a group of {size}; expected 0 <= rank < size")
 
@@ -196,6 +204,7 @@ def shard_with_positions(
 def _rows_to_take(x: torch.Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int) -> Rows:
     layout = layout_of(cu_seqlens, size=size)
     _check_rank(rank, size)
+    check_type("shard()", "x", x, torch.Tensor)
     total = layout.tokens
     if not -x.ndim <= dim < x.ndim or x.shape[dim] != total:
         told = "cu_seqlens ends with" if isinstance(layout, Layout) else "the tokens of the pack are"

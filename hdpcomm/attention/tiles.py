@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["Band", "Span", "Tile", "Visible", "band_of", "band_tile", "join_tiles", "tiles_of", "window_pair"]
@@ -40,13 +41,15 @@ def window_pair(window: int | tuple[int, int] | None) -> tuple[int, int]:
     """``window`` as (left, right), -1 for no limit. Raises InvalidUsage."""
     if window is None:
         return -1, -1
-    if isinstance(window, int):
-        if window < 1:
-            raise InvalidUsage(f"window={window}; expected the number of keys that a query sees, at least 1 (itself)")
-        return window - 1, window - 1
-    left, right = window
-    if min(left, right) < -1:
-        raise InvalidUsage(f"window={window}; expected (left, right), each at least 0, or -1 for no limit")
+    if not isinstance(window, (tuple, list)):
+        width = check_whole("attention", "window, the keys that a query sees, itself included,", window, least=1)
+        return width - 1, width - 1
+    if len(window) != 2:
+        raise InvalidUsage(f"window={window}; expected (left, right), or the number of keys that a query sees")
+    try:
+        left, right = (check_whole("attention", "window", side, least=-1) for side in window)
+    except InvalidUsage as error:
+        raise InvalidUsage(f"window={window}; expected (left, right), each at least 0, or -1 for no limit") from error
     return left, right
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention.backends.base import Problem
 from hdpcomm.attention.gather import head_passes
 from hdpcomm.attention.layout import AnyLayout
@@ -37,12 +38,11 @@ class AttentionCosts:
     """Neighbours with fast links; the size of the head groups of a hybrid."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.flops_per_s, self.bytes_per_s) <= 0
-            or min(self.message_s, self.call_s) < 0
-            or self.ranks_per_node < 1
-        ):
-            raise InvalidUsage(f"costs must be positive (latencies at least 0, ranks_per_node at least 1); got {self}")
+        for name in ("flops_per_s", "bytes_per_s"):
+            check_number("AttentionCosts", name, getattr(self, name), above=0)
+        for name in ("message_s", "call_s"):
+            check_number("AttentionCosts", name, getattr(self, name), least=0)
+        check_whole("AttentionCosts", "ranks_per_node", self.ranks_per_node, least=1)
 
     @staticmethod
     def default(device: str) -> AttentionCosts:

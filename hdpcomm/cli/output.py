@@ -13,7 +13,11 @@ from hdpcomm.errors import InvalidUsage
 
 MOST = 1 << 53
 
+TRANSPORTS = ("auto", "shm", "torch", "sim", "cuda", "nccl", "cuda+nccl")
+"""Those of :func:`hdpcomm.init`, for parsers, which import no torch."""
+
 __all__ = [
+    "TRANSPORTS",
     "BadOption",
     "check_writable",
     "count",

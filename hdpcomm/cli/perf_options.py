@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from hdpcomm.cli.output import count, num_bytes, positive
+from hdpcomm.cli.output import TRANSPORTS, count, num_bytes, positive
 
 __all__ = ["OPS", "add_nccl_options", "add_own_options", "operation_name"]
 
@@ -175,7 +175,7 @@ def add_own_options(group: argparse._ArgumentGroup) -> None:
     )
     add("--algorithm", default="auto", metavar="NAME", help="(default %(default)s)")
     add("--device", metavar="NAME", help="device of OP offload: cuda, cuda:1 or sim (default: cuda, if present)")
-    add("--transport", default="auto", metavar="NAME", help="(default %(default)s)")
+    add("--transport", choices=TRANSPORTS, default="auto", help="(default %(default)s)")
     add(
         "--format",
         choices=("table", "csv", "jsonl"),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.cli.output import BadOption, count, num_bytes, positive, seed, share
+from hdpcomm.cli.output import TRANSPORTS, BadOption, count, num_bytes, positive, seed, share
 
 __all__ = ["DESCRIPTION", "TrainOptions", "add_options", "changed_options", "dump_options"]
 
@@ -66,7 +66,9 @@ class TrainOptions:
     ranks: int | None = _option(
         "ranks", None, "ranks to start here (one a core, 2 to 8; under torchrun: its world)", count, metavar="N"
     )  # fmt: skip
-    transport: str = _option("ranks", "auto", "how the ranks exchange tensors; see hdpcomm.init", str, metavar="NAME")
+    transport: str = _option(
+        "ranks", "auto", "how the ranks exchange tensors; see hdpcomm.init", str, choices=TRANSPORTS
+    )
     capacity: int | None = _option(
         "ranks", None, "tokens that a rank holds at once (so many that the longest sequences need all "
         "ranks)", count, metavar="TOKENS",

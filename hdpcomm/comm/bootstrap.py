@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hdpcomm import _core
+from hdpcomm.arguments import check_seconds
 from hdpcomm.comm import flight_recorder
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
@@ -78,9 +79,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     """
     joining: ThreadRank | None = getattr(thread_rank, "value", None)
     transport = _chosen(joining.transport if joining is not None and transport == "auto" else transport)
-    seconds = default_timeout() if timeout is None else float(timeout)
-    if not seconds > 0:
-        raise InvalidUsage(f"timeout is {timeout!r}; give a number of seconds above 0")
+    seconds = default_timeout() if timeout is None else check_seconds("init", timeout)
     if joining is not None:
         seconds = joining.timeout if timeout is None else seconds
         world = _core.comm.join_shm_world(joining.segment, joining.rank, timeout=seconds, joining=seconds)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.arguments import check_seconds, check_whole
 from hdpcomm.comm import recovery
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.membership import Membership
@@ -27,15 +28,6 @@ _recv = _core.comm.recv
 _exchange = _core.comm.exchange
 _collective = _core.comm.collective
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]  # elements from and for each rank
-
-
-def _seconds(name: str, timeout: float | None) -> float:
-    """A timeout as the core takes it: 0 stands for the communicator's."""
-    if timeout is None:
-        return 0.0
-    if not timeout > 0:
-        raise InvalidUsage(f"{name}() got timeout={timeout!r}; give seconds, a number above 0, or None")
-    return timeout
 
 
 class Communicator(Membership):
@@ -65,10 +57,7 @@ class Communicator(Membership):
 
         Raises: InvalidUsage for an empty list, a duplicate, or a position that does not exist.
         """
-        try:
-            made = _subset(self._core, ranks)
-        except TypeError as error:
-            raise InvalidUsage(f"subset() got {ranks!r}; give a sequence of integers") from error
+        made = _subset(self._core, ranks)
         return None if made is None else Communicator(*made)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -76,6 +65,8 @@ class Communicator(Membership):
 
         Collective over this communicator (one all-gather). ``color=None``: this rank joins none and gets ``None``.
         """
+        for name, given in (("color", 0 if color is None else color), ("key", key)):
+            check_whole("split()", name, given)
         mine = torch.tensor([color is not None, 0 if color is None else color, key], dtype=torch.int64)
         everyone = torch.empty(self.size * 3, dtype=torch.int64)
         self.all_gather(everyone, mine)
@@ -93,14 +84,14 @@ class Communicator(Membership):
         It ends when the receiver has accepted the message, whatever its size. Messages of a pair arrive in order.
         """
         if dst == self.rank and not async_op:
-            raise self._self_message("send")
+            raise self._self_message("send", dst)
         handle = _send(self._core, describe, x, dst, async_op)
         return ENDED if handle is None else Work(handle, (x,))
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
         if src == self.rank and not async_op:
-            raise self._self_message("recv")
+            raise self._self_message("recv", src)
         handle = _recv(self._core, describe, x, src, async_op)
         return ENDED if handle is None else Work(handle, (x,))
 
@@ -230,7 +221,7 @@ class Communicator(Membership):
         Raises: CommTimeout, which names the ranks that have not called it; PeerLost if a rank has died: then call it on
         the :meth:`subset` of the others, or :meth:`shrink`. After an error the ranks are out of step still.
         """
-        self._core.resync(_seconds("resync", timeout))
+        self._core.resync(0.0 if timeout is None else check_seconds("resync", timeout))
 
     def shrink(self, timeout: float | None = None) -> Communicator:
         """The communicator of the ranks that live, in their order, ready for use. Collective over these ranks.
@@ -262,7 +253,7 @@ class Communicator(Membership):
     @staticmethod
     def algorithms(op: str) -> tuple[str, ...]:
         """The names that ``algorithm=`` takes for an operation, besides ``auto``."""
-        if op not in _OPS:
+        if not isinstance(op, str) or op not in _OPS:
             raise InvalidUsage(f"operation {op!r} is unknown; known are: {', '.join(_OPS)}")
         return tuple(_core.comm.algorithms_of(_OPS[op]))
 
@@ -284,9 +275,10 @@ class Communicator(Membership):
         return ENDED if handle is None else Work(handle, (x, out))
 
     def _limit(self, name: str, timeout: float | None) -> float:
-        return _seconds(name, timeout) or self.timeout
+        return self.timeout if timeout is None else check_seconds(name, timeout)
 
-    def _self_message(self, name: str) -> InvalidUsage:
+    def _self_message(self, name: str, peer: Any) -> InvalidUsage:
         return InvalidUsage(
-            f"{name}() from rank {self.rank} to itself would wait for ever; use exchange() with both, or async_op=True"
+            f"{name}() got rank {peer!r}: from rank {self.rank} to itself would wait for ever; use exchange() with "
+            "both, or async_op=True"
         )

@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.comm.bootstrap import close_all
 from hdpcomm.comm.secret import Secret, new_secret
 from hdpcomm.comm.store_server import JobStoreServer
@@ -62,8 +63,7 @@ class RankPool:
     """Ranks that stay for several runs: starting a process costs far more than a short function."""
 
     def __init__(self, world_size: int, *, preload: Sequence[str] = ()) -> None:
-        if not 1 <= world_size <= 4096:
-            raise InvalidUsage(f"world_size is {world_size}; give 1 to 4096")
+        check_whole("ranks", "world_size", world_size, least=1, most=4096)
         self.world_size = world_size
         # A job inside of a job is another one: it inherits no secret of its launcher's.
         secret = new_secret()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
 from hdpcomm import _core
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.comm.shapes import check_shape
 
 __all__ = ["Membership"]
 
@@ -71,7 +70,7 @@ class Membership:
         its pages; from here it is one plain copy. Worth it for buffers that are sent again and again; what is received
         may lie anywhere. The tensor stays valid after ``close()``. Other transports give ordinary memory. Local.
 
-        Raises: InvalidUsage for a negative size or a closed communicator.
+        Raises: InvalidUsage for a size that no tensor has, another kind of dtype, or a closed communicator.
 
         Example:
             >>> import torch, hdpcomm as hdp
@@ -79,9 +78,7 @@ class Membership:
             ...     comm.empty(2, 3, dtype=torch.float64).shape
             torch.Size([2, 3])
         """
-        count = math.prod(shape)
-        if any(n < 0 for n in shape):
-            raise InvalidUsage(f"empty() got the shape {shape}; sizes must not be negative")
+        count = check_shape("empty()", shape, dtype)
         block = self._core.world.allocate(count * dtype.itemsize)
         if block is None or not count:
             return torch.empty(shape, dtype=dtype)

@@ -74,6 +74,8 @@ def _describe_numpy(x: np.ndarray[Any, Any], what: str, *, writable: bool) -> Bu
 
 
 def _bad_torch(x: torch.Tensor, what: str) -> InvalidUsage:
+    if x.layout != torch.strided:
+        return InvalidUsage(f"{what} is a tensor of layout {x.layout}; give a dense one (x.to_dense())")
     if not x.is_cpu:
         return InvalidUsage(
             f"{what} is on {x.device}; the shm transport moves host memory: copy it to the CPU first (x.cpu())"

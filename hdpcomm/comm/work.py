@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 from hdpcomm import _core
+from hdpcomm.arguments import check_seconds
 from hdpcomm.errors import Aborted, Error, InvalidUsage
 
 __all__ = ["ENDED", "Work", "retain"]
@@ -75,10 +76,11 @@ class Work:
         """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.
 
         ``timeout``: seconds; the communicator's by default. Past it the operation is given up on all ranks concerned.
-        Raises: CommTimeout, PeerLost, Mismatch, Aborted.
+        Raises: CommTimeout, PeerLost, Mismatch, Aborted; InvalidUsage for a timeout that is no number above 0.
         """
+        seconds = -1.0 if timeout is None else check_seconds("wait", timeout)
         if self._handle is not None:
-            self._handle.wait(-1.0 if timeout is None else timeout)
+            self._handle.wait(seconds)
         self._buffers = ()
 
     def done(self) -> bool:

@@ -145,7 +145,7 @@ def has_tokenizer(folder: Path) -> bool:
 @lru_cache(maxsize=8)
 def encoder_of(folder: Path | None) -> Encoder:
     """The encoder of a model folder; ``None``: bytes. Raises: InvalidUsage if the folder has no tokenizer."""
-    return ByteEncoder() if folder is None else FolderEncoder(folder)
+    return ByteEncoder() if folder is None else FolderEncoder(Path(folder))
 
 
 def _fingerprint(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -86,7 +87,7 @@ def _tokens(i: int, trajectory: Any) -> Int64:
     tokens = trajectory.detach().cpu().numpy() if isinstance(trajectory, Tensor) else np.asarray(trajectory)
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer) or tokens.min() < 0:
         raise InvalidUsage(
-            f"trajectory {i} has shape {tokens.shape} and type {tokens.dtype}"
+            f"trajectory {i} is {reprlib.repr(trajectory)}, of shape {tokens.shape} and type {tokens.dtype}"
             f"{', with negative tokens' if tokens.size and np.issubdtype(tokens.dtype, np.integer) else ''}; expected "
             "a list of at least one token, integers that are not negative"
         )
@@ -105,7 +106,8 @@ def _weights(given: list[Int64], weights: Any) -> list[Floats]:
         values = np.ones(len(tokens)) if factors is None else np.asarray(factors)
         if values.shape != tokens.shape or not np.isfinite(values).all():
             raise InvalidUsage(
-                f"the weights of trajectory {i} have shape {values.shape}; expected {len(tokens)} finite numbers, one "
+                f"the weights of trajectory {i} are {reprlib.repr(factors)}, "
+                f"of shape {values.shape}; expected {len(tokens)} finite numbers, one "
                 "for each token"
             )
         found.append(values.astype(np.float32))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.build import build_store, cache_folder, open_published, store_key
 from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["build_data", "is_indexed", "open_corpus"]
 
 Progress = Callable[[int, int], None]
+
+
+def _listed(paths: Any) -> Sequence[Any]:
+    return paths if isinstance(paths, Sequence) else (None,)
 
 
 def open_corpus(
@@ -64,8 +69,9 @@ def open_corpus(
         >>> len(corpus.read(0)) - int(corpus.lengths[0])
         0
     """
-    if context < 1:
-        raise InvalidUsage(f"context is {context}; a sequence needs at least 1 token")
+    check_whole("open_corpus()", "context", context, least=1)
+    if isinstance(paths, (str, Path)) or not all(isinstance(each, (str, Path)) for each in _listed(paths)):
+        raise InvalidUsage(f"paths is {paths!r}; give a list of paths")
     if not paths:
         raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
     encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)

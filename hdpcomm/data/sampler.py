@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["BatchSampler", "GlobalBatch"]
@@ -64,7 +66,13 @@ class BatchSampler:
     LOOKAHEAD = 256
 
     def __init__(self, lengths: Sequence[int] | npt.NDArray[np.int64], *, tokens: int, seed: int = 0) -> None:
-        self._lengths = np.asarray(lengths, dtype=np.int64)
+        try:
+            given = np.asarray(lengths)
+        except ValueError as error:
+            raise InvalidUsage(f"lengths is {reprlib.repr(lengths)}; a list of whole numbers was expected") from error
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise InvalidUsage(f"lengths is {lengths!r}, of type {given.dtype}; whole numbers of 64 bits were expected")
+        self._lengths = given.astype(np.int64)
         if self._lengths.ndim != 1 or not len(self._lengths):
             raise InvalidUsage(
                 f"lengths has the shape {self._lengths.shape}; a list of at least one length was expected"
@@ -73,8 +81,8 @@ class BatchSampler:
             raise InvalidUsage(
                 f"a sequence of {int(self._lengths.min())} tokens was given; every sequence needs at least 1"
             )
-        if not 0 <= seed < 1 << 63:
-            raise InvalidUsage(f"seed is {seed}; it must be from 0 to 2^63 - 1")
+        check_whole("BatchSampler", "seed", seed, least=0)
+        check_whole("BatchSampler", "tokens", tokens)
         longest = int(self._lengths.max())
         if tokens < longest:
             raise InvalidUsage(
@@ -88,8 +96,7 @@ class BatchSampler:
 
     def batch(self, step: int) -> GlobalBatch:
         """The batch of a step. Fast for rising steps; for an earlier step, all batches from step 0 are made again."""
-        if step < 0:
-            raise InvalidUsage(f"step is {step}; steps count from 0")
+        check_whole("batch()", "step", step, least=0)
         if step < self._latest.step:
             self._rewind()
         while self._latest.step < step:

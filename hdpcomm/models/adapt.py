@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.arguments import check_type
 from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
@@ -91,6 +92,7 @@ def adapt(
         >>> bag(torch.arange(5), positions=torch.tensor([0, 1, 2, 0, 1]), cu_seqlens=cu_seqlens, comm=None).shape
         torch.Size([5, 32])
     """
+    check_type("adapt()", "model", model, nn.Module)
     causal_lm = inner_causal_lm(model)
     if causal_lm is not None:
         adapted: nn.Module = AdaptedCausalLM(model, z_loss=z_loss, chunk_tokens=chunk_tokens, check=check)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention import Tree, ring_attention
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
@@ -46,8 +47,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "hidden", "heads", "kv_heads", "ffn"):
-            if getattr(self, name) < 1:
-                raise InvalidUsage(f"{name} is {getattr(self, name)}; a model needs at least 1")
+            check_whole("LlamaConfig", name, getattr(self, name), least=1)
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise InvalidUsage(
                 f"hidden {self.hidden} over {self.heads} heads: the size of a head must be an even whole number "
@@ -57,8 +57,8 @@ class LlamaConfig:
             raise InvalidUsage(
                 f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly; kv_heads must divide heads"
             )
-        if self.rope_theta <= 0 or self.norm_eps <= 0:
-            raise InvalidUsage(f"rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be above 0")
+        for name in ("rope_theta", "norm_eps"):
+            check_number("LlamaConfig", name, getattr(self, name), above=0)
 
     @property
     def head_dim(self) -> int:

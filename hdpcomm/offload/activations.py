@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hdpcomm._core.offload import CopyEngine
+from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.offload.host_memory import bytes_text
 from hdpcomm.offload.layers import find_layers, parameter_storages
@@ -225,8 +226,9 @@ class ActivationOffload:
         timeout: float = 60.0,
     ) -> None:
         _check_ratio(ratio)
-        if resident_layers < 0 or min_bytes < 0:
-            raise InvalidUsage(f"resident_layers is {resident_layers}, min_bytes {min_bytes}; each must be 0 or more")
+        check_type("ActivationOffload", "pool", pool, PinnedPool)
+        check_whole("ActivationOffload", "resident_layers", resident_layers, least=0)
+        check_whole("ActivationOffload", "min_bytes", min_bytes, least=0)
         if when_full not in ("raise", "keep"):
             raise InvalidUsage(f"when_full is {when_full!r}; give 'raise' or 'keep'")
         self.pool = pool
@@ -325,5 +327,4 @@ def _in_backward() -> bool:
 
 
 def _check_ratio(ratio: float) -> None:
-    if not 0 <= ratio <= 1:
-        raise InvalidUsage(f"ratio is {ratio}; give the share of the tokens to offload, 0 to 1")
+    check_number("offload", "ratio, the share of the tokens to offload,", ratio, least=0, most=1)

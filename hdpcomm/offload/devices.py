@@ -21,7 +21,10 @@ def open_device(device: torch.device | str) -> Device:
         InvalidUsage: the device is of another type.
         DeviceError: this build or this machine has no CUDA.
     """
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidUsage(f"device is {device!r}; give cuda, cuda:i or, simulated, cpu") from error
     if place.type == "cpu":
         return core.open_sim(place.index or 0)
     if place.type != "cuda":

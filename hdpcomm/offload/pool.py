@@ -8,7 +8,7 @@ import torch
 
 from hdpcomm._core import offload as core
 from hdpcomm._core.device import Device
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.arguments import check_whole
 from hdpcomm.offload.devices import numa_node_of, open_device
 from hdpcomm.offload.host_memory import check_fits
 
@@ -79,8 +79,10 @@ class PinnedPool:
         chunk_bytes: int = 64 << 30,
         sharers: int = 1,
     ) -> None:
-        if size < 1 or sharers < 1 or chunk_bytes < 1:
-            raise InvalidUsage(f"size is {size}, sharers {sharers}, chunk_bytes {chunk_bytes}; each must be at least 1")
+        for name, value in (("size", size), ("sharers", sharers), ("chunk_bytes", chunk_bytes)):
+            check_whole("PinnedPool", name, value, least=1)
+        if numa_node is not None:
+            check_whole("PinnedPool", "numa_node", numa_node, least=-1, most=1 << 16)
         check_fits(size, sharers=sharers)
         self.device = device if isinstance(device, Device) else open_device(device)
         node = numa_node_of(self.device) if numa_node is None else numa_node

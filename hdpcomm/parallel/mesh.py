@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from hdpcomm.arguments import check_has
 from hdpcomm.comm.topology import host_order, nodes_of
 from hdpcomm.errors import InvalidUsage
 
@@ -66,6 +68,7 @@ class Mesh:
         expert: int = 1,
         placement: Sequence[int] | None = None,
     ) -> None:
+        check_has("Mesh", "comm", comm, "subset", "the communicator of init()")
         for name, size in (("pipeline", pipeline), ("tensor", tensor), ("expert", expert)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise InvalidUsage(f"{name} is {size!r}; give a whole number of at least 1")
@@ -141,13 +144,15 @@ class Mesh:
         return self._hosts[self.comm.ranks[position]]
 
     def _given(self, placement: Sequence[int]) -> list[int]:
-        order = [int(position) for position in placement]
-        if sorted(order) != list(range(self.comm.size)):
+        order = list(placement)
+        if any(isinstance(p, bool) or not hasattr(p, "__index__") for p in order) or sorted(map(index, order)) != list(
+            range(self.comm.size)
+        ):
             raise InvalidUsage(
                 f"placement is {order}; give each position from 0 to {self.comm.size - 1} once, in the order [stage, "
                 "HDP rank, tensor rank]"
             )
-        return order
+        return [index(position) for position in order]
 
     def _check_hosts(self) -> None:
         for group in self._positions.view(-1, self.tensor).tolist():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.arguments import check_has, check_whole
 from hdpcomm.plan.planner import Planner
 from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.tree import Tree
@@ -55,8 +55,9 @@ class PlanAhead:
     """
 
     def __init__(self, planner: Planner, batches: Iterable[Sequence[int | Tree]], *, depth: int = 1) -> None:
-        if depth < 1:
-            raise InvalidUsage(f"depth is {depth}, expected at least 1 plan ahead")
+        check_has("PlanAhead", "planner", planner, "plan", "a Planner")
+        check_has("PlanAhead", "batches", batches, "__iter__", "the lengths of each step")
+        check_whole("PlanAhead", "depth", depth, least=1)
         self.planner = planner
         self._batches = iter(batches)
         self._slots: queue.SimpleQueue[Planner] = queue.SimpleQueue()  # for each plan that may begin, who makes it

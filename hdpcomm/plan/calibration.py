@@ -127,6 +127,4 @@ def _memory(values: dict[str, Any]) -> MemoryModel:
     for name, value in values.items():
         if value is not None and not 0 <= float(value) < float("inf"):
             raise ValueError(f"memory.{name} is {value}")
-    if memory.capacity < 1:
-        raise ValueError(f"memory.capacity is {memory.capacity}")
     return memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hdpcomm.arguments import check_number, check_type
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.presets import DEVICES
 from hdpcomm.plan.specs import DeviceSpec, check_positive
@@ -46,16 +47,11 @@ class ClusterSpec:
     speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_positive(
-            "ClusterSpec",
-            ranks=self.ranks,
-            capacity=self.capacity,
-            ranks_per_node=self.ranks_per_node,
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            cores=self.cores,
-            chunks=self.chunks,
-        )
+        given = {name: getattr(self, name) for name in ("ranks_per_node", "cores") if getattr(self, name) is not None}
+        counts = {"ranks": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "chunks": self.chunks}
+        check_positive("ClusterSpec", most=(1 << 31) - 1, **counts, **given)
+        if self.capacity is not None:
+            check_positive("ClusterSpec", capacity=self.capacity)
         if self.chunks > 1 and self.pipeline == 1:
             raise InvalidUsage(
                 f"chunks is {self.chunks} and pipeline 1: give a pipeline of 2 devices or more, or 1 chunk"
@@ -64,13 +60,11 @@ class ClusterSpec:
             self._check_speeds(self.speeds)
 
     def _check_speeds(self, speeds: tuple[float, ...]) -> None:
+        check_type("ClusterSpec", "speeds", speeds, (tuple, list))
         if len(speeds) != self.ranks:
             raise InvalidUsage(f"ClusterSpec: {len(speeds)} speeds for {self.ranks} ranks, expected one for each")
         for rank, speed in enumerate(speeds):
-            if not 1e-3 <= speed <= 1:
-                raise InvalidUsage(
-                    f"ClusterSpec: the speed of rank {rank} is {speed}, expected 0.001 to 1: that of the fastest is 1"
-                )
+            check_number("ClusterSpec", f"the speed of rank {rank}, 1 for the fastest,", speed, least=1e-3, most=1)
         if self.cores is not None and min(speeds) < 1:
             raise InvalidUsage(
                 "ClusterSpec: ranks that share processors (cores) take time from each other and have no speeds of "
@@ -91,6 +85,6 @@ class ClusterSpec:
         """The device; a name is looked up in the presets."""
         if isinstance(self.device, DeviceSpec):
             return self.device
-        if self.device not in DEVICES:
+        if not isinstance(self.device, str) or self.device not in DEVICES:
             raise InvalidUsage(f"unknown device {self.device!r}, expected one of {', '.join(DEVICES)} or a DeviceSpec")
         return DEVICES[self.device]

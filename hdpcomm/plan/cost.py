@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from hdpcomm._core import planner as core
+from hdpcomm.arguments import MOST_TOKENS, check_number, check_type, check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.fit import descend, fit_coefficients
@@ -46,6 +47,19 @@ class CostSample:
     one_node: bool = True
 
 
+def _sample(given: CostSample | tuple[int, Sequence[int], float]) -> CostSample:
+    check_type("fit()", "a sample", given, (CostSample, tuple, list))
+    try:
+        sample = given if isinstance(given, CostSample) else CostSample(given[0], tuple(given[1]), given[2])
+        for length in sample.lengths:
+            check_whole("a sample", "a length", length)
+    except (TypeError, IndexError) as error:
+        raise InvalidUsage(f"{given!r} is no sample ({error}): expected (ranks, lengths, seconds)") from error
+    check_whole("a sample", "ranks", sample.ranks)
+    check_type("a sample", "seconds", sample.seconds, (int, float))
+    return sample
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Predicts the seconds of a micro-batch's forward and backward pass on its d ranks.
@@ -82,19 +96,18 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and 0 <= value < math.inf):
-                raise InvalidUsage(
-                    f"CostModel: {field.name} is {value!r}, expected a finite number that is not negative"
-                )
+            most = 1.0 if field.name.startswith("forward") else math.inf
+            check_number("CostModel", field.name, getattr(self, field.name), least=0, most=most)
 
     def seconds(self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True) -> float:
         """Predicted seconds of a micro-batch of ``lengths`` on ``ranks`` ranks."""
+        for length in lengths:
+            check_number("seconds()", "a length", length, least=0)
         return self.load_seconds(sum(float(s) * s for s in lengths), sum(lengths), ranks, one_node=one_node)
 
     def load_seconds(self, squares: float, tokens: float, ranks: int = 1, *, one_node: bool = True) -> float:
         """:meth:`seconds` of so many tokens, by the sum of the squares of their lengths (:attr:`Tree.squares`)."""
+        check_whole("CostModel", "ranks", ranks, least=1)
         step = self.attention * squares / ranks**2 + self.piece * tokens / ranks
         total = ranks * step + self.linear * tokens / ranks + self.fixed
         if ranks > 1:
@@ -151,7 +164,9 @@ class CostModel:
             InvalidUsage: fewer than three samples on one node, or one that is not positive.
         """
 
-        measured = [s if isinstance(s, CostSample) else CostSample(s[0], tuple(s[1]), s[2]) for s in samples]
+        if not isinstance(samples, Iterable):
+            raise InvalidUsage(f"samples is {samples!r}, expected a list of (ranks, lengths, seconds)")
+        measured = [_sample(each) for each in samples]
         if len(measured) < 3:
             raise InvalidUsage(
                 f"{len(measured)} samples given, expected at least 3 of different lengths: profile more micro-batches"
@@ -273,6 +288,12 @@ class MemoryModel:
     host_tokens: float = 0.0
     token_bytes: float | None = None
     state_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("MemoryModel", "capacity", self.capacity, least=1, most=MOST_TOKENS)
+        check_number("MemoryModel", "offloadable", self.offloadable, least=0, most=1)
+        for name in ("copy_s", "host_tokens"):
+            check_number("MemoryModel", name, getattr(self, name), least=0)
 
     def bytes_held(self, tokens: float) -> float | None:
         """Bytes in use on the device while it holds the activations of ``tokens`` tokens; ``None`` without a model."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
@@ -37,6 +38,8 @@ class Jobs:
 
 def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, capacity: int) -> Jobs:
     """The jobs of a step; cuts trees that are larger than ``capacity`` where that is cheaper. Pure and local."""
+    if isinstance(items, (str, bytes, Mapping)) or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise InvalidUsage(f"plan() got the lengths {items!r}; give a list of whole numbers (or trees)")
     if not any(isinstance(item, Tree) for item in items):
         return Jobs(_tokens(items), [])
     _tokens([item.num_tokens if isinstance(item, Tree) else item for item in items])
@@ -60,11 +63,12 @@ def _tokens(lengths: Sequence[Any]) -> list[int]:
     """The lengths as ints. Raises InvalidUsage for anything else, of which int() would cut something off."""
     try:
         sizes = list(map(operator.index, lengths))
-    except TypeError:
-        wrong = next(i for i, length in enumerate(lengths) if not hasattr(length, "__index__"))
-        raise InvalidUsage(
-            f"sequence {wrong} has {lengths[wrong]!r} tokens, expected a whole number: give lengths as integers"
-        ) from None
+        plain = bool not in set(map(type, lengths))
+    except (TypeError, RuntimeError):
+        plain = False
+    if not plain:
+        for i, length in enumerate(lengths):
+            check_whole("plan()", f"the length of sequence {i}", length)
     if sizes and max(sizes) > _LONGEST:
         wrong = sizes.index(max(sizes))
         raise InvalidUsage(f"sequence {wrong} has {sizes[wrong]} tokens, expected at most 2^40: cut it")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hdpcomm._core import planner as core
+from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
@@ -60,8 +61,13 @@ class Planner:
     ) -> None:
         if policy not in POLICIES:
             raise InvalidUsage(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
-        if context < 0 or context_ranks < 0:
-            raise InvalidUsage(f"context is {context} and context_ranks {context_ranks}, expected 0 or more")
+        check_type("Planner", "cluster", cluster, ClusterSpec)
+        kinds = {"model": (model, ModelSpec), "cost_model": (cost_model, CostModel), "memory": (memory, MemoryModel)}
+        for name, (value, kind) in kinds.items():
+            if value is not None:
+                check_type("Planner", name, value, kind)
+        check_whole("Planner", "context", context, least=0)
+        check_whole("Planner", "context_ranks", context_ranks, least=0)
         if cost_model is None:
             if model is None:
                 raise InvalidUsage("neither a model nor a cost_model is given: one of them has to say what tokens cost")
@@ -212,6 +218,7 @@ class Planner:
 
     def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
         """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
+        check_type("validate()", "plan", plan, StepPlan)
         if plan.num_ranks != self.cluster.ranks:
             raise InvalidUsage(
                 f"the plan is for {plan.num_ranks} ranks, the cluster has {self.cluster.ranks}: plan again"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hdpcomm.arguments import MOST_TOKENS, check_number, check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.token_mixing import TokenMixing, softmax_mixing
 
 __all__ = ["DeviceSpec", "ModelSpec", "check_positive"]
 
 
-def check_positive(owner: str, **values: float | None) -> None:
-    """Raises InvalidUsage for a value, named as a field of ``owner``, that is given but not positive."""
+def check_positive(owner: str, *, most: int = MOST_TOKENS, **values: int) -> None:
+    """Raises InvalidUsage for a value, named as a field of ``owner``, that is no whole number of at least 1."""
     for name, value in values.items():
-        if value is not None and not value > 0:
-            raise InvalidUsage(f"{owner}: {name} is {value}, expected a positive number")
+        check_whole(owner, name, value, least=1, most=most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class ModelSpec:
             kv_heads=self.kv_heads,
             ffn=self.ffn or (1 if self.mixing else 0),  # Mamba-2 has no MLP
             vocab=self.vocab,
-            head_dim=self.head_dim,
+            head_dim=1 if self.head_dim is None else self.head_dim,
             experts=self.experts,
             top_k=self.top_k,
-            dtype_bytes=self.dtype_bytes,
         )
+        check_number("ModelSpec", "dtype_bytes", self.dtype_bytes, above=0)
         if self.heads % self.kv_heads:
             raise InvalidUsage(
                 f"ModelSpec: heads is {self.heads} and kv_heads {self.kv_heads}, expected kv_heads to divide heads"
@@ -190,6 +190,5 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         for name in self.__slots__[1:]:
-            value = getattr(self, name)
-            if not value >= 0 or (value == 0 and name.endswith(("flops", "bandwidth", "memory_bytes"))):
-                raise InvalidUsage(f"DeviceSpec {self.name}: {name} is {value}, expected a positive number")
+            positive = name.endswith(("flops", "bandwidth", "memory_bytes"))
+            check_number(f"DeviceSpec {self.name}", name, getattr(self, name), least=0, above=0 if positive else -1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree, TreeFragment
 
@@ -124,6 +126,7 @@ class StepPlan:
         Raises:
             InvalidUsage: the plan has no such rank.
         """
+        check_whole("for_rank()", "rank", rank)
         by_rank = self._cache.get("by_rank")
         if by_rank is None:
             lists: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
@@ -258,7 +261,8 @@ class StepPlan:
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise InvalidUsage(
-                f"no step plan ({type(error).__name__}: {error}): expected the output of StepPlan.to_json"
+                f"{reprlib.repr(text)} is no step plan ({type(error).__name__}: {error}): expected the output of "
+                "StepPlan.to_json"
             ) from error
         plan.validate()
         if "hash" in data and data["hash"] != plan.hash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -165,8 +166,8 @@ def _integers(name: str, values: Any) -> Int64:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise InvalidUsage(
-            f"{name} of a tree have shape {array.shape} and type {array.dtype}; expected a list of integers, one for "
-            "each segment"
+            f"{name} of a tree are {reprlib.repr(values)}, of shape {array.shape} and type {array.dtype}; expected a "
+            "list of integers, one for each segment"
         )
     return _frozen(array.astype(np.int64))
 

@@ -59,14 +59,14 @@ _NOT_SHAPE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", 
 
 def read_config(folder: Path) -> Any:
     """The configuration of transformers in a model folder. Raises: InvalidUsage if there is none that it knows."""
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise InvalidUsage("--model needs transformers; install it with pip install 'hdpcomm[huggingface]'") from error
     if not (folder / "config.json").is_file():
         raise InvalidUsage(
             f"{folder} is no folder with a config.json; give the folder of a model, as save_pretrained writes it"
         )
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise InvalidUsage("--model needs transformers; install it with pip install 'hdpcomm[huggingface]'") from error
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()

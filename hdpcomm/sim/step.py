@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hdpcomm.arguments import check_has
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import Planner, StepPlan, Tree
 from hdpcomm.sim.sync import optimizer_seconds, reduction_seconds
@@ -86,6 +87,7 @@ def simulate_step(
         InvalidUsage: the plan is for another number of ranks, or cannot run; or it has fragments of trees, and no
             ``items`` are given.
     """
+    check_has("simulate_step()", "planner", planner, "plan", "a Planner")
     if isinstance(plan_or_lengths, StepPlan):
         plan = plan_or_lengths
         planner.validate(plan, items or None)

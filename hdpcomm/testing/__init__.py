@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hdpcomm import _core
+from hdpcomm.arguments import check_whole
 from hdpcomm.comm.bootstrap import TRANSPORTS, ThreadRank, close_all, thread_rank
 from hdpcomm.comm.launch import RankPool, run_ranks
 from hdpcomm.errors import CommTimeout, InvalidUsage
@@ -59,6 +60,7 @@ def run_threads(
     Raises: what a rank raised, also where other ranks are stuck (a CommTimeout that names them is its cause then, if it
     has no other); CommTimeout when ranks are stuck and none raised.
     """
+    check_whole("ranks", "world_size", world_size, least=1, most=4096)
     segment = _core.transport.create_segment(world_size)
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}

@@ -118,6 +118,8 @@ def checked(fetched: Tensor | tuple[Tensor, Tensor], sequence: int, length: int)
     """(tokens, labels) of a sequence as ``fetch`` gave them. Raises InvalidUsage."""
     tokens, labels = fetched if isinstance(fetched, tuple) else (fetched, None)
     for name, given in (("tokens", tokens), ("labels", labels)):
+        if not isinstance(given, Tensor) and (name == "tokens" or given is not None):
+            raise InvalidUsage(f"fetch({sequence}) gave {name} = {given!r}; expected a tensor of int64 [{length}]")
         if given is not None and (given.shape != (length,) or given.dtype != torch.int64):
             raise InvalidUsage(
                 f"fetch({sequence}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was "

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from hdpcomm.arguments import check_has
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
@@ -32,6 +33,7 @@ from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
 from hdpcomm.train.shards import Fetch, PackedShard, no_tokens, pack_shard
 from hdpcomm.train.timeline import Timeline
+from hdpcomm.train.trainer_check import check_trainer
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
@@ -109,8 +111,10 @@ class Trainer:
     ) -> None:
         if check_replicas < 0:
             raise InvalidUsage(f"check_replicas is {check_replicas}; give the steps between two comparisons, or 0")
-        if max_grad_norm is not None and max_grad_norm <= 0:
-            raise InvalidUsage(f"max_grad_norm is {max_grad_norm}; give a number above 0, or None for no clipping")
+        check_trainer(
+            model, optimizer, planner, comm,
+            max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
+        )  # fmt: skip
         self.model = model
         self.optimizer = optimizer
         self.planner = planner
@@ -169,6 +173,7 @@ class Trainer:
             PeerLost, CommTimeout: another rank died or does not answer.
             Error: the loss is not finite; the parameters are as they were before the step.
         """
+        check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
         counts = self.comm.stats()
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()

@@ -232,7 +232,7 @@ def bad_arguments() -> None:
         (lambda: comm.subset([0, 0]), "rank 0 twice"),
         (lambda: comm.subset([0, 2]), r"rank 2.*ranks 0\.\.1"),
         (lambda: comm.subset([-1]), "rank -1"),
-        (lambda: comm.subset("ab"), "sequence of integers"),
+        (lambda: comm.subset("ab"), "'a'"),
         (lambda: comm.send(x, 2), "rank 2"),
         (lambda: comm.recv(x, -1), "rank -1"),
         (lambda: comm.send(x, comm.rank), "itself"),

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.arguments import check_seconds
 from hdpcomm.comm.communicator import Communicator, Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.paths import DevicePath, Devices
+from hdpcomm.comm.shapes import check_shape
 from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage
@@ -38,7 +40,7 @@ class DeviceWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """As the class says. Raises: CommTimeout, PeerLost, Mismatch, Aborted."""
-        self._path.wait(self._stream_work, timeout)
+        self._path.wait(self._stream_work, None if timeout is None else check_seconds("wait", timeout))
         self._buffers = ()
 
 
@@ -83,8 +85,7 @@ class DeviceCommunicator(Communicator):
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""
-        if any(n < 0 for n in shape):
-            raise InvalidUsage(f"empty() got the shape {shape}; sizes must not be negative")
+        check_shape("empty()", shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def landing_zone(self, x: Any, source: int | None = None) -> LandingZone | None:
@@ -115,7 +116,7 @@ class DeviceCommunicator(Communicator):
         if self._devices.path(x) is None:
             return super().send(x, dst, async_op=async_op)
         if dst == self.rank and not async_op:
-            raise self._self_message("send")
+            raise self._self_message("send", dst)
         return self.exchange([(x, dst)], (), async_op=async_op)
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
@@ -123,7 +124,7 @@ class DeviceCommunicator(Communicator):
         if self._devices.path(x) is None:
             return super().recv(x, src, async_op=async_op)
         if src == self.rank and not async_op:
-            raise self._self_message("recv")
+            raise self._self_message("recv", src)
         return self.exchange((), [(x, src)], async_op=async_op)
 
     def exchange(
@@ -134,7 +135,10 @@ class DeviceCommunicator(Communicator):
         async_op: bool = False,
     ) -> Work:
         """See :meth:`Communicator.exchange`."""
-        path = self._common_path(*(message[0] for message in (*sends, *recvs)))
+        try:
+            path = self._common_path(*(message[0] for message in (*sends, *recvs)))
+        except (TypeError, IndexError):
+            path = None  # no (tensor, peer) pairs: the host's side says so
         if path is None:
             return super().exchange(sends, recvs, async_op=async_op)
         outgoing = [(*path.describe(x, f"sends[{i}]"), *_to(place)) for i, (x, *place) in enumerate(sends)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
 
 __all__ = ["COLUMNS", "offload_rates", "row_of"]
@@ -26,8 +24,7 @@ COLUMNS = (
 
 def offload_rates(device: str, sizes: list[int], *, iterations: int, warmup: int) -> Iterator[CopyRates]:
     """The rates for each size, with one pool that can hold four of the largest. ``device``: ``cuda:0``, ``sim``."""
-    place = torch.device("cpu" if device == "sim" else device)
-    pool = PinnedPool(4 * max(4096, *sizes), device=place)
+    pool = PinnedPool(4 * max(4096, *sizes), device="cpu" if device == "sim" else device)
     for size in sizes:
         yield measure_copies(pool, size, iterations=iterations, warmup=warmup)
 

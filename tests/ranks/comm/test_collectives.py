@@ -189,7 +189,7 @@ def bad_arguments() -> None:
         (lambda: comm.all_reduce(two, None), "got op=None; known are"),  # type: ignore[arg-type]
         (lambda: comm.all_reduce(two, algorithm="best"), "algorithm 'best' is unknown; known are: auto, ring"),
         (lambda: comm.broadcast(two, 2), "broadcast.. got rank 2, but this communicator has ranks 0..1"),
-        (lambda: comm.broadcast(two, 1 << 40), "got rank 2147483647"),
+        (lambda: comm.broadcast(two, 1 << 40), "got rank 1099511627776"),
         (lambda: comm.send(two, comm.rank), "to itself would wait for ever"),
         (lambda: comm.exchange([], [(two, 0), ([1.0], 0)]), r"recvs\[1\] is a list"),
     ]
@@ -201,7 +201,7 @@ def bad_arguments() -> None:
         with pytest.raises(hdp.InvalidUsage, match=message):
             call()
     for wrong in (lambda: comm.broadcast(two, "0"), lambda: comm.exchange(3), lambda: comm.exchange([3])):  # type: ignore
-        with pytest.raises(TypeError):
+        with pytest.raises(hdp.InvalidUsage, match=r"'0'|3"):
             wrong()
     comm.exchange([[two + 1, 1 - comm.rank]], [[two, 1 - comm.rank]])  # lists are pairs, too; and it works on
     assert two.tolist() == [1.0, 1.0]

@@ -26,7 +26,7 @@ BAD = {
     "negative": ([-1], [-5], "segment 0 of the tree has -5 tokens"),
     "sizes": ([-1, 0], [3], "2 parents and 1 lengths"),
     "floats": ([-1.0], [3], "parents of a tree .* float64; expected a list of integers"),
-    "matrix": ([-1], [[3]], r"lengths of a tree have shape \(1, 1\)"),
+    "matrix": ([-1], [[3]], r"lengths of a tree are .* of shape \(1, 1\)"),
 }
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hdpcomm.cli import main as cli
+from hdpcomm.cli import output
 from hdpcomm.cli.perf_options import OPS
+from hdpcomm.comm import bootstrap
 from hdpcomm.perf.ops import OPERATIONS
 
 TOP = Path(__file__).resolve().parents[3]
@@ -142,3 +144,7 @@ def test_as_a_module_also_beside_a_folder_of_that_name(tmp_path: Path, elsewhere
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
     )
     assert done.stdout.startswith(str(TOP)), done.stderr
+
+
+def test_the_transports_of_the_options_are_those_of_init() -> None:
+    assert output.TRANSPORTS == bootstrap.TRANSPORTS

@@ -120,8 +120,8 @@ def test_bad_lengths_and_options() -> None:
         make_planner("balanced", 4, 100).plan([10, 50, 0])
     planner = make_planner("balanced", 4, 100)
     wrong: list[tuple[list[Any], str]] = [
-        ([10, 3.7], "sequence 1 has 3.7 tokens, expected a whole number"),
-        (["7"], "sequence 0 has '7' tokens"),
+        ([10, 3.7], "sequence 1 is 3.7, expected a whole number"),
+        (["7"], "sequence 0 is '7', expected a whole number"),
         ([5, 2**63], "sequence 1 has 9223372036854775808 tokens, expected at most 2"),
     ]
     for lengths, message in wrong:

@@ -88,7 +88,7 @@ def test_rope_is_exact_at_far_positions_in_fp32():
         ({"hidden": 15}, "hidden 15 over 2 heads"),
         ({"hidden": 6}, "must be an even whole number"),
         ({"heads": 4, "kv_heads": 3}, "4 heads cannot share 3 KV heads"),
-        ({"rope_theta": 0.0}, "must be above 0"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0.* above 0"),
     ],
 )
 def test_bad_sizes(values, message):
