@@ -1,0 +1,221 @@
+"""transformers.Trainer with Hybrid Data Parallelism: every step is planned, packed and sharded over all ranks.
+
+    from hdpcomm.train.huggingface import Trainer
+
+    trainer = Trainer(model=model, args=args, train_dataset=dataset)
+    trainer.train()
+
+Data loading, accumulation, clipping, optimizer, schedule, logging, evaluation, checkpoints and resuming stay those of
+transformers. Needs ``pip install hdpcomm[huggingface]``; importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from hdpcomm.arguments import check_whole
+from hdpcomm.comm import init
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import adapt
+from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
+from hdpcomm.torch_backend import HdpProcessGroup, communicator
+from hdpcomm.train.huggingface_batch import gather_sequences, sequences_of
+from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.profile import profile_cost_model
+from hdpcomm.train.shards import pack_shard
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["HybridDataParallel", "Trainer"]
+
+_LONGEST_PROFILED = 512  # tokens
+
+
+class HybridDataParallel:
+    """What turns a subclass of ``transformers.Trainer`` into one that plans; name it first among the bases.
+
+    A training step takes the batches of all ranks together as one global batch: padding is dropped, ranks tell each
+    other their tokens, all make the same plan, and each runs its micro-batches over the ranks that the plan gives them.
+    The loss is the mean over all labelled tokens of the step, its accumulation included (``num_items_in_batch``), and
+    the gradient that of the whole batch on one device. The model is not wrapped in DDP.
+
+    A batch is what a collator of transformers gives: rows with an ``attention_mask``, or flattened rows with
+    ``cu_seq_lens_q`` or ``position_ids`` (``DataCollatorWithFlattening``, the default here). Evaluation, prediction and
+    generation run on each rank with the attention that the model came with.
+
+    Args (by keyword, besides those of the other base):
+        capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each global batch.
+        cost_model: what plans go by; ``None``: measured at the first step.
+
+    Raises:
+        InvalidUsage: what would be wrong in silence: label smoothing, a loss of one's own, NEFTune, fp16, DeepSpeed,
+            FSDP; models as :func:`hdpcomm.models.adapt` says. All ranks must raise or go on alike.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        capacity: int | None = None,
+        cost_model: CostModel | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if capacity is not None:
+            check_whole("Trainer", "capacity", capacity, least=1)
+        self._capacity = capacity
+        self._costs = cost_model
+        self._counts: Counter[str] = Counter()
+        self._comm: Communicator | None = None
+        if kwargs.get("data_collator") is None and kwargs.get("processing_class") is None and len(args) < 3:
+            kwargs["data_collator"] = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        super().__init__(*args, **kwargs)
+        this = cast(Any, self)
+        _refuse(this)
+        self._attention = this.model.config._attn_implementation
+        self._adapted = adapt(this.model)
+
+    # --- what transformers.Trainer calls -----------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in the base; the model is prepared without DDP, which would add up gradients once more."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = cast(Any, self).accelerator
+        accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        with torch.no_grad():
+            for tensor in (*cast(Any, self).model.parameters(), *cast(Any, self).model.buffers()):
+                whole = tensor.detach().contiguous()
+                self.comm.broadcast(whole, 0)
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+        return prepared
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:
+        """The labelled tokens of a step, over its accumulation and all ranks; ``None`` after the last step."""
+        if not batch_samples:
+            return None
+        labelled = sum(int(sequences_of(batch).num_labels) for batch in batch_samples)
+        count = torch.tensor([labelled], dtype=torch.int64)
+        self.comm.all_reduce(count)
+        if not count.item():
+            raise InvalidUsage(
+                "no token of this step has a label: all labels are -100, or all sequences have one token; give longer "
+                "sequences or labels"
+            )
+        return count[0].to(device)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
+        """Forward and backward over the global batch; the share of it in the step's loss. Collective."""
+        this = cast(Any, self)
+        if num_items_in_batch is None:
+            raise InvalidUsage("training_step() got no num_items_in_batch; take get_batch_samples() of this class")
+        model.train()
+        batch = gather_sequences(sequences_of(inputs), self.comm)
+        plan = self._plan(batch.lengths)
+        loss = torch.zeros((), dtype=torch.float64)
+        for micro_batch in plan.for_rank(self.comm.rank):
+            group = cast("Communicator", self.comm.subset(micro_batch.ranks))
+            packed = pack_shard(micro_batch, batch.fetch, comm=group, device=this.args.device)
+            with this.compute_loss_context_manager():
+                total = micro_batch_loss(self._adapted, packed, group)
+            (total / num_items_in_batch).backward()  # type: ignore[no-untyped-call]
+            loss += total.detach().double().cpu()
+        if this.accelerator.sync_gradients:
+            self._reduce_gradients(model)
+        self.comm.all_reduce(loss)
+        self._counts.update(tokens=sum(batch.lengths), micro_batches=len(plan.micro_batches), batches=1)
+        return (loss / num_items_in_batch.cpu()).float().to(this.args.device)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in the base, with the tokens and micro-batches of a global batch, in the mean since the last log."""
+        counts = self._counts
+        if "loss" in logs and counts["batches"]:
+            logs |= {f"hdp_{name}": counts[name] / counts["batches"] for name in ("tokens", "micro_batches")}
+            counts.clear()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the base, with the attention that the model came with."""
+        with self.original_attention():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # --- what it does with a step ------------------------------------------------------------------------------------
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks that train: the one under torch.distributed's default group, or of :func:`hdpcomm.init`."""
+        if self._comm is None:
+            ours = dist.is_initialized() and isinstance(dist.group.WORLD, HdpProcessGroup)
+            self._comm = communicator() if ours else init()
+        return self._comm
+
+    @contextlib.contextmanager
+    def original_attention(self) -> Iterator[None]:
+        """Inside, the model runs as it came, for ``generate()`` and for calls with padding. Local."""
+        causal_lm = cast(Any, self._adapted).causal_lm
+        ours = causal_lm.config._attn_implementation
+        causal_lm.set_attn_implementation(self._attention)
+        try:
+            yield
+        finally:
+            causal_lm.set_attn_implementation(ours)
+
+    def _plan(self, lengths: list[int]) -> StepPlan:
+        ranks = self.comm.size
+        if self._costs is None:
+            self._costs = profile_cost_model(self._adapted, self.comm, longest=min(_LONGEST_PROFILED, max(lengths)))
+        share = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
+        cluster = ClusterSpec(ranks=ranks, capacity=self._capacity or share)
+        plan = Planner(None, cluster, cost_model=self._costs).plan(lengths)
+        check_same_plan(plan, self.comm)
+        return plan
+
+    def _reduce_gradients(self, model: nn.Module) -> None:
+        """Adds up the gradients of all ranks; a parameter that this rank's shards did not reach has one of 0."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in trained])
+        self.comm.all_reduce(flat)
+        parts = torch.split(flat, [p.numel() for p in trained])
+        for parameter, part in zip(trained, parts, strict=True):
+            parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+
+
+class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` that plans; see :class:`HybridDataParallel`.
+
+    Example:
+        >>> trainer = Trainer(model=model, args=args, train_dataset=dataset)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+
+def _refuse(trainer: Any) -> None:
+    args = trainer.args
+    wrong = {
+        f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor,
+        f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
+        "fp16=True (use bf16)": args.fp16,
+        "deepspeed": args.deepspeed,
+        f"fsdp={args.fsdp!r}": args.fsdp,
+        f"{args.n_gpu} GPUs in one process (start a process for each)": args.n_gpu > 1,
+        "compute_loss_func": trainer.compute_loss_func,
+    }
+    for name, given in wrong.items():
+        if given:
+            raise InvalidUsage(
+                f"Trainer: {name} is not supported with plans; leave it out, or use transformers.Trainer"
+            )
