@@ -1,7 +1,7 @@
 # make train: install and train on this machine. make test: install what the tests need, too, lint and run the tests.
 PYTHON ?= python3
-# Many tests wait, for a deadline say: two at a time on two cores would leave 40% of both idle.
-TEST_PROCESSES ?= 4
+# Four at a time take little less on two cores, and tests of deadlines may then fail by them.
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # Modules are compiled to bytecode when they are first imported: most of those that pip installs never are.

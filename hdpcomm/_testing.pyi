@@ -105,7 +105,7 @@ def accumulate_with_flags(
     device: Device, dst: int, src: int, *, count: int, stream: int, waits: Sequence[Flag], signals: Sequence[Flag]
 ) -> None: ...
 def launch_failing(device: Device, stream: int) -> None: ...
-def launch_lasting(device: Device, stream: int, flag: int) -> None: ...  # until the flag is 1
+def launch_lasting(device: Device, stream: int, flag: int) -> None: ...  # until the flag is 1; sets the word after it
 def open_cuda_from(library: str, ordinal: int) -> Device: ...  # another libcuda: a fake one
 
 # --- NCCL

@@ -98,7 +98,8 @@ void bindKernels(py::module_& module) {
         atSite([&](Site site) { device.launch(std::move(kernel), {stream}, site); });
       },
       py::arg("device"), py::arg("stream"));
-  // A kernel that runs until the flag is 1, whatever happens to its device meanwhile.
+  // A kernel that sets the word after the flag when it begins and runs until the flag is 1,
+  // whatever happens to its device meanwhile.
   module.def(
       "launch_lasting",
       [](DeviceApi& device, uintptr_t stream, Address flag) {
@@ -106,7 +107,8 @@ void bindKernels(py::module_& module) {
         kernel.name = "lasting";
         kernel.waits = {};
         kernel.reads = {{nullptr, size_t{1} << 20}};  // long enough for a thread of the stream
-        kernel.cpu = [word = reinterpret_cast<const uint32_t*>(flag)] {
+        kernel.cpu = [word = reinterpret_cast<uint32_t*>(flag)] {
+          simulated::storeWord(word + 1, 1);
           while (simulated::loadWord(word) != 1) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
           }

@@ -184,5 +184,5 @@ def test_what_cannot_be_done_is_refused():
             scaled_dot_product_attention(q, q, q, dropout_p=0.5)
         with pytest.raises(InvalidUsage, match="enable_gqa"):
             scaled_dot_product_attention(q, q[:, :1], q[:, :1])
-        with pytest.raises(InvalidUsage, match="window=0"):
+        with pytest.raises(InvalidUsage, match="window, the keys that a query sees, itself included, is 0"):
             packed_attention(q, q, q, window=0)

@@ -110,7 +110,8 @@ def a_peer_never_comes() -> None:
         for _ in range(600):
             works.append(comm.exchange([(torch.ones(1000), 1)], [(torch.ones(1000), 1)], async_op=True))
 
-    with pytest.raises(hdp.CommTimeout, match="look for a rank that did not call it"):
+    # Where the machine is busy, the first operation's time is over before the host has to wait for room.
+    with pytest.raises((hdp.CommTimeout, hdp.Aborted), match="look for a rank that did not call it"):
         call_often()
     assert time.monotonic() - began < 30
 

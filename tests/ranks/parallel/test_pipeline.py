@@ -322,7 +322,7 @@ def make(comm, *, ranks=2, stages=2, mesh=None, stage=None, number=None, config=
         ),
         ({"stages": 1}, "InvalidUsage: the planner plans for 2 ranks of 1 x 1 devices"),
         ({"stage": []}, "InvalidUsage: the model is a list; give this rank's stages"),
-        ({"max_grad_norm": 0.0}, "InvalidUsage: max_grad_norm is 0.0"),
+        ({"max_grad_norm": 0.0}, "InvalidUsage: Trainer: max_grad_norm is 0.0, expected a finite number above 0"),
         ({"stage": torch.nn.Linear(2, 2)}, "InvalidUsage: the model is a Linear; give this rank's stages"),
     ],
 )

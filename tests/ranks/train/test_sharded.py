@@ -326,8 +326,8 @@ class Own(torch.optim.SGD):
 
 
 REFUSED = [
-    ({"zero": 2}, None, "zero is 2; give 0"),
-    ({"zero": 1, "bucket_bytes": 0}, None, "bucket_bytes is 0; at least 1"),
+    ({"zero": 2}, None, "zero is 2, expected a whole number from 0 to 1"),
+    ({"zero": 1, "bucket_bytes": 0}, None, "bucket_bytes is 0, expected a whole number of at least 1"),
     ({"dtype": torch.float16}, None, "dtype is torch.float16; give torch.bfloat16"),
     ({"zero": 1}, lambda model: Own(model.parameters(), lr=0.1), "Own may look at more than one element"),
     ({"zero": 1}, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS may look at more than one element"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -65,8 +67,13 @@ def test_a_fault_is_told_when_the_work_is_through() -> None:
     device.store_flag(flag, 0)
     lasting, waiting, failing = (device.create_stream() for _ in range(3))
     through, waited, idle = (device.create_event() for _ in range(3))
+    begun = ctypes.c_uint32.from_address(flag + 4)
     _testing.launch_lasting(device, lasting, flag)
     device.record(through, lasting)
+    limit = time.monotonic() + 30
+    while not begun.value:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
     device.wait_value(waiting, flag, 2)  # never
     device.record(waited, waiting)
     _testing.launch_failing(device, failing)
