@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 TOP = Path(__file__).parents[3]
@@ -62,3 +63,13 @@ def test_simulator_against_real_steps() -> None:
     errors = [abs(simulated / real - 1) for simulated, real in rows]
     text = f"differ by {100 * sum(errors) / len(errors):.1f}% on average and {100 * max(errors):.1f}% at worst"
     assert text in PAGE
+
+
+def test_the_table_of_two_hosts_is_that_of_its_file() -> None:
+    found = json.loads((TOP / "benchmarks/results/two_hosts.json").read_text())["cases"]
+    for case, one in found.items():
+        for name, times in one["seconds"].items():
+            ratio = statistics.median(t / a for t, a in zip(times, one["seconds"]["aware"], strict=True))
+            crossed = statistics.median(one["bytes_between_hosts"][name]) / 1e6
+            assert f"| {case} | {name} | {statistics.median(times):.3f} | {ratio:.2f}x | {crossed:.1f} |" in PAGE
+        assert len({tuple(round(loss, 4) for loss in losses) for losses in one["losses"].values()}) == 1
