@@ -18,7 +18,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import DTYPES, calibration_facts, measure_costs, measure_memory
+from hdpcomm.run.costs import DTYPES, calibration_facts, host_memory, measure_memory, measure_offload
 from hdpcomm.run.model import model_spec, new_model
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
 from hdpcomm.train.profile import profile_samples
@@ -77,7 +77,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    memory = _memory(comm, config)
+    memory = _memory(comm, config, model)
     return Calibration(cost, replace(cluster, device=device), memory, spec, facts, reduction_s, optimizer_s, samples)
 
 
@@ -115,11 +115,9 @@ def _slowest(comm: Communicator, call: Callable[[], object]) -> float:
     return float(statistics.median(took.tolist()))
 
 
-def _memory(comm: Communicator, config: RunConfig) -> MemoryModel:
-    if config.offload_bytes:
-        costs = measure_costs(comm, config, longest=1, capacity=config.capacity)
-        assert costs.memory is not None
-        return costs.memory
+def _memory(comm: Communicator, config: RunConfig, model: torch.nn.Module) -> MemoryModel:
+    if (pool := host_memory(comm, config)) is not None:
+        return measure_offload(comm, config, model, pool, config.capacity)
     step = measure_memory(comm, config)
     recompute = config.recompute if isinstance(config.recompute, int) else step.layers * (config.recompute == "full")
     tokens = float(config.capacity)

@@ -37,9 +37,11 @@ __all__ = [
     "Costs",
     "calibration_facts",
     "check_calibration",
+    "host_memory",
     "make_planner",
     "measure_costs",
     "measure_memory",
+    "measure_offload",
     "within_memory",
 ]
 
@@ -105,7 +107,7 @@ def measure_costs(
 
     Raises: InvalidUsage for a calibration of another model.
     """
-    pool = _host_memory(comm, config)
+    pool = host_memory(comm, config)
     if found is not None and _mesh_sizes(found.facts["config"]) == _mesh_sizes(asdict(config)):
         facts: dict[str, Any] = dict(found.facts)
         memory = facts.get("memory_model")
@@ -119,9 +121,16 @@ def measure_costs(
     cost_model = profile_cost_model(model, mesh.hdp_comm, longest=longest, everyone=comm)
     if pool is None:
         return Costs(cost_model, capacity)
+    return Costs(cost_model, capacity, measure_offload(comm, config, model, pool, capacity), pool)
+
+
+def measure_offload(
+    comm: Communicator, config: RunConfig, model: torch.nn.Module, pool: PinnedPool, capacity: int
+) -> MemoryModel:
+    """What offload into ``pool`` moves and how fast, for ranks that hold ``capacity`` tokens without it. Collective."""
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
     profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
-    return Costs(cost_model, capacity, profile.memory_model(capacity, config.offload_bytes), pool)
+    return profile.memory_model(capacity, config.offload_bytes)
 
 
 def _calibrated(
@@ -187,7 +196,7 @@ def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:
     return [config.get(name, 1) for name in ("pipeline", "chunks", "tensor")]
 
 
-def _host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:
+def host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:
     """Pinned memory for the activations of this rank, of which the ranks of a host get a share each."""
     if not config.offload_bytes:
         return None
