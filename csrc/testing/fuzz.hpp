@@ -45,7 +45,7 @@ class FuzzedRank {
     uint32_t number = 0;
     Completion completion;
   };
-  // Of the receives from rank 1, in order, while they are there; then one that was never posted.
+  // The next receive from rank 1, in order; after the last one, one that was never posted.
   const Posted& expected(size_t index) const;
   // One call of the transport, as the bytes choose.
   void call(FuzzBytes& bytes);

@@ -22,7 +22,7 @@ SPARSE = torch.zeros(4).to_sparse()
 
 Case = tuple[Callable[..., Any], str]
 
-# Of a communicator of two ranks. One rank makes the call, the other knows nothing of it: nothing may be sent.
+# One rank of two makes the call, and the other knows nothing of it: nothing may be sent.
 ON_ONE_RANK: list[Case] = [
     # subsets
     (lambda c: c.subset([]), "no ranks"),

@@ -21,7 +21,8 @@ class LinkMover final : public StreamMover {
   LinkMover(DevicePtr device, std::unique_ptr<device::Arena> arena,
             std::shared_ptr<device::SharedBoard> board, const DeviceTransportCosts& costs,
             std::vector<int> places, int rank);
-  // Of an engine that never started, so that peers whose engines did may write into its arena.
+  // The engine of this mover may never have started, while engines of peers did, which write into
+  // its arena.
   ~LinkMover() override;
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
