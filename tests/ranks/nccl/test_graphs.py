@@ -41,7 +41,7 @@ def caller() -> Iterator[Caller]:
         assert isinstance(comm, DeviceCommunicator)
         rank = Caller(comm, comm.streams.device.create_stream())
         yield rank
-        rank.device.synchronize_stream(rank.stream)
+        settle(rank)  # a rank that closes while others still capture would be missed by them
         rank.device.destroy_stream(rank.stream)
 
 

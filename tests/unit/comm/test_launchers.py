@@ -283,11 +283,11 @@ def test_the_pool_is_shared_with_the_ranks_of_the_host(monkeypatch: pytest.Monke
     config = RunConfig(LlamaConfig(layers=3, hidden=8, heads=2, kv_heads=1, ffn=8), offload_bytes=1 << 20)
     comm = SimpleNamespace(rank=5, size=16, device=torch.device("cpu"))
     with pytest.raises(hdp.InvalidUsage, match=r"^16 sharers"):
-        run._host_memory(comm, config)
+        run.host_memory(comm, config)
     variables = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
     use(monkeypatch, **SLURM | variables)
     with pytest.raises(hdp.InvalidUsage, match=r"^8 sharers"):
-        run._host_memory(comm, config)
+        run.host_memory(comm, config)
 
 
 @pytest.mark.parametrize(
