@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 __all__ = ["MemoryMeter"]
 
@@ -25,15 +25,13 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         given: set[int] | None = None  # storages of the arguments
-        for result in (results,) if isinstance(results, torch.Tensor) else tree_leaves(results):
-            if _counts(result):
-                storage = result.untyped_storage()
-                if storage._cdata in self._known:
-                    continue
-                if given is None:
-                    given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _counts(x)}
-                if storage._cdata not in given:
-                    self._add(storage)
+        for storage in _storages((results,)):
+            if storage._cdata in self._known:
+                continue
+            if given is None:
+                given = {each._cdata for each in _storages((*args, *(kwargs or {}).values()))}
+            if storage._cdata not in given:
+                self._add(storage)
         return results
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -48,8 +46,14 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.alive)
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of the dense CPU tensors among the arguments or results of an operation, which are nested in lists at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout == torch.strided and value.device.type == "cpu":
+                yield value.untyped_storage()
+        elif isinstance(value, (list, tuple)):
+            yield from _storages(value)
 
 
 class MemoryMeter:

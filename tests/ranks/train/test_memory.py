@@ -69,8 +69,11 @@ def measured_and_predicted(name, dtype, zero):
     return found
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, None) for name in MODELS), *((name, torch.bfloat16) for name in ("Llama here", "Mixtral"))],
+    ids=lambda value: str(value or "fp32").removeprefix("torch."),
+)
 def test_a_step_takes_what_the_model_says(name, dtype):
     for measured, predicted in measured_and_predicted(name, dtype, 0):
         assert predicted == pytest.approx(measured, rel=0.05)
