@@ -40,7 +40,7 @@ def load(folder: Path, name: str) -> Any:
 
 
 def test_collectives_and_ring_attention_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
-    two.torchrun([PROGRAM, "everything", str(tmp_path)], per_host=2)
+    two.ranks([PROGRAM, "everything", str(tmp_path)], [0, 0, 1, 1])
     two.finish(90)
     assert {load(tmp_path, f"transport{rank}") for rank in range(4)} == {"shm+torch"}
     parts = [load(tmp_path, f"ring{rank}") for rank in range(4)]

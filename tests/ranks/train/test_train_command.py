@@ -107,7 +107,7 @@ def test_memory_savers(folder, tmp_path, capfd):
 
 def test_recomputation_chosen_by_the_memory(folder, tmp_path, capfd):
     """The less memory, the more layers, with the same losses; what cannot fit is refused."""
-    options = ["train", "--data", folder, *SMALL, *LIMITS, "--layers", "4", "--ranks", "2", "--capacity", "300"]
+    options = ["train", "--data", folder, *SMALL, *LIMITS, "--layers", "4", "--ranks", "1", "--capacity", "300"]
     curves, recomputed = [], []
     for size in ("1G", "1M", "700k"):
         path = tmp_path / f"{size}.json"
