@@ -1,5 +1,4 @@
-"""Training on the same batches in turns: balanced, static, torch's DDP and torch's FSDP2 over gloo; and how much of the
-gradients' reduction no compute hides.
+"""Training on the same batches in turns: balanced, static, torch's DDP and torch's FSDP2 over gloo.
 
     python benchmarks/train.py --json benchmarks/results/train.json      two ranks on two cores, about 4 minutes
     python benchmarks/train.py --ranks 4 --steps 8 --contexts 8192
@@ -21,8 +20,7 @@ import argparse
 import json
 import os
 import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -48,7 +46,6 @@ from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
 from hdpcomm.train.timeline import PHASES
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=2, kv_heads=1, ffn=96)
-WIDE = LlamaConfig(layers=4, hidden=512, heads=8, kv_heads=4, ffn=1536)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,38 +177,6 @@ def _row(name: str, steps: list[StepMetrics], ddp: list[StepMetrics], phases: li
     )
 
 
-def exposed(early: bool, steps: int) -> float:
-    """Median seconds of a step from the end of the last backward pass until the gradients are reduced. Each rank has a
-    sequence of its own, all of one length. Runs on all ranks.
-
-    Args:
-        early: buckets may leave while the backward pass still runs.
-    """
-    torch.set_num_threads(1)
-    with hdp.init() as comm:
-        model = Llama(WIDE)
-        cost = profile_cost_model(model, comm, longest=64)
-        planner = Planner(None, ClusterSpec(comm.size, capacity=256), "naive", cost)
-        trainer = Trainer(model, adamw(model), planner, comm, zero=1, bucket_bytes=1 << 20)
-        if not early:
-            trainer.gradients.reduce_early = lambda: None
-        times: list[float] = []
-        for owner, name in ((trainer, "_run_all"), (trainer.gradients, "reduce")):
-            setattr(owner, name, _noting_end(getattr(owner, name), times))
-        for _ in range(steps + 1):
-            trainer.step([256] * comm.size, lambda _: torch.arange(256) % 250)
-        return median(end - start for start, end in zip(times[2::2], times[3::2], strict=True))
-
-
-def _noting_end(method: Callable[..., object], times: list[float]) -> Callable[..., object]:
-    def call(*args: object) -> object:
-        result = method(*args)
-        times.append(time.perf_counter())
-        return result
-
-    return call
-
-
 def torch_context_parallel() -> str:
     """What torch's own context parallelism says to a causal attention on the CPU; empty if it works. On all ranks."""
     from torch.distributed.tensor.experimental import context_parallel
@@ -261,15 +226,12 @@ def main() -> int:
         print(flush=True)
         tables.append({"context": context, "rows": [asdict(row) for row in rows]})
         error = max(error, *(abs(row.losses[-1] / rows[0].losses[-1] - 1) for row in rows))
-    after, beside = (run_ranks(exposed, options.ranks, early, options.steps, timeout=300)[0] for early in (False, True))
-    print(f"the gradients' reduction, exposed: {after:.4f} s after the backward pass, {beside:.4f} s beside it")
     refusal = run_ranks(torch_context_parallel, options.ranks, timeout=100)[0]
     print(f"torch's context parallelism on the CPU: {refusal or 'works, and belongs into the table'}")
     if options.json:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
         record = {"date": date.today().isoformat(), "torch": torch.__version__, "machine": machine}
         record |= {"ranks": options.ranks, "tokens": options.tokens, "tables": tables}
-        record["exposed_s"] = {"after": after, "beside": beside}
         record["torch_context_parallel"] = refusal
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if error > 1e-4 else 0

@@ -1,0 +1,161 @@
+"""How much of the gradients' reduction no compute hides: started after the last backward pass, or beside it.
+
+    python benchmarks/reduction.py                                       two ranks on this machine
+    sudo python benchmarks/reduction.py --hosts --json FILE              and one rank on each of two hosts
+
+Each rank has one sequence, all of one length, so they end their backward passes together. ``after`` starts all buckets
+at the end of the pass, ``beside`` each bucket when its gradients are there, as the trainer does. Exposed is the time
+from the end of the pass until the reduced gradients are there, median over steps and the most over ranks. Both take
+turns within one run. The hosts are network namespaces of this machine with a shaped link (tc). They need root, ip and
+tc.
+
+On one machine the reduction is processor time, of which the pass leaves none over where every core has a rank. A link
+between hosts needs no processor while it sends, so there the time can be hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+MODEL: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536}
+BUCKET_BYTES = 4 << 20
+
+
+def measure(tokens: int, steps: int) -> dict[str, Any]:
+    """Runs on all ranks; the same on all."""
+    import torch
+
+    import hdpcomm as hdp
+    from hdpcomm.models import Llama, LlamaConfig
+    from hdpcomm.plan import ClusterSpec, Planner
+    from hdpcomm.train import Trainer, profile_cost_model
+    from hdpcomm.train.sharded import ShardedParameters
+
+    torch.set_num_threads(1)
+    with hdp.init(timeout=120) as comm:
+        trainers: dict[str, Trainer] = {}
+        times: dict[str, list[float]] = {"after": [], "beside": []}
+        for name in times:
+            torch.manual_seed(0)
+            model = Llama(LlamaConfig(**MODEL))
+            cost = profile_cost_model(model, comm, longest=64)
+            planner = Planner(None, ClusterSpec(comm.size, capacity=tokens), "naive", cost)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            trainer = trainers[name] = Trainer(model, optimizer, planner, comm, zero=1, bucket_bytes=BUCKET_BYTES)
+            gradients = trainer.gradients
+            assert isinstance(gradients, ShardedParameters)
+            if name == "after":
+                gradients.reduce_early = _nothing  # type: ignore[method-assign]
+            for owner, method in ((trainer, "_run_all"), (gradients, "reduce")):
+                setattr(owner, method, _noting_end(getattr(owner, method), times[name]))
+        losses: dict[str, list[float]] = {name: [] for name in trainers}
+        took: dict[str, list[float]] = {name: [] for name in trainers}
+        for step in range(steps + 1):
+            for name in list(trainers)[:: 1 if step % 2 else -1]:
+                comm.barrier()
+                start = time.perf_counter()
+                losses[name].append(
+                    trainers[name].step([tokens] * comm.size, lambda _: torch.arange(tokens) % 250).loss
+                )
+                took[name].append(time.perf_counter() - start)
+        assert losses["after"] == losses["beside"], losses  # bit by bit: the same sums in the same order
+        result: dict[str, Any] = {"gradient_bytes": 4 * sum(p.numel() for p in model.parameters())}
+        for name, stamps in times.items():
+            exposed = [end - start for start, end in zip(stamps[2::2], stamps[3::2], strict=True)]
+            both = torch.tensor([statistics.median(exposed), statistics.median(took[name][1:])], dtype=torch.float64)
+            comm.all_reduce(both, "max")
+            result[name] = {"exposed_s": both[0].item(), "step_s": both[1].item()}
+        return result
+
+
+def _nothing() -> None:
+    """In place of ShardedParameters.reduce_early."""
+
+
+def _noting_end(method: Callable[..., object], times: list[float]) -> Callable[..., object]:
+    def call(*args: object) -> object:
+        result = method(*args)
+        times.append(time.perf_counter())
+        return result
+
+    return call
+
+
+def on_hosts(mbit: int, tokens: int, steps: int) -> dict[str, Any]:
+    """One rank on each of two hosts, whose link sends so many Mbit/s."""
+    from tests.ranks.scale.hosts import Hosts
+
+    with tempfile.TemporaryDirectory() as folder, Hosts(2) as hosts:
+        hosts.limit(mbit)
+        file = Path(folder) / "result.json"
+        program = ["benchmarks.reduction", f"--on-rank={file}", f"--tokens={tokens}", f"--steps={steps}"]
+        for host in range(2):
+            rank = {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            where = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29400"}
+            hosts.start(host, [sys.executable, "-m", *program], rank | where)
+        hosts.finish(120 + 30 * steps)
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512, help="of each rank's sequence (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=9, help="steps that are timed (default %(default)s)")
+    parser.add_argument("--hosts", action="store_true", help="measure two hosts, too")
+    parser.add_argument("--mbit", type=int, default=1000, help="of each host's link, both ways (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--on-rank", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.on_rank:
+        result = measure(options.tokens, options.steps)
+        if os.environ["RANK"] == "0":
+            options.on_rank.write_text(json.dumps(result))
+        return 0
+    from hdpcomm.comm.launch import run_ranks
+
+    cases = {"one host": run_ranks(measure, 2, options.tokens, options.steps, timeout=600)[0]}
+    if options.hosts:
+        from tests.ranks.scale.hosts import why_not
+
+        if reason := why_not():
+            sys.exit(f"this machine cannot make hosts: {reason}")
+        cases[f"two hosts, {options.mbit} Mbit/s"] = on_hosts(options.mbit, options.tokens, options.steps)
+    size = next(iter(cases.values()))["gradient_bytes"]
+    print(
+        f"2 ranks, {size / 1e6:.1f} MB of gradients, {options.tokens} tokens a rank, medians of {options.steps} steps\n"
+    )
+    print("| ranks on | exposed after the pass s | beside it s | step after s | step beside s |")
+    print("|---|---|---|---|---|")
+    for name, case in cases.items():
+        after, beside = case["after"], case["beside"]
+        print(
+            f"| {name} | {after['exposed_s']:.4f} | {beside['exposed_s']:.4f} "
+            f"| {after['step_s']:.3f} | {beside['step_s']:.3f} |"
+        )
+    if options.json:
+        about: dict[str, Any] = {
+            "date": date.today().isoformat(),
+            "machine": platform.platform(),
+            "cores": os.cpu_count(),
+        }
+        about |= {"tokens": options.tokens, "steps": options.steps, "mbit": options.mbit, "model": MODEL}
+        options.json.write_text(json.dumps(about | {"bucket_bytes": BUCKET_BYTES, "cases": cases}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
