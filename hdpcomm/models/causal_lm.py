@@ -20,6 +20,7 @@ from hdpcomm.models.self_check import check_logits
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["IGNORE", "AdaptedCausalLM", "inner_causal_lm"]
@@ -73,6 +74,8 @@ class AdaptedCausalLM(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.tensor: TensorGroup | None = None
         """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
+        self.expert: ExpertGroup | None = None
+        """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
         causal_lm = self.causal_lm
         config = causal_lm.config.get_text_config()
         _refuse_layers(config, causal_lm)

@@ -9,6 +9,7 @@ attention.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -20,12 +21,16 @@ from hdpcomm.attention import Tree, ring_attention
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
 from hdpcomm.models.lean import rms_norm, swiglu
+from hdpcomm.models.moe import MixtureOfExperts, router_losses
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
-__all__ = ["Llama", "LlamaConfig", "apply_rope", "finish_llama", "rope_tables"]
+__all__ = ["Llama", "LlamaConfig", "apply_rope", "finish_llama", "rope_tables", "run_blocks"]
+
+_IGNORE = -100  # the label of a token without a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,10 @@ class LlamaConfig:
     """Size of the model; the defaults train on a laptop's CPU.
 
     ``heads`` query heads share ``kv_heads`` key/value heads; a head has ``hidden / heads`` dimensions, an even number.
+
+    With ``experts`` every block has so many feed-forward layers of width ``ffn``, of which each token goes through the
+    ``top_k`` that its router chooses (Mixtral). ``router_aux_loss`` and ``router_z_loss`` are the factors of the losses
+    that :func:`hdpcomm.models.moe.router_losses` adds for each trained token. 0 experts: one layer for all tokens.
     """
 
     vocabulary: int = 256
@@ -44,10 +53,19 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = True
+    experts: int = 0
+    top_k: int = 2
+    router_aux_loss: float = 0.01
+    router_z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "layers", "hidden", "heads", "kv_heads", "ffn"):
+        for name in ("vocabulary", "layers", "hidden", "heads", "kv_heads", "ffn", "top_k"):
             check_whole("LlamaConfig", name, getattr(self, name), least=1)
+        check_whole("LlamaConfig", "experts", self.experts, least=0)
+        if self.experts and self.top_k > self.experts:
+            raise InvalidUsage(f"top_k is {self.top_k} of {self.experts} experts; give a top_k of at most that number")
+        for name in ("router_aux_loss", "router_z_loss"):
+            check_number("LlamaConfig", name, getattr(self, name), least=0)
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise InvalidUsage(
                 f"hidden {self.hidden} over {self.heads} heads: the size of a head must be an even whole number "
@@ -141,14 +159,38 @@ class _Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden, eps=config.norm_eps, dtype=dtype, device=device)
         self.attention = _Attention(config, dtype=dtype, device=device)
         self.ffn_norm = RMSNorm(config.hidden, eps=config.norm_eps, dtype=dtype, device=device)
-        self.ffn = _SwiGLU(config, dtype=dtype, device=device)
+        self.ffn = (
+            MixtureOfExperts(config.hidden, config.ffn, config.experts, config.top_k, dtype=dtype, device=device)
+            if config.experts
+            else _SwiGLU(config, dtype=dtype, device=device)
+        )
 
     def forward(
         self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor | Tree, comm: Communicator
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The block's result; with experts also their router's logits."""
         x = x + self.attention(self.attention_norm(x), tables, cu_seqlens, comm)
-        mixed: Tensor = x + self.ffn(self.ffn_norm(x))
-        return mixed
+        mixed = self.ffn(self.ffn_norm(x))
+        return x + mixed if isinstance(mixed, Tensor) else (x + mixed[0], mixed[1])
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    tables: tuple[Tensor, Tensor],
+    cu_seqlens: Tensor | Tree,
+    comm: Communicator,
+) -> tuple[Tensor, list[Tensor]]:
+    """What the last block gives, and the router's logits of each block that has one. Collective over ``comm``."""
+    router_logits: list[Tensor] = []
+    for block in blocks:
+        out: Tensor | tuple[Tensor, Tensor] = block(x, tables, cu_seqlens, comm)
+        if isinstance(out, Tensor):
+            x = out
+        else:
+            x, logits = out
+            router_logits.append(logits)
+    return x, router_logits
 
 
 class _LastLayers(Protocol):
@@ -203,6 +245,8 @@ class Llama(nn.Module):
         """Of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
         self.tensor: TensorGroup | None = None
         """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
+        self.expert: ExpertGroup | None = None
+        """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
         if not dtype.is_floating_point:
             raise InvalidUsage(f"dtype is {dtype}; a model's parameters need a floating-point type")
         device = torch.device(device)
@@ -222,7 +266,8 @@ class Llama(nn.Module):
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
-            scale = 0.02 / math.sqrt(2 * self.config.layers) if name.endswith("out.weight") else 0.02
+            residual = name.endswith(("out.weight", "ffn.out"))
+            scale = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.copy_(noise * scale)
 
@@ -259,9 +304,16 @@ class Llama(nn.Module):
             )
         x = self.embedding(tokens)
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, tables, cu_seqlens, comm)
-        return finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
+        x, router_logits = run_blocks(self.blocks, x, tables, cu_seqlens, comm)
+        loss = finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
+        if labels is None or not router_logits:
+            return loss
+        if self.tensor is not None:
+            router_logits = [self.tensor.gather(x, positions.shape[0], partial=False) for x in router_logits]
+        return loss + router_losses(
+            router_logits, labels != _IGNORE, aux=self.config.router_aux_loss, z=self.config.router_z_loss,
+            top_k=self.config.top_k, cu_seqlens=cu_seqlens, comm=comm,
+        )  # fmt: skip
 
     @property
     def last_layer(self) -> nn.Linear:

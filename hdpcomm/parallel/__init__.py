@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hdpcomm.parallel.expert import expert_parallel
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.mesh_trainer import MeshTrainer
 from hdpcomm.parallel.pipeline import StageRunner
@@ -18,6 +19,7 @@ __all__ = [
     "PipelineTrainer",
     "StageRunner",
     "check_programs",
+    "expert_parallel",
     "make_program",
     "make_programs",
     "split_llama",

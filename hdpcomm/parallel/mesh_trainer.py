@@ -1,4 +1,4 @@
-"""The training step of HDP beside tensor parallelism."""
+"""The training step of HDP beside tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.parallel.agreement import check_same_mesh
 from hdpcomm.parallel.gradients import MeshGradients
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.tensor_state import TensorParts
+from hdpcomm.parallel.waves import waves_of
 from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
+from hdpcomm.train.replicas import check_replicas
+from hdpcomm.train.shards import empty_shard
 from hdpcomm.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.models.tensor_group import TensorGroup
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.plan import PlannedStep, Planner, Tree
+    from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan, Tree
     from hdpcomm.train.activation_profile import OffloadedStep
     from hdpcomm.train.shards import Fetch
 
@@ -37,8 +41,12 @@ class MeshTrainer(Trainer):
     The tensor ranks of an HDP rank work on the same shards of the same sequences. The step's gradients are those of the
     whole batch and the whole model on a single device.
 
+    HDP ranks that share experts run their micro-batches in waves (:func:`hdpcomm.parallel.waves.waves_of`): who has
+    none in one takes part in its forward and backward pass with no tokens, so they may have any numbers of them.
+
     Args:
-        model: as of :class:`hdpcomm.train.Trainer`, cut by :func:`hdpcomm.parallel.tensor_parallel` on this mesh.
+        model: as of :class:`hdpcomm.train.Trainer`, cut by :func:`hdpcomm.parallel.tensor_parallel` and
+            :func:`hdpcomm.parallel.expert_parallel` on this mesh.
         optimizer: any optimizer over the model's parameters that updates each element by itself.
         planner: with ``ClusterSpec(ranks=mesh.hdp, tensor=mesh.tensor)``.
         mesh: the ranks, without pipelines (:class:`hdpcomm.parallel.PipelineTrainer` has them).
@@ -79,11 +87,13 @@ class MeshTrainer(Trainer):
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Collective over the ranks that hold one copy of it."""
         by_parameter, size = self.parts.by_parameter, self.mesh.tensor
-        own = 0
+        own, experts = 0, self.parts.experts
         for parameter in self._counted_parameters():
             each = size // (by_parameter.get(id(parameter), 1) if size > 1 else 1)
-            own += parameter.numel() if self.mesh.tensor_rank % each == 0 else 0
+            counted = self.mesh.tensor_rank % each == 0 and (id(parameter) in experts or self.mesh.expert_rank == 0)
+            own += parameter.numel() if counted else 0
         count = torch.tensor([own], dtype=torch.int64)
+        self.mesh.expert_comm.all_reduce(count)
         self.mesh.tensor_comm.all_reduce(count)
         self.mesh.pipeline_comm.all_reduce(count)
         return int(count)
@@ -111,7 +121,10 @@ class MeshTrainer(Trainer):
         self._check_plan(planned.plan)
         total = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
-            for micro_batch in planned.plan.for_rank(self.mesh.hdp_rank):
+            for micro_batch in self._waves(planned.plan):
+                if micro_batch is None:
+                    self._pass_without_tokens()
+                    continue
                 comm = cast("Communicator", self.mesh.hdp_comm.subset(micro_batch.ranks))
                 packed = self._packed(micro_batch, planned, fetch, comm)
                 loss = micro_batch_loss(self.model, packed, comm, self._loss)
@@ -135,6 +148,14 @@ class MeshTrainer(Trainer):
                 f"the model is cut for the tensor ranks {list(ranks)}, and those of the mesh are {list(wanted)}; give "
                 "tensor_parallel(model, mesh), with this mesh"
             )
+        expert = getattr(model, "expert", None)
+        ranks = tuple(expert.comm.ranks) if isinstance(expert, ExpertGroup) else ()
+        wanted = tuple(self.mesh.expert_comm.ranks) if self.mesh.expert > 1 else ()
+        if ranks != wanted:
+            raise InvalidUsage(
+                f"the experts of the model are on the ranks {list(ranks)}, and the expert ranks of the mesh are "
+                f"{list(wanted)}; give expert_parallel(model, mesh), with this mesh"
+            )
         if is_fully_sharded(model.parameters()):
             raise InvalidUsage("the model is sharded by fully_shard, which a mesh does not know; give it as it was")
 
@@ -148,24 +169,57 @@ class MeshTrainer(Trainer):
             )
 
     def _gradient_buffer(self) -> MeshGradients:
-        return MeshGradients(self.model.parameters(), self.mesh, self.parts.by_parameter, None)
+        parts = self.parts
+        return MeshGradients(self.model.parameters(), self.mesh, parts.by_parameter, None, parts.experts)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
     def _same_start(self) -> None:
-        """Gives all HDP ranks the parameters of the first. Collective."""
+        """Gives all HDP ranks the parameters of the first, or of the first that holds the same experts. Collective."""
+        experts = self.parts.experts
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                broadcast(self.mesh.hdp_comm, tensor, 0)
+                broadcast(self.mesh.expert_replica_comm if id(tensor) in experts else self.mesh.hdp_comm, tensor, 0)
 
     @property
     def _plan_comm(self) -> Communicator:
         return self.mesh.hdp_comm
 
+    def _compare_replicas(self) -> None:
+        experts = self.parts.experts
+        names = {name for name, parameter in self.model.named_parameters() if id(parameter) in experts}
+        check_replicas(self.model, self.optimizer, self.mesh.hdp_comm, settings=self.max_grad_norm, without=names)
+        if experts:
+            check_replicas(self.model, self.optimizer, self.mesh.expert_replica_comm, settings=self.max_grad_norm)
+
     @property
-    def _replicas(self) -> Communicator:
-        return self.mesh.hdp_comm
+    def _token_comms(self) -> tuple[Communicator, ...]:
+        return self.mesh.hdp_comm, self.mesh.tensor_comm
+
+    def _waves(self, plan: StepPlan) -> Sequence[MicroBatch | None]:
+        """This rank's micro-batches in their order; ``None`` where others need it in their layers with experts."""
+        mesh = self.mesh
+        if mesh.expert == 1:
+            return plan.for_rank(mesh.hdp_rank)
+        first = mesh.hdp_rank - mesh.expert_rank
+        return waves_of(plan, mesh.hdp_rank, range(first, first + mesh.expert))
+
+    def _pass_without_tokens(self) -> Tensor:
+        """A forward pass; what it gives can be differentiated, which the others need, too."""
+        alone = cast("Communicator", self.mesh.hdp_comm.subset([self.mesh.hdp_rank]))
+        return micro_batch_loss(self.model, empty_shard(self._device), alone, self._loss)
+
+    def _run_each(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
+        total = torch.zeros(2, dtype=torch.float64)
+        for micro_batch in self._waves(planned.plan):
+            if micro_batch is None:
+                self._pass_without_tokens().backward()  # type: ignore[no-untyped-call]
+                self.timeline.end("wait for others")
+                continue
+            total += self._run(micro_batch, planned, fetch, scale, offloading)
+            self.timeline.end("micro-batch", micro_batch.index)
+        return total
 
     def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
         return self._once(super()._run_all(planned, fetch, scale, offloading))

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama
-from hdpcomm.models.llama import finish_llama, rope_tables
+from hdpcomm.models.llama import finish_llama, rope_tables, run_blocks
 
 if TYPE_CHECKING:
     from hdpcomm.attention import Tree
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["LlamaStage", "layers_of_stages", "split_llama"]
@@ -55,6 +56,7 @@ class LlamaStage(nn.Module):
         self.config = model.config
         self.chunk_tokens = model.chunk_tokens
         self.tensor: TensorGroup | None = None
+        self.expert: ExpertGroup | None = None
         self.layers = layers
         self.first, self.last = layers.start == 0, layers.stop == model.config.layers
         self.blocks = nn.ModuleList(model.blocks[layer] for layer in layers)
@@ -104,8 +106,7 @@ class LlamaStage(nn.Module):
         if self.first:
             x = self.embedding(x)
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, tables, cu_seqlens, comm)
+        x, _ = run_blocks(self.blocks, x, tables, cu_seqlens, comm)
         if not self.last:
             return x
         return finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
@@ -132,6 +133,12 @@ def split_llama(model: Llama, stages: int, *, layers: Sequence[int] | None = Non
     """
     if not isinstance(model, Llama):
         raise InvalidUsage(f"split_llama() got a {type(model).__name__}; it cuts hdpcomm.models.Llama only")
+    if stages > 1 and model.config.experts and (model.config.router_aux_loss or model.config.router_z_loss):
+        raise InvalidUsage(
+            f"router_aux_loss is {model.config.router_aux_loss} and router_z_loss {model.config.router_z_loss}: these "
+            "losses look at the routers of all layers, which stages of a pipeline do not see; set both to 0, or train "
+            "without pipelines"
+        )
     if layers is None:
         return [LlamaStage(model, each) for each in layers_of_stages(model.config.layers, stages)]
     if len(layers) != stages or min(layers, default=0) < 1 or sum(layers) != model.config.layers:

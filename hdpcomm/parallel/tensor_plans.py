@@ -87,6 +87,8 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
 def check_sizes(config: LlamaConfig, size: int) -> None:
     """Raises InvalidUsage unless ``size`` tensor ranks can share a Llama of these sizes. Local."""
     whole = {"heads": config.heads, "ffn": config.ffn, "vocabulary": config.vocabulary}
+    if config.experts:  # are not cut
+        del whole["ffn"]
     wrong = {name: value for name, value in whole.items() if value % size}
     if config.kv_heads % size and size % config.kv_heads:
         wrong["kv_heads"] = config.kv_heads

@@ -1,14 +1,19 @@
-"""The state of a model that tensor ranks share as that of the whole model, and back: what checkpoints hold."""
+"""The state of a model that tensor or expert ranks share as that of the whole model, and back: what checkpoints
+hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.tensor_group import TensorGroup, TensorShard
 from hdpcomm.parallel.tensor import own_part
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
 
 __all__ = ["TensorParts"]
 
@@ -17,22 +22,26 @@ class TensorParts:
     """Which tensors of a module's state are parts, by the names that they have there.
 
     Args:
-        modules: by the prefix of their names in the state; cut by :func:`hdpcomm.parallel.tensor_parallel`, or not.
+        modules: by the prefix of their names in the state; cut by :func:`hdpcomm.parallel.tensor_parallel` and
+            :func:`hdpcomm.parallel.expert_parallel`, or not.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._group: TensorGroup | None = None
-        self._shards: dict[str, TensorShard] = {}
+        self._shards: dict[str, tuple[TensorShard, Communicator]] = {}
         self._parameters: dict[int, int] = {}
+        self._experts: set[int] = set()
         for prefix, module in modules.items():
-            group: TensorGroup | None = getattr(module, "tensor", None)
-            if group is None:
-                continue
-            self._group = group
-            self._shards |= {prefix + name: shard for name, shard in group.shards.items()}
+            tensor: TensorGroup | None = getattr(module, "tensor", None)
+            expert = getattr(module, "expert", None)
+            expert = expert if isinstance(expert, ExpertGroup) else None
+            for group in (tensor, expert):
+                if group is not None:
+                    self._shards |= {prefix + name: (shard, group.comm) for name, shard in group.shards.items()}
             for name, parameter in module.named_parameters():
-                if name in group.shards:
-                    self._parameters[id(parameter)] = group.shards[name].parts
+                if tensor is not None and name in tensor.shards:
+                    self._parameters[id(parameter)] = tensor.shards[name].parts
+                if expert is not None and name in expert.shards:
+                    self._experts.add(id(parameter))
 
     @classmethod
     def of_stages(cls, stages: Sequence[nn.Module]) -> TensorParts:
@@ -43,29 +52,34 @@ class TensorParts:
 
     @property
     def by_parameter(self) -> Mapping[int, int]:
-        """By the parameter's id, into how many parts it is cut."""
+        """By the parameter's id, into how many parts the tensor ranks have cut it."""
         return self._parameters
 
+    @property
+    def experts(self) -> Collection[int]:
+        """The ids of the parameters of which an expert rank has the part of its own experts."""
+        return self._experts
+
     def joined(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``get_state_dict`` of this rank with whole tensors. Collective over the tensor ranks."""
-        return self._changed(model, optimizer, lambda tensor, shard: _joined(tensor, shard, self._group))
+        """``get_state_dict`` of this rank with whole tensors. Collective over the tensor and the expert ranks."""
+        return self._changed(model, optimizer, _joined)
 
     def cut(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What ``set_state_dict`` takes on this rank, from whole tensors. Local."""
-        return self._changed(model, optimizer, own_part)
+        return self._changed(model, optimizer, lambda tensor, shard, _: own_part(tensor, shard))
 
     def _changed(
         self,
         model: Mapping[str, Any],
         optimizer: Mapping[str, Any],
-        change: Callable[[Tensor, TensorShard], Tensor],
+        change: Callable[[Tensor, TensorShard, Communicator], Tensor],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         def changed(name: str, value: Any) -> Any:
             shard = self._shards.get(name)
             # An optimizer's step counts and the like have no part for each element.
             if shard is None or not isinstance(value, Tensor) or value.shape != model[name].shape:
                 return value
-            return change(value, shard)
+            return change(value, *shard)
 
         states = {
             name: {key: changed(name, value) for key, value in state.items()}
@@ -74,10 +88,9 @@ class TensorParts:
         return {name: changed(name, value) for name, value in model.items()}, {**optimizer, "state": states}
 
 
-def _joined(part: Tensor, shard: TensorShard, group: TensorGroup | None) -> Tensor:
-    assert group is not None
+def _joined(part: Tensor, shard: TensorShard, comm: Communicator) -> Tensor:
     part = part.detach().contiguous()
-    size = group.comm.size
+    size = comm.size
     parts = part.new_empty(size, *part.shape)
-    group.comm.all_gather(parts, part)
+    comm.all_gather(parts, part)
     return parts[:: size // shard.parts].movedim(0, shard.dim).flatten(shard.dim, shard.dim + 1)

@@ -110,6 +110,11 @@ class PipelineTrainer(MeshTrainer):
         return self._once(runner.total)
 
     def _check_model(self, _: nn.Module) -> None:
+        if self.mesh.expert > 1:
+            raise InvalidUsage(
+                f"the mesh has pipelines of {self.mesh.pipeline} stages and {self.mesh.expert} expert ranks, which do "
+                "not go together yet; leave out either"
+            )
         for stage in self.stages:
             self._check_cut(stage)
         check_same_stages(self.stages, self.mesh)

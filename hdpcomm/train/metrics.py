@@ -33,6 +33,9 @@ class StepMetrics:
             step, about nothing when it was made while the step before ran (:class:`hdpcomm.plan.PlanAhead`), or, for
             the first one of :func:`run`, while the models were made.
         sequences_on_ranks: how many of the step's sequences ran on 1, 2, ... ranks.
+        expert_tokens_mean, expert_tokens_max: tokens that went to an expert of a layer, and to the busiest one of all
+            layers; 0 without experts.
+        expert_tokens_dropped: tokens that a router has sent to an expert and that it has not got, of the worst layer.
     """
 
     step: int
@@ -53,6 +56,9 @@ class StepMetrics:
     offloaded_bytes: int = 0
     memory_bytes: int = 0
     predicted_memory_bytes: int = 0
+    expert_tokens_mean: float = 0.0
+    expert_tokens_max: int = 0
+    expert_tokens_dropped: int = 0
     sequences_on_ranks: Mapping[int, int] = field(default_factory=dict)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,12 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def check_replicas(
-    model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, *, settings: object = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    comm: Communicator,
+    *,
+    settings: object = None,
+    without: Collection[str] = (),
 ) -> None:
     """Compares parameters, buffers and the optimizer's settings of all ranks. Collective over ``comm``; 48 bytes each.
 
@@ -36,6 +41,7 @@ def check_replicas(
 
     Args:
         settings: what else must be the same, by its ``repr``.
+        without: names of parameters that are not the same on these ranks.
 
     Raises:
         Mismatch: on every rank, naming the ranks that are not like most, and the tensor or the setting.
@@ -43,7 +49,7 @@ def check_replicas(
     if comm.size == 1:
         return
     tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
-    tensors = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    tensors = {name: t for name, t in tensors.items() if name not in without and not isinstance(t, DTensor)}
     told = _settings(optimizer, settings)
     bits = [_bits(tensor) for tensor in tensors.values()]
     sums = torch.stack(bits).tolist() if bits else []

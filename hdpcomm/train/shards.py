@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import MicroBatch
 
-__all__ = ["Fetch", "FetchParts", "PackedShard", "checked", "no_tokens", "pack_shard"]
+__all__ = ["Fetch", "FetchParts", "PackedShard", "checked", "empty_shard", "no_tokens", "pack_shard"]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor]"]
 """Gives the tokens ``[length]`` (int64) of a sequence of the global batch by its place in the lengths.
@@ -72,6 +72,12 @@ def no_tokens(device: torch.device) -> PackedShard:
     """For a rank that has to run a pass and has no sequence: one token without a loss. Local."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return PackedShard(zero, torch.full_like(zero, IGNORE), zero, torch.tensor([0, 1], dtype=torch.int32))
+
+
+def empty_shard(device: torch.device) -> PackedShard:
+    """For a rank that has to run a pass of a model that takes no tokens, too. Local."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return PackedShard(none, none, none, torch.zeros(1, dtype=torch.int32))
 
 
 def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, device: torch.device) -> PackedShard:

@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hdpcomm.arguments import check_has
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import trained_parameters
+from hdpcomm.train.expert_load import add_expert_load, fresh_loads
 from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.metrics import StepMetrics
@@ -181,6 +183,7 @@ class Trainer:
         self._check_plan(plan)
         self.timeline.begin()
         self.gradients.zero()
+        loads = fresh_loads(self.model)
         waited = self.comm.stats()["wait_ns"]
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
@@ -205,10 +208,11 @@ class Trainer:
         self._synchronize()
         self.timeline.end("optimizer")
         if self.check_replicas and self.num_steps % self.check_replicas == 0:
-            check_replicas(self.model, self.optimizer, self._replicas, settings=self.max_grad_norm)
+            self._compare_replicas()
         sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self._bytes_elsewhere
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
+        metrics = add_expert_load(metrics, loads, self._token_comms, self.comm)
         return offloading.add_to(metrics, self.comm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,6 +259,11 @@ class Trainer:
                 f"the planner plans for {planned} ranks and the communicator has {size}; make it with "
                 f"ClusterSpec(ranks={size}, ...)"
             )
+        if isinstance(getattr(self.model, "expert", None), ExpertGroup):
+            raise InvalidUsage(
+                "the experts of the model are on several ranks (expert_parallel), which must run their passes "
+                "together; give it to hdpcomm.parallel.MeshTrainer, with the mesh"
+            )
 
     @property
     def _plan_comm(self) -> Communicator:
@@ -265,10 +274,14 @@ class Trainer:
         """Raises unless all ranks are about to run the same step. Collective."""
         check_same_plan(plan, self.comm)
 
+    def _compare_replicas(self) -> None:
+        """Raises unless all ranks that hold the same parameters have the same values. Collective."""
+        check_replicas(self.model, self.optimizer, self.comm, settings=self.max_grad_norm)
+
     @property
-    def _replicas(self) -> Communicator:
-        """The ranks that hold the same parameters."""
-        return self.comm
+    def _token_comms(self) -> tuple[Communicator, ...]:
+        """Over all of which together the tokens of a batch lie."""
+        return (self.comm,)
 
     def _gradient_buffer(self) -> GradientBuffer:
         return GradientBuffer(self.model.parameters(), self.comm)

@@ -1,7 +1,8 @@
 """The oracle: a Llama written another way, on one process, one whole sequence at a time.
 
 Rotary embedding by complex multiplication, attention by an explicit softmax over a masked score matrix for each head,
-SwiGLU and norms spelled out, and the loss as log-sum-exp minus the score of the right token.
+SwiGLU and norms spelled out, and the loss as log-sum-exp minus the score of the right token. Of a mixture of experts
+every expert computes every token, and its share of those that chose others is 0.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def sequence_loss(weights, config, tokens):
 
     count, dim = len(tokens), config.head_dim
     x = weights["embedding.weight"][tokens]
+    routers = []
     mask = torch.ones(count, count, dtype=torch.bool).tril()
     for block in (f"blocks.{i}." for i in range(config.layers)):
         h = _norm(x, weights[block + "attention_norm.weight"], config.norm_eps)
@@ -44,12 +46,42 @@ def sequence_loss(weights, config, tokens):
             heads.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v[:, shared])
         x = x + linear(block + "attention.out", torch.cat(heads, -1))
         h = _norm(x, weights[block + "ffn_norm.weight"], config.norm_eps)
+        if config.experts:
+            mixed, scores = _experts(weights, config, block + "ffn.", h)
+            x = x + mixed
+            routers.append(scores)
+            continue
         gate = linear(block + "ffn.gate", h)
         x = x + linear(block + "ffn.out", gate * torch.sigmoid(gate) * linear(block + "ffn.up", h))
     head = "embedding" if config.tied_embeddings else "head"
     logits = linear(head, _norm(x, weights["norm.weight"], config.norm_eps))
     right = logits[:-1].gather(1, tokens[1:, None]).squeeze(1)
-    return (logits[:-1].logsumexp(-1) - right).sum()
+    loss = (logits[:-1].logsumexp(-1) - right).sum()
+    return loss + _router_losses(routers, config) if config.experts else loss
+
+
+def _experts(weights, config, name, h):
+    scores = h @ weights[name + "router.weight"].T
+    best = scores.sort(descending=True).indices[:, : config.top_k]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+    shares = scores.masked_fill(~chosen, float("-inf")).softmax(-1)
+    mixed = 0
+    for expert in range(config.experts):
+        gate, up = (h @ weights[name + "gate_up"][expert].T).split(config.ffn, dim=1)
+        result = (gate * torch.sigmoid(gate) * up) @ weights[name + "out"][expert].T
+        mixed = mixed + shares[:, expert, None] * result
+    return mixed, scores
+
+
+def _router_losses(routers, config):
+    """Of one sequence, all of whose tokens but the last have a label."""
+    labels, rows = len(routers[0]) - 1, sum(len(scores) for scores in routers)
+    everything = torch.cat(routers)
+    best = everything.sort(descending=True).indices[:, : config.top_k]
+    frequency = torch.stack([(best == expert).sum().double() / rows for expert in range(config.experts)])
+    balance = config.experts * (frequency.to(everything.dtype) * everything.softmax(-1).mean(0)).sum()
+    squares = sum(scores[:-1].logsumexp(-1).square().sum() for scores in routers) / len(routers)
+    return config.router_aux_loss * labels * balance + config.router_z_loss * squares
 
 
 def batch_gradients(model, sequences):

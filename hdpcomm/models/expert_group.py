@@ -1,0 +1,170 @@
+"""Top-k mixtures of experts, of which the ranks of a group hold some each (:class:`ExpertGroup`).
+
+Each token goes to its ``top_k`` experts wherever they are, and no token is dropped: an all-to-all of how many rows go
+to each expert, one of the rows, the experts, and one of their results back (GShard, arXiv 2006.16668, section 3.2,
+without its limit of tokens to an expert). Backward is the same way with gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hdpcomm.models.tensor_group import TensorShard
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["ExpertGroup", "ExpertLoad", "RunExperts", "mixture"]
+
+RunExperts = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+"""``run(rows, experts, counts)``: the results ``[rows, width]`` of the experts on this rank for ``rows``, which are
+sorted by expert. ``experts``: ``[rows]`` int64, each row's expert among those on this rank; ``counts``: rows of each
+of these."""
+
+
+class ExpertLoad:
+    """Rows that went to the experts of a layer since :meth:`reset`; those of recomputation do not count.
+
+    Attributes:
+        routed: int64 ``[experts]``, rows that this rank has sent to each expert.
+        computed: int64 ``[experts]``, rows that each expert of this rank has got; 0 for the experts of others.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.routed = torch.zeros(experts, dtype=torch.int64)
+        self.computed = torch.zeros(experts, dtype=torch.int64)
+
+    def reset(self) -> None:
+        """Counts from 0 again."""
+        self.routed.zero_()
+        self.computed.zero_()
+
+    def add(self, routed: Tensor, computed: Tensor, first: int) -> None:
+        """``computed``: of the experts from number ``first`` on."""
+        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: recomputation
+            return
+        if self.routed.device != routed.device:
+            self.routed, self.computed = self.routed.to(routed.device), self.computed.to(routed.device)
+        self.routed += routed
+        self.computed[first : first + computed.shape[0]] += computed
+
+
+@dataclass(slots=True, eq=False)
+class ExpertGroup:
+    """The ranks that hold the experts of each layer together, an equal number of neighbouring ones each.
+
+    Attributes:
+        comm: those ranks. Every pass through a layer is collective over it, forward and backward: a rank without tokens
+            takes part with none.
+        shards: by the parameter's name in the model that was given to :func:`hdpcomm.parallel.expert_parallel`.
+    """
+
+    comm: Communicator
+    shards: dict[str, TensorShard] = field(default_factory=dict)
+
+    def run(self, rows: Tensor, counts: Tensor, experts: RunExperts, load: ExpertLoad) -> Tensor:
+        """The results ``[rows, width]`` of the experts of all ranks. Collective over ``comm``.
+
+        Args:
+            rows: ``[rows, width]``, sorted by expert.
+            counts: int64 ``[experts]`` on the rows' device, how many of them are for each. Copied to the host once.
+        """
+        size = self.comm.size
+        local = counts.shape[0] // size
+        received = torch.empty_like(counts)
+        self.comm.all_to_all(received, counts)
+        table = received.view(size, local)  # [source, own expert]
+        load.add(counts, table.sum(0), self.comm.rank * local)
+        sends, gets, own = (part.tolist() for part in (counts.view(size, local).sum(1), table.sum(1), table.sum(0)))
+        arrived: Tensor = _Exchange.apply(rows, self.comm, sends, gets)  # type: ignore[no-untyped-call]
+        expert = torch.arange(local, device=rows.device).repeat(size).repeat_interleave(received)
+        order = expert.argsort(stable=True)
+        made = experts(arrived.index_select(0, order), expert[order], own)
+        results: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            made.index_select(0, _inverse(order)), self.comm, gets, sends
+        )
+        return results
+
+
+def mixture(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: RunExperts,
+    load: ExpertLoad,
+    group: ExpertGroup | None = None,
+) -> Tensor:
+    """The sum of the results of each token's experts, times their weights: ``[tokens, width]``, as ``x``.
+
+    Local without a group; with one, collective over its ranks in forward and in backward.
+
+    Args:
+        x: ``[tokens, width]``; may be empty.
+        chosen: int64 ``[tokens, top_k]``, the numbers of each token's experts.
+        weights: ``[tokens, top_k]``.
+        load: counts the rows of each expert; its size is the number of experts.
+        group: the ranks that share the experts; ``None``: all are on this one.
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(load.routed.shape, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    places = _inverse(order)
+    rows: Tensor = _Spread.apply(x, order, places, chosen.shape[1])  # type: ignore[no-untyped-call]
+    if group is None:
+        load.add(counts, counts, 0)
+        made = experts(rows, flat[order], counts.tolist())
+    else:
+        made = group.run(rows, counts, experts, load)
+    each = made.index_select(0, places).view(*chosen.shape, made.shape[-1])
+    return (each * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.shape[0], device=order.device)
+    return places
+
+
+class _Spread(torch.autograd.Function):
+    """The row of each (token, choice), in an order; backward adds the gradients of a token's choices in theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        gradient = upstream[0].index_select(0, places)
+        return gradient.view(-1, ctx.top_k, gradient.shape[-1]).sum(1), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks and from them; ``sends`` and ``gets`` say how many for each and from each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: Communicator, sends: list[int], gets: list[int]) -> Tensor:
+        ctx.comm, ctx.sends, ctx.gets = comm, sends, gets
+        return _exchanged(rows, comm, sends, gets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(upstream[0], ctx.comm, ctx.gets, ctx.sends), None, None, None
+
+
+def _exchanged(rows: Tensor, comm: Communicator, sends: list[int], gets: list[int]) -> Tensor:
+    width = rows.shape[1]
+    arrived = rows.new_empty(sum(gets), width)
+    comm.all_to_all(arrived, rows.contiguous(), [n * width for n in gets], [n * width for n in sends])
+    return arrived

@@ -1,0 +1,97 @@
+"""The feed-forward part of a mixture-of-experts Llama: Mixtral's layer (arXiv 2401.04088, section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.attention import Tree
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
+from hdpcomm.models.lean import swiglu
+from hdpcomm.models.router_loss import router_loss
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["MixtureOfExperts", "router_losses"]
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token's ``top_k`` of ``experts`` SwiGLU layers, weighted by the softmax over the chosen ones' logits.
+
+    Attributes:
+        router: logits ``[tokens, experts]``.
+        gate_up, out: the experts on this rank, ``[experts, 2 x ffn, hidden]`` and ``[experts, hidden, ffn]``.
+        group: the ranks that hold the experts together; see :func:`hdpcomm.parallel.expert_parallel`.
+    """
+
+    def __init__(
+        self, hidden: int, ffn: int, experts: int, top_k: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(hidden, experts, bias=False, dtype=dtype, device=device)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, hidden, dtype=dtype, device=device))
+        self.out = nn.Parameter(torch.empty(experts, hidden, ffn, dtype=dtype, device=device))
+        self.group: ExpertGroup | None = None
+        self.load = ExpertLoad(experts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x: [tokens, hidden]``, maybe empty: the result alike, and the router's logits ``[tokens, experts]``.
+
+        Collective over the group, if there is one, in forward and in backward.
+        """
+        logits = self.router(x)
+        shares = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        weights, chosen = shares.topk(self.top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return mixture(x, chosen, weights, self._run, self.load, self.group), logits
+
+    def _run(self, rows: Tensor, _: Tensor, counts: Sequence[int]) -> Tensor:
+        made = []
+        for part, gate_up, out in zip(
+            torch.split(rows, list(counts)), self.gate_up.unbind(), self.out.unbind(), strict=True
+        ):
+            gate, up = nn.functional.linear(part, gate_up).chunk(2, dim=-1)
+            made.append(nn.functional.linear(swiglu(gate, up), out))
+        return torch.cat(made)
+
+
+def router_losses(
+    router_logits: Sequence[Tensor],
+    trained: Tensor,
+    *,
+    aux: float,
+    z: float,
+    top_k: int,
+    cu_seqlens: Tensor | Tree,
+    comm: Communicator,
+) -> Tensor:
+    """This rank's share of the sum over all trained tokens of their routers' losses; differentiable.
+
+    ``aux`` times the load-balancing loss of the token's sequence (:func:`hdpcomm.models.router_loss.router_loss`), and
+    ``z`` times the mean over the layers of the squared log-sum-exp of the token's logits (ST-MoE, arXiv 2202.08906,
+    equation 5). Collective over ``comm`` unless ``aux`` is 0.
+
+    Args:
+        router_logits: of each layer ``[local tokens, experts]``.
+        trained: ``[local tokens]`` bool, tokens that have a label.
+
+    Raises: InvalidUsage for a tree, unless both factors are 0.
+    """
+    if isinstance(cu_seqlens, Tree) and (aux or z):
+        raise InvalidUsage(
+            "the losses of routers are means over sequences, and a tree was given, whose tokens belong to several: set "
+            "router_aux_loss and router_z_loss of LlamaConfig to 0, or train on plain sequences"
+        )
+    total = router_logits[0].new_zeros((), dtype=torch.promote_types(router_logits[0].dtype, torch.float32))
+    if aux:
+        total = total + aux * router_loss(router_logits, trained, top_k=top_k, cu_seqlens=cu_seqlens, comm=comm)
+    if z:
+        squares = [logits.to(total.dtype).logsumexp(-1).square() for logits in router_logits]
+        total = total + z / len(squares) * (torch.stack(squares).sum(0) * trained).sum()
+    return total

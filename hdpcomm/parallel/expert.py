@@ -1,0 +1,151 @@
+"""Experts of a layer on several HDP ranks: :func:`expert_parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.attention.pack_context import find_pack
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import AdaptedCausalLM, Llama
+from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
+from hdpcomm.models.moe import MixtureOfExperts
+from hdpcomm.models.self_check import check_same_logits, few_logits
+from hdpcomm.models.tensor_group import TensorShard
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.tensor import own_part
+
+__all__ = ["expert_parallel"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
+    """Leaves on each rank of ``mesh.expert_comm`` its experts of every layer, and returns the model. Collective over
+    it.
+
+    Rank r of n holds the experts from ``r x experts / n`` on; all else stays whole. From then on every pass through the
+    model is collective over the group, also without tokens; :class:`hdpcomm.parallel.MeshTrainer` takes care of it, and
+    sums up gradients over the ranks that hold the same parameters.
+
+    The parameters stay the objects that they were, with the values of the group's first rank. Call it before or after
+    :func:`hdpcomm.parallel.tensor_parallel`, where a mesh has both.
+
+    Args:
+        model: a :class:`hdpcomm.models.Llama` with ``experts``, a stage of one, or a causal LM of transformers after
+            :func:`hdpcomm.models.adapt` whose experts are a module with one tensor for all of them (transformers 5:
+            Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss).
+        check: compares the logits of a few tokens with those of the whole model, for models of transformers.
+
+    Raises:
+        InvalidUsage: the model has no experts that this knows, a number that the ranks do not divide, was cut before,
+            or the check failed.
+
+    Source: GShard, arXiv 2006.16668, section 3.2.
+    """
+    if mesh.expert == 1:
+        return model
+    if getattr(model, "expert", None) is not None:
+        raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
+    group = ExpertGroup(mesh.expert_comm)
+    layers = _layers(model, mesh.expert)
+    checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.detach().contiguous()
+            group.comm.broadcast(whole, 0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+    wanted = few_logits(model) if checked else None
+    for place, layer, parameters in layers:
+        for name, parameter in parameters.items():
+            shard = TensorShard(0, group.comm.rank, group.comm.size)
+            parameter.data = own_part(parameter.data, shard)
+            group.shards[f"{place}.{name}"] = shard
+        if isinstance(layer, MixtureOfExperts):
+            layer.group = group
+        else:
+            layer.forward = _DistributedExperts(layer, group)
+    model.expert = group  # type: ignore[assignment]
+    if wanted is not None:
+        name = type(model).__name__
+        check_same_logits(few_logits(model), wanted, f"{name} with its experts on {mesh.expert} ranks")
+    return model
+
+
+def _layers(model: nn.Module, size: int) -> list[tuple[str, Any, dict[str, nn.Parameter]]]:
+    """The modules with experts: name, module, and by name the parameters whose first dimension is the experts'."""
+    if isinstance(model, (Llama, LlamaStage)):
+        found: list[tuple[str, Any, dict[str, nn.Parameter]]] = [
+            (place, module, {"gate_up": module.gate_up, "out": module.out})
+            for place, module in model.named_modules()
+            if isinstance(module, MixtureOfExperts)
+        ]
+    elif isinstance(model, AdaptedCausalLM):
+        found = list(_transformers_layers(model))
+    else:
+        raise InvalidUsage(
+            f"expert parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama with experts, its stages "
+            "(split_llama), and causal LMs of transformers (hdpcomm.models.adapt)"
+        )
+    if not found:
+        name = type(model.causal_lm if isinstance(model, AdaptedCausalLM) else model).__name__
+        raise InvalidUsage(
+            f"{name} has no layer with experts that can be shared: LlamaConfig(experts=), or a model of transformers "
+            "5 whose experts are one module with a tensor for all of them, was expected; train it without expert "
+            "parallelism"
+        )
+    for place, _, parameters in found:
+        (experts,) = {parameter.shape[0] for parameter in parameters.values()}
+        if experts % size:
+            raise InvalidUsage(
+                f"{place} has {experts} experts, which {size} ranks cannot share evenly; give a number of ranks that "
+                f"divides {experts}"
+            )
+    return found
+
+
+def _transformers_layers(model: AdaptedCausalLM) -> Iterator[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
+    for place, module in model.named_modules():
+        parameters = dict(module.named_parameters())
+        experts = getattr(module, "num_experts", None)
+        # Marked by transformers' @use_experts_implementation: forward(hidden_states, top_k_index, top_k_weights).
+        if not parameters or not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+            continue
+        if any(parameter.dim() < 2 or parameter.shape[0] != experts for parameter in parameters.values()):
+            raise InvalidUsage(
+                f"{place} has {experts} experts and the parameters "
+                f"{ {name: tuple(p.shape) for name, p in parameters.items()} }; tensors whose first dimension is the "
+                "experts' were expected (no LoRA on experts); train it without expert parallelism"
+            )
+        yield place, module, parameters
+
+
+class _DistributedExperts:
+    """The forward of a module of transformers that holds the experts of a layer: theirs, wherever they are."""
+
+    def __init__(self, module: Any, group: ExpertGroup) -> None:
+        self._forward, self._group = module.forward, group
+        self.load = module.load = ExpertLoad(module.num_experts)
+        module.num_experts //= group.comm.size
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        pack = find_pack()
+        if pack is None or not pack.padded:
+            made = mixture(x, top_k_index, top_k_weights, self._run, self.load, self._group)
+        else:  # one token stands for none
+            none = slice(0, 0)
+            made = mixture(x[none], top_k_index[none], top_k_weights[none], self._run, self.load, self._group)
+            made = torch.cat((made, torch.zeros_like(x)))
+        return made.view(hidden_states.shape)
+
+    def _run(self, rows: Tensor, experts: Tensor, _: Sequence[int]) -> Tensor:
+        if not rows.shape[0]:
+            return rows * 1  # in the graph, so that this rank takes part in the backward of its group
+        made: Tensor = self._forward(rows, experts[:, None], rows.new_ones(rows.shape[0], 1))
+        return made

@@ -1,0 +1,328 @@
+"""Expert parallelism inside HDP: gradients of one process, bytes, checkpoints, and clear errors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.errors import Error, InvalidUsage, Mismatch
+from hdpcomm.models import Llama, LlamaConfig, set_recompute
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel.tensor import own_part
+from hdpcomm.plan import ClusterSpec, Planner, Tree
+from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
+from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, tokens_of, wanted
+from tests.ranks.parallel.test_pipeline import LIMIT
+from tests.ranks.train.plain_llama import batch_gradients
+
+CONFIG = LlamaConfig(
+    vocabulary=62, layers=3, hidden=32, heads=4, kv_heads=2, ffn=24, experts=4, top_k=2,
+    router_aux_loss=0.05, router_z_loss=0.02,
+)  # fmt: skip
+LENGTHS = (50, 3, 17, 30, 8, 2, 1, 12)
+CROSSED = [((0, 2), (0,)), ((3,), (1,)), ((1, 3), (2, 6)), ((2, 0), (3,)), ((0,), (4,)), ((0,), (5,)), ((0,), (7,))]
+"""Rings across expert groups, which would wait for each other if ranks paired their micro-batches by number; rank 0 has
+five, rank 1 has one."""
+
+
+def trainer_of(comm, planner, config, dtype, expert, *, recompute="none", offload=False, lr=0.0, **options):
+    mesh = Mesh(comm, tensor=planner.cluster.tensor, expert=expert)
+    # Only the first rank has the weights that count.
+    model = Llama(config, seed=SEED + comm.rank, dtype=dtype)
+    expert_parallel(model, mesh)
+    tensor_parallel(model, mesh)
+    set_recompute(model, recompute)
+    if offload:
+        pool = PinnedPool(8 << 20, device="cpu")
+        options["offload"] = ActivationOffload(pool, model, min_bytes=1, resident_layers=0)
+    return MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=lr), planner, mesh, **options)
+
+
+def part_of(model, name):
+    groups = [group for group in (model.tensor, model.expert) if group is not None]
+    return next((group.shards[name] for group in groups if name in group.shards), None)
+
+
+def one_step(planner, config, dtype, expert, lengths=LENGTHS, **options):
+    """On each rank, a thread: (metrics, gradients by (name, part), bytes that the trainer offloaded)."""
+    sequences = tokens_of(lengths, config)
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        trainer = trainer_of(comm, planner, config, dtype, expert, max_grad_norm=None, **options)
+        metrics = trainer.step(lengths, lambda i: sequences[i])
+        moved = 0 if trainer.offload is None else trainer.offload.stats().stored_bytes
+        named = trainer.model.named_parameters()
+        return metrics, {(name, part_of(trainer.model, name)): p.grad.clone() for name, p in named}, moved
+
+
+def check(results, config, dtype, lengths=LENGTHS, rows=None):
+    limit = LIMIT[dtype]
+    loss, gradients = wanted(config, dtype, tuple(lengths))
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
+    seen = {}
+    for metrics, own, _ in results:
+        assert metrics == results[0][0]
+        assert metrics.loss == pytest.approx(loss, rel=limit)
+        assert metrics.grad_norm == pytest.approx(float(norm), rel=10 * limit)
+        for (name, part), gradient in own.items():
+            want = gradients[name] if part is None else own_part(gradients[name], part)
+            assert torch.equal(seen.setdefault((name, part), gradient), gradient), f"{name} differs between ranks"
+            error = (gradient - want).norm()
+            assert error <= limit * (want.norm() + 1e-6 * norm), f"{name}: {error:.2e} of {want.norm():.2e}"
+    assert {name for name, _ in seen} == set(gradients)
+    assert results[0][0].expert_tokens_mean == (rows or sum(lengths)) * config.top_k / config.experts
+    assert results[0][0].expert_tokens_dropped == 0
+
+
+@pytest.mark.parametrize(
+    ("expert", "how", "dtype"),
+    [
+        (2, "plain", torch.float32),
+        *[(expert, how, torch.float64) for expert in (2, 4) for how in ("plain", "recompute", "offload")],
+    ],
+)
+def test_gradients_are_those_of_one_process(expert, how, dtype):
+    planner = FixedPlanner(4, 1, CROSSED, ratio=0.6 if how == "offload" else 0.0)
+    more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
+    results = run_threads(lambda: one_step(planner, CONFIG, dtype, expert, **more), 4)
+    check(results, CONFIG, dtype)
+    assert (results[0][2] > 0) == (how == "offload")
+
+
+@pytest.mark.parametrize("transport", ["shm", "sim"])
+def test_short_sequences_and_ranks_without_tokens(transport):
+    planner = FixedPlanner(2, 1, [((0, 1), (0,)), ((1,), (1, 2)), ((1, 0), (3,)), ((1,), (4,))])
+    config, lengths = dataclasses.replace(CONFIG, layers=1, top_k=1), (1, 2, 1, 3, 1)
+    results = run_threads(lambda: one_step(planner, config, torch.float64, 2, lengths), 2, transport=transport)
+    check(results, config, torch.float64, lengths)
+
+
+def test_beside_tensor_parallelism():
+    config = dataclasses.replace(CONFIG, layers=2, ffn=25)  # experts are not cut
+    lengths = (20, 2, 9, 7)
+    planner = FixedPlanner(2, 1, [((0,), (0, 1)), ((0, 1), (3,)), ((0,), (2,))], tensor=2)
+    results = run_threads(lambda: one_step(planner, config, torch.float64, 2, lengths), 4)
+    check(results, config, torch.float64, lengths, rows=22 + 8 + 10)  # blocks of tensor ranks are filled up
+
+
+def greedy(model):
+    """All tokens go to the experts 0 and 1."""
+    with torch.no_grad():
+        model.embedding.weight[:, 0] = 5.0
+        for block in model.blocks:
+            block.ffn.router.weight.zero_()
+            block.ffn.router.weight[0, 0], block.ffn.router.weight[1, 0] = 3.0, 2.0
+    return model
+
+
+def test_all_tokens_to_the_experts_of_one_rank():
+    config = dataclasses.replace(CONFIG, layers=2, tied_embeddings=False)
+    lengths = (20, 2, 9)
+    loss, gradients = batch_gradients(greedy(Llama(config, dtype=torch.float64)), tokens_of(lengths, config))
+    sequences = tokens_of(lengths, config)
+
+    def rank():
+        with hdp.init() as comm:
+            mesh = Mesh(comm, expert=2)
+            model = expert_parallel(greedy(Llama(config, dtype=torch.float64)), mesh)
+            planner = FixedPlanner(2, 1, [((0,), (0,)), ((0, 1), (1, 2))])
+            trainer = MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, mesh, max_grad_norm=None)
+            done = trainer.step(lengths, lambda i: sequences[i])
+            assert (done.expert_tokens_max, done.expert_tokens_mean) == (sum(lengths), sum(lengths) / 2)
+            assert done.loss == pytest.approx(loss, rel=1e-10)
+            return {(name, part_of(model, name)): p.grad.clone() for name, p in model.named_parameters()}
+
+    for own in run_threads(rank, 2):
+        for (name, part), gradient in own.items():
+            want = gradients[name] if part is None else own_part(gradients[name], part)
+            assert (gradient - want).norm() <= 1e-10 * gradients[name].norm(), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bytes_are_those_of_rows_that_leave_the_rank(ranks):
+    """Twice through one layer in one graph, with unequal numbers of tokens, one rank without."""
+    config, itemsize = dataclasses.replace(CONFIG, layers=1), 8
+
+    def rank():
+        with hdp.init() as comm:
+            model = expert_parallel(Llama(config, dtype=torch.float64), Mesh(comm, expert=ranks))
+            layer = model.blocks[0].ffn
+            x = torch.randn(5 * comm.rank, config.hidden, dtype=torch.float64, requires_grad=True)
+            before = comm.stats()["bytes_sent"]
+            middle, logits = layer(x)
+            sent = comm.stats()["bytes_sent"] - before
+            local = config.experts // ranks
+            chosen = logits.topk(2).indices // local
+            leave = int((chosen != comm.rank).sum())
+            table = torch.empty(ranks, ranks, dtype=torch.int64)
+            comm.all_gather(table, chosen.flatten().bincount(minlength=ranks))
+            come = int(table[:, comm.rank].sum() - table[comm.rank, comm.rank])  # and their results leave
+            counts = (ranks - 1) * local * 8
+            assert sent == (leave + come) * config.hidden * itemsize + counts
+            twice, _ = layer(middle)
+            before = comm.stats()["bytes_sent"]
+            (middle.sum() + twice.square().sum()).backward()
+            other = comm.stats()["bytes_sent"] - before
+            assert other >= (leave + come) * config.hidden * itemsize
+            return sent, other, x.grad.shape
+
+    assert [shape[0] for *_, shape in run_threads(rank, ranks)] == [5 * r for r in range(ranks)]
+
+
+def test_trees_without_router_losses():
+    tree = Tree(parents=(-1, 0, 0), lengths=(9, 12, 7))
+    lengths = (tree, 25)
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(62, (28,), generator=generator), torch.randint(62, (25,), generator=generator)]
+    config = dataclasses.replace(CONFIG, layers=1, router_aux_loss=0.0, router_z_loss=0.0)
+
+    def rank(expert):
+        with hdp.init() as comm:
+            planner = Planner(None, ClusterSpec(comm.size, 64), cost_model=COST)
+            trainer = trainer_of(comm, planner, config, torch.float64, expert)
+            done = trainer.step(lengths, lambda i: tokens[i])
+            total = trainer.evaluate(lengths, lambda i: tokens[i])
+            comm.all_reduce(total)
+            with_losses = dataclasses.replace(config, router_z_loss=1.0)
+            trainer = trainer_of(comm, planner, with_losses, torch.float64, 1)
+            with pytest.raises(InvalidUsage, match="losses of routers are means over sequences, and a tree"):
+                trainer.step(lengths[:1], lambda i: tokens[i])
+            return done.loss, done.grad_norm, float(total[0] / total[1])
+
+    want = run_threads(rank, 1, 1)[0]
+    for found in run_threads(rank, 2, 2):
+        assert found == pytest.approx(want, rel=1e-10)
+
+
+def test_thirty_training_steps_and_checkpoints_are_those_of_one_process():
+    """AdamW and clipping; after 15 steps each trainer goes on with what the other kind has saved."""
+    config = dataclasses.replace(CONFIG, vocabulary=16, layers=2, hidden=16, heads=2, kv_heads=1, ffn=12)
+    batches = [tokens_of(lengths, config) for lengths in ((60, 1, 7, 33), (90, 3, 3), (1, 40, 2, 70))]
+
+    def steps(trainer, first, last):
+        rows = [batches[step % len(batches)] for step in range(first, last)]
+        return [trainer.step([len(s) for s in row], lambda i, row=row: row[i]).loss for row in rows]
+
+    def rank(state=None):
+        """(the first 15 losses, the others, state between them, parameters); or the others from a state."""
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            planner = Planner(None, ClusterSpec(comm.size, 200 // comm.size), cost_model=COST)
+            expert = 2 if comm.size > 1 else 1
+            trainer = trainer_of(comm, planner, config, torch.float64, expert, check_replicas=10)
+            trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2, weight_decay=0.1)
+            if state is not None:
+                trainer.load_state_dict(state)
+                return steps(trainer, 15, 30)
+            first, between = steps(trainer, 0, 15), copy.deepcopy(trainer.state_dict())
+            return first, steps(trainer, 15, 30), between, trainer.num_parameters()
+
+    ((first, rest, state, parameters),) = run_threads(rank, 1)
+    assert rest[-1] < first[0]
+    cut = run_threads(rank, 4)
+    for losses, others, saved, count in cut:
+        assert losses == pytest.approx(first, rel=1e-9)
+        assert others == pytest.approx(rest, rel=1e-9)
+        assert count == parameters
+        assert saved["optimizer"]["state"].keys() == state["optimizer"]["state"].keys()
+        for name, tensor in state["model"].items():
+            torch.testing.assert_close(saved["model"][name], tensor, rtol=1e-7, atol=1e-9)
+    for losses in run_threads(rank, 4, state) + run_threads(rank, 1, cut[3][2]):
+        assert losses == pytest.approx(rest, rel=1e-9)
+
+
+def test_replicas_of_an_expert_that_differ_are_found():
+    config, lengths = dataclasses.replace(CONFIG, layers=1), (8, 8, 8, 8)
+    sequences = tokens_of(lengths, config)
+
+    def rank():
+        with hdp.init() as comm:
+            planner = FixedPlanner(4, 1, [((r,), (r,)) for r in range(4)])
+            trainer = trainer_of(comm, planner, config, torch.float32, 2, check_replicas=1)
+            trainer.step(lengths, lambda i: sequences[i])
+            if comm.rank == 3:
+                with torch.no_grad():
+                    trainer.model.blocks[0].ffn.out[1] += 0.5
+            try:
+                trainer.step(lengths, lambda i: sequences[i])
+            except Error as error:
+                return f"{type(error).__name__}: {error}"
+
+    told = run_threads(rank, 4)
+    for each in (told[1], told[3]):
+        assert each.startswith("Mismatch: the weights of ranks [3] are not those of ranks [1] (blocks.0.ffn.out")
+
+
+def errors_of(make, world=2):
+    """What ``make(comm)`` raises on each rank."""
+
+    def rank():
+        with hdp.init() as comm:
+            with pytest.raises((InvalidUsage, Mismatch)) as caught:
+                make(comm)
+            comm.barrier()  # the communicator still works
+            return f"{type(caught.value).__name__}: {caught.value}"
+
+    return run_threads(rank, world)
+
+
+def make(comm, *, model=None, mesh=None):
+    mesh = mesh or Mesh(comm, expert=2)
+    model = model or expert_parallel(Llama(CONFIG), mesh)
+    planner = Planner(None, ClusterSpec(2, 100), cost_model=COST)
+    return MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, mesh)
+
+
+def of_pipelines(comm):
+    mesh = Mesh(comm, pipeline=2, expert=2)
+    stage = split_llama(Llama(dataclasses.replace(CONFIG, layers=2, experts=0)), 2)[mesh.stage]
+    planner = Planner(None, ClusterSpec(2, 100, pipeline=2), cost_model=COST)
+    PipelineTrainer(stage, torch.optim.SGD(stage.parameters(), lr=0.1), planner, mesh)
+
+
+def twice(comm):
+    mesh = Mesh(comm, expert=2)
+    expert_parallel(expert_parallel(Llama(CONFIG), mesh), mesh)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda comm: expert_parallel(torch.nn.Linear(2, 2), Mesh(comm, expert=2)), "got a Linear; it cuts"),
+        (
+            lambda comm: expert_parallel(Llama(dataclasses.replace(CONFIG, experts=3)), Mesh(comm, expert=2)),
+            "blocks.0.ffn has 3 experts, which 2 ranks cannot share evenly",
+        ),
+        (
+            lambda comm: expert_parallel(Llama(dataclasses.replace(CONFIG, experts=0)), Mesh(comm, expert=2)),
+            "Llama has no layer with experts",
+        ),
+        (twice, "have been cut by expert_parallel() already"),
+        (lambda comm: make(comm, model=Llama(CONFIG)), "are on the ranks [], and the expert ranks of the mesh are [0"),
+        (
+            lambda comm: Trainer(
+                model := expert_parallel(Llama(CONFIG), Mesh(comm, expert=2)),
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                Planner(None, ClusterSpec(2, 100), cost_model=COST),
+                comm,
+            ),
+            "give it to hdpcomm.parallel.MeshTrainer",
+        ),
+        (lambda comm: Mesh(comm, expert=3), "expert must divide 2"),
+        (lambda _: split_llama(Llama(CONFIG), 3), "which stages of a pipeline do not see"),
+        (lambda _: LlamaConfig(experts=2, top_k=3), "top_k is 3 of 2 experts"),
+        (lambda _: LlamaConfig(experts=2, router_z_loss=-1), "router_z_loss is -1"),
+    ],
+)
+def test_what_does_not_fit_is_said(attempt, message):
+    assert all(message in each for each in errors_of(attempt))
+
+
+def test_pipelines_are_refused():
+    assert all("pipelines of 2 stages and 2 expert ranks" in each for each in errors_of(of_pipelines, 4))
