@@ -85,7 +85,7 @@ def _train(parsed: argparse.Namespace) -> int:
     options = _going_on(options)
     _check_saving(options)
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
-    devices = options.pipeline * options.tensor
+    devices = options.pipeline * options.tensor * options.expert
     rank, ranks = ranks_here(options.ranks, default=-(-cores // devices) * devices)
     job = _job(options, ranks)
     if rank is not None:
@@ -134,8 +134,9 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule, check_limits
 
-    if options.elastic and (options.pipeline * options.tensor > 1 or "ddp" in options.compare):
-        what = "--pipeline" if options.pipeline > 1 else "--tensor" if options.tensor > 1 else "--compare ddp"
+    sizes = [f"--{name}" for name in ("pipeline", "tensor", "expert") if getattr(options, name) > 1]
+    if options.elastic and (sizes or "ddp" in options.compare):
+        what = (*sizes, "--compare ddp")[0]
         raise InvalidUsage(
             f"--elastic was given with {what}, which cannot go on with any number of ranks; leave out either"
         )
@@ -162,6 +163,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         pipeline=options.pipeline,
         chunks=options.chunks,
         tensor=options.tensor,
+        expert=options.expert,
         learn_costs=options.learn_costs,
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
         check_replicas=options.check_replicas,
@@ -202,6 +204,10 @@ def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
         heads=options.heads,
         kv_heads=options.kv_heads,
         ffn=options.ffn,
+        experts=options.experts,
+        top_k=options.top_k,
+        router_aux_loss=options.router_aux_loss,
+        router_z_loss=options.router_z_loss,
     )
 
 

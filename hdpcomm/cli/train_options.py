@@ -85,6 +85,10 @@ class TrainOptions:
         "ranks", 1, "ranks that share each layer and work on the same tokens; divides --ranks, --heads, --ffn and the "
         "vocabulary", count, metavar="N",
     )  # fmt: skip
+    expert: int = _option(
+        "ranks", 1, "neighbouring ranks that share the experts of each layer; divides --experts, and --ranks / "
+        "pipeline / tensor", count, metavar="N",
+    )  # fmt: skip
     policy: str = _option(
         "ranks", "balanced", "how ranks get their sequences", str, choices=("balanced", "naive", "static")
     )
@@ -113,7 +117,13 @@ class TrainOptions:
     hidden: int = _option("model", 32, "width of the residual stream", count)
     heads: int = _option("model", 2, "query heads", count)
     kv_heads: int = _option("model", 1, "key and value heads", count)
-    ffn: int = _option("model", 96, "width of the feed-forward block", count)
+    ffn: int = _option("model", 96, "width of the feed-forward block, or of each expert", count)
+    experts: int = _option("model", 0, "experts of each block; 0: one feed-forward block for all tokens", whole)
+    top_k: int = _option("model", 2, "with --experts: experts that a token goes through", count)
+    router_aux_loss: float = _option(
+        "model", 0.01, "with --experts: factor of the loss that tells routers to use all experts alike", share
+    )
+    router_z_loss: float = _option("model", 0.0, "with --experts: factor of the loss on large router logits", share)
     steps: int = _option("training", 10, "optimizer steps", count)
     lr: float = _option("training", 1e-2, "highest learning rate", positive)
     schedule: str = _option(

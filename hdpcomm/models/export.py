@@ -1,4 +1,4 @@
-"""The reference Llama as a Hugging Face folder: ``config.json``, safetensors, and a tokenizer of bytes."""
+"""The reference Llama as a Hugging Face folder, with experts a Mixtral: config, safetensors, a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ _BLOCK = {
     "attention.v.weight": "self_attn.v_proj.weight",
     "attention.out.weight": "self_attn.o_proj.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+_FFN = {
     "ffn.gate.weight": "mlp.gate_proj.weight",
     "ffn.up.weight": "mlp.up_proj.weight",
     "ffn.out.weight": "mlp.down_proj.weight",
+}
+_EXPERTS = {
+    "ffn.router.weight": "mlp.gate.weight",
+    "ffn.gate_up": "mlp.experts.gate_up_proj",
+    "ffn.out": "mlp.experts.down_proj",
 }
 
 
@@ -54,7 +61,13 @@ def export_llama(config: LlamaConfig, state: Mapping[str, torch.Tensor], folder:
     check_export(folder)
     import transformers
 
-    hf_config = transformers.LlamaConfig(
+    kind = transformers.MixtralConfig if config.experts else transformers.LlamaConfig
+    experts: dict[str, Any] = {
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "router_aux_loss_coef": config.router_aux_loss,
+    }
+    hf_config = kind(
         vocab_size=config.vocabulary,
         hidden_size=config.hidden,
         intermediate_size=config.ffn,
@@ -68,8 +81,9 @@ def export_llama(config: LlamaConfig, state: Mapping[str, torch.Tensor], folder:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **(experts if config.experts else {}),
     )
-    model = transformers.LlamaForCausalLM(hf_config)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config)
     model.to(state["embedding.weight"].dtype).load_state_dict(_renamed(config, state))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
@@ -88,8 +102,9 @@ def _renamed(config: LlamaConfig, state: Mapping[str, torch.Tensor]) -> dict[str
         "norm.weight": "model.norm.weight",
         "head.weight": "lm_head.weight",
     }
+    block = _BLOCK | (_EXPERTS if config.experts else _FFN)
     for layer in range(config.layers):
-        names |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in _BLOCK.items()}
+        names |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
     if missing := sorted(set(names) - set(state)):
         raise InvalidUsage(f"the weights have no {missing[0]}; give the state_dict() of a Llama of this config")
     return {theirs: state[ours] for ours, theirs in names.items()}

@@ -44,6 +44,7 @@ class RunConfig:
         pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
         chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B.
         tensor: ranks that share each layer (:func:`hdpcomm.parallel.tensor_parallel`); 1: none.
+        expert: HDP ranks that share the experts of a layer (:func:`hdpcomm.parallel.expert_parallel`); 1: none.
     """
 
     model: LlamaConfig | FolderModel = field(default_factory=LlamaConfig)
@@ -65,9 +66,15 @@ class RunConfig:
     pipeline: int = 1
     chunks: int = 1
     tensor: int = 1
+    expert: int = 1
     learn_costs: bool = False
     calibration: Calibration | None = None
     check_replicas: int = 100
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether ranks share a model, so that it takes a :class:`hdpcomm.parallel.MeshTrainer`."""
+        return self.pipeline * self.tensor * self.expert > 1
 
     @property
     def stage_model(self) -> LlamaConfig | FolderModel:
@@ -115,7 +122,7 @@ class RunConfig:
             )
 
     def _check_mesh(self) -> None:
-        for name in ("pipeline", "chunks", "tensor"):
+        for name in ("pipeline", "chunks", "tensor", "expert"):
             if getattr(self, name) < 1:
                 raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
         if self.chunks > 1 and self.pipeline == 1:
@@ -124,7 +131,11 @@ class RunConfig:
             check_sizes(self.model, self.tensor)
         if self.pipeline > 1:
             self._check_pipeline()
+        if self.expert > 1:
+            self._check_expert()
         what, option = ("pipelines", "--pipeline") if self.pipeline > 1 else ("tensor ranks", "--tensor")
+        if self.pipeline * self.tensor == 1:
+            what = "expert ranks"
         if self.calibration is not None and self.pipeline * self.tensor > 1:
             raise InvalidUsage(f"a calibration is that of ranks without {what}; leave out --calibration or {option}")
         others = {
@@ -135,13 +146,27 @@ class RunConfig:
             "learn-costs": self.learn_costs,
         }
         wrong = [name for name, used in others.items() if used]
-        if wrong and self.pipeline * self.tensor > 1:
+        if wrong and self.on_mesh:
             raise InvalidUsage(f"{what} do not go together with {', '.join(wrong)} yet: leave out either")
+
+    def _check_expert(self) -> None:
+        if self.pipeline > 1:
+            raise InvalidUsage("expert ranks do not go together with pipelines yet: leave out --expert or --pipeline")
+        if isinstance(self.model, LlamaConfig) and (not self.model.experts or self.model.experts % self.expert):
+            raise InvalidUsage(
+                f"{self.model.experts} experts cannot be shared evenly by {self.expert} ranks; give --experts as a "
+                f"multiple of {self.expert}"
+            )
 
     def _check_pipeline(self) -> None:
         if not isinstance(self.model, LlamaConfig):
             raise InvalidUsage(
                 "pipelines cut the built-in Llama only: leave out --model, or train it without --pipeline"
+            )
+        if self.model.experts and (self.model.router_aux_loss or self.model.router_z_loss):
+            raise InvalidUsage(
+                "the losses of routers look at all layers, which a stage of a pipeline does not see: give "
+                "--router-aux-loss 0 and --router-z-loss 0, or train without --pipeline"
             )
         stages = self.pipeline * self.chunks
         if self.model.layers % stages:

@@ -61,11 +61,12 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
 
     Nothing is trained or written. Raises: InvalidUsage as :func:`hdpcomm.run.train`.
     """
-    if config.tensor > 1:
-        raise InvalidUsage(
-            f"tensor is {config.tensor}, and a dry run measures the memory of whole layers: leave out --dry-run or "
-            "--tensor"
-        )
+    for name in ("tensor", "expert"):
+        if getattr(config, name) > 1:
+            raise InvalidUsage(
+                f"{name} is {getattr(config, name)}, and a dry run measures the memory of whole layers: leave out "
+                f"--dry-run or --{name}"
+            )
     comm = by_host(comm)
     check_limits(corpus, config, ranks=comm.size)
     config, capacity, found = within_memory(comm, config)

@@ -36,7 +36,8 @@ def spec_of(config: Any) -> ModelSpec | None:
     """
     if isinstance(config, LlamaConfig):
         sizes = (config.layers, config.hidden, config.heads, config.kv_heads, config.ffn, config.vocabulary)
-        return ModelSpec(*sizes, name="llama")
+        top_k = config.top_k if config.experts else 1
+        return ModelSpec(*sizes, experts=max(1, config.experts), top_k=top_k, name="llama")
     try:
         return model_from_config(config.to_dict())
     except InvalidUsage:

@@ -132,6 +132,11 @@ def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
             f"the number of ranks (--ranks) must be a multiple of {devices}"
         )
     ranks //= devices
+    if ranks % config.expert:
+        raise InvalidUsage(
+            f"{ranks} HDP ranks cannot be groups of {config.expert} that share experts: --ranks must be a multiple of "
+            f"{devices * config.expert}"
+        )
     longest, room = int(corpus.lengths.max()), config.capacity * ranks
     if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
         raise InvalidUsage(
@@ -233,7 +238,7 @@ class _Run:
 
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
-        if config.pipeline * config.tensor > 1:
+        if config.on_mesh:
             comm = comm if self.messages is None else recorded(comm, self.messages)
             return mesh_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
         model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)

@@ -87,7 +87,11 @@ def model_facts(model: LlamaConfig | FolderModel) -> dict[str, Any]:
     """What a checkpoint notes of the model, and compares when a run goes on."""
     if isinstance(model, FolderModel):
         return {"architecture": model.architecture, "config": model.digest}
-    return asdict(model)
+    facts = asdict(model)
+    if not model.experts:  # as before there were any
+        for name in ("experts", "top_k", "router_aux_loss", "router_z_loss"):
+            del facts[name]
+    return facts
 
 
 def new_model(

@@ -1,4 +1,4 @@
-"""The part of a run whose HDP ranks are several devices: pipelines, and ranks that share layers."""
+"""The part of a run whose ranks share a model: pipelines, and ranks that share layers or experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, split_llama, tensor_parallel
+from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, expert_parallel, split_llama, tensor_parallel
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_model
 
@@ -35,10 +35,11 @@ def mesh_trainer(
     Args:
         pool: for offloaded activations; ``None``: none are.
     """
-    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor)
+    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
     checks: dict[str, Any] = {"max_grad_norm": config.max_grad_norm, "check_replicas": config.check_replicas}
     if config.pipeline == 1:
         model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
+        expert_parallel(model, mesh)
         tensor_parallel(model, mesh)
         offload = None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
         optimizer = make_optimizer(model)
