@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <vector>
 
+#include "planner/pipeline_windows.hpp"
 #include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
@@ -42,17 +44,21 @@ class Bound {
     longest_.add(longest);
     shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = cost_.maxOffload(longest_);  // the ratio grows with the length
+    passing_ = (stages_ - 1.0) / cost_.cluster().chunks;
     for (int high = 1; high < kMaxStack; ++high) {
       double places = 0;
       for (int rank = 0; rank < problem.ranks(); ++rank) {
-        places += std::ceil(cost_.cluster().speed(rank) * (high + 1)) - 1;
+        const double passes = cost_.cluster().speed(rank) * (high + 1 + passing_) - passing_;
+        places += std::max(0.0, std::ceil(passes - 1e-9) - 1);
       }
       stack_[high] = places / problem.ranks();
     }
     for (int rank = 0; rank < problem.ranks(); ++rank) ranks_ += cost_.cluster().speed(rank);
     sortSpeeds();
-    if (stages_ > 1) filling_ = (stages_ - 1) * shortestBatch() / cost_.cluster().chunks;
+    if (stages_ > 1) filling_ = passing_ * shortestBatch();
     collectItems();
+    const bool alike = speeds_.empty() && !problem.hasTrees();
+    if (stages_ > 1 && cost_.cluster().chunks == 1 && alike) windows_.emplace(problem, filling_);
   }
 
   double solve() const {
@@ -278,6 +284,8 @@ class Bound {
     const double room = limits.rank_s * ranks_;
     double work = workAlone(limits.held);
     if (work > room) return false;
+    PipelineWindows::Charges charges;
+    int longest_ranks = 1;
     for (const Item& item : items_) {
       const int least = leastRanks(item.load, limits.held);
       if (least > problem_.ranks()) return false;
@@ -287,24 +295,30 @@ class Bound {
       if (size == 0) return false;
       const double beyond_one = workBeyondOne(item.load, size, limits);
       work += beyond_one;
+      if (charges.beyond_one.empty()) longest_ranks = size;
+      if (windows_) charges.beyond_one.push_back(beyond_one);
       if (const double lost = mixed(size) - 1; lost > 0) {
         work += lost * (beyond_one + workAlone(item.load, limits.held));
       }
       if (work > room) return false;
     }
-    return stacksFit(limits);
+    if (!stacksFit(limits, time)) return false;
+    charges.all = work;
+    charges.held = limits.held;
+    return !windows_ || windows_->fit(time, longest_ranks, charges);
   }
 
   // At most k micro-batches that take more than 1 / (k + 1) of a rank's time follow each other on
-  // it, fewer on a slow one. A sequence that takes so long on every number of ranks is in one of
-  // them, which has a rank for each `held` tokens.
-  bool stacksFit(const Limits& limits) const {
+  // it, fewer on a slow one, and in a pipeline, where the first of them comes from the first stage
+  // and the last one goes back to it. A sequence that takes so long on every number of ranks is in
+  // one of them, which has a rank for each `held` tokens.
+  bool stacksFit(const Limits& limits, double time) const {
     const double all = items_.empty() ? 0 : items_.back().tokens_before + items_.back().load.tokens;
     size_t count = 0;
     for (int high = 1; high < kMaxStack; ++high) {
       const double places = stack_[high] * (limits.held * problem_.ranks());
       if (all <= places) break;
-      const double limit = limits.rank_s / (high + 1);
+      const double limit = time / (high + 1 + passing_);
       // The fastest time falls with the length: the items that are too slow come first.
       size_t end = items_.size();
       while (count < end) {
@@ -339,8 +353,10 @@ class Bound {
   std::vector<int> class_ends_;        // how many ranks have at least a speed
   mutable std::vector<double> mixed_;  // of mixed(), by size; 0: not known yet
   double stack_[kMaxStack] = {};       // how many follow each other on a rank, mean over the ranks
+  double passing_ = 0;                 // to the last stage, in passes of a device
   double filling_ = 0;                 // idle time of a pipeline's last stage
   double slowest_ = 0;                 // fastest time of the longest sequence
+  mutable std::optional<PipelineWindows> windows_;
 };
 
 }  // namespace

@@ -48,6 +48,7 @@ class Problem {
   const CostModel& cost() const noexcept { return cost_; }
   int ranks() const noexcept { return cost_.cluster().ranks; }
   int count() const noexcept { return static_cast<int>(lengths_.size()); }
+  bool hasTrees() const noexcept { return !squares_.empty(); }
   // The sums over this sequence or tree, without its riders.
   Load own(int sequence) const noexcept {
     const auto tokens = static_cast<double>(lengths_[sequence]);

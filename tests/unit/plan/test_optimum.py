@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from exhaustive import TooManyNodes, fits, optimum, partitions, pipeline_optimum
@@ -63,6 +64,22 @@ def tiny_case(
         pipeline=rng.randint(2, 4) if pipeline else 1,
         speeds=tuple(rng.choice([1.0, 1.0, 0.5, rng.uniform(0.05, 1)]) for _ in range(ranks)) if speeds else None,
     )
+    return lengths, cluster, cost, memory
+
+
+def tiny_pipeline_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
+    """One or two pipelines with several micro-batches each, often one or two long ones among short ones."""
+    _, cluster, cost, memory = tiny_case(rng, nodes=False, offload=rng.random() < 0.3, pipeline=True)
+    ranks = rng.choice([1, 1, 1, 2])
+    count = rng.choice([4, 5]) if ranks == 1 else rng.choice([3, 4])
+    top = memory.capacity * ranks * (2 if memory.offloadable else 1)
+    lengths = [max(1, int(top ** rng.random())) for _ in range(count)]
+    if rng.random() < 0.6:
+        short = max(1, top // rng.choice([3, 5, 10]))
+        lengths = [max(1, short - rng.randint(0, short // 5)) for _ in range(count)]
+        for i in range(rng.choice([1, 1, 2])):
+            lengths[i] = rng.randint(-(-top * 2 // 3), top)
+    cluster = replace(cluster, ranks=ranks, ranks_per_node=None, pipeline=rng.choice([2, 3, 4, 6]))
     return lengths, cluster, cost, memory
 
 
@@ -149,3 +166,26 @@ def test_bound_optimum_plan_with_pipelines() -> None:
     print(f"pipelines: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
     print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
     assert percentile(ratios, 0.95) <= 1.05
+
+
+def test_bound_optimum_plan_of_pipelines_with_several_micro_batches() -> None:
+    """What is idle around long micro-batches counts: the bound is near the optimum, and so is the plan."""
+    rng = random.Random(6)
+    ratios, tightness = [], []
+    while len(ratios) < CASES // 3:
+        lengths, cluster, cost, memory = case = tiny_pipeline_case(rng)
+        planner = Planner(None, cluster, "balanced", cost, memory=memory)
+        try:
+            plan = planner.plan(lengths)
+            best = pipeline_optimum(lengths, cluster, cost, memory)
+        except (InvalidUsage, TooManyNodes):
+            continue
+        planner.validate(plan, lengths)
+        assert plan.lower_bound_s <= best * (1 + 1e-9), case
+        assert best <= plan.makespan_s * (1 + 1e-6), case
+        ratios.append(plan.makespan_s / best)
+        tightness.append(best / plan.lower_bound_s)
+    print(f"pipelines, several micro-batches: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(sorted(ratios), 0.95):.4f}, optimum / bound {statistics.mean(tightness):.4f}")
+    assert percentile(sorted(ratios), 0.95) <= 1.05
+    assert statistics.mean(tightness) <= 1.06

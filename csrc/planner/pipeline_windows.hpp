@@ -1,0 +1,192 @@
+// What 1F1B leaves idle around the longest micro-batches of a pipeline (claim 10 of
+// docs/planner.md; bound.cpp uses it). While the first of them goes down the stages and the last
+// one comes back, a device has at most p - 1 other micro-batches in flight, and these are shorter.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "planner/plan.hpp"
+
+namespace hdpcomm::planner {
+
+class PipelineWindows {
+ public:
+  // Rank-seconds that the bound charges, for one possible time of the step.
+  struct Charges {
+    double all = 0;                  // of all sequences
+    double held = 1;                 // most tokens that a rank holds of one micro-batch
+    std::vector<double> beyond_one;  // by length: of the sequences that need several ranks, what
+                                     // these cost more than one; 0 for the others
+  };
+
+  // `filling`: least idle seconds of a pipeline, whatever it runs.
+  PipelineWindows(const Problem& problem, double filling)
+      : cost_(problem.cost()), filling_(filling), others_(cost_.cluster().pipeline - 1) {
+    tokens_.push_back(0);
+    squares_.push_back(0);
+    for (const int32_t sequence : problem.byLength()) {
+      const Load load = problem.own(sequence);
+      loads_.push_back(load);
+      tokens_.push_back(tokens_.back() + load.tokens);
+      squares_.push_back(squares_.back() + load.squares);
+    }
+    const CostParams& params = cost_.params();
+    forward_ = params.forward;
+    backward_ = 1 - params.forward;
+    if (params.kv_inter > 0 || params.latency_inter > 0) {  // the larger shares of both
+      forward_ = std::max(forward_, params.forward_transfer);
+      backward_ = std::max(backward_, 1 - params.forward_transfer);
+    }
+    for (size_t count = 1; count <= loads_.size(); count += 1 + count / 4) counts_.push_back(count);
+  }
+
+  // Whether all sequences can be run within `time`; `least`: fewest ranks of the longest one.
+  bool fit(double time, int least, const Charges& charges) {
+    beyond_.assign(1, 0.0);
+    for (const double more : charges.beyond_one) beyond_.push_back(beyond_.back() + more);
+    held_ = charges.held;
+    const int ranks = cost_.cluster().ranks;
+    const double room = (time - filling_) * ranks - charges.all;
+    for (const size_t count : counts_) {
+      const Load& shortest = loads_[count - 1];
+      const PassTimes times(cost_, shortest, leastRanks(shortest), ranks);
+      const double fastest = times.within(ranks);
+      if (others_ * fastest <= filling_) break;  // and all shorter ones
+      // A rank that runs some of these micro-batches has so many seconds for all of them,
+      const double between = (time - others_ * fastest) * (1 + 1e-9);
+      // and as many follow each other on it. So they lie on so many ranks.
+      const double stack = std::floor(between / fastest);
+      if (stack < 1) return false;
+      const double spread =
+          std::max(tokens_[count] / (held_ * stack), workOf(count) / between) * (1 - 1e-9);
+      if (spread > ranks) return false;
+      if (leastIdle(count, std::max(least, static_cast<int>(std::ceil(spread))), times) > room) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Least forward and backward passes of a sequence alone.
+  class PassTimes {
+   public:
+    PassTimes(const CostModel& cost, const Load& load, int least, int ranks)
+        : cost_(cost), load_(load), least_(least), node_(cost.cluster().ranks_per_node) {
+      for (const bool backward : {false, true}) {
+        inside_[backward] = fastest(least, std::min(node_, ranks), backward);
+        beyond_[backward] = fastest(std::max(least, node_ + 1), ranks, backward);
+      }
+    }
+
+    // Both together, on at most `ranks` ranks.
+    double within(int ranks) const { return pass(ranks, false) + pass(ranks, true); }
+
+   private:
+    double pass(int ranks, bool backward) const {
+      double least = std::numeric_limits<double>::infinity();
+      if (least_ <= std::min(ranks, node_)) {
+        least = seconds(std::min({inside_[backward], ranks, node_}), backward);
+      }
+      if (ranks > node_ && ranks >= least_) {
+        least = std::min(least, seconds(std::min(beyond_[backward], ranks), backward));
+      }
+      return least;
+    }
+
+    double seconds(int size, bool backward) const {
+      const CostParams& params = cost_.params();
+      const double compute = cost_.stepCompute(load_, size);
+      const double transfer = cost_.stepTransfer(load_, size, size <= node_);
+      const double rest = size * compute + params.linear * load_.tokens / size + params.fixed +
+                          (size - 1) * params.ring_step;
+      return backward
+                 ? (1 - params.forward) * rest + (size - 1) * cost_.backwardWait(compute, transfer)
+                 : params.forward * rest + (size - 1) * cost_.forwardWait(compute, transfer);
+    }
+
+    // A pass is quasi-convex in the number of ranks (claim 4).
+    int fastest(int first, int last, bool backward) const {
+      while (first < last) {
+        const int middle = first + (last - first) / 2;
+        if (seconds(middle + 1, backward) < seconds(middle, backward)) {
+          first = middle + 1;
+        } else {
+          last = middle;
+        }
+      }
+      return first;
+    }
+
+    const CostModel& cost_;
+    const Load load_;
+    const int least_;
+    const int node_;
+    int inside_[2];
+    int beyond_[2];
+  };
+
+  int leastRanks(const Load& load) const {
+    return std::max(1, static_cast<int>(std::ceil(load.tokens / held_ * (1 - 1e-9))));
+  }
+
+  // Least rank-seconds that the windows of the first `count` sequences, which lie on `least` ranks
+  // or more, keep from being used, beyond the filling. Steps of a few percent: for all numbers of
+  // ranks in between, the smallest one's idle time and the largest one's work are taken.
+  double leastIdle(size_t count, int least, const PassTimes& times) const {
+    const int ranks = cost_.cluster().ranks;
+    double idle = std::numeric_limits<double>::infinity();
+    for (int from = least; from <= ranks;) {
+      const int to = std::min(ranks, from + from / 64);
+      const double window = std::max(0.0, others_ * times.within(to) - filling_);
+      idle = std::min(idle, from * window - mostBeside(count, to));
+      from = to + 1;
+    }
+    return idle;
+  }
+
+  // The most work of the sequences from `count` on that can be done in the windows on `ranks`
+  // ranks: the backward passes of p - 1 micro-batches and the forward passes of p - 1 other ones.
+  double mostBeside(size_t count, int ranks) const {
+    const double each = others_ * held_ * ranks;
+    const double from = tokens_[count];
+    const double first = work(from);
+    const double second = work(from + each);
+    const double third = work(from + 2 * each);
+    const auto [less, more] = std::minmax(forward_, backward_);
+    return more * (second - first) + less * (third - second);
+  }
+
+  // Charge of the first tokens, longest sequences first, whose charge per token is the largest.
+  double work(double tokens) const {
+    const size_t end =
+        std::upper_bound(tokens_.begin(), tokens_.end(), tokens) - tokens_.begin() - 1;
+    const double whole = workOf(end);
+    if (end == loads_.size()) return whole;
+    const double share = (tokens - tokens_[end]) / (tokens_[end + 1] - tokens_[end]);
+    return whole + share * (workOf(end + 1) - whole);
+  }
+  double workOf(size_t count) const {
+    const CostParams& params = cost_.params();
+    return params.attention * squares_[count] +
+           (params.piece + params.linear + params.fixed / held_) * tokens_[count] +
+           beyond_[std::min(count, beyond_.size() - 1)];
+  }
+
+  const CostModel& cost_;
+  const double filling_;
+  const int others_;  // micro-batches in flight beside one
+  double forward_ = 0;
+  double backward_ = 0;
+  std::vector<Load> loads_;      // by falling length
+  std::vector<double> tokens_;   // of the first ones
+  std::vector<double> squares_;  // of these
+  std::vector<double> beyond_;   // of these: what several ranks cost more than one
+  std::vector<size_t> counts_;   // how many of the longest sequences are tried
+  double held_ = 1;
+};
+
+}  // namespace hdpcomm::planner
