@@ -51,8 +51,12 @@ class HybridDataParallel:
     the gradient that of the whole batch on one device. The model is not wrapped in DDP.
 
     A batch is what a collator of transformers gives: rows with an ``attention_mask``, or flattened rows with
-    ``cu_seq_lens_q`` or ``position_ids`` (``DataCollatorWithFlattening``, the default here). Evaluation, prediction and
-    generation run on each rank with the attention that the model came with.
+    ``cu_seq_lens_q`` or ``position_ids`` (as of ``DataCollatorWithFlattening``). Evaluation and prediction run on each
+    rank with the attention that the model came with; ``generate()`` does inside of :meth:`original_attention`.
+
+    Training does not call ``compute_loss`` of the other base, so one that is not the mean loss of the labelled tokens
+    is refused. ``transformers.Trainer`` and TRL's ``SFTTrainer`` are known; a class whose ``compute_loss`` adds no more
+    than logs may say so: ``computes_token_loss = True``.
 
     Args (by keyword, besides those of the other base):
         capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each global batch.
@@ -60,8 +64,12 @@ class HybridDataParallel:
 
     Raises:
         InvalidUsage: what would be wrong in silence: label smoothing, a loss of one's own, NEFTune, fp16, DeepSpeed,
-            FSDP; models as :func:`hdpcomm.models.adapt` says. All ranks must raise or go on alike.
+            FSDP, SFTTrainer's ``loss_type="dft"`` and ``activation_offloading``; models as :func:`hdpcomm.models.adapt`
+            says. All ranks must raise or go on alike.
     """
+
+    computes_token_loss = False
+    """``compute_loss`` of a subclass is the mean loss of the labelled tokens, though it is not transformers' own."""
 
     def __init__(
         self,
@@ -76,8 +84,7 @@ class HybridDataParallel:
         self._costs = cost_model
         self._counts: Counter[str] = Counter()
         self._comm: Communicator | None = None
-        if kwargs.get("data_collator") is None and kwargs.get("processing_class") is None and len(args) < 3:
-            kwargs["data_collator"] = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        self._evaluates = False
         super().__init__(*args, **kwargs)
         this = cast(Any, self)
         _refuse(this)
@@ -104,6 +111,9 @@ class HybridDataParallel:
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:
         """The labelled tokens of a step, over its accumulation and all ranks; ``None`` after the last step."""
+        if self._evaluates:
+            evaluated: Tensor | None = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+            return evaluated
         if not batch_samples:
             return None
         labelled = sum(int(sequences_of(batch).num_labels) for batch in batch_samples)
@@ -150,8 +160,12 @@ class HybridDataParallel:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in the base, with the attention that the model came with."""
-        with self.original_attention():
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        self._evaluates = True
+        try:
+            with self.original_attention():
+                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._evaluates = False
 
     # --- what it does with a step ------------------------------------------------------------------------------------
 
@@ -202,6 +216,11 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("data_collator") is None and kwargs.get("processing_class") is None and len(args) < 3:
+            kwargs["data_collator"] = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        super().__init__(*args, **kwargs)
+
 
 def _refuse(trainer: Any) -> None:
     args = trainer.args
@@ -213,9 +232,18 @@ def _refuse(trainer: Any) -> None:
         f"fsdp={args.fsdp!r}": args.fsdp,
         f"{args.n_gpu} GPUs in one process (start a process for each)": args.n_gpu > 1,
         "compute_loss_func": trainer.compute_loss_func,
+        f"loss_type={getattr(args, 'loss_type', '')!r}": getattr(args, "loss_type", "nll") != "nll",
+        "activation_offloading": getattr(args, "activation_offloading", False),
     }
     for name, given in wrong.items():
         if given:
             raise InvalidUsage(
                 f"Trainer: {name} is not supported with plans; leave it out, or use transformers.Trainer"
             )
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    known = owner is transformers.Trainer or owner.__module__ == "trl.trainer.sft_trainer"
+    if not known and not trainer.computes_token_loss:
+        raise InvalidUsage(
+            f"{owner.__name__}.compute_loss is not called with plans; if its loss is the mean of the labelled tokens' "
+            "cross-entropy, set computes_token_loss = True in your class, else use it without HybridDataParallel"
+        )

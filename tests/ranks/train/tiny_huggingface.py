@@ -1,0 +1,97 @@
+"""A tiny Llama of transformers, its data and arguments, for tests of trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+__all__ = ["arguments", "documents", "leave", "padded", "run", "tiny", "weights"]
+
+LENGTHS = [3, 17, 1, 9, 30, 2, 5, 8, 40, 4, 7, 6]  # documents; 12 = 3 steps of 2 x 2, 2 ranks of 2 x 3, ...
+
+
+def tiny() -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def documents() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(0, 64, (n,), generator=generator).tolist()} for n in LENGTHS]
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows with padding, as tokenizers give them; every third label of a row is left out."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch = {name: torch.zeros(len(rows), longest, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    batch["labels"] = torch.full((len(rows), longest), -100)
+    for i, row in enumerate(rows):
+        tokens = torch.tensor(row["input_ids"])
+        batch["input_ids"][i, : len(tokens)] = tokens
+        batch["attention_mask"][i, : len(tokens)] = 1
+        batch["labels"][i, : len(tokens)] = torch.where(torch.arange(len(tokens)) % 3 == 2, -100, tokens)
+    return batch
+
+
+def arguments(out: Path, batch: int, accumulate: int, **changed: Any) -> Any:
+    return transformers.TrainingArguments(
+        **{
+            "output_dir": str(out),
+            "use_cpu": True,
+            "per_device_train_batch_size": batch,
+            "per_device_eval_batch_size": 2,
+            "gradient_accumulation_steps": accumulate,
+            "max_steps": 4,
+            "learning_rate": 0.1,
+            "optim": "sgd",
+            "max_grad_norm": 0.5,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "train_sampling_strategy": "sequential",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+        }
+        | changed
+    )
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def leave() -> None:
+    from accelerate.state import AcceleratorState
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def run(kind: Any, out: Path, batch: int, accumulate: int, collator: Any = None, **changed: Any) -> Any:
+    """(weights after 4 steps, what was logged, the loss of an evaluation)."""
+    dataset = documents()
+    trainer = kind(
+        model=tiny(),
+        args=arguments(out, batch, accumulate, **changed),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        data_collator=collator,
+    )
+    trainer.train()
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return weights(trainer.model), losses, trainer.evaluate()["eval_loss"]
