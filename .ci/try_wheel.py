@@ -20,6 +20,8 @@ def main() -> None:
     place = run(sys.executable, "-c", "import hdpcomm; print(hdpcomm.__file__); hdpcomm.init").strip()
     if Path.cwd() in Path(place).parents:
         sys.exit(f"hdpcomm comes from {place}: run this outside the source tree")
+    # What torch loads by itself: the entry point in the group torch.backends.
+    run(sys.executable, "-c", "import torch.distributed as dist; assert 'hdpcomm' in dist.Backend.backend_list")
     bin = Path(sys.executable).parent
     hdpcomm = str(bin / "hdpcomm")
     run(hdpcomm, "doctor")

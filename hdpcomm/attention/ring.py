@@ -12,6 +12,7 @@ from hdpcomm.attention.backends.base import Accumulator, Backend, Score
 from hdpcomm.attention.kv_buffers import landing_of
 from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.routes import RingPlan
+from hdpcomm.comm.profiling import ring_step
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -153,12 +154,13 @@ def ring_forward(
     result = Accumulator((*q.shape[:2], payload.v_dim), q)
     queries = q.to(dtype)
     for t in range(plan.size):
-        pending = buffers.post(t, grads=False)
-        tiles = plan.steps[t].tiles
-        if tiles:
-            keys, values = payload.expand(buffers.kv(t), dtype)
-            backend.forward(queries, keys, values, tiles, score, result)
-        buffers.finish(pending, t)
+        with ring_step("forward", t, plan.size):
+            pending = buffers.post(t, grads=False)
+            tiles = plan.steps[t].tiles
+            if tiles:
+                keys, values = payload.expand(buffers.kv(t), dtype)
+                backend.forward(queries, keys, values, tiles, score, result)
+            buffers.finish(pending, t)
     buffers.close()
     return result
 
@@ -182,15 +184,16 @@ def ring_backward(
     queries, douts, outs = q.to(dtype), dout.to(dtype), out.to(dtype)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     for t in range(plan.size + 1):
-        pending = buffers.post(t, grads=t > 0)
-        if t < plan.size:
-            grads = buffers.new_grads(t, lse.dtype)
-            tiles = plan.steps[t].tiles
-            if tiles:
-                keys, values = payload.expand(buffers.kv(t), dtype)
-                pair = payload.new_grads(grads)
-                backend.backward(douts, queries, keys, values, outs, lse, tiles, score, (dq, *pair))
-                payload.fold(buffers.kv(t), pair, grads, dtype)
-        buffers.finish(pending, t)
+        with ring_step("backward", t, plan.size + 1):
+            pending = buffers.post(t, grads=t > 0)
+            if t < plan.size:
+                grads = buffers.new_grads(t, lse.dtype)
+                tiles = plan.steps[t].tiles
+                if tiles:
+                    keys, values = payload.expand(buffers.kv(t), dtype)
+                    pair = payload.new_grads(grads)
+                    backend.backward(douts, queries, keys, values, outs, lse, tiles, score, (dq, *pair))
+                    payload.fold(buffers.kv(t), pair, grads, dtype)
+            buffers.finish(pending, t)
     buffers.close()
     return dq, *payload.split(buffers.own_grads())

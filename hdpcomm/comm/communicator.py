@@ -12,6 +12,7 @@ from hdpcomm.arguments import check_seconds, check_whole
 from hdpcomm.comm import recovery
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.membership import Membership
+from hdpcomm.comm.profiling import messages, operands, peers, profiler, recorded
 from hdpcomm.comm.tensors import describe
 from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage
@@ -22,6 +23,7 @@ _OPS = _core.comm.OPS
 _BARRIER, _BROADCAST, _ALL_REDUCE, _REDUCE = _OPS["barrier"], _OPS["broadcast"], _OPS["all_reduce"], _OPS["reduce"]
 _ALL_GATHER, _REDUCE_SCATTER, _GATHER = _OPS["all_gather"], _OPS["reduce_scatter"], _OPS["gather"]
 _SCATTER, _ALL_TO_ALL = _OPS["scatter"], _OPS["all_to_all"]
+NAMES = {number: name for name, number in _OPS.items()}
 _subset = _core.comm.subset
 _send = _core.comm.send
 _recv = _core.comm.recv
@@ -85,6 +87,9 @@ class Communicator(Membership):
         """
         if dst == self.rank and not async_op:
             raise self._self_message("send", dst)
+        if profiler._is_profiler_enabled:
+            told = operands(peers(self.ranks, self.global_rank, dst), x)
+            return recorded("send", told, (x,), _send, self._core, describe, x, dst, async_op)
         handle = _send(self._core, describe, x, dst, async_op)
         return ENDED if handle is None else Work(handle, (x,))
 
@@ -92,6 +97,9 @@ class Communicator(Membership):
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
         if src == self.rank and not async_op:
             raise self._self_message("recv", src)
+        if profiler._is_profiler_enabled:
+            told = operands(peers(self.ranks, self.global_rank, src), x)
+            return recorded("recv", told, (x,), _recv, self._core, describe, x, src, async_op)
         handle = _recv(self._core, describe, x, src, async_op)
         return ENDED if handle is None else Work(handle, (x,))
 
@@ -111,6 +119,9 @@ class Communicator(Membership):
         right there, without the copy out of a slot, once all that the receiver's stream held has run. Where NCCL puts
         it (HDPCOMM_NCCL_ONE_SIDED), what two ranks exchange with places in one call they must on both sides.
         """
+        if profiler._is_profiler_enabled:
+            told, buffers = messages(self.ranks, sends, recvs), (sends, recvs)
+            return recorded("exchange", told, buffers, _exchange, self._core, describe, sends, recvs, async_op)
         handle = _exchange(self._core, describe, sends, recvs, async_op)
         return ENDED if handle is None else Work(handle, (tuple(sends), tuple(recvs)))
 
@@ -271,6 +282,9 @@ class Communicator(Membership):
         splits: Splits | None = None,
     ) -> Work:
         """Runs or starts any collective; the core's table of operations says which arguments each takes."""
+        if profiler._is_profiler_enabled:
+            told, arguments = operands(self.ranks, x, out), (operation, x, out, op, root, algorithm, splits, async_op)
+            return recorded(NAMES[operation], told, (x, out), _collective, self._core, describe, *arguments)
         handle = _collective(self._core, describe, operation, x, out, op, root, algorithm, splits, async_op)
         return ENDED if handle is None else Work(handle, (x, out))
 

@@ -1,6 +1,7 @@
 """``dist.init_process_group("hdpcomm")``: torch.distributed on the CPU over hdpcomm's one world of ranks.
 
-Importing this module registers the backend; DDP, FSDP2, DeviceMesh and torch's own tools then run on it::
+Importing this module registers the backend; where hdpcomm is installed, ``import torch`` has done so
+(hdpcomm/torch_autoload.py). DDP, FSDP2, DeviceMesh and torch's own tools then run on it::
 
     import torch.distributed as dist
     import hdpcomm.torch_backend
@@ -31,6 +32,7 @@ __all__ = [
     "BackendTimeout",
     "HdpProcessGroup",
     "communicator",
+    "create_group",
     "register",
 ]
 
@@ -41,7 +43,7 @@ BACKEND = "hdpcomm"
 def register() -> None:
     """Makes the backend known to torch.distributed; importing this module has done it. Local, idempotent."""
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -59,7 +61,7 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     return group.communicator
 
 
-def _create(options: Any, _backend_options: Any) -> HdpProcessGroup:
+def create_group(options: Any, _backend_options: Any) -> HdpProcessGroup:
     """What torch.distributed calls on every member of a new group."""
     seconds = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)

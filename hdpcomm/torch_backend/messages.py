@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm import _core
+from hdpcomm.comm.profiling import event, operands, profiler
 from hdpcomm.comm.tensors import describe
 from hdpcomm.comm.work import retain
 from hdpcomm.errors import Error, InvalidUsage
@@ -49,8 +50,10 @@ class MessageWork(BackendWork):
         return True
 
     def join(self, seconds: float) -> None:
+        told = operands(self._group.ranks, self._buffers[0]) if profiler._is_profiler_enabled else {}
         try:
-            _mail_wait(self._mail, seconds)
+            with event("wait recv" if self._mail.receives else "wait send", told):
+                _mail_wait(self._mail, seconds)
         except Error as error:
             self._set_ended(translate(error))
         else:

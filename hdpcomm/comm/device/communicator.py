@@ -9,9 +9,10 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
-from hdpcomm.comm.communicator import Communicator, Splits
+from hdpcomm.comm.communicator import NAMES, Communicator, Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.paths import DevicePath, Devices
+from hdpcomm.comm.profiling import event, messages, operands, profiler, recorded
 from hdpcomm.comm.shapes import check_shape
 from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.comm.work import ENDED, Work
@@ -145,8 +146,9 @@ class DeviceCommunicator(Communicator):
         incoming = [
             (*path.describe(y, f"recvs[{i}]", writable=True), *_to(place)) for i, (y, *place) in enumerate(recvs)
         ]
-        work = path.exchange(self._core, outgoing, incoming, async_op)
-        return _finish(work, (tuple(sends), tuple(recvs)), path, async_op)
+        with event("exchange", messages(self.ranks, sends, recvs) if profiler._is_profiler_enabled else {}):
+            work = path.exchange(self._core, outgoing, incoming, async_op)
+            return _finish(work, (tuple(sends), tuple(recvs)), path, async_op)
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
@@ -179,8 +181,12 @@ class DeviceCommunicator(Communicator):
 
         call = _describe_collective(self._core, described, operation, x, out, op, root, algorithm, splits)
         path = self._common_path(*taken)
+        told = operands(self.ranks, x, out) if profiler._is_profiler_enabled else {}
         if path is not None:
-            return _finish(path.collective(self._core, call, background=async_op), (x, out), path, async_op)
+            with event(NAMES[operation], told):
+                return _finish(path.collective(self._core, call, background=async_op), (x, out), path, async_op)
+        if profiler._is_profiler_enabled:
+            return recorded(NAMES[operation], told, (x, out), _run_collective, self._core, call, async_op)
         handle = _run_collective(self._core, call, async_op)
         return ENDED if handle is None else Work(handle, (x, out))
 
