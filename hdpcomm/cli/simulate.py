@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_writable, count, write_json
 from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners
+from hdpcomm.cli.similar_run import SimilarRun
 
 if TYPE_CHECKING:
     from hdpcomm.sim import StreamReport
@@ -38,9 +39,13 @@ def _simulate(options: argparse.Namespace) -> int:
 
     for path in (options.plot, options.trace, options.json):
         check_writable(path)
+    run = None if options.like is None else SimilarRun(options)
     policies = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     planners = make_planners(options, policies)
-    batches = [draw_lengths(options, step=step) for step in range(options.steps)]
+    if run is not None:
+        batches = run.batches(options.steps)
+    else:
+        batches = [draw_lengths(options, step=step) for step in range(options.steps or 1)]
     reports = []
     for planner in planners:
         print(f"simulating {planner.policy} ...", file=sys.stderr)
@@ -51,6 +56,7 @@ def _simulate(options: argparse.Namespace) -> int:
     )
     for planner, report in zip(planners, reports, strict=True):
         print(_row(planner.policy, report, reports[-1]))
+    compared = {} if run is None else run.compare(planners, reports)
     if options.plot:
         from hdpcomm.trace import plot_plans
 
@@ -61,7 +67,7 @@ def _simulate(options: argparse.Namespace) -> int:
         write_stream_trace(options.trace, reports[0].steps, reports[0].waits_s, planners[0].cluster)
     if options.json:
         found = zip(planners, reports, strict=True)
-        write_json(options.json, {planner.policy: report.to_dict() for planner, report in found})
+        write_json(options.json, {planner.policy: report.to_dict() for planner, report in found} | compared)
     return 0
 
 
@@ -80,7 +86,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="balanced,naive,static",
         help="policies, separated by commas: balanced, pipeline, naive, pow2, static; or all (default %(default)s)",
     )
-    parser.add_argument("--steps", type=count, default="1", help="steps to run (default %(default)s)")
+    parser.add_argument("--steps", type=count, help="steps to run (default 1; with --like the last 8 of the run)")
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="RUN",
+        help="the model, costs, mesh and batches of a run of hdpcomm train --out RUN, beside what its steps took; "
+        "--ranks, --ranks-per-node, --capacity and --slow-ranks may differ",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the first step under each policy")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write the first policy's steps for Perfetto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.output import check_writable, ranks_here, write_json
-from hdpcomm.cli.train_data import TrainData
+from hdpcomm.cli.train_data import TrainData, train_data
 from hdpcomm.cli.train_options import (
     DESCRIPTION,
     TrainOptions,
@@ -142,7 +142,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         )
     if options.policy in options.compare:
         raise InvalidUsage(f"--compare {options.policy} is the policy of the run itself; give another one")
-    data = _data(options, options.data)
+    data = train_data(options, options.data)
     config = RunConfig(
         model=_model(options, data),
         policies=tuple(dict.fromkeys((options.policy, *options.compare))),
@@ -168,27 +168,11 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
         check_replicas=options.check_replicas,
     )
-    held_out = _data(options, options.eval_data) if options.eval_data else None
+    held_out = train_data(options, options.eval_data) if options.eval_data else None
     for each in (data, held_out):
         if each is not None and each.in_place():
             check_limits(each.open(), config, ranks=ranks)
     return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)
-
-
-def _data(options: TrainOptions, paths: tuple[str, ...]) -> TrainData:
-    tokenizer = None if options.tokenizer in (None, "bytes") else Path(str(options.tokenizer))
-    if options.tokenizer is None and options.model is not None:
-        from hdpcomm.data import has_tokenizer
-
-        tokenizer = options.model if has_tokenizer(options.model) else None
-    return TrainData(
-        paths=paths,
-        context=options.context,
-        text_field=options.text_field,
-        messages_field=options.messages_field,
-        tokenizer=tokenizer,
-        cache=options.data_cache,
-    )
 
 
 def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
@@ -287,6 +271,7 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus, held_out: Corpus | N
         files.started(corpus)
         watching = replace(
             watching,
+            on_costs=files.costs,
             on_step=_both(files.step, progress.step),
             on_evaluation=_both(files.evaluation, progress.evaluation),
             on_timeline=_both(files.timeline, trace.add),

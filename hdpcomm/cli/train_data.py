@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hdpcomm.cli.train_options import TrainOptions
     from hdpcomm.comm import Communicator
     from hdpcomm.data import Corpus, Encoder
 
-__all__ = ["TrainData"]
+__all__ = ["TrainData", "train_data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,20 @@ class TrainData:
 
     def _library(self) -> bool:
         return not self.paths and self.tokenizer is None
+
+
+def train_data(options: TrainOptions, paths: tuple[str, ...]) -> TrainData:
+    """The data at ``paths``, read as the options say: with the model's own tokenizer, if it has one."""
+    tokenizer = None if options.tokenizer in (None, "bytes") else Path(str(options.tokenizer))
+    if options.tokenizer is None and options.model is not None:
+        from hdpcomm.data import has_tokenizer
+
+        tokenizer = options.model if has_tokenizer(options.model) else None
+    return TrainData(
+        paths=paths,
+        context=options.context,
+        text_field=options.text_field,
+        messages_field=options.messages_field,
+        tokenizer=tokenizer,
+        cache=options.data_cache,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "SMALLEST_OFFLOAD",
     "Costs",
     "calibration_facts",
+    "calibration_of_run",
     "check_calibration",
     "host_memory",
     "make_planner",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
+_ONE_DEVICE = {"pipeline": 1, "chunks": 1, "tensor": 1, "expert": 1}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -150,13 +153,23 @@ def calibration_facts(config: RunConfig) -> dict[str, Any]:
     recompute = config.recompute
     if isinstance(recompute, int):
         recompute = {0: "none", config.model.layers: "full"}.get(recompute, recompute)
-    return {"model": model_facts(config.model), "dtype": config.dtype, "recompute": recompute}
+    mesh = {name: getattr(config, name) for name in _ONE_DEVICE}
+    return {"model": model_facts(config.model), "dtype": config.dtype, "recompute": recompute, "mesh": mesh}
+
+
+def calibration_of_run(config: RunConfig, planner: Planner, transport: str) -> Calibration:
+    """What the plans of a run are made from, as ``simulate --like`` takes it. Local.
+
+    The model is left out: a run's own steps tell what follows their passes.
+    """
+    facts = calibration_facts(config) | {"transport": transport, "date": date.today().isoformat()}
+    return Calibration(planner.cost_model, planner.cluster, planner.memory, facts=facts)
 
 
 def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int, ranks_per_node: int) -> None:
     """Raises InvalidUsage if the calibration is of another model, or knows no links or offload that the run needs."""
     for name, value in calibration_facts(config).items():
-        known = calibration.facts.get(name)
+        known = calibration.facts.get(name, _ONE_DEVICE if name == "mesh" else None)
         if known == value:
             continue
         if isinstance(value, dict) and isinstance(known, dict):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hdpcomm.data import Corpus
+from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
 from hdpcomm.run.metrics_log import JsonLines, MetricsLog
 from hdpcomm.run.trackers import Tracker, open_trackers
@@ -66,6 +67,11 @@ class RunFiles:
         ]
         content = {**asdict(corpus.summary()), "octaves": rows}
         (self._out / "lengths.json").write_text(json.dumps(content, indent=1) + "\n")
+
+    def costs(self, found: Calibration) -> None:
+        """Notes in ``calibration.json`` what the run plans with, for ``simulate --like``."""
+        if self._out is not None:
+            found.save(self._out / "calibration.json")
 
     def step(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
         """Appends a step. Raises: Error if a file cannot be written."""

@@ -19,13 +19,14 @@ from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.parallel import MeshTrainer
-from hdpcomm.plan import PlanAhead, PlannedStep, Planner
+from hdpcomm.plan import Calibration, PlanAhead, PlannedStep, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.costs import (
     DTYPES,
     SMALLEST_OFFLOAD,
+    calibration_of_run,
     make_planner,
     measure_costs,
     within_memory,
@@ -79,6 +80,7 @@ class Watching:
     """What a run tells while it runs. Functions are called on the rank that gave them, as things are done.
 
     Attributes:
+        on_costs: what the first policy's plans are made from, before the first step.
         on_step: (policy, metrics, costs of :func:`hdpcomm.run.step_record.step_costs`) after every step.
         on_evaluation: (policy, evaluation).
         on_timeline: a step as planned and as measured, see :func:`hdpcomm.run.step_record.timeline_row`; about ten
@@ -88,6 +90,7 @@ class Watching:
             on every rank.
     """
 
+    on_costs: Callable[[Calibration], None] | None = None
     on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None
     on_evaluation: Callable[[str, Evaluation], None] | None = None
     on_timeline: Callable[[dict[str, Any]], None] | None = None
@@ -221,6 +224,8 @@ class _Run:
         self.config = config
         self.costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity, found=found)
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
+        if watching.on_costs is not None:
+            watching.on_costs(calibration_of_run(config, planners[config.policies[0]], comm.transport))
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
             policy: stack.enter_context(PlanAhead(planner, _lengths(corpus, config, self.first_step)))

@@ -1,0 +1,106 @@
+"""``hdpcomm simulate --like RUN``: the batches of a run, and what its steps took beside what is simulated."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.plan import Planner
+    from hdpcomm.sim import StreamReport
+
+__all__ = ["SimilarRun"]
+
+_STEPS = 8
+_KNOWN_BY_RUN = {
+    "distribution": "byted",
+    "lengths": None,
+    "tokens": 32 << 20,
+    "context": None,
+    "seed": 0,
+    "calibration": None,
+}
+"""Options that a run decides, with their defaults."""
+
+
+class SimilarRun:
+    """A finished or running run in a folder. Sets ``calibration``, ``context`` and ``offload`` of the options.
+
+    Raises: InvalidUsage for an option that the run decides, a folder without a run, data that are not there any more.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from hdpcomm.cli.config_file import resolve_options
+        from hdpcomm.cli.train_data import train_data
+        from hdpcomm.data import BatchSampler
+        from hdpcomm.run import read_metrics
+
+        for name, default in _KNOWN_BY_RUN.items():
+            if getattr(options, name) != default:
+                raise InvalidUsage(f"--{name} was given with --like, whose run says what it is; leave out one of them")
+        run: Path = options.like
+        for name in ("config.yaml", "calibration.json", "metrics.jsonl"):
+            if not (run / name).is_file():
+                raise InvalidUsage(
+                    f"--like {run} has no {name}; give the folder of a run of hdpcomm train --out that has begun"
+                )
+        trained = resolve_options({}, run / "config.yaml")
+        corpus = train_data(trained, trained.data).open()
+        if trained.eval_fraction is not None:
+            corpus, _ = corpus.split(trained.eval_fraction, seed=trained.seed)
+        self._sampler = BatchSampler(corpus.lengths, tokens=trained.tokens_per_step, seed=trained.seed)
+        rows = read_metrics(run / "metrics.jsonl")
+        self._rows = {(str(row["policy"]), int(row["step"])): row for row in rows if "measured_s" in row}
+        if not self._rows:
+            raise InvalidUsage(f"--like {run}: metrics.jsonl has no complete step; wait for the first ones")
+        self._steps: list[int] = []
+        options.calibration = run / "calibration.json"
+        options.context = int(corpus.lengths.max())
+        options.offload = trained.offload > 0
+
+    def batches(self, steps: int | None) -> list[list[int]]:
+        """The lengths of the last steps that were measured."""
+        last = max(step for _, step in self._rows)
+        known = sorted({step for _, step in self._rows})
+        self._steps = known[-(steps or _STEPS) :]
+        if steps is not None and len(self._steps) < steps:
+            print(f"hdpcomm: the run has {len(known)} steps up to {last}, which are simulated", file=sys.stderr)
+        return [list(self._sampler.batch(step).lengths) for step in self._steps]
+
+    def compare(self, planners: Sequence[Planner], reports: Sequence[StreamReport]) -> dict[str, Any]:
+        """Prints simulated and measured seconds of forward and backward for each policy of the run; returns them."""
+        found = {}
+        for planner, report in zip(planners, reports, strict=True):
+            pairs = [
+                (step, simulated.compute_s, row)
+                for step, simulated in zip(self._steps, report.steps, strict=True)
+                if (row := self._rows.get((planner.policy, step))) is not None
+            ]
+            if not pairs:
+                continue
+            print(f"\n{planner.policy}: forward and backward of a step, s\n")
+            print(f"{'step':>6} {'tokens':>9} {'simulated':>10} {'measured':>10} {'ratio':>6}")
+            for step, simulated, row in pairs:
+                measured = float(row["measured_s"])
+                print(
+                    f"{step:>6} {row['tokens']:>9,} {simulated:>10.4g} {measured:>10.4g} {simulated / measured:>6.2f}"
+                )
+            ratios = [simulated / float(row["measured_s"]) for _, simulated, row in pairs]
+            rest = [float(row["seconds"]) - float(row["measured_s"]) - float(row["plan_wait_s"]) for *_, row in pairs]
+            print(
+                f"median: simulated / measured {median(ratios):.2f}; the reduction of gradients, the optimizer and the "
+                f"rest took {median(rest):.4g} s a step, which is not simulated here"
+            )
+            found[planner.policy] = {
+                "steps": [step for step, *_ in pairs],
+                "simulated_s": [simulated for _, simulated, _ in pairs],
+                "measured_s": [float(row["measured_s"]) for *_, row in pairs],
+                "rest_s": rest,
+            }
+        return {"like": found}
