@@ -48,8 +48,9 @@ class PipelineWindows {
     beyond_.assign(1, 0.0);
     for (const double more : charges.beyond_one) beyond_.push_back(beyond_.back() + more);
     held_ = charges.held;
+    all_ = charges.all;
+    time_ = time;
     const int ranks = cost_.cluster().ranks;
-    const double room = (time - filling_) * ranks - charges.all;
     for (const size_t count : counts_) {
       const Load& shortest = loads_[count - 1];
       const PassTimes times(cost_, shortest, leastRanks(shortest), ranks);
@@ -63,7 +64,7 @@ class PipelineWindows {
       const double spread =
           std::max(tokens_[count] / (held_ * stack), workOf(count) / between) * (1 - 1e-9);
       if (spread > ranks) return false;
-      if (leastIdle(count, std::max(least, static_cast<int>(std::ceil(spread))), times) > room) {
+      if (!fitsOn(count, std::max(least, static_cast<int>(std::ceil(spread))), ranks, times)) {
         return false;
       }
     }
@@ -133,35 +134,40 @@ class PipelineWindows {
     return std::max(1, static_cast<int>(std::ceil(load.tokens / held_ * (1 - 1e-9))));
   }
 
-  // Least rank-seconds that the windows of the first `count` sequences, which lie on `least` ranks
-  // or more, keep from being used, beyond the filling. Steps of a few percent: for all numbers of
-  // ranks in between, the smallest one's idle time and the largest one's work are taken.
-  double leastIdle(size_t count, int least, const PassTimes& times) const {
-    const int ranks = cost_.cluster().ranks;
-    double idle = std::numeric_limits<double>::infinity();
-    for (int from = least; from <= ranks;) {
-      const int to = std::min(ranks, from + from / 64);
-      const double window = std::max(0.0, others_ * times.within(to) - filling_);
-      idle = std::min(idle, from * window - mostBeside(count, to));
-      from = to + 1;
-    }
-    return idle;
+  // Whether the `count` longest sequences, J, can lie on a number of ranks from `low` to `high`.
+  // Tests the ranges that can only be wrong by taking the better end for each term, and halves
+  // those that pass; small ones count as possible.
+  bool fitsOn(size_t count, int low, int high, const PassTimes& times) const {
+    if (!mayFit(count, low, high, times)) return false;
+    if (high - low <= low / 512) return true;
+    const int middle = low + (high - low) / 2;
+    return fitsOn(count, low, middle, times) || fitsOn(count, middle + 1, high, times);
   }
 
-  // The most work of the sequences from `count` on that can be done in the windows on `ranks`
-  // ranks: the backward passes of p - 1 micro-batches and the forward passes of p - 1 other ones.
-  double mostBeside(size_t count, int ranks) const {
-    const double each = others_ * held_ * ranks;
-    const double from = tokens_[count];
-    const double first = work(from);
-    const double second = work(from + each);
-    const double third = work(from + 2 * each);
+  bool mayFit(size_t count, int low, int high, const PassTimes& times) const {
+    const double pass = times.within(high);
+    const double longest = workOf(count);
+    // What these ranks can do beside J, outside of the windows.
+    const double beside = high * (time_ - others_ * pass) - std::max(longest, low * pass);
+    // What they have to do beside J, as the other ranks cannot do more.
+    const double others = (cost_.cluster().ranks - low) * (time_ - filling_);
+    const double left = std::max(0.0, all_ - longest - others);
+    return left - hidden(count, high, left) <= beside * (1 + 1e-9);
+  }
+
+  // How much of `work` on sequences from `count` on can be done in the windows on `ranks` ranks, at
+  // most: one pass of p - 1 micro-batches, and the other pass of p - 1 other ones.
+  double hidden(size_t count, int ranks, double work) const {
+    const double tokens = others_ * held_ * ranks;
+    const double before = workOfTokens(tokens_[count]);
+    const double first = std::min(work, workOfTokens(tokens_[count] + tokens) - before);
+    const double both = std::min(work, workOfTokens(tokens_[count] + 2 * tokens) - before);
     const auto [less, more] = std::minmax(forward_, backward_);
-    return more * (second - first) + less * (third - second);
+    return more * first + less * (both - first);
   }
 
   // Charge of the first tokens, longest sequences first, whose charge per token is the largest.
-  double work(double tokens) const {
+  double workOfTokens(double tokens) const {
     const size_t end =
         std::upper_bound(tokens_.begin(), tokens_.end(), tokens) - tokens_.begin() - 1;
     const double whole = workOf(end);
@@ -186,7 +192,9 @@ class PipelineWindows {
   std::vector<double> squares_;  // of these
   std::vector<double> beyond_;   // of these: what several ranks cost more than one
   std::vector<size_t> counts_;   // how many of the longest sequences are tried
-  double held_ = 1;
+  double held_ = 1;  // of the charges
+  double all_ = 0;
+  double time_ = 0;
 };
 
 }  // namespace hdpcomm::planner
