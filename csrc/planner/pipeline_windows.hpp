@@ -192,7 +192,7 @@ class PipelineWindows {
   std::vector<double> squares_;  // of these
   std::vector<double> beyond_;   // of these: what several ranks cost more than one
   std::vector<size_t> counts_;   // how many of the longest sequences are tried
-  double held_ = 1;  // of the charges
+  double held_ = 1;              // of the charges
   double all_ = 0;
   double time_ = 0;
 };

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "planner/level_order.hpp"
 #include "planner/plan.hpp"
 #include "planner/simulator.hpp"
 
@@ -173,7 +174,9 @@ class Annealer {
     if (cost_.cluster().pipeline == 1) return decode(groups, nullptr);
     Plan plan;
     const double flat = decode(groups, &plan.micro_batches);
-    return simulate(problem_, plan).makespan + kIdleWeight * flat;
+    if (cost_.cluster().chunks > 1) return simulate(problem_, plan).makespan + kIdleWeight * flat;
+    for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
+    return makespanByLevels(problem_, plan) + kIdleWeight * flat;
   }
 
   // Places the groups in order, each on the ranks on which it ends first, and returns the score:

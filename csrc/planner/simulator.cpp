@@ -6,21 +6,11 @@
 #include <string>
 
 #include "base/error.hpp"
+#include "planner/level_order.hpp"
+#include "planner/pass_costs.hpp"
 
 namespace hdpcomm::planner {
 namespace {
-
-// One pass of a micro-batch through one stage.
-struct Pass {
-  double seconds = 0;
-  double exposed = 0;  // part of `seconds` that waits for KV
-};
-
-struct Cost {
-  Pass forward, backward;
-  double copy = 0;      // seconds of the copies to host memory, and again of those back
-  double resident = 0;  // tokens that stay on the device
-};
 
 // A pass that a device may run, ordered by preference: backward passes first, then by micro-batch.
 // With several chunks of the model on a device, micro-batches go through them in groups. The order
@@ -65,7 +55,7 @@ class Simulator {
         stages_(devices_ * chunks_) {
     const size_t count = plan.micro_batches.size();
     costs_.reserve(count);
-    for (const MicroBatch& batch : plan.micro_batches) costs_.push_back(costOf(batch));
+    for (const MicroBatch& batch : plan.micro_batches) costs_.push_back(passCosts(problem, batch));
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
     queueForwards();
     votes_.assign(count * stages_ * 2, 0);
@@ -165,38 +155,6 @@ class Simulator {
     return (key.forward ? key.turn : chunks_ - 1 - key.turn) * devices_ + device;
   }
 
-  Cost costOf(const MicroBatch& batch) const {
-    const CostModel& cost = problem_.cost();
-    const CostParams& params = cost.params();
-    const MemoryParams& memory = cost.memory();
-    const int size = static_cast<int>(batch.ranks.size());
-    Load load;
-    int64_t held = 0;
-    for (const int32_t sequence : batch.sequences) {
-      const int64_t length = problem_.lengths()[sequence];
-      load += problem_.own(sequence);
-      held += (length + size - 1) / size;
-    }
-    const bool one_node = onOneNode(batch.ranks, cost.cluster());
-    const double step = cost.stepCompute(load, size);
-    const double transfer = cost.stepTransfer(load, size, one_node);
-    const double speed = slowest(batch.ranks, cost.cluster());
-    const double rest =
-        params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
-    const auto pass = [&](double share, double step_wait) {
-      const double wait = (size - 1) * step_wait;
-      const double parts = chunks_ * speed;
-      return Pass{(share * (size * step + rest) + wait) / parts, wait / parts};
-    };
-    Cost result;
-    result.forward = pass(params.forward, cost.forwardWait(step, transfer));
-    result.backward = pass(1 - params.forward, cost.backwardWait(step, transfer));
-    const double tokens = static_cast<double>(held);
-    result.copy = batch.offload * memory.copy * tokens / chunks_;
-    result.resident = tokens * (1 - batch.offload * memory.offloadable) / chunks_;
-    return result;
-  }
-
   Unit& unit(int rank, int device) { return units_[static_cast<size_t>(rank) * devices_ + device]; }
   int& votes(const Key& key, int stage) {
     return votes_[(static_cast<size_t>(key.micro_batch) * stages_ + stage) * 2 + key.forward];
@@ -225,8 +183,8 @@ class Simulator {
 
   void start(const Key& key, int stage) {
     const MicroBatch& batch = plan_.micro_batches[key.micro_batch];
-    const Cost& cost = costs_[key.micro_batch];
-    const Pass& pass = key.forward ? cost.forward : cost.backward;
+    const PassCosts& cost = costs_[key.micro_batch];
+    const PassCosts::Pass& pass = key.forward ? cost.forward : cost.backward;
     const int device = stage % devices_;
     double end = now_ + pass.seconds;
     double stall = 0;
@@ -304,7 +262,7 @@ class Simulator {
   const int stages_;   // of the model: stage s is on device s % devices_
   bool unblocking_ = false;
   double now_ = 0;
-  std::vector<Cost> costs_;
+  std::vector<PassCosts> costs_;
   std::vector<int32_t> group_;  // by micro-batch; see queueForwards()
   std::vector<Unit> units_;
   std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that chose it
@@ -318,7 +276,11 @@ class Simulator {
 }  // namespace
 
 SimulatedStep simulate(const Problem& problem, const Plan& plan) {
-  return Simulator(problem, plan).run();
+  SimulatedStep step = Simulator(problem, plan).run();
+  const Cluster& cluster = problem.cost().cluster();
+  if (cluster.pipeline == 1 || cluster.chunks > 1) return step;
+  const double by_levels = makespanByLevels(problem, plan);
+  return by_levels < step.makespan ? simulateLevels(problem, plan) : std::move(step);
 }
 
 }  // namespace hdpcomm::planner

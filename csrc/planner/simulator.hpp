@@ -32,6 +32,8 @@ struct SimulatedStep {
 // device runs a backward pass when one is possible (1F1B), else the next forward pass by index
 // while fewer than (devices - device) micro-batches are in flight. With several chunks on a device,
 // micro-batches go through them in groups (interleaved 1F1B; Narayanan et al., arXiv 2104.04473).
+// With one chunk, the order by levels (level_order.hpp) is taken in its place where it ends
+// earlier.
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
 
 }  // namespace hdpcomm::planner

@@ -1,0 +1,49 @@
+// What one pass of a micro-batch through one stage takes; both simulated orders use it.
+#pragma once
+
+#include "planner/plan.hpp"
+
+namespace hdpcomm::planner {
+
+struct PassCosts {
+  struct Pass {
+    double seconds = 0;
+    double exposed = 0;  // part of `seconds` that waits for KV
+  };
+  Pass forward, backward;
+  double copy = 0;      // seconds of the copies to host memory, and again of those back
+  double resident = 0;  // tokens that stay on the device
+};
+
+inline PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
+  const CostModel& cost = problem.cost();
+  const CostParams& params = cost.params();
+  const int chunks = cost.cluster().chunks;
+  const int size = static_cast<int>(batch.ranks.size());
+  Load load;
+  int64_t held = 0;
+  for (const int32_t sequence : batch.sequences) {
+    const int64_t length = problem.lengths()[sequence];
+    load += problem.own(sequence);
+    held += (length + size - 1) / size;
+  }
+  const double step = cost.stepCompute(load, size);
+  const double transfer = cost.stepTransfer(load, size, onOneNode(batch.ranks, cost.cluster()));
+  const double speed = slowest(batch.ranks, cost.cluster());
+  const double rest =
+      params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
+  const auto pass = [&](double share, double step_wait) {
+    const double wait = (size - 1) * step_wait;
+    const double parts = chunks * speed;
+    return PassCosts::Pass{(share * (size * step + rest) + wait) / parts, wait / parts};
+  };
+  PassCosts result;
+  result.forward = pass(params.forward, cost.forwardWait(step, transfer));
+  result.backward = pass(1 - params.forward, cost.backwardWait(step, transfer));
+  const double tokens = static_cast<double>(held);
+  result.copy = batch.offload * cost.memory().copy * tokens / chunks;
+  result.resident = tokens * (1 - batch.offload * cost.memory().offloadable) / chunks;
+  return result;
+}
+
+}  // namespace hdpcomm::planner

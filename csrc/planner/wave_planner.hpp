@@ -1,0 +1,428 @@
+// Plans for pipelines as lists of waves: in a wave every rank runs one micro-batch, and all of them
+// take about the same time. Long sequences take as many ranks as that needs, short ones are packed
+// up to it. The waves grow and shrink, so that the pipelines fill and drain with small
+// micro-batches. The longest sequences may have ranks of their own, which run few other waves.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <numeric>
+#include <queue>
+
+#include "planner/block_packer.hpp"
+#include "planner/solo.hpp"
+
+namespace hdpcomm::planner {
+
+// How the heights of the waves rise and fall.
+struct Shape {
+  static constexpr double kSlack = 0.04;
+
+  int waves = 1;
+  int up = 0;             // waves that are lower than the highest ones at the start,
+  int down = 0;           // and at the end
+  double slack = kSlack;  // of the heights over their work
+  // Seconds of a wave of the longest sequences, beyond those; 0: none. The ranks that these take
+  // run only the `beside` highest of the other waves.
+  double top = 0;
+  int beside = 0;
+};
+
+inline std::vector<double> relativeHeights(const Shape& shape) {
+  constexpr double kGrowth = 1.5;
+  constexpr double kLast = 0.45;
+  std::vector<double> heights;
+  for (int i = 1; i <= shape.up; ++i) heights.push_back(std::pow(kGrowth, -i));
+  for (int i = 1; i <= shape.down; ++i) heights.push_back(1 - (1 - kLast) * i / shape.down);
+  while (static_cast<int>(heights.size()) < shape.waves) heights.push_back(1);
+  std::sort(heights.begin(), heights.end(), std::greater<>());
+  return heights;
+}
+
+// Micro-batches side by side on neighbouring places, fastest ranks first.
+struct Wave {
+  int first = 0;
+  int last = 0;  // the place after the last one
+  double height = 0;
+  std::vector<MicroBatch> wide;             // on several ranks
+  int used = 0;                             // the place after their ranks
+  std::vector<std::vector<int32_t>> packs;  // of the ranks from there on
+};
+
+class WavePlanner {
+ public:
+  explicit WavePlanner(const Problem& problem)
+      : problem_(problem), cost_(problem.cost()), jobs_(makeJobs(problem)) {
+    for (const Job& job : jobs_) work_ += job.min_size * job.min_size_s;
+    const Cluster& cluster = cost_.cluster();
+    by_speed_.resize(problem.ranks());
+    std::iota(by_speed_.begin(), by_speed_.end(), 0);
+    std::stable_sort(by_speed_.begin(), by_speed_.end(),
+                     [&](int a, int b) { return cluster.speed(a) > cluster.speed(b); });
+    for (const int rank : by_speed_) {
+      speeds_.push_back(cluster.speed(rank));
+      ranks_ += speeds_.back();
+    }
+  }
+
+  // About the seconds of a rank, on the smallest sizes.
+  double meanWork() const { return work_ / ranks_; }
+
+  // The least time in which the longest sequences, this many, can run side by side; 0 if there are
+  // too few ranks or sequences.
+  double timeTogether(int count) const {
+    if (count > static_cast<int>(jobs_.size())) return 0;
+    int least = 0;
+    double low = 0;
+    for (int i = 0; i < count; ++i) {
+      least += jobs_[i].min_size;
+      low = std::max(low, cost_.seconds(jobs_[i].load, fastestSize(jobs_[i], 0, problem_.ranks())));
+    }
+    if (least > problem_.ranks()) return 0;
+    const auto fit = [&](double height) {
+      int place = 0;
+      for (int i = 0; i < count; ++i) {
+        const int size =
+            place < problem_.ranks() ? sizeWithin(jobs_[i], place, problem_.ranks(), height) : 0;
+        if (size == 0) return false;
+        place += size;
+      }
+      return true;
+    };
+    double high = low;
+    while (!fit(high)) {
+      low = high;
+      high *= 1.3;
+    }
+    for (int i = 0; i < 12 && low < high; ++i) {
+      const double middle = 0.5 * (low + high);
+      (fit(middle) ? high : low) = middle;
+    }
+    return high;
+  }
+
+  // Empty if the shape is not possible, or if it takes more than `limit` seconds in any case.
+  std::vector<MicroBatch> plan(const Shape& shape, double limit) {
+    used_.assign(jobs_.size(), false);
+    waves_.clear();
+    reserved_ = 0;
+    double work = work_;
+    if (shape.top > 0) {
+      work -= addTopWave(shape.top);
+      if (waves_.back().wide.empty()) return {};
+      if (reserved_ == problem_.ranks()) reserved_ = 0;
+    }
+    const std::vector<double> heights = relativeHeights(shape);
+    double sum = 0;
+    for (size_t i = 0; i < heights.size(); ++i) {
+      sum += heights[i] * (static_cast<int>(i) < shape.beside ? ranks_ : othersSpeed());
+    }
+    if (sum <= 0) return {};
+    unit_ = work * (1 + shape.slack) / sum;
+    const double all = std::accumulate(heights.begin(), heights.end(), 0.0);
+    if (reserved_ > 0 && unit_ * all > limit * (1 + shape.slack)) return {};
+    for (size_t i = 0; i < heights.size(); ++i) {
+      if (static_cast<int>(i) < shape.beside) addWave(unit_ * heights[i], 0, reserved_);
+      addWave(unit_ * heights[i], reserved_, problem_.ranks());
+    }
+    while (hasWide()) {
+      addWave(unit_, reserved_, problem_.ranks());
+      if (waves_.back().wide.empty()) return {};  // it fits only on the reserved ranks
+    }
+    if (!fillPacks()) return {};
+    return ordered();
+  }
+
+ private:
+  bool single(const Job& job, double height) const {
+    return job.min_size == 1 && job.min_size_s <= height;
+  }
+
+  bool hasWide() const {
+    for (size_t i = 0; i < jobs_.size() && !single(jobs_[i], unit_); ++i) {
+      if (!used_[i]) return true;
+    }
+    return false;
+  }
+
+  // Sum of the speeds of the ranks that are not reserved.
+  double othersSpeed() const {
+    return std::accumulate(speeds_.begin() + reserved_, speeds_.end(), 0.0);
+  }
+
+  // A wave of the longest sequences; reserves its ranks for it. Returns the work that it takes, in
+  // seconds of a rank on the smallest sizes.
+  double addTopWave(double height) {
+    constexpr double kAboutAsLong = 0.6;
+    unit_ = height;
+    addWave(height, 0, problem_.ranks());
+    Wave& wave = waves_.back();
+    size_t kept = 0;
+    while (kept < wave.wide.size() && wave.wide[kept].start >= kAboutAsLong * wave.height) {
+      reserved_ += static_cast<int>(wave.wide[kept++].ranks.size());
+    }
+    wave.wide.resize(kept);
+    wave.last = wave.used = reserved_;
+    wave.packs.clear();
+    double work = 0;
+    size_t i = 0;
+    for (const MicroBatch& batch : wave.wide) {
+      while (jobs_[i].sequence != batch.sequences.front()) used_[i++] = false;
+      work += jobs_[i].min_size * jobs_[i].min_size_s;
+      ++i;
+    }
+    std::fill(used_.begin() + static_cast<std::ptrdiff_t>(i), used_.end(), false);
+    return work;
+  }
+
+  // The longest sequences that are left and need several ranks to end within the height, or more
+  // than that: those that end in time nowhere make the wave higher.
+  void addWave(double height, int first, int last) {
+    Wave wave;
+    wave.first = first;
+    wave.last = last;
+    wave.used = first;
+    wave.height = height;
+    int misses = 0;
+    for (size_t i = 0; i < jobs_.size() && wave.used < last; ++i) {
+      if (used_[i]) continue;
+      const Job& job = jobs_[i];
+      if (single(job, height)) break;
+      if (job.min_size > last - wave.used) continue;
+      int size = sizeWithin(job, wave.used, last, wave.height);
+      if (size == 0 && wave.used == first && tooHigh(job, first, last)) {
+        size = fastestSize(job, first, last);
+      }
+      if (size == 0) {
+        if (++misses > kMaxMisses) break;
+        continue;
+      }
+      used_[i] = true;
+      MicroBatch batch;
+      batch.ranks = ringOrder(ranksFrom(wave.used, size));
+      batch.sequences = problem_.withRiders(job.sequence);
+      batch.start = cost_.seconds(job.load, size) / speeds_[wave.used + size - 1];
+      wave.height = std::max(wave.height, batch.start);
+      wave.used += size;
+      wave.wide.push_back(std::move(batch));
+    }
+    wave.packs.resize(last - wave.used);
+    waves_.push_back(std::move(wave));
+  }
+
+  // Fewest ranks from place `first` to `last`, fastest ranks first, on which the job ends within
+  // the height; 0 if there are none.
+  int sizeWithin(const Job& job, int first, int last, double height) const {
+    const int left = last - first;
+    int size = cost_.sizeWithin(job.load, job.min_size, left, height * speeds_[first]);
+    while (size > 0 &&
+           speeds_[first + size - 1] < speeds_[first]) {  // at the speed of the last one
+      const int more = cost_.sizeWithin(job.load, size, left, height * speeds_[first + size - 1]);
+      if (more == size) break;
+      size = more;
+    }
+    return size;
+  }
+
+  // The fastest number of the fastest ranks from place `first` to `last`.
+  int fastestSize(const Job& job, int first, int last) const {
+    const auto seconds = [&](int size) {
+      return cost_.seconds(job.load, size) / speeds_[first + size - 1];
+    };
+    int best = std::min(cost_.fastestSize(job.load, job.min_size), last - first);
+    const int node = cost_.cluster().ranks_per_node;
+    if (best > node && job.min_size <= node && seconds(node) < seconds(best)) best = node;
+    for (int size = best - 1; size >= job.min_size && !cost_.cluster().speeds.empty(); --size) {
+      if (seconds(size) < seconds(best)) best = size;
+    }
+    return best;
+  }
+
+  std::vector<int32_t> ranksFrom(int first, int count) const {
+    std::vector<int32_t> ranks(by_speed_.begin() + first, by_speed_.begin() + first + count);
+    std::sort(ranks.begin(), ranks.end());
+    return ranks;
+  }
+
+  // Whether a sequence ends within the unit on no number of these ranks.
+  bool tooHigh(const Job& job, int first, int last) const {
+    return sizeWithin(job, first, last, unit_) == 0;
+  }
+
+  // Deals the short sequences to the packs, longest first, each to the pack that lacks most.
+  // Returns whether they fit.
+  bool fillPacks() {
+    double work = 0;
+    for (size_t i = 0; i < jobs_.size(); ++i) {
+      if (!used_[i]) work += jobs_[i].min_size_s;
+    }
+    if (work <= 0) return true;
+    const double full = fullPackSeconds();
+    double room = 0;
+    const auto count = [&](const Wave& wave) {
+      if (cost_.cluster().speeds.empty()) {
+        room += std::min(wave.height, full) * static_cast<double>(wave.packs.size());
+        return;
+      }
+      for (size_t k = 0; k < wave.packs.size(); ++k) room += packSeconds(wave, k, full);
+    };
+    for (const Wave& wave : waves_) count(wave);
+    while (room < work) {
+      addWave(std::min(unit_, full), reserved_, problem_.ranks());
+      count(waves_.back());
+    }
+    const double scale = work / room;
+    using Entry = std::pair<double, std::pair<int, int>>;  // (seconds lacking, (wave, pack))
+    std::vector<Entry> entries;
+    for (size_t w = 0; w < waves_.size(); ++w) {
+      for (size_t k = 0; k < waves_[w].packs.size(); ++k) {
+        entries.push_back(
+            {scale * packSeconds(waves_[w], k, full), {static_cast<int>(w), static_cast<int>(k)}});
+      }
+    }
+    std::priority_queue<Entry> lacking(std::less<Entry>(), std::move(entries));
+    std::vector<std::vector<double>> tokens;
+    for (const Wave& wave : waves_) tokens.emplace_back(wave.packs.size(), 0.0);
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    std::vector<Entry> passed;
+    std::vector<int32_t> left_over;
+    for (size_t i = 0; i < jobs_.size(); ++i) {
+      if (used_[i]) continue;
+      const Job& job = jobs_[i];
+      passed.clear();
+      bool placed = false;
+      while (!placed && !lacking.empty() && passed.size() < kMaxProbes) {
+        Entry entry = lacking.top();
+        lacking.pop();
+        const auto [w, k] = entry.second;
+        if (tokens[w][k] + job.load.tokens <= capacity) {
+          tokens[w][k] += job.load.tokens;
+          waves_[w].packs[k].push_back(job.sequence);
+          entry.first -= job.min_size_s - cost_.params().fixed;
+          placed = true;
+        }
+        passed.push_back(entry);
+      }
+      for (const Entry& entry : passed) {
+        const auto [w, k] = entry.second;
+        if (tokens[w][k] < capacity) lacking.push(entry);
+      }
+      if (!placed) left_over.push_back(job.sequence);
+    }
+    addLeftOver(left_over);
+    return true;
+  }
+
+  // Seconds of a pack at full speed that end with the wave on its rank; `full`: most.
+  double packSeconds(const Wave& wave, size_t pack, double full) const {
+    return std::min(wave.height * speeds_[wave.used + pack], full);
+  }
+
+  // Packs that no wave has room for: waves of their own.
+  void addLeftOver(const std::vector<int32_t>& sequences) {
+    if (sequences.empty()) return;
+    auto bins = packBestFit(problem_.lengths(), sequences, cost_.memory().capacity);
+    for (size_t i = 0; i < bins.size(); ++i) {
+      const size_t place = i % static_cast<size_t>(problem_.ranks() - reserved_);
+      if (place == 0) {
+        Wave wave;
+        wave.first = wave.used = reserved_;
+        wave.last = problem_.ranks();
+        wave.packs.resize(problem_.ranks() - reserved_);
+        waves_.push_back(std::move(wave));
+      }
+      waves_.back().packs[place] = std::move(bins[i]);
+    }
+  }
+
+  // Seconds of a pack of short sequences that is as full as memory allows.
+  double fullPackSeconds() const {
+    double seconds = 0;
+    double tokens = 0;
+    for (size_t i = 0; i < jobs_.size(); ++i) {
+      if (used_[i]) continue;
+      seconds += jobs_[i].min_size_s - cost_.params().fixed;
+      tokens += jobs_[i].load.tokens;
+    }
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    return 0.97 * capacity * seconds / tokens + cost_.params().fixed;
+  }
+
+  // The micro-batches of all waves, in the order that drains and fills a pipeline fastest. Reserved
+  // ranks and the others have no micro-batch in common.
+  std::vector<MicroBatch> ordered() {
+    for (Wave& wave : waves_) {
+      wave.height = 0;
+      for (const MicroBatch& batch : wave.wide) wave.height = std::max(wave.height, batch.start);
+      for (size_t k = 0; k < wave.packs.size(); ++k) {
+        const auto& pack = wave.packs[k];
+        Load load;
+        for (const int32_t sequence : pack) load += problem_.own(sequence);
+        if (pack.empty()) continue;
+        wave.height = std::max(wave.height, cost_.seconds(load, 1) / speeds_[wave.used + k]);
+      }
+    }
+    std::stable_sort(waves_.begin(), waves_.end(),
+                     [](const Wave& a, const Wave& b) { return a.height > b.height; });
+    std::vector<MicroBatch> batches;
+    for (const bool reserved : {true, false}) {
+      for (const size_t wave : orderOf(reserved)) take(waves_[wave], batches);
+    }
+    return batches;
+  }
+
+  // The waves of the reserved or of the other ranks, from the highest one outwards: each goes to
+  // the end where it costs less.
+  std::deque<size_t> orderOf(bool reserved) const {
+    Solo solo(cost_.cluster().pipeline, cost_.params().forward);
+    std::deque<double> times;
+    std::deque<size_t> order;
+    for (size_t w = 0; w < waves_.size(); ++w) {
+      if ((waves_[w].first < reserved_) != reserved) continue;
+      times.push_front(waves_[w].height);
+      const double front = solo.run(times);
+      times.pop_front();
+      times.push_back(waves_[w].height);
+      if (solo.run(times) <= front) {
+        order.push_back(w);
+      } else {
+        times.pop_back();
+        times.push_front(waves_[w].height);
+        order.push_front(w);
+      }
+    }
+    return order;
+  }
+
+  void take(Wave& wave, std::vector<MicroBatch>& batches) const {
+    for (size_t k = 0; k < wave.packs.size(); ++k) {
+      if (wave.packs[k].empty()) continue;
+      MicroBatch batch;
+      batch.ranks = {by_speed_[wave.used + k]};
+      batch.sequences = std::move(wave.packs[k]);
+      wave.wide.push_back(std::move(batch));
+    }
+    for (MicroBatch& batch : wave.wide) {
+      batch.start = static_cast<double>(batches.size());
+      batches.push_back(std::move(batch));
+    }
+  }
+
+  static constexpr int kMaxMisses = 64;
+  static constexpr size_t kMaxProbes = 8;
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  std::vector<Job> jobs_;          // by falling length
+  std::vector<int32_t> by_speed_;  // ranks, fastest first
+  std::vector<double> speeds_;     // of these
+  double ranks_ = 0;               // the sum of the speeds
+  double work_ = 0;
+  double unit_ = 0;
+  int reserved_ = 0;  // ranks, the first ones by place, for the longest sequences
+  std::vector<bool> used_;
+  std::vector<Wave> waves_;
+};
+
+}  // namespace hdpcomm::planner
