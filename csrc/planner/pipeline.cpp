@@ -89,6 +89,7 @@ class ShapeSearch {
       for (const double slack : {0.01, 0.025, 0.06, 0.09}) {
         attempt(changed([&](Shape& shape) { shape.slack = slack; }));
       }
+      if (!by_levels_) break;  // each attempt is a whole simulation
       if (shape_.top <= 0) continue;
       for (const double factor : {0.98, 0.99, 1.01, 1.02}) {
         attempt(changed([&](Shape& shape) { shape.top *= factor; }));
