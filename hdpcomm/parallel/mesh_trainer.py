@@ -215,6 +215,7 @@ class MeshTrainer(Trainer):
         for micro_batch in self._waves(planned.plan):
             if micro_batch is None:
                 self._pass_without_tokens().backward()  # type: ignore[no-untyped-call]
+                cast(MeshGradients, self.gradients).collect()
                 self.timeline.end("wait for others")
                 continue
             total += self._run(micro_batch, planned, fetch, scale, offloading)

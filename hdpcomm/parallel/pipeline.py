@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.parallel.program import RECEIVE, RUN, Action
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import Fetch, PackedShard, pack_shard
+from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, pack_shard
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class StageRunner:
     Args:
         chunks: the stages of the model on this device, in order.
         planned: the step; its ranks are those of ``mesh.hdp_comm``.
+        batches: what this rank works on, by the number that the program's passes have: a micro-batch of the step, or
+            ``None``, for passes without tokens in which the others need its experts.
         fetch: called for this rank's sequences, only where the first or the last stage is.
         scale: factor of the loss in the backward pass.
         loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
@@ -52,6 +54,7 @@ class StageRunner:
         chunks: Sequence[LlamaStage],
         mesh: Mesh,
         planned: PlannedStep,
+        batches: Mapping[int, MicroBatch | None],
         fetch: Fetch,
         *,
         scale: float,
@@ -65,7 +68,7 @@ class StageRunner:
         """Summed loss and labels of the micro-batches whose last stage is here."""
         self.bytes_sent = 0
         """To the stages beside this device's."""
-        self._batches: Mapping[int, MicroBatch] = {batch.index: batch for batch in planned.plan.for_rank(mesh.hdp_rank)}
+        self._batches = batches
         self._device = next(chunks[0].parameters()).device
         self._packs: dict[int, PackedShard] = {}
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -101,7 +104,7 @@ class StageRunner:
         batch, chunk = self._batches[done.micro_batch], self._chunk(done.stage)
         pack, comm = self._pack(done.micro_batch), self._group(batch)
         x = pack.tokens if chunk.first else self._take(replace(done, stage=done.stage - 1)).requires_grad_()
-        with self.offload(batch.offload_ratio, pack.positions.numel()):
+        with nullcontext() if batch is None else self.offload(batch.offload_ratio, pack.positions.numel()):
             if chunk.last:
                 y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.loss)
             else:
@@ -138,8 +141,9 @@ class StageRunner:
     def _chunk(self, stage: int) -> LlamaStage:
         return self.chunks[stage // self.mesh.pipeline]
 
-    def _group(self, batch: MicroBatch) -> Communicator:
-        return cast("Communicator", self.mesh.hdp_comm.subset(batch.ranks))
+    def _group(self, batch: MicroBatch | None) -> Communicator:
+        ranks = (self.mesh.hdp_rank,) if batch is None else batch.ranks
+        return cast("Communicator", self.mesh.hdp_comm.subset(ranks))
 
     def _pack(self, index: int) -> PackedShard:
         found = self._packs.get(index)
@@ -147,7 +151,9 @@ class StageRunner:
             found = self._packs[index] = self._packed(self._batches[index])
         return found
 
-    def _packed(self, batch: MicroBatch) -> PackedShard:
+    def _packed(self, batch: MicroBatch | None) -> PackedShard:
+        if batch is None:
+            return empty_shard(self._device)
         comm, lengths = self._group(batch), self.planned.lengths
         if holds_trees(batch, lengths):
             fragments = self.planned.plan.fragments

@@ -19,12 +19,13 @@ from hdpcomm.parallel.program import Action, make_program
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.parallel.state import load_whole_state, whole_state
 from hdpcomm.parallel.tensor_state import TensorParts
+from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.plan_check import check_same_plan
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.plan import PlannedStep, Planner, StepPlan, Tree
+    from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan, Tree
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
     from hdpcomm.train.activation_profile import OffloadedStep
     from hdpcomm.train.shards import Fetch
@@ -75,6 +76,8 @@ class PipelineTrainer(MeshTrainer):
         self.stages = checked_stages(stage, mesh)
         model = self.stages[0] if len(self.stages) == 1 else nn.ModuleList(self.stages)
         self._schedule: PipelineSchedule | None = None
+        self._planned: PlannedWaves | None = None
+        """What the schedule is for."""
         super().__init__(
             model, optimizer, planner, mesh, max_grad_norm=max_grad_norm, loss=loss, offload=offload,
             check_replicas=check_replicas,
@@ -106,15 +109,10 @@ class PipelineTrainer(MeshTrainer):
         self._check_plan(planned.plan)
         with torch.no_grad():
             runner = self._runner(planned, fetch, 1.0, lambda *_: nullcontext(), lambda _: None)
-            runner.run([action for action in self._program(planned.plan) if not action.done.backward])
+            runner.run([action for action in self._program() if not action.done.backward])
         return self._once(runner.total)
 
     def _check_model(self, _: nn.Module) -> None:
-        if self.mesh.expert > 1:
-            raise InvalidUsage(
-                f"the mesh has pipelines of {self.mesh.pipeline} stages and {self.mesh.expert} expert ranks, which do "
-                "not go together yet; leave out either"
-            )
         for stage in self.stages:
             self._check_cut(stage)
         check_same_stages(self.stages, self.mesh)
@@ -131,13 +129,15 @@ class PipelineTrainer(MeshTrainer):
             )
 
     def _check_plan(self, plan: StepPlan) -> None:
-        self._schedule = schedule = self.planner.schedule(plan)
-        schedule.validate(plan)
+        self._planned = waves = plan_waves(plan, self.mesh.expert)
+        self._schedule = schedule = self.planner.schedule(waves.plan)
+        schedule.validate(waves.plan)
         order = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
         check_same_plan(plan, self.comm, more=order)
 
     def _gradient_buffer(self) -> MeshGradients:
-        return MeshGradients(self.model.parameters(), self.mesh, self.parts.by_parameter, self._tied)
+        parts = self.parts
+        return MeshGradients(self.model.parameters(), self.mesh, parts.by_parameter, self._tied, parts.experts)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         copies = [each.tied for each in self.stages if each.last]
@@ -156,13 +156,20 @@ class PipelineTrainer(MeshTrainer):
 
     def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
         runner = self._runner(planned, fetch, scale, offloading.micro_batch, self._after_pass)
-        runner.run(self._program(planned.plan))
+        runner.run(self._program())
         self.boundary_bytes = runner.bytes_sent
         return self._once(runner.total)
 
-    def _program(self, plan: StepPlan) -> tuple[Action, ...]:
+    def _program(self) -> tuple[Action, ...]:
         assert self._schedule is not None
-        return make_program(self._schedule, plan, self.mesh.hdp_rank, self.mesh.stage)
+        assert self._planned is not None
+        return make_program(self._schedule, self._planned.plan, self.mesh.hdp_rank, self.mesh.stage)
+
+    @property
+    def _batches(self) -> dict[int, MicroBatch | None]:
+        """By number in the schedule, what this rank runs."""
+        assert self._planned is not None
+        return self._planned.of_rank(self.mesh.hdp_rank)
 
     def _runner(
         self,
@@ -173,10 +180,14 @@ class PipelineTrainer(MeshTrainer):
         on_pass: Callable[[Pass], None],
     ) -> StageRunner:
         return StageRunner(
-            self.stages, self.mesh, planned, fetch, scale=scale, loss=self._loss, offload=offload, on_pass=on_pass
-        )
+            self.stages, self.mesh, planned, self._batches, fetch,
+            scale=scale, loss=self._loss, offload=offload, on_pass=on_pass,
+        )  # fmt: skip
 
     def _after_pass(self, done: Pass) -> None:
         if done.backward:
             cast(MeshGradients, self.gradients).collect()
-        self.timeline.end("micro-batch", done.micro_batch)
+        if (batch := self._batches[done.micro_batch]) is None:
+            self.timeline.end("wait for others")
+        else:
+            self.timeline.end("micro-batch", batch.index)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hdpcomm.plan import MicroBatch, StepPlan
+from hdpcomm.plan import MicroBatch
 
-__all__ = ["waves_of"]
+if TYPE_CHECKING:
+    from hdpcomm.plan import StepPlan
+
+__all__ = ["PlannedWaves", "plan_waves", "waves_of"]
 
 
 def waves_of(plan: StepPlan, rank: int, group: Collection[int]) -> list[MicroBatch | None]:
@@ -25,14 +28,56 @@ def waves_of(plan: StepPlan, rank: int, group: Collection[int]) -> list[MicroBat
         rank: of the plan, one of ``group``.
         group: the plan's ranks that share experts with it.
     """
+    waves = [wave for wave in _waves(plan) if any(each in group for batch in wave for each in batch.ranks)]
+    return [next((batch for batch in wave if rank in batch.ranks), None) for wave in waves]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWaves:
+    """What pipelines make a schedule for in place of a plan: its waves.
+
+    Attributes:
+        plan: micro-batch i is wave i, on all ranks of the expert groups that take part in it, with the sequences of all
+            its micro-batches. Ranks that share one run its passes at the same time.
+    """
+
+    plan: StepPlan
+    _batches: Mapping[tuple[int, int], MicroBatch]
+
+    def of_rank(self, rank: int) -> dict[int, MicroBatch | None]:
+        """By number of the wave, what the rank runs in it: a micro-batch, or ``None`` for passes without tokens."""
+        return {wave.index: self._batches.get((wave.index, rank)) for wave in self.plan.for_rank(rank)}
+
+
+def plan_waves(plan: StepPlan, expert: int) -> PlannedWaves:
+    """The waves of a plan where ``expert`` neighbouring ranks share experts; with 1, each micro-batch is one. Local."""
+    if expert == 1:
+        return PlannedWaves(plan, {(batch.index, rank): batch for batch in plan.micro_batches for rank in batch.ranks})
+    made: list[MicroBatch] = []
+    batches: dict[tuple[int, int], MicroBatch] = {}
+    for number, wave in enumerate(_waves(plan)):
+        groups = sorted({rank // expert for batch in wave for rank in batch.ranks})
+        made.append(
+            MicroBatch(
+                number,
+                tuple(rank for group in groups for rank in range(group * expert, (group + 1) * expert)),
+                tuple(sequence for batch in wave for sequence in batch.sequences),
+                max(batch.offload_ratio for batch in wave),
+                max(batch.predicted_s for batch in wave),
+            )
+        )
+        batches |= {(number, rank): batch for batch in wave for rank in batch.ranks}
+    return PlannedWaves(replace(plan, micro_batches=tuple(made)), batches)
+
+
+def _waves(plan: StepPlan) -> list[list[MicroBatch]]:
+    """The micro-batches of each wave, in the plan's order."""
     last: dict[int, int] = {}
-    own: dict[int, MicroBatch] = {}
-    needed: set[int] = set()
-    for micro_batch in plan.micro_batches:
-        wave = 1 + max(last.get(each, 0) for each in micro_batch.ranks)
-        last.update(dict.fromkeys(micro_batch.ranks, wave))
-        if any(each in group for each in micro_batch.ranks):
-            needed.add(wave)
-        if rank in micro_batch.ranks:
-            own[wave] = micro_batch
-    return [own.get(wave) for wave in sorted(needed)]
+    waves: list[list[MicroBatch]] = []
+    for batch in plan.micro_batches:
+        wave = max(last.get(rank, 0) for rank in batch.ranks)
+        last.update(dict.fromkeys(batch.ranks, wave + 1))
+        if wave == len(waves):
+            waves.append([])
+        waves[wave].append(batch)
+    return waves

@@ -150,8 +150,6 @@ class RunConfig:
             raise InvalidUsage(f"{what} do not go together with {', '.join(wrong)} yet: leave out either")
 
     def _check_expert(self) -> None:
-        if self.pipeline > 1:
-            raise InvalidUsage("expert ranks do not go together with pipelines yet: leave out --expert or --pipeline")
         if isinstance(self.model, LlamaConfig) and (not self.model.experts or self.model.experts % self.expert):
             raise InvalidUsage(
                 f"{self.model.experts} experts cannot be shared evenly by {self.expert} ranks; give --experts as a "

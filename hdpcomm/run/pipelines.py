@@ -49,6 +49,7 @@ def mesh_trainer(
     own = slice(mesh.stage, None, mesh.pipeline)
     stages = split_llama(whole, mesh.pipeline * config.chunks)[own]
     for stage, recompute in zip(stages, stage_recompute(config)[own], strict=True):
+        expert_parallel(stage, mesh)
         tensor_parallel(stage, mesh)
         set_recompute(stage, recompute)
     layers = [block for stage in stages for block in stage.blocks]

@@ -15,7 +15,7 @@ from hdpcomm.run.export import export_model
 from hdpcomm.run.model import folder_model, model_facts, model_spec
 from tests.ranks.parallel.test_pipeline_runs import data, losses, run_of  # noqa: F401
 
-MODEL = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=12, experts=4, router_z_loss=0.01)
+MODEL = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=12, experts=4, router_aux_loss=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def plain(data):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, {"expert": 2, "recompute": 1}), (4, {"expert": 2, "tensor": 2})],
+    [(2, {"expert": 2, "recompute": 1}), (8, {"expert": 2, "tensor": 2, "pipeline": 2})],
 )
 def test_a_run_has_the_losses_of_one_process(data, plain, ranks, options):  # noqa: F811
     steps = []

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from hdpcomm.parallel.waves import waves_of
-from hdpcomm.plan import MicroBatch, SequenceInfo, StepPlan
+from hdpcomm.parallel import check_programs, make_programs
+from hdpcomm.parallel.waves import plan_waves, waves_of
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
 
 PLANS = int(os.environ.get("HDPCOMM_TEST_WAVE_PLANS", "60"))
 
@@ -79,6 +80,23 @@ def test_without_passes_for_others_they_would_wait():
     plan = plan_of(2, [(0,), (0,), (0, 1)])
     assert deadlock([list(plan.for_rank(rank)) for rank in range(2)], 2) == [0, 1]
     assert [batch and batch.index for batch in waves_of(plan, 1, range(2))] == [None, None, 2]
+
+
+def test_pipelines_run_random_waves_to_their_end():
+    generator = random.Random(9)
+    for _ in range(PLANS // 2):
+        expert, groups, stages, chunks = generator.choice([(2, 1, 2, 1), (2, 2, 3, 1), (3, 1, 2, 2), (1, 3, 2, 1)])
+        ranks = expert * groups
+        batches = [generator.sample(range(ranks), generator.randint(1, ranks)) for _ in range(generator.randint(1, 9))]
+        plan = plan_of(ranks, batches)
+        waves = plan_waves(plan, expert)
+        cluster = ClusterSpec(ranks, 100, pipeline=stages, chunks=chunks)
+        schedule = Planner(None, cluster, cost_model=CostModel(attention=1e-6, linear=1e-5)).schedule(waves.plan)
+        check_programs(make_programs(schedule, waves.plan), waves.plan, stages=stages * chunks)
+        for rank in range(ranks):
+            own = waves.of_rank(rank)
+            assert [batch for _, batch in sorted(own.items()) if batch] == list(plan.for_rank(rank))
+            assert own.keys() == waves.of_rank(rank // expert * expert).keys()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
