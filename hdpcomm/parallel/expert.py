@@ -145,7 +145,10 @@ class _DistributedExperts:
         return made.view(hidden_states.shape)
 
     def _run(self, rows: Tensor, experts: Tensor, _: Sequence[int]) -> Tensor:
-        if not rows.shape[0]:
-            return rows * 1  # in the graph, so that this rank takes part in the backward of its group
-        made: Tensor = self._forward(rows, experts[:, None], rows.new_ones(rows.shape[0], 1))
-        return made
+        if rows.shape[0]:
+            made: Tensor = self._forward(rows, experts[:, None], rows.new_ones(rows.shape[0], 1))
+            return made
+        # A loop over experts that have rows would leave their parameters out of the graph, and so this rank out of the
+        # backward of its group: one row goes through the first one, and is dropped.
+        unused = self._forward(rows.new_zeros(1, rows.shape[1]), experts.new_zeros(1, 1), rows.new_ones(1, 1))
+        return torch.cat((rows, unused[:0]))

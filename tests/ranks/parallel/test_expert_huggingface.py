@@ -94,6 +94,44 @@ def test_gradients_are_those_of_the_whole_model(family, ranks, expert, how):
     assert {name for name, _ in found} == {f"model.{name}" for name in gradients}
 
 
+def only_experts(family):
+    """Trains nothing but experts, of which only the first two get tokens."""
+    made = model(family)
+    made.requires_grad_(False)
+    with torch.no_grad():
+        made.get_input_embeddings().weight[:, 0] = 50.0
+    for layer in made.base_model.layers:
+        layer.mlp.experts.requires_grad_(True)
+        with torch.no_grad():
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[0, 0], layer.mlp.gate.weight[1, 0] = 3.0, 2.0
+    made.config.output_router_logits = False
+    return made
+
+
+def test_experts_without_tokens_where_nothing_else_is_trained():
+    loss, gradients = unsharded(only_experts("mixtral"))
+    models = [only_experts("mixtral") for _ in range(2)]
+
+    def main():
+        with hdp.init() as comm:
+            mesh = Mesh(comm, expert=2)
+            cut = expert_parallel(adapt(models[comm.rank]), mesh)
+            planner = Planner(None, ClusterSpec(2, 80), cost_model=COST)
+            optimizer = torch.optim.SGD([p for p in cut.parameters() if p.requires_grad], lr=0.0)
+            trainer = MeshTrainer(cut, optimizer, planner, mesh, max_grad_norm=None)
+            done = trainer.step(LENGTHS, lambda i: sequences()[i])
+            assert done.loss == pytest.approx(loss, rel=1e-5)
+            assert done.expert_tokens_max == sum(LENGTHS)
+            shards = cut.expert.shards
+            return {name: (p.grad.clone(), shards[name]) for name, p in cut.named_parameters() if p.requires_grad}
+
+    for own in run_threads(main, 2):
+        for name, (gradient, part) in own.items():
+            want = own_part(gradients[name.removeprefix("model.")], part)
+            assert (gradient - want).norm() <= 1e-5 * want.norm() + 1e-12, name
+
+
 @pytest.mark.parametrize(
     ("family", "expert", "message"),
     [
