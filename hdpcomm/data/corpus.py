@@ -111,6 +111,11 @@ class Corpus:
         return self.sequences[:, 2]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.lengths.max())
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all sequences together."""
         return int(self.lengths.sum())
@@ -217,14 +222,15 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSummary:
-    """Figures of a corpus, in numbers and, as :meth:`Corpus.describe`, in a line of text."""
+    """Figures of a corpus, in numbers and, as :meth:`Corpus.describe`, in a line of text. Of documents that become
+    tokens while the run trains, the numbers are not known."""
 
     name: str
     context: int
-    documents: int
-    sequences: int
-    tokens: int
-    cut_documents: int
+    documents: int | None
+    sequences: int | None
+    tokens: int | None
+    cut_documents: int | None
     text: str
 
 

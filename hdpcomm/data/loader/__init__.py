@@ -1,0 +1,18 @@
+"""The loader service: documents are read and tokenised while the run trains."""
+
+from hdpcomm.data.loader.block import Payload
+from hdpcomm.data.loader.order import LoadedBatch
+from hdpcomm.data.loader.service import SERVERS, LoaderService, LoaderStats, StepReader, check_budget
+from hdpcomm.data.loader.stream import DocumentStream, open_stream
+
+__all__ = [
+    "SERVERS",
+    "DocumentStream",
+    "LoadedBatch",
+    "LoaderService",
+    "LoaderStats",
+    "Payload",
+    "StepReader",
+    "check_budget",
+    "open_stream",
+]

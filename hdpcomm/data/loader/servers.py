@@ -1,0 +1,222 @@
+"""Servers of a loader in threads of the ranks: each rank makes some of the blocks and finds the others in the spool."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hdpcomm.data.agree import on_rank_0, raise_together
+from hdpcomm.data.loader.block import SequencePart, make_block
+from hdpcomm.data.loader.order import BlockPlace, LengthsOf, LoadedBatch, SequencePlace, StreamSampler, Want
+from hdpcomm.data.loader.spool import Spool, SpooledBlock
+from hdpcomm.data.loader.stream import DocumentStream
+from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["PartOf", "Servers", "ThreadServers"]
+
+_POLL_S = 0.005
+_TAKE_OVER_S = 5.0  # after which a rank makes the block of another rank, which may have died
+_KEPT_BYTES = 1 << 30  # of blocks that were used, for the next epoch
+
+
+class PartOf(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a sequence."""
+
+    sequence: SequencePlace
+    start: int
+    stop: int
+
+
+SamplerOf = Callable[[LengthsOf, Want], StreamSampler]
+
+
+class Servers(Protocol):
+    """What a :class:`LoaderService` needs of its servers; its threads call :meth:`next_batch` and :meth:`read`."""
+
+    restarts: int
+    """Servers that died and were started again."""
+
+    def next_batch(self) -> LoadedBatch:
+        """The batch of the next step; waits until its lengths are known."""
+
+    def read(self, parts: Sequence[PartOf]) -> list[SequencePart]:
+        """These parts, in this order."""
+
+    def used(self, batches: Sequence[LoadedBatch]) -> None:
+        """Told after each step which batches may still be read."""
+
+    def stop(self) -> None:
+        """Ends what waits; at once."""
+
+    def close(self) -> None:
+        """Ends all threads and processes, and removes all files."""
+
+
+class ThreadServers:
+    """Threads of this rank. Collective over ``comm``, whose ranks share a folder of blocks.
+
+    Each rank makes the blocks of its positions. What another rank does not make in time it makes itself, from then on
+    at once, so that no rank depends on another one.
+
+    Args:
+        sampler_of: makes the sampler, given what knows the lengths and what is told the blocks that come next.
+        threads: that make tokens, of each rank.
+        folder: where the spool is made.
+        deadline_s: longest wait for a block.
+    """
+
+    def __init__(
+        self,
+        stream: DocumentStream,
+        sampler_of: SamplerOf,
+        *,
+        threads: int,
+        folder: Path,
+        comm: Communicator | None,
+        deadline_s: float,
+    ) -> None:
+        self.stream, self.restarts = stream, 0
+        self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._deadline_s = deadline_s
+        self._spool = self._shared(folder, comm)
+        self._stopped = threading.Event()
+        self._guard = threading.Lock()
+        self._open: dict[int, SpooledBlock] = {}
+        self._late: set[int] = set()
+        self._making: dict[int, Future[None]] = {}
+        self._made: dict[int, int] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hdpcomm-loader")
+        self._sampler = sampler_of(self._lengths, self._want)
+        self._live: set[int] = set()
+
+    def _shared(self, folder: Path, comm: Communicator | None) -> Spool:
+        spool: Spool | None = None
+
+        def make() -> str:
+            nonlocal spool
+            spool = Spool.make(folder)
+            return str(spool.path)
+
+        path, error = Path(on_rank_0(comm, make)), None
+        try:
+            spool = spool or Spool(path)
+        except OSError:
+            error = InvalidUsage(
+                f"{path}: rank {self._rank} does not see this folder, which rank 0 has made; give one that all hosts "
+                "share (--data-cache)"
+            )
+        raise_together(comm, error)
+        assert spool is not None
+        return spool
+
+    def next_batch(self) -> LoadedBatch:
+        batch = self._sampler.next()
+        self._live = self._sampler.live()
+        return batch
+
+    def read(self, parts: Sequence[PartOf]) -> list[SequencePart]:
+        return [self._block(each.sequence.at).part(each.sequence.number, each.start, each.stop) for each in parts]
+
+    def used(self, batches: Sequence[LoadedBatch]) -> None:
+        live = self._live | {sequence.block for batch in batches for sequence in batch.sequences}
+        with self._guard:
+            for block in [block for block in self._open if block not in live]:
+                del self._open[block]
+            room = sum(self._made.values()) - _KEPT_BYTES // self._size
+            for block in [block for block in self._made if block not in live]:
+                if room <= 0:
+                    break
+                room -= self._made.pop(block)
+                self._spool.delete(block)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        self.stop()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._open.clear()
+        self._spool.leave()
+
+    def _want(self, places: Sequence[BlockPlace]) -> None:
+        for place in places:
+            if place.position % self._size == self._rank:
+                self._begin(place.block)
+
+    def _begin(self, block: int) -> Future[None]:
+        with self._guard:
+            making = self._making.get(block)
+            if making is None:
+                making = self._making[block] = self._pool.submit(self._make, block)
+            return making
+
+    def _make(self, block: int) -> None:
+        """In a thread of the pool."""
+        try:
+            if self._stopped.is_set() or self._spool.open(block) is not None:
+                return
+            try:
+                size = self._spool.write(block, make_block(self.stream, block))
+            except Exception as error:
+                told = error if isinstance(error, InvalidUsage) else _foreign(error, self.stream, block)
+                with contextlib.suppress(Error):
+                    self._spool.fail(block, str(told))
+                raise told from error
+            with self._guard:
+                self._made[block] = size
+        finally:
+            with self._guard:
+                self._making.pop(block, None)
+
+    def _lengths(self, place: BlockPlace) -> npt.NDArray[np.int64]:
+        return np.diff(self._block(place).bounds)
+
+    def _block(self, place: BlockPlace) -> SpooledBlock:
+        """The block, open; waits for it."""
+        with self._guard:
+            found = self._open.get(place.block)
+        if found is not None:
+            return found
+        begun, maker = time.monotonic(), place.position % self._size
+        making: Future[None] | None = None
+        while (found := self._spool.open(place.block)) is None:
+            waited = time.monotonic() - begun
+            if self._stopped.is_set():
+                raise Aborted("the loader was closed while it waited for tokens")
+            if waited > self._deadline_s:
+                raise CommTimeout(
+                    f"no tokens of {self.stream.place(place.block)} within {self._deadline_s:g} s: reading or the "
+                    "tokenizer is stuck or too slow; give more --loaders, or build the data before (hdpcomm data build)"
+                )
+            if making is not None and making.done():
+                making.result()
+                making = None
+            if maker != self._rank and waited > _TAKE_OVER_S:
+                self._late.add(maker)
+            if making is None and (maker == self._rank or maker in self._late):
+                making = self._begin(place.block)
+            time.sleep(_POLL_S)
+        with self._guard:
+            return self._open.setdefault(place.block, found)
+
+
+def _foreign(error: Exception, stream: DocumentStream, block: int) -> Error:
+    """What a tokenizer or a reader of files may raise, with the place."""
+    if isinstance(error, Error):
+        return error
+    if isinstance(error, OSError):
+        return Error(
+            f"{error.filename or stream.place(block)}: {error.strerror or error}; check that the file can be read"
+        )
+    return Error(f"{stream.place(block)}: {type(error).__name__}: {error}; look at these documents or the tokenizer")
