@@ -38,7 +38,7 @@ class SimilarRun:
     def __init__(self, options: argparse.Namespace) -> None:
         from hdpcomm.cli.config_file import resolve_options
         from hdpcomm.cli.train_data import train_data
-        from hdpcomm.data import BatchSampler
+        from hdpcomm.data import BatchSampler, Corpus
         from hdpcomm.run import read_metrics
 
         for name, default in _KNOWN_BY_RUN.items():
@@ -51,7 +51,13 @@ class SimilarRun:
                     f"--like {run} has no {name}; give the folder of a run of hdpcomm train --out that has begun"
                 )
         trained = resolve_options({}, run / "config.yaml")
+        if trained.loader != "index":
+            raise InvalidUsage(
+                f"--like {run}: this run made its tokens as it went (--loader {trained.loader}), and its batches are "
+                "not known without them; give a run that has an index"
+            )
         corpus = train_data(trained, trained.data).open()
+        assert isinstance(corpus, Corpus)
         if trained.eval_fraction is not None:
             corpus, _ = corpus.split(trained.eval_fraction, seed=trained.seed)
         self._sampler = BatchSampler(corpus.lengths, tokens=trained.tokens_per_step, seed=trained.seed)

@@ -27,9 +27,9 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.launch import RankPool
-    from hdpcomm.data import Corpus, CorpusSummary
+    from hdpcomm.data import Corpus, CorpusSummary, DocumentStream
     from hdpcomm.models import LlamaConfig
-    from hdpcomm.run import DryRun, FolderModel, RunConfig, RunResult
+    from hdpcomm.run import DryRun, FolderModel, Loading, RunConfig, RunResult
 
 __all__ = ["add_parser", "run_rank"]
 
@@ -142,7 +142,8 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         )
     if options.policy in options.compare:
         raise InvalidUsage(f"--compare {options.policy} is the policy of the run itself; give another one")
-    data = train_data(options, options.data)
+    _check_loader(options)
+    data = train_data(options, options.data, _loading(options))
     config = RunConfig(
         model=_model(options, data),
         policies=tuple(dict.fromkeys((options.policy, *options.compare))),
@@ -173,6 +174,29 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         if each is not None and each.in_place():
             check_limits(each.open(), config, ranks=ranks)
     return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)
+
+
+def _check_loader(options: TrainOptions) -> None:
+    if options.loader == "index":
+        for name in ("loaders", "prefetch"):
+            if getattr(options, name) != getattr(TrainOptions(), name):
+                raise InvalidUsage(f"--{name} was given without a loader; give --loader threads, too")
+        return
+    given = f"--loader {options.loader} makes the tokens while the run trains"
+    if not options.data:
+        raise InvalidUsage(f"{given} and no --data was given; name the files, or leave out --loader")
+    if options.dry_run:
+        raise InvalidUsage(f"{given}, and --dry-run plans with all lengths before; leave out either")
+    if options.eval_fraction is not None:
+        raise InvalidUsage(f"{given}, and --eval-fraction needs all documents before; give --eval-data")
+
+
+def _loading(options: TrainOptions) -> Loading | None:
+    from hdpcomm.run import Loading
+
+    if options.loader == "index":
+        return None
+    return Loading(options.loader, options.loaders, options.prefetch, options.data_cache)
 
 
 def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
@@ -231,12 +255,15 @@ def _run(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSumma
 
     from hdpcomm.cli.data import data_progress
     from hdpcomm.comm.topology import cores_of_rank
+    from hdpcomm.data import DocumentStream
     from hdpcomm.run import dry_run
 
     torch.set_num_threads(cores_of_rank(comm))
     with data_progress(comm.rank == 0) as on_progress:
         corpus = job.data.open(comm, on_progress)
-        held_out = None if job.held_out is None else job.held_out.open(comm, on_progress)
+        held_out = None if job.held_out is None else job.held_out.open_indexed(comm, on_progress)
+    if isinstance(corpus, DocumentStream):
+        return _trained(comm, job, corpus, held_out), corpus.summary()
     if job.options.eval_fraction is not None:
         corpus, held_out = corpus.split(job.options.eval_fraction, seed=job.config.seed)
     if job.options.dry_run:
@@ -244,7 +271,7 @@ def _run(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSumma
     return _trained(comm, job, corpus, held_out), corpus.summary()
 
 
-def _trained(comm: Communicator, job: _Job, corpus: Corpus, held_out: Corpus | None) -> RunResult:
+def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, held_out: Corpus | None) -> RunResult:
     from hdpcomm.cli.train_report import Progress
     from hdpcomm.run import RunFiles, Saving, Watching, train
     from hdpcomm.run.export import export_model
@@ -257,7 +284,9 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus, held_out: Corpus | N
         saving = Saving(out / "checkpoints", every=options.save_every or 0, keep=options.keep, resume=options.resume)
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
     if comm.rank != 0:
-        return train(comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching)
+        return train(
+            comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, loading=job.data.loading
+        )
     if not job.attempt:
         print(f"hdpcomm train: {changed_options(resolved)}", file=sys.stderr, flush=True)
         if out is not None:
@@ -276,7 +305,9 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus, held_out: Corpus | N
             on_evaluation=_both(files.evaluation, progress.evaluation),
             on_timeline=_both(files.timeline, trace.add),
         )
-        result = train(comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching)
+        result = train(
+            comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, loading=job.data.loading
+        )
     if options.export is not None:
         export_model(job.config.model, result.state, options.export)
     return replace(result, state={})

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hdpcomm.cli.train_options import TrainOptions
     from hdpcomm.comm import Communicator
-    from hdpcomm.data import Corpus, Encoder
+    from hdpcomm.data import Corpus, DocumentStream, Encoder
+    from hdpcomm.run import Loading
 
 __all__ = ["TrainData", "train_data"]
 
@@ -22,6 +23,7 @@ class TrainData:
     Attributes:
         paths: empty: Python's standard library.
         tokenizer: folder of a model; ``None``: bytes.
+        loading: ``None``: the tokens are made, once, before the run.
     """
 
     paths: tuple[str, ...]
@@ -30,6 +32,7 @@ class TrainData:
     messages_field: str = "messages"
     tokenizer: Path | None = None
     cache: Path | None = None
+    loading: Loading | None = None
 
     def encoder(self) -> Encoder:
         """Makes the tokens. Raises: InvalidUsage if the folder holds no tokenizer."""
@@ -41,6 +44,8 @@ class TrainData:
         """Whether :meth:`open` has nothing to build. Raises: InvalidUsage for what cannot be read."""
         from hdpcomm.data import is_indexed
 
+        if self.loading is not None:
+            return True
         return self._library() or is_indexed(
             self.paths,
             text_field=self.text_field,
@@ -49,8 +54,28 @@ class TrainData:
             cache=self.cache,
         )
 
-    def open(self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None) -> Corpus:
-        """The corpus. Collective over ``comm``, if there is one. Raises: InvalidUsage, see ``open_corpus``."""
+    def open(
+        self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> Corpus | DocumentStream:
+        """The corpus, or the stream of a loader. Collective over ``comm``, if there is one. Raises: InvalidUsage, see
+        ``open_corpus`` and ``open_stream``."""
+        from hdpcomm.data import open_stream
+
+        if self.loading is None:
+            return self.open_indexed(comm, on_progress)
+        return open_stream(
+            self.paths,
+            context=self.context,
+            text_field=self.text_field,
+            messages_field=self.messages_field,
+            encoder=self.encoder(),
+            comm=comm,
+        )
+
+    def open_indexed(
+        self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None
+    ) -> Corpus:
+        """The corpus, whose tokens are made now if they are not there. As :meth:`open`."""
         from hdpcomm.data import open_corpus, standard_library
 
         if self._library():
@@ -70,7 +95,7 @@ class TrainData:
         return not self.paths and self.tokenizer is None
 
 
-def train_data(options: TrainOptions, paths: tuple[str, ...]) -> TrainData:
+def train_data(options: TrainOptions, paths: tuple[str, ...], loading: Loading | None = None) -> TrainData:
     """The data at ``paths``, read as the options say: with the model's own tokenizer, if it has one."""
     tokenizer = None if options.tokenizer in (None, "bytes") else Path(str(options.tokenizer))
     if options.tokenizer is None and options.model is not None:
@@ -84,4 +109,5 @@ def train_data(options: TrainOptions, paths: tuple[str, ...]) -> TrainData:
         messages_field=options.messages_field,
         tokenizer=tokenizer,
         cache=options.data_cache,
+        loading=loading,
     )

@@ -58,6 +58,15 @@ class TrainOptions:
     data_cache: Path | None = _option(
         "data", None, "folder for tokens that are made once (hdpcomm/data in the user's cache)", Path, metavar="FOLDER"
     )
+    loader: str = _option(
+        "data", "index", "index: all tokens are made before the first step, once, and kept in the cache; threads: "
+        "they are made while the run trains, by threads of the ranks", str,
+        choices=("index", "threads"),
+    )  # fmt: skip
+    loaders: int | None = _option("data", None, "threads of each rank that make tokens (1)", count, metavar="N")
+    prefetch: int = _option(
+        "data", 2, "steps that the loader makes ready ahead, with --loader threads", count, metavar="STEPS"
+    )
     context: int = _option(
         "data", 4096, "longest sequence; longer documents are cut into pieces", count, metavar="TOKENS"
     )

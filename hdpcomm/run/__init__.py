@@ -1,5 +1,6 @@
 """Training runs: configuration, checkpoints, metrics; everything that makes steps a run."""
 
+from hdpcomm.run.batches import Loading
 from hdpcomm.run.calibrate import calibrate
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
 from hdpcomm.run.config import RunConfig, learning_rate
@@ -18,6 +19,7 @@ __all__ = [
     "DryRun",
     "Evaluation",
     "FolderModel",
+    "Loading",
     "MetricsLog",
     "RunConfig",
     "RunFiles",

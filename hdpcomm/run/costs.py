@@ -13,7 +13,7 @@ import torch
 
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import node_block, shared_cores
-from hdpcomm.data import Corpus
+from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import Mesh, tensor_parallel
@@ -184,7 +184,9 @@ def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int
     calibration.with_ranks(ranks, ranks_per_node)
 
 
-def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:
+def make_planner(
+    comm: Communicator, corpus: Corpus | DocumentStream, config: RunConfig, costs: Costs, policy: str
+) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor)
     groups = mesh.positions.transpose(1, 2).reshape(-1, mesh.hdp).tolist()  # the HDP ranks that work together
@@ -201,8 +203,7 @@ def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: C
     )
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)
-    longest = int(corpus.lengths.max())
-    return Planner(None, cluster, policy, costs.cost_model, context=longest, memory=costs.memory)
+    return Planner(None, cluster, policy, costs.cost_model, context=corpus.longest, memory=costs.memory)
 
 
 def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hdpcomm.data import Corpus
+from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
 from hdpcomm.run.metrics_log import JsonLines, MetricsLog
@@ -55,9 +55,10 @@ class RunFiles:
         lines: JsonLines = self._stack.enter_context(JsonLines(out / f"{name}.jsonl"))
         return lines
 
-    def started(self, corpus: Corpus) -> None:
-        """Notes the lengths of the corpus in ``lengths.json``: by octave, how many sequences and tokens."""
-        if self._out is None:
+    def started(self, corpus: Corpus | DocumentStream) -> None:
+        """Notes the lengths of the corpus, if they are known, in ``lengths.json``: by octave, how many sequences and
+        tokens."""
+        if self._out is None or isinstance(corpus, DocumentStream):
             return
         octaves = np.floor(np.log2(corpus.lengths)).astype(np.int64)
         rows = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,13 +15,15 @@ import torch
 from torch import nn
 
 from hdpcomm.comm.topology import by_host
-from hdpcomm.data import BatchReader, BatchSampler, Corpus
+from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank
+from hdpcomm.data.loader import check_budget
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
-from hdpcomm.parallel import MeshTrainer
+from hdpcomm.parallel import Mesh, MeshTrainer
 from hdpcomm.plan import Calibration, PlanAhead, PlannedStep, Planner
 from hdpcomm.plan.memory import StepMemory
+from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading, batch_sampler
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.costs import (
@@ -126,7 +129,7 @@ class RunResult:
     step_memory: StepMemory | None = None
 
 
-def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
+def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: int) -> None:
     """Raises InvalidUsage if a sequence fits no batch, or not all ranks together; says which limit to raise. Local."""
     devices = config.pipeline * config.tensor
     if ranks % devices:
@@ -140,7 +143,7 @@ def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
             f"{ranks} HDP ranks cannot be groups of {config.expert} that share experts: --ranks must be a multiple of "
             f"{devices * config.expert}"
         )
-    longest, room = int(corpus.lengths.max()), config.capacity * ranks
+    longest, room = corpus.longest, config.capacity * ranks
     if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
         raise InvalidUsage(
             f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
@@ -152,17 +155,21 @@ def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
             f"the data has tokens up to {corpus.vocabulary - 1:,} ({corpus.encoder_name}), and the model has a "
             f"vocabulary of {config.model.vocabulary:,}; give the tokenizer that belongs to the model"
         )
-    _sampler(corpus, config)
+    if isinstance(corpus, DocumentStream):
+        check_budget(corpus, config.tokens_per_step)
+    else:
+        batch_sampler(corpus, config)
 
 
 def train(
     comm: Communicator,
-    corpus: Corpus,
+    corpus: Corpus | DocumentStream,
     config: RunConfig,
     *,
     saving: Saving | None = None,
     held_out: Corpus | None = None,
     watching: Watching | None = None,
+    loading: Loading | None = None,
 ) -> RunResult:
     """Trains up to ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank,
     but for the functions of ``watching``.
@@ -175,7 +182,8 @@ def train(
     the plans follow. With ``config.learn_costs`` plans follow the clock, so no two runs are the same to the bit.
 
     Args:
-        corpus: every rank reads only the tokens of its own shards.
+        corpus: every rank reads only the tokens of its own shards. A :class:`hdpcomm.data.DocumentStream` becomes
+            tokens meanwhile, as ``loading`` says.
         held_out: text for evaluation, every ``config.eval_every`` steps and at the end.
 
     Raises:
@@ -188,7 +196,7 @@ def train(
         check_limits(held_out, config, ranks=comm.size)
     with ExitStack() as stack:
         stopping = stack.enter_context(StopRequest()) if saving is not None else None
-        run = _Run(comm, corpus, config, saving, held_out, watching or Watching(), stack)
+        run = _Run(comm, corpus, config, saving, held_out, watching or Watching(), loading or Loading(), stack)
         run.advance(stopping)
         return run.result()
 
@@ -199,11 +207,12 @@ class _Run:
     def __init__(
         self,
         comm: Communicator,
-        corpus: Corpus,
+        corpus: Corpus | DocumentStream,
         config: RunConfig,
         saving: Saving | None,
         held_out: Corpus | None,
         watching: Watching,
+        loading: Loading,
         stack: ExitStack,
     ) -> None:
         self.comm, self.corpus, self.config = comm, corpus, config
@@ -222,15 +231,20 @@ class _Run:
         self.stopped_by = 0
         config, capacity, self.step_memory = within_memory(comm, config)
         self.config = config
-        self.costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity, found=found)
+        self.costs = measure_costs(comm, config, longest=corpus.longest, capacity=capacity, found=found)
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         if watching.on_costs is not None:
             watching.on_costs(calibration_of_run(config, planners[config.policies[0]], comm.transport))
+        self.batches = self._batches(loading, found)
+        stack.callback(self.batches.close)
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
-            policy: stack.enter_context(PlanAhead(planner, _lengths(corpus, config, self.first_step)))
+            policy: stack.enter_context(
+                PlanAhead(planner, self.batches.lengths(), on_plan=self.batches.on_plan(policy))
+            )
             for policy, planner in planners.items()
         }
+        stack.callback(self.batches.stop)  # first of all, since the threads of the plans may wait for tokens
         self.messages = MessageLog() if watching.trace else None
         self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
@@ -240,6 +254,22 @@ class _Run:
         self.learning = self._learning(found) if config.learn_costs else {}
         if found is not None:
             self._load(found)
+
+    def _batches(self, loading: Loading, found: Checkpoint | None) -> Batches:
+        corpus, config = self.corpus, self.config
+        if isinstance(corpus, Corpus):
+            return IndexedBatches(corpus, config, first_step=self.first_step)
+        mesh = Mesh(self.comm, pipeline=config.pipeline, tensor=config.tensor)
+        at_an_end = mesh.stage in (0, mesh.pipeline - 1)
+        return LoadedBatches(
+            self.comm,
+            corpus,
+            config,
+            loading,
+            first_step=self.first_step,
+            state=None if found is None else found.facts.get("loader"),
+            plan_rank=mesh.hdp_rank if at_an_end else None,
+        )
 
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
@@ -273,12 +303,11 @@ class _Run:
 
     def advance(self, stopping: StopRequest | None) -> None:
         """Runs the steps that are left, and saves and evaluates on the way."""
-        sampler = _sampler(self.corpus, self.config)
         for step in range(self.first_step, self.config.steps):
-            reader = BatchReader(self.corpus, sampler.batch(step).ids)
             for policy in self.trainers:
-                self._step(policy, step, reader)
+                self._step(policy, step)
             self.done = step + 1
+            self.batches.done(self.done)
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
                 break
@@ -293,12 +322,13 @@ class _Run:
         if self.folder is not None:
             self.folder.wait()
 
-    def _step(self, policy: str, step: int, reader: BatchReader) -> None:
+    def _step(self, policy: str, step: int) -> None:
         trainer, watching = self.trainers[policy], self.watching
         for group in trainer.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         planned = next(self.plans[policy])
-        metrics = trainer.step(planned, reader)
+        taken = time.perf_counter()
+        metrics = trainer.step(planned, self.batches.fetch(step, policy))
         self.steps[policy].append(metrics)
         waited = 0.0 if trainer.offload is None else trainer.offload.stats().host_wait_s
         stall_s, self.stalled[policy] = waited - self.stalled[policy], waited
@@ -306,6 +336,7 @@ class _Run:
             trainer.timeline.spans, planned.plan, self.comm, seconds=metrics.seconds, spec=self.spec,
             device=self.comm.device, stall_s=stall_s, cost_model=trainer.planner.cost_model,
             stage_bytes=trainer.boundary_bytes if isinstance(trainer, MeshTrainer) else None,
+            loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.learning:
             self.learning[policy].add(planned.plan, times)
@@ -365,6 +396,7 @@ class _Run:
             "data": data_facts(self.corpus),
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
+            "loader": self.batches.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
         self.folder.save(self.done, {"policies": state, "generators": generators}, facts)
@@ -422,16 +454,6 @@ def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
         folder.wait()
     else:
         folder.give_up()
-
-
-def _sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:
-    return BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
-
-
-def _lengths(corpus: Corpus, config: RunConfig, first: int) -> Iterator[Sequence[int]]:
-    """Lengths of each step's sequences; for a thread of its own, so with a sampler of its own."""
-    sampler = _sampler(corpus, config)
-    return (sampler.batch(step).lengths for step in range(first, config.steps))
 
 
 def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.data import Corpus
+from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import on_rank_0
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.run.checkpoints import Checkpoint, newest_checkpoint, open_checkpoint
@@ -64,7 +64,7 @@ def _warn(damaged: list[str]) -> None:
         print(f"hdpcomm: warning: {text}", file=sys.stderr)
 
 
-def check_same_run(found: Checkpoint, corpus: Corpus, config: RunConfig) -> None:
+def check_same_run(found: Checkpoint, corpus: Corpus | DocumentStream, config: RunConfig) -> None:
     """What must be as it was, so that the checkpoint's step means the same batches and the same model.
 
     Raises: InvalidUsage with what was saved and what is wanted.
@@ -83,7 +83,7 @@ def check_same_run(found: Checkpoint, corpus: Corpus, config: RunConfig) -> None
     if saved_on != data:
         raise InvalidUsage(
             f"{found.path} was saved on other data ({saved_on}) than this run's ({data}); give the same --data, "
-            "--tokenizer and --context, or start anew with another --out"
+            "--tokenizer and --context (and --loader), or start anew with another --out"
         )
 
 
@@ -96,8 +96,10 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def data_facts(corpus: Corpus) -> dict[str, Any]:
+def data_facts(corpus: Corpus | DocumentStream) -> dict[str, Any]:
     """What a checkpoint notes of the data: enough to see that its batches are the same."""
+    if isinstance(corpus, DocumentStream):
+        return corpus.facts
     digest = hashlib.sha256(corpus.sequences.tobytes()).hexdigest()[:16]
     facts = {"sequences": len(corpus), "tokens": corpus.num_tokens, "context": corpus.context, "places": digest}
     return facts | {"encoder": corpus.encoder}

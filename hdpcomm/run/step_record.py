@@ -13,6 +13,7 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import CostModel, Planner, RankTimes, StepPlan, Tree
+from hdpcomm.run.batches import LoadingCosts
 from hdpcomm.run.flops import device_peak_flops, training_flops
 from hdpcomm.run.step_times import rank_times, slowest_rank, times_of
 from hdpcomm.train.timeline import Span
@@ -35,6 +36,7 @@ def step_costs(
     stall_s: float,
     cost_model: CostModel,
     stage_bytes: int | None = None,
+    loading: LoadingCosts | None = None,
 ) -> tuple[dict[str, float], list[RankTimes]]:
     """Figures of a step beside those of StepMetrics, and what each micro-batch took on each rank (nothing for the
     stages of pipelines); equal on all ranks. Collective over ``comm``: one all-gather.
@@ -46,6 +48,9 @@ def step_costs(
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
     ``stage_bytes``: between the stages of pipelines, only where this rank's are given;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
+    ``loader_stall_s``, ``loader_bytes``, ``loader_ready``, ``loader_restarts``: of the loader service, if there is one:
+    seconds that a rank waited for it, bytes that came to all ranks, fewest steps that were ready, servers that were
+    started again;
     ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; not of pipelines.
     """
     groups = {batch.index: len(batch.ranks) for batch in plan.micro_batches}
@@ -72,9 +77,11 @@ def step_costs(
         told = times_of(spans, plan, comm.rank)
     else:  # the plan's ranks are pipelines
         told = [max((span.end_s for span in spans if span.phase == "micro-batch"), default=0.0)]
-    sent = torch.tensor([*own, *told], dtype=torch.float64)
+    loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready, loading.restarts]
+    sent = torch.tensor([*loaded, *own, *told], dtype=torch.float64)
     everything = sent.new_empty(comm.size, len(sent))
     comm.all_gather(everything, sent)
+    load_rows, everything = everything[:, : len(loaded)], everything[:, len(loaded) :]
     rows = everything[:, : len(own)]
     times = [] if stage_bytes is not None else rank_times(everything[:, len(own) :], plan)
     ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, _ = rows.sum(0).tolist()
@@ -91,6 +98,9 @@ def step_costs(
         "device_bytes": float(rows[:, -1].max()),
         "measured_s": float(everything[:, -1].max()),
     }
+    if loading is not None:
+        costs["loader_stall_s"], costs["loader_bytes"] = load_rows[:, 0].mean().item(), load_rows[:, 1].sum().item()
+        costs["loader_ready"], costs["loader_restarts"] = load_rows[:, 2].min().item(), load_rows[:, 3].max().item()
     if stage_bytes is not None:
         costs["stage_bytes"] = between
     else:

@@ -19,9 +19,9 @@ from hdpcomm.train.loss import IGNORE, next_token_labels
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.plan import MicroBatch
+    from hdpcomm.plan import MicroBatch, StepPlan
 
-__all__ = ["Fetch", "FetchParts", "PackedShard", "checked", "empty_shard", "no_tokens", "pack_shard"]
+__all__ = ["Fetch", "FetchParts", "PackedShard", "checked", "empty_shard", "no_tokens", "pack_shard", "parts_of_rank"]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor]"]
 """Gives the tokens ``[length]`` (int64) of a sequence of the global batch by its place in the lengths.
@@ -105,17 +105,37 @@ def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, dev
     )
 
 
+def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
+    """What :func:`pack_shard` will fetch for all micro-batches of a rank: (place, first token, token after the last) of
+    parts of plain sequences. Local."""
+    found = []
+    for micro_batch in plan.for_rank(rank):
+        lengths = [sequence.length for sequence in micro_batch.sequences]
+        if len(micro_batch.ranks) == 1:
+            found += [(sequence.id, 0, sequence.length) for sequence in micro_batch.sequences]
+        else:
+            cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            found += _spans(micro_batch, cu_seqlens, rank=micro_batch.ranks.index(rank), size=len(micro_batch.ranks))
+    return found
+
+
+def _spans(micro_batch: MicroBatch, cu_seqlens: Tensor, *, rank: int, size: int) -> list[tuple[int, int, int]]:
+    layout = layout_of(cu_seqlens, size=size)
+    assert isinstance(layout, Layout)  # of plain sequences
+    return [
+        (sequence.id, start, stop)
+        for sequence, heads_and_tails in zip(micro_batch.sequences, layout.spans(rank).tolist(), strict=True)
+        for start, stop in heads_and_tails
+    ]
+
+
 def _own_parts(
     micro_batch: MicroBatch, fetch: FetchParts, cu_seqlens: Tensor, *, rank: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of this rank's shard, of which no other token is read."""
-    layout = layout_of(cu_seqlens, size=size)
-    assert isinstance(layout, Layout)  # of plain sequences
-    spans = layout.spans(rank).tolist()
     parts = [
-        checked(fetch.part(sequence.id, start, stop), sequence.id, stop - start)
-        for sequence, heads_and_tails in zip(micro_batch.sequences, spans, strict=True)
-        for start, stop in heads_and_tails
+        checked(fetch.part(place, start, stop), place, stop - start)
+        for place, start, stop in _spans(micro_batch, cu_seqlens, rank=rank, size=size)
     ]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([labels for _, labels in parts])
 

@@ -69,6 +69,10 @@ def test_what_is_no_run_is_refused(data: Path, tmp_path: Path, capsys: pytest.Ca
         assert f"{option} was given with --like, whose run says what it is" in capsys.readouterr().err
     assert main(["simulate", "--like", str(run), "--model", "llama-13b"]) == 6
     assert "--model llama-13b was given with" in capsys.readouterr().err
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("loader: index", "loader: threads"))
+    assert main(["simulate", "--like", str(run)]) == 6
+    assert "made its tokens as it went (--loader threads)" in capsys.readouterr().err
     for name in ("metrics.jsonl", "calibration.json", "config.yaml"):
         (run / name).unlink()
         assert main(["simulate", "--like", str(run)]) == 6
