@@ -83,7 +83,6 @@ class Watching:
     """What a run tells while it runs. Functions are called on the rank that gave them, as things are done.
 
     Attributes:
-        on_costs: what the first policy's plans are made from, before the first step.
         on_step: (policy, metrics, costs of :func:`hdpcomm.run.step_record.step_costs`) after every step.
         on_evaluation: (policy, evaluation).
         on_timeline: a step as planned and as measured, see :func:`hdpcomm.run.step_record.timeline_row`; about ten
@@ -91,14 +90,15 @@ class Watching:
         timelines: whether timelines are collected; equal on every rank.
         trace: collects the timeline of each of the first 50 steps of the call, with the messages of its rings; equal
             on every rank.
+        on_costs: what the first policy's plans are made from, before the first step.
     """
 
-    on_costs: Callable[[Calibration], None] | None = None
     on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None
     on_evaluation: Callable[[str, Evaluation], None] | None = None
     on_timeline: Callable[[dict[str, Any]], None] | None = None
     timelines: bool = False
     trace: bool = False
+    on_costs: Callable[[Calibration], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
