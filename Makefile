@@ -15,7 +15,7 @@ export CMAKE_ARGS
 # The core is compiled while pip waits for the network and the disk, and while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: train test lint format docs build asan tsan fuzz clean
+.PHONY: train test lint format docs build clients asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	$(BIN)/hdpcomm train --compare static ddp
@@ -41,6 +41,12 @@ docs: $(DEVELOPER)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 build: $(DEVELOPER)
+
+# What others' trainers and libraries do on this package, each in a virtual environment outside of this tree; docs/clients.md.
+clients: $(DEVELOPER)
+	rm -rf build/clients
+	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/clients .
+	$(BIN)/python tests/clients/run.py --wheel build/clients/*.whl $(CLIENTS)
 
 # The tests with sanitizers (tools/sanitize.py says what they see). What races with something else shows now and then, so
 # ThreadSanitizer runs each file of tests/faults FAULT_RUNS times.
@@ -94,7 +100,7 @@ $(VENV)/.core $(VENV)/.core-for-tests:
 
 # The core has been compiled by itself, since pip shows nothing of a build; for pip there is nothing left to compile.
 $(USER): CMAKE_ARGS += -DHDPCOMM_CUDA=AUTO
-$(DEVELOPER) $(VENV)/.packages-for-tests: CMAKE_ARGS += -DHDPCOMM_CUDA=ON -DHDPCOMM_WERROR=ON -DHDPCOMM_TESTING=ON
+$(DEVELOPER) $(VENV)/.packages-for-tests clients: CMAKE_ARGS += -DHDPCOMM_CUDA=ON -DHDPCOMM_WERROR=ON -DHDPCOMM_TESTING=ON
 $(USER): $(VENV)/.core $(VENV)/.packages
 $(DEVELOPER): $(VENV)/.core-for-tests $(VENV)/.packages-for-tests
 $(USER) $(DEVELOPER):

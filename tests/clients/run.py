@@ -1,0 +1,94 @@
+"""make clients: each client's script in the virtual environment of its packages, made here on first use.
+
+usage: run.py --wheel FILE [--environments FOLDER] [CLIENT ...]     (default: all)
+
+Environments are kept, so that the next run is quick, and lie outside the source tree. hdpcomm is installed from the
+wheel, as a user has it: torch knows the backend by the entry point. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+brings a torch without CUDA. Exit code 1: a client failed; its output is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+TOP = FOLDER.parents[1]
+#: Script: the packages of its environment, beside torch and hdpcomm. Clients with equal packages share one.
+CLIENTS: dict[str, tuple[str, ...]] = {
+    "ddp": ("transformers", "accelerate"),
+    "fsdp2": ("transformers", "accelerate"),
+    "dtensor_tp": ("transformers", "accelerate"),
+    "pipelining": ("transformers", "accelerate"),
+    "dcp": ("transformers", "accelerate"),
+    "transformers_trainer": ("transformers", "accelerate"),
+    "planning_trainer": ("transformers", "accelerate"),
+    "accelerate_launch": ("transformers", "accelerate"),
+    "trl_sft": ("transformers", "accelerate", "trl", "datasets"),
+    "lightning_fabric": ("transformers", "lightning==2.6.6"),
+    "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
+    "megatron_scheduler": ("megatron-core==0.16.1",),
+}
+
+
+def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
+    """The interpreter of an environment with these packages and this wheel."""
+    python = folder / "bin" / "python"
+    done = folder / "installed.txt"
+    wanted = "\n".join(("torch", *packages))
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-compile"]
+    if not done.exists() or done.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        constraints = ["-c", str(TOP / "constraints.txt")]
+        subprocess.run([*pip, *constraints, "torch", "numpy", "rich", "PyYAML", *packages], check=True)
+        done.write_text(wanted)
+    subprocess.run([*pip, "--force-reinstall", "--no-deps", str(wheel)], check=True)
+    return python
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join(CLIENTS))
+    parser.add_argument("--wheel", type=Path, required=True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parser.add_argument("--environments", type=Path, default=cache / "hdpcomm" / "clients")
+    given = parser.parse_args()
+    if unknown := [name for name in given.clients if name not in CLIENTS]:
+        parser.error(f"no client {unknown[0]!r}; known are {', '.join(CLIENTS)}")
+    if TOP in (given.environments.resolve(), *given.environments.resolve().parents):
+        parser.error(f"{given.environments} is inside the source tree; give another --environments")
+    # What is not installed there must not come from here.
+    outer = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    ready: dict[tuple[str, ...], Path] = {}
+    failed = []
+    for name in given.clients or CLIENTS:
+        packages, started = CLIENTS[name], time.monotonic()
+        if packages not in ready:
+            folder = given.environments.resolve() / "-".join(package.split("=")[0] for package in packages)
+            ready[packages] = environment(folder, packages, given.wheel.resolve())
+            print(f"# {folder}: ready in {time.monotonic() - started:.0f} s", flush=True)
+        done = subprocess.run(
+            [str(ready[packages]), str(FOLDER / f"{name}.py")],
+            env=outer,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        last = done.stdout.strip().splitlines()[-1:] or [""]
+        if done.returncode or not last[0].startswith("ok: "):
+            failed.append(name)
+            print(done.stdout)
+        print(f"{name}: {last[0]}", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
