@@ -81,9 +81,11 @@ class ExpertGroup:
         self.comm.all_to_all(received, counts)
         table = received.view(size, local)  # [source, own expert]
         load.add(counts, table.sum(0), self.comm.rank * local)
-        sends, gets, own = (part.tolist() for part in (counts.view(size, local).sum(1), table.sum(1), table.sum(0)))
+        sizes = torch.cat((counts.view(size, local).sum(1), table.sum(1), table.sum(0))).tolist()
+        sends, gets, own = sizes[:size], sizes[size : 2 * size], sizes[2 * size :]
         arrived: Tensor = _Exchange.apply(rows, self.comm, sends, gets)  # type: ignore[no-untyped-call]
-        expert = torch.arange(local, device=rows.device).repeat(size).repeat_interleave(received)
+        expert = torch.arange(local, device=rows.device).repeat(size)
+        expert = expert.repeat_interleave(received, output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
         made = experts(arrived.index_select(0, order), expert[order], own)
         results: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
-__all__ = ["Llama", "LlamaConfig", "apply_rope", "finish_llama", "rope_tables", "run_blocks"]
+__all__ = ["Llama", "LlamaConfig", "apply_rope", "finish_llama", "losses_of_routers", "rope_tables", "run_blocks"]
 
 _IGNORE = -100  # the label of a token without a loss
 
@@ -77,6 +77,11 @@ class LlamaConfig:
             )
         for name in ("rope_theta", "norm_eps"):
             check_number("LlamaConfig", name, getattr(self, name), above=0)
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers add to the loss."""
+        return self.experts > 0 and self.router_aux_loss + self.router_z_loss > 0
 
     @property
     def head_dim(self) -> int:
@@ -223,6 +228,27 @@ def finish_llama(
     )  # fmt: skip
 
 
+class _Routed(Protocol):
+    """What :func:`losses_of_routers` needs of a model."""
+
+    config: LlamaConfig
+    tensor: TensorGroup | None
+
+
+def losses_of_routers(
+    model: _Routed, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
+) -> Tensor:
+    """What the routers of the layers that are here add to the loss; see :func:`router_losses`. Collective over
+    ``comm``."""
+    config = model.config
+    if model.tensor is not None:
+        router_logits = [model.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
+    return router_losses(
+        router_logits, labels != _IGNORE, aux=config.router_aux_loss, z=config.router_z_loss, top_k=config.top_k,
+        layers=config.layers, cu_seqlens=cu_seqlens, comm=comm,
+    )  # fmt: skip
+
+
 class Llama(nn.Module):
     """A Llama of any size and dtype (fp64 included, for exactness tests).
 
@@ -306,14 +332,9 @@ class Llama(nn.Module):
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
         x, router_logits = run_blocks(self.blocks, x, tables, cu_seqlens, comm)
         loss = finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
-        if labels is None or not router_logits:
+        if labels is None or not self.config.has_router_losses:
             return loss
-        if self.tensor is not None:
-            router_logits = [self.tensor.gather(x, positions.shape[0], partial=False) for x in router_logits]
-        return loss + router_losses(
-            router_logits, labels != _IGNORE, aux=self.config.router_aux_loss, z=self.config.router_z_loss,
-            top_k=self.config.top_k, cu_seqlens=cu_seqlens, comm=comm,
-        )  # fmt: skip
+        return loss + losses_of_routers(self, router_logits, labels, cu_seqlens, comm)
 
     @property
     def last_layer(self) -> nn.Linear:

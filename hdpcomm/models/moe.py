@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from hdpcomm.models.router_loss import router_loss
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["MixtureOfExperts", "router_losses"]
+__all__ = ["MixtureOfExperts", "refuse_trees", "router_losses"]
 
 
 class MixtureOfExperts(nn.Module):
@@ -61,6 +61,15 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(made)
 
 
+def refuse_trees(packs: Iterable[object]) -> None:
+    """Raises InvalidUsage if any is a tree, for which routers' losses have no meaning. Local."""
+    if any(isinstance(each, Tree) for each in packs):
+        raise InvalidUsage(
+            "the losses of routers are means over sequences, and a tree was given, whose tokens belong to several: set "
+            "router_aux_loss and router_z_loss of LlamaConfig to 0, or train on plain sequences"
+        )
+
+
 def router_losses(
     router_logits: Sequence[Tensor],
     trained: Tensor,
@@ -68,30 +77,31 @@ def router_losses(
     aux: float,
     z: float,
     top_k: int,
+    layers: int,
     cu_seqlens: Tensor | Tree,
     comm: Communicator,
 ) -> Tensor:
     """This rank's share of the sum over all trained tokens of their routers' losses; differentiable.
 
-    ``aux`` times the load-balancing loss of the token's sequence (:func:`hdpcomm.models.router_loss.router_loss`), and
-    ``z`` times the mean over the layers of the squared log-sum-exp of the token's logits (ST-MoE, arXiv 2202.08906,
-    equation 5). Collective over ``comm`` unless ``aux`` is 0.
+    Both are means over the model's layers: ``aux`` times the load-balancing loss of the token's sequence in each
+    (:func:`hdpcomm.models.router_loss.router_loss`), and ``z`` times the squared log-sum-exp of the token's logits
+    (ST-MoE, arXiv 2202.08906, equation 5). Collective over ``comm`` unless ``aux`` is 0.
 
     Args:
-        router_logits: of each layer ``[local tokens, experts]``.
+        router_logits: of each layer that is here ``[local tokens, experts]``.
         trained: ``[local tokens]`` bool, tokens that have a label.
+        layers: of the whole model; stages of a pipeline have some of them each, and their losses add up.
 
     Raises: InvalidUsage for a tree, unless both factors are 0.
     """
-    if isinstance(cu_seqlens, Tree) and (aux or z):
-        raise InvalidUsage(
-            "the losses of routers are means over sequences, and a tree was given, whose tokens belong to several: set "
-            "router_aux_loss and router_z_loss of LlamaConfig to 0, or train on plain sequences"
-        )
+    if aux or z:
+        refuse_trees([cu_seqlens])
     total = router_logits[0].new_zeros((), dtype=torch.promote_types(router_logits[0].dtype, torch.float32))
     if aux:
-        total = total + aux * router_loss(router_logits, trained, top_k=top_k, cu_seqlens=cu_seqlens, comm=comm)
+        total = total + aux / layers * router_loss(
+            router_logits, trained, top_k=top_k, cu_seqlens=cu_seqlens, comm=comm, by_layer=True
+        )
     if z:
         squares = [logits.to(total.dtype).logsumexp(-1).square() for logits in router_logits]
-        total = total + z / len(squares) * (torch.stack(squares).sum(0) * trained).sum()
+        total = total + z / layers * (torch.stack(squares).sum(0) * trained).sum()
     return total

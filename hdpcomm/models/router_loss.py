@@ -32,6 +32,7 @@ def router_loss(
     top_k: int,
     cu_seqlens: CuSeqlens,
     comm: Communicator | None,
+    by_layer: bool = False,
 ) -> Tensor:
     """This rank's share of the sum over all trained tokens of their sequence's loss; differentiable.
 
@@ -42,7 +43,9 @@ def router_loss(
         router_logits: of each layer ``[local tokens, experts]``.
         trained: ``[local tokens]`` bool, tokens that have a label.
         cu_seqlens: of the whole pack, which must be no tree.
-        comm: the ranks that share the pack. Collective over it: one all-reduce of ``experts + 1`` numbers a sequence.
+        comm: the ranks that share the pack. Collective over it: one all-reduce of ``experts`` numbers and
+            one a sequence, ``by_layer`` for each layer.
+        by_layer: the sum over the layers of the losses of each alone, in place of that of their common means.
 
     Raises: InvalidUsage for a tree.
     """
@@ -57,18 +60,21 @@ def router_loss(
     counts = local_cu_seqlens(cu_seqlens, rank=rank, size=size).diff().to(device)
     sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
     wide = torch.promote_types(router_logits[0].dtype, torch.float32)
-    stats = torch.zeros(len(lengths), experts + 1, dtype=torch.float64, device=device)
-    stats[:, experts].index_add_(0, sequence, trained.double())
-    probabilities = torch.zeros(len(lengths), experts, dtype=wide, device=device)
-    for logits in router_logits:
-        weights = logits.to(wide).softmax(-1)
-        probabilities = probabilities.index_add(0, sequence, weights)
-        chosen = weights.detach().topk(top_k, dim=-1).indices
-        stats.view(-1).index_add_(
-            0, (sequence[:, None] * (experts + 1) + chosen).flatten(), stats.new_ones(chosen.numel())
-        )
+    groups = [[logits] for logits in router_logits] if by_layer else [router_logits]
+    stats = torch.zeros(len(lengths), 1 + len(groups) * experts, dtype=torch.float64, device=device)
+    stats[:, 0].index_add_(0, sequence, trained.double())
+    probabilities = []
+    for place, group in enumerate(groups):
+        sums = torch.zeros(len(lengths), experts, dtype=wide, device=device)
+        for logits in group:
+            weights = logits.to(wide).softmax(-1)
+            sums = sums.index_add(0, sequence, weights)
+            chosen = weights.detach().topk(top_k, dim=-1).indices + 1 + place * experts
+            cells = (sequence[:, None] * stats.shape[1] + chosen).flatten()
+            stats.view(-1).index_add_(0, cells, stats.new_ones(chosen.numel()))
+        probabilities.append(sums)
     if comm is not None and size > 1:
         comm.all_reduce(stats)
-    rows = (lengths * len(router_logits)).double()
-    factors = experts * stats[:, :experts] * (stats[:, experts:] / rows[:, None].square())
-    return (factors.to(wide) * probabilities).sum()
+    rows = (lengths * len(groups[0])).double()
+    factors = experts * stats[:, 1:] * (stats[:, :1] / rows[:, None].square())
+    return (factors.to(wide) * torch.cat(probabilities, dim=1)).sum()

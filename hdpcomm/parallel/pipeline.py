@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from hdpcomm.attention import positions as positions_of
+from hdpcomm.models.moe import refuse_trees
 from hdpcomm.parallel.program import RECEIVE, RUN, Action
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, pack_shard
@@ -69,10 +70,14 @@ class StageRunner:
         self.bytes_sent = 0
         """To the stages beside this device's."""
         self._batches = batches
+        self._router_losses = loss is None and chunks[0].config.has_router_losses
+        if self._router_losses:  # now, on all stages
+            refuse_trees(planned.lengths)
         self._device = next(chunks[0].parameters()).device
         self._packs: dict[int, PackedShard] = {}
-        self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """By micro-batch and stage: input and output of the forward pass, until its backward pass has run."""
+        self._open: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
+        """By micro-batch and stage: input and output of the forward pass, and its routers' losses, until its backward
+        pass has run."""
         self._given: dict[Pass, Tensor] = {}
         """What passes here gave for a stage beside them."""
         self._received: dict[Pass, tuple[Tensor, Work]] = {}
@@ -104,13 +109,18 @@ class StageRunner:
         batch, chunk = self._batches[done.micro_batch], self._chunk(done.stage)
         pack, comm = self._pack(done.micro_batch), self._group(batch)
         x = pack.tokens if chunk.first else self._take(replace(done, stage=done.stage - 1)).requires_grad_()
+        y: Any
         with nullcontext() if batch is None else self.offload(batch.offload_ratio, pack.positions.numel()):
             if chunk.last:
                 y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.loss)
             else:
-                y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm)
+                labels = pack.labels if self._router_losses else None
+                y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm, labels=labels)
+        y, losses = y if isinstance(y, tuple) else (y, None)
         if torch.is_grad_enabled():
-            self._open[done.micro_batch, done.stage] = x, y
+            self._open[done.micro_batch, done.stage] = x, y, losses
+        if losses is not None:
+            self.total[0] += float(losses.detach())
         if chunk.last:
             self.total += torch.stack((y.detach().double(), pack.trained.double())).cpu()
         else:
@@ -118,13 +128,15 @@ class StageRunner:
 
     def _backward(self, done: Pass) -> None:
         chunk = self._chunk(done.stage)
-        x, y = self._open.pop((done.micro_batch, done.stage))
+        x, y, losses = self._open.pop((done.micro_batch, done.stage))
         if chunk.last:
             (y * self.scale).backward()  # type: ignore[no-untyped-call]
         else:
             gradient = self._take(replace(done, stage=done.stage + 1))
-            if y.requires_grad:  # not where all of the first stage is frozen
-                torch.autograd.backward(y, gradient)
+            roots = {y: gradient} if losses is None else {y: gradient, losses: torch.full_like(losses, self.scale)}
+            roots = {root: upstream for root, upstream in roots.items() if root.requires_grad}
+            if roots:  # not where all of the first stage is frozen
+                torch.autograd.backward(list(roots), list(roots.values()))
         if not chunk.first:
             self._given[done] = cast(Tensor, x.grad).contiguous()
         if not any(index == done.micro_batch for index, _ in self._open):
@@ -158,7 +170,7 @@ class StageRunner:
         if holds_trees(batch, lengths):
             fragments = self.planned.plan.fragments
             return pack_trees(batch, lengths, fragments, self.fetch, comm=comm, device=self._device)
-        if any(chunk.first or chunk.last for chunk in self.chunks):
+        if self._router_losses or any(chunk.first or chunk.last for chunk in self.chunks):
             return pack_shard(batch, self.fetch, comm=comm, device=self._device)
         bounds = [0, *itertools.accumulate(sequence.length for sequence in batch.sequences)]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama
-from hdpcomm.models.llama import finish_llama, rope_tables, run_blocks
+from hdpcomm.models.llama import finish_llama, losses_of_routers, rope_tables, run_blocks
 
 if TYPE_CHECKING:
     from hdpcomm.attention import Tree
@@ -95,21 +95,26 @@ class LlamaStage(nn.Module):
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
         label_weights: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the layers; arguments as of :meth:`hdpcomm.models.Llama.forward`. Collective over ``comm``.
 
         Args:
             x: the first stage: ``[tokens]`` int64; others: ``[tokens, hidden]``, this rank's shard; of it the block of
                 this tensor rank, where there are several.
-            labels, label_rows, label_weights: of the last stage only.
+            labels: of the last stage; of another one with routers whose losses count: then it gives these, too.
+            label_rows, label_weights: of the last stage only.
         """
         if self.first:
             x = self.embedding(x)
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
-        x, _ = run_blocks(self.blocks, x, tables, cu_seqlens, comm)
-        if not self.last:
-            return x
-        return finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
+        x, router_logits = run_blocks(self.blocks, x, tables, cu_seqlens, comm)
+        out = x
+        if self.last:
+            out = finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
+        if labels is None or not self.config.has_router_losses:
+            return out
+        losses = losses_of_routers(self, router_logits, labels, cu_seqlens, comm)
+        return out + losses if self.last else (out, losses)
 
     def name_in_model(self, name: str) -> str:
         """The name that a parameter of this stage has in the model. Local."""
@@ -133,12 +138,6 @@ def split_llama(model: Llama, stages: int, *, layers: Sequence[int] | None = Non
     """
     if not isinstance(model, Llama):
         raise InvalidUsage(f"split_llama() got a {type(model).__name__}; it cuts hdpcomm.models.Llama only")
-    if stages > 1 and model.config.experts and (model.config.router_aux_loss or model.config.router_z_loss):
-        raise InvalidUsage(
-            f"router_aux_loss is {model.config.router_aux_loss} and router_z_loss {model.config.router_z_loss}: these "
-            "losses look at the routers of all layers, which stages of a pipeline do not see; set both to 0, or train "
-            "without pipelines"
-        )
     if layers is None:
         return [LlamaStage(model, each) for each in layers_of_stages(model.config.layers, stages)]
     if len(layers) != stages or min(layers, default=0) < 1 or sum(layers) != model.config.layers:

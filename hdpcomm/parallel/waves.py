@@ -37,8 +37,8 @@ class PlannedWaves:
     """What pipelines make a schedule for in place of a plan: its waves.
 
     Attributes:
-        plan: micro-batch i is wave i, on all ranks of the expert groups that take part in it, with the sequences of all
-            its micro-batches. Ranks that share one run its passes at the same time.
+        plan: micro-batch i is wave i, on all ranks of the expert groups that take part in it: these run its passes at
+            the same time. It has the sequences of its longest micro-batch, which fit these ranks as they fit fewer.
     """
 
     plan: StepPlan
@@ -57,15 +57,9 @@ def plan_waves(plan: StepPlan, expert: int) -> PlannedWaves:
     batches: dict[tuple[int, int], MicroBatch] = {}
     for number, wave in enumerate(_waves(plan)):
         groups = sorted({rank // expert for batch in wave for rank in batch.ranks})
-        made.append(
-            MicroBatch(
-                number,
-                tuple(rank for group in groups for rank in range(group * expert, (group + 1) * expert)),
-                tuple(sequence for batch in wave for sequence in batch.sequences),
-                max(batch.offload_ratio for batch in wave),
-                max(batch.predicted_s for batch in wave),
-            )
-        )
+        ranks = tuple(rank for group in groups for rank in range(group * expert, (group + 1) * expert))
+        longest = max(wave, key=lambda batch: batch.predicted_s)
+        made.append(replace(longest, index=number, ranks=ranks))
         batches |= {(number, rank): batch for batch in wave for rank in batch.ranks}
     return PlannedWaves(replace(plan, micro_batches=tuple(made)), batches)
 

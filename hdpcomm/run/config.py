@@ -161,11 +161,6 @@ class RunConfig:
             raise InvalidUsage(
                 "pipelines cut the built-in Llama only: leave out --model, or train it without --pipeline"
             )
-        if self.model.experts and (self.model.router_aux_loss or self.model.router_z_loss):
-            raise InvalidUsage(
-                "the losses of routers look at all layers, which a stage of a pipeline does not see: give "
-                "--router-aux-loss 0 and --router-z-loss 0, or train without --pipeline"
-            )
         stages = self.pipeline * self.chunks
         if self.model.layers % stages:
             raise InvalidUsage(

@@ -17,6 +17,7 @@ from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from tests.ranks.parallel import pipelines
 from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, tokens_of, wanted
 from tests.ranks.parallel.test_pipeline import LIMIT
 from tests.ranks.train.plain_llama import batch_gradients
@@ -294,6 +295,14 @@ def make(comm, *, model=None, mesh=None):
     return MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, mesh)
 
 
+def trees_in_pipelines(comm):
+    mesh = Mesh(comm, pipeline=2)
+    stage = split_llama(Llama(dataclasses.replace(CONFIG, layers=2)), 2)[mesh.stage]
+    planner = Planner(None, ClusterSpec(1, 100, pipeline=2), cost_model=COST)
+    trainer = PipelineTrainer(stage, torch.optim.SGD(stage.parameters(), lr=0.1), planner, mesh)
+    trainer.step([Tree(parents=(-1, 0, 0), lengths=(9, 12, 7))], lambda _: torch.arange(28))
+
+
 def twice(comm):
     mesh = Mesh(comm, expert=2)
     expert_parallel(expert_parallel(Llama(CONFIG), mesh), mesh)
@@ -311,6 +320,7 @@ def twice(comm):
             lambda comm: expert_parallel(Llama(dataclasses.replace(CONFIG, experts=0)), Mesh(comm, expert=2)),
             "Llama has no layer with experts",
         ),
+        (trees_in_pipelines, "losses of routers are means over sequences, and a tree"),
         (twice, "have been cut by expert_parallel() already"),
         (lambda comm: make(comm, model=Llama(CONFIG)), "are on the ranks [], and the expert ranks of the mesh are [0"),
         (
@@ -323,7 +333,6 @@ def twice(comm):
             "give it to hdpcomm.parallel.MeshTrainer",
         ),
         (lambda comm: Mesh(comm, expert=3), "expert must divide 2"),
-        (lambda _: split_llama(Llama(CONFIG), 3), "which stages of a pipeline do not see"),
         (lambda _: LlamaConfig(experts=2, top_k=3), "top_k is 3 of 2 experts"),
         (lambda _: LlamaConfig(experts=2, router_z_loss=-1), "router_z_loss is -1"),
     ],
@@ -374,9 +383,7 @@ def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload
     [("plain", 1, 1), ("recompute", 2, 1), ("offload", 1, 1), ("plain", 1, 2)],
 )
 def test_beside_pipelines(how, chunks, tensor):
-    config = dataclasses.replace(
-        CONFIG, layers=2 * chunks, router_aux_loss=0.0, router_z_loss=0.0, tied_embeddings=False
-    )
+    config = dataclasses.replace(CONFIG, layers=2 * chunks, tied_embeddings=False)
     planner = FixedPlanner(2, 2, UNEQUAL, ratio=0.6 if how == "offload" else 0.0, chunks=chunks, tensor=tensor)
     more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
     lengths = (50, 4, 18, 30, 8, 2, 2, 12)
@@ -387,3 +394,9 @@ def test_beside_pipelines(how, chunks, tensor):
         rows += 2 * (lengths[0] // 2 % 2)
     check(results, config, torch.float64, lengths, rows=rows)
     assert (results[0][2] > 0) == (how == "offload")
+
+
+def test_router_losses_of_stages_in_the_middle():
+    planner, lengths = FixedPlanner(1, 3, [((0,), (0, 1)), ((0,), (2,))]), (20, 3, 9)
+    results = run_threads(lambda: pipelines.one_step(planner, CONFIG, torch.float64, lengths), 3)
+    pipelines.check_gradients([r[1] for r in results], results[0][0], CONFIG, torch.float64, lengths, 1e-10)

@@ -75,11 +75,11 @@ def _experts(weights, config, name, h):
 
 def _router_losses(routers, config):
     """Of one sequence, all of whose tokens but the last have a label."""
-    labels, rows = len(routers[0]) - 1, sum(len(scores) for scores in routers)
-    everything = torch.cat(routers)
-    best = everything.sort(descending=True).indices[:, : config.top_k]
-    frequency = torch.stack([(best == expert).sum().double() / rows for expert in range(config.experts)])
-    balance = config.experts * (frequency.to(everything.dtype) * everything.softmax(-1).mean(0)).sum()
+    labels, balance = len(routers[0]) - 1, 0.0
+    for scores in routers:
+        best = scores.sort(descending=True).indices[:, : config.top_k]
+        frequency = torch.stack([(best == expert).sum().to(scores.dtype) for expert in range(config.experts)])
+        balance += config.experts * (frequency / len(scores) * scores.softmax(-1).mean(0)).sum() / len(routers)
     squares = sum(scores[:-1].logsumexp(-1).square().sum() for scores in routers) / len(routers)
     return config.router_aux_loss * labels * balance + config.router_z_loss * squares
 

@@ -15,7 +15,8 @@ PLANS = int(os.environ.get("HDPCOMM_TEST_WAVE_PLANS", "60"))
 
 
 def plan_of(ranks, batches):
-    made = tuple(MicroBatch(i, tuple(own), (SequenceInfo(i, 8),), 0.0, 1.0) for i, own in enumerate(batches))
+    """Each rank's share of a micro-batch is 8 tokens."""
+    made = tuple(MicroBatch(i, tuple(own), (SequenceInfo(i, 8 * len(own)),), 0.0, 1.0) for i, own in enumerate(batches))
     return StepPlan("by hand", ranks, made, 1.0, 1.0, 0.0, 0.0)
 
 
@@ -90,7 +91,7 @@ def test_pipelines_run_random_waves_to_their_end():
         batches = [generator.sample(range(ranks), generator.randint(1, ranks)) for _ in range(generator.randint(1, 9))]
         plan = plan_of(ranks, batches)
         waves = plan_waves(plan, expert)
-        cluster = ClusterSpec(ranks, 100, pipeline=stages, chunks=chunks)
+        cluster = ClusterSpec(ranks, 8, pipeline=stages, chunks=chunks)
         schedule = Planner(None, cluster, cost_model=CostModel(attention=1e-6, linear=1e-5)).schedule(waves.plan)
         check_programs(make_programs(schedule, waves.plan), waves.plan, stages=stages * chunks)
         for rank in range(ranks):
