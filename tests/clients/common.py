@@ -22,6 +22,7 @@ __all__ = ["batches", "figures_of", "join", "leave", "main", "tiny_llama"]
 
 VOCABULARY = 64
 Figures = dict[str, list[float]]
+_kept: list[dict[str, Any]] = []
 
 
 def join(backend: str) -> tuple[int, int]:
@@ -42,13 +43,16 @@ def leave(backend: str) -> None:
         engine = dist.group.WORLD.engine
         sent = sum(comm.stats()["bytes_sent"] for comm in (engine.world, engine._messages))
         assert sent > 1000, f"hdpcomm moved {sent} bytes: something else did the work"
-    # No dist.barrier(): with gloo, torch 2.13 hangs at times where DDP is let go of right after an operation, since the
-    # thread that ends the operation wants the GIL, which the one that ends the group holds.
     store = dist.distributed_c10d._get_default_store()
     store.add("ranks that have ended", 1)
     while store.add("ranks that have ended", 0) < dist.get_world_size():
         time.sleep(0.05)
-    dist.destroy_process_group()
+    if backend == "hdpcomm":
+        dist.destroy_process_group()
+    else:
+        # torch 2.13 hangs at times where DDP over gloo is let go of right after an operation: the thread that ends the
+        # operation wants the GIL, which the one that ends the group holds. So it lives until main() ends the process.
+        _kept.append(dict(sys._getframe(1).f_locals))
 
 
 def tiny_llama() -> Any:
@@ -109,7 +113,9 @@ def main(
         found = work(given.backend)
         if int(os.environ.get("RANK", "0")) == 0:
             Path(given.out).write_text(json.dumps(found))
-        return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         ours = _run("hdpcomm", ranks, folder, launcher)
