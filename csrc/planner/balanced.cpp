@@ -22,12 +22,24 @@ constexpr int kMaxWaveJobs = 1024;        // with more of them, blocks leave lit
 constexpr int kMaxWaveTrials = 16;
 
 std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& jobs,
-                                const BlockPacker& packer) {
-  std::vector<MicroBatch> batches = placedBatches(problem, jobs, packer);
+                                const Packing& packing) {
+  std::vector<MicroBatch> batches = placedBatches(problem, jobs, packing.placements);
   const int64_t capacity = problem.cost().memory().capacity;
-  for (const Slot& slot : packer.slots()) {
+  // The sequences of each slot, in the order of the jobs.
+  std::vector<int32_t> ends(packing.slots.size() + 1, 0);
+  for (const int32_t slot : packing.slot_of) ++ends[slot + 1];
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
+  std::vector<int32_t> sequences(packing.slot_of.size());
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    sequences[ends[packing.slot_of[i]]++] = jobs[packing.first_short + i].sequence;
+  }
+  int32_t begin = 0;
+  for (size_t which = 0; which < packing.slots.size(); ++which) {
+    const Slot& slot = packing.slots[which];
     double start = slot.start;
-    for (auto& bin : packBestFit(problem.lengths(), slot.sequences, capacity)) {
+    const std::vector<int32_t> own(sequences.begin() + begin, sequences.begin() + ends[which]);
+    begin = ends[which];
+    for (auto& bin : packBestFit(problem.lengths(), own, capacity)) {
       MicroBatch batch;
       batch.ranks = {slot.rank};
       batch.sequences = std::move(bin);
@@ -47,16 +59,14 @@ Plan planBlocks(const Problem& problem, double lower_bound) {
   if (jobs.empty()) return finishPlan(problem, {});
   BlockPacker packer(problem, jobs);
   double best = std::numeric_limits<double>::infinity();
-  double best_target = 0;
-  bool best_fill = false;
+  Packing packing;
   const auto attempt = [&](double target) {
     for (const bool fill : {false, true}) {
       if (best <= lower_bound * kGoodEnough[0]) return;
       const double makespan = packer.run(target, fill, best);
       if (makespan >= best) continue;
       best = makespan;
-      best_target = target;
-      best_fill = fill;
+      packing = packer.take();
     }
   };
   attempt(lower_bound * (1 + 1e-6));
@@ -69,8 +79,7 @@ Plan planBlocks(const Problem& problem, double lower_bound) {
       attempt(target);
     }
   }
-  packer.run(best_target, best_fill);
-  return finishPlan(problem, collect(problem, jobs, packer));
+  return finishPlan(problem, collect(problem, jobs, packing));
 }
 
 // How many of the first `count` jobs run in each of `waves` waves of about equal numbers; more
@@ -104,20 +113,19 @@ Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
   const int count = static_cast<int>(long_ones - jobs.begin());
   if (count == 0 || count > kMaxWaveJobs) return so_far;
   double best = so_far.makespan;
-  std::vector<int> best_counts;
+  Packing packing;
   int fewest = static_cast<int>(waveCounts(problem, jobs, count, 1).size());
   for (int tried = 0, waves = fewest; tried < kMaxWaveTrials && waves <= count; ++tried) {
     const std::vector<int> counts = waveCounts(problem, jobs, count, waves);
     const double makespan = packer.runWaves(counts);
     if (makespan < best) {
       best = makespan;
-      best_counts = counts;
+      packing = packer.take();
     }
     waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
   }
-  if (best_counts.empty()) return so_far;
-  packer.runWaves(best_counts);
-  return finishPlan(problem, collect(problem, jobs, packer));
+  if (best == so_far.makespan) return so_far;
+  return finishPlan(problem, collect(problem, jobs, packing));
 }
 
 // For ranks of different speeds: plans as if they lay beside each other by falling speed, so that

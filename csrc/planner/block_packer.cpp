@@ -20,9 +20,9 @@ std::vector<Job> makeJobs(const Problem& problem) {
 }
 
 std::vector<MicroBatch> placedBatches(const Problem& problem, const std::vector<Job>& jobs,
-                                      const BlockPacker& packer) {
+                                      const std::vector<Placement>& placements) {
   std::vector<MicroBatch> batches;
-  for (const Placement& placement : packer.placements()) {
+  for (const Placement& placement : placements) {
     MicroBatch batch;
     std::vector<int32_t> ranks;
     for (const auto& [first, count] : placement.ranges) {

@@ -41,17 +41,24 @@ struct Gap {
   double speed = 1;
 };
 
-// Short sequences that one rank runs one after the other, from `start` on.
+// Where one rank runs short sequences one after the other, from `start` on.
 struct Slot {
   double start = 0;
   int rank = 0;
-  std::vector<int32_t> sequences;
 };
 
 struct Placement {
   int32_t job = 0;
   double start = 0;
   std::vector<std::pair<int, int>> ranges;  // (first rank, count)
+};
+
+// Where all jobs of a run are.
+struct Packing {
+  std::vector<Placement> placements;
+  size_t first_short = 0;        // the job from which on all are in slots
+  std::vector<int32_t> slot_of;  // of each short job
+  std::vector<Slot> slots;
 };
 
 // What the ranks do before and after the jobs, in seconds by rank; empty: nothing.
@@ -119,8 +126,11 @@ class BlockPacker {
     return placeShort(next);
   }
 
-  const std::vector<Placement>& placements() const { return placements_; }
-  const std::vector<Slot>& slots() const { return slots_; }
+  // The result of the last run, which this takes away.
+  Packing take() {
+    return {std::exchange(placements_, {}), first_short_, std::exchange(slot_of_, {}),
+            std::exchange(slots_, {})};
+  }
 
  private:
   using Blocks = std::multiset<Block>;    // by rising ready time
@@ -393,13 +403,15 @@ class BlockPacker {
   // that end them first. Returns the makespan of all jobs.
   double placeShort(size_t next) {
     slots_.clear();
+    first_short_ = next;
+    slot_of_.resize(jobs_.size() - next);
     using Entry = std::pair<double, int32_t>;  // (time left or time ready, slot)
     std::priority_queue<Entry> gap_slots;      // time left at full speed
     for (const Gap& gap : gaps_) {
       for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
         const double left = (gap.until - gap.start) * gap.speed;
         gap_slots.push({left, static_cast<int32_t>(slots_.size())});
-        slots_.push_back({gap.start, rank, {}});
+        slots_.push_back({gap.start, rank});
       }
     }
     double makespan = 0;
@@ -410,7 +422,7 @@ class BlockPacker {
         const double ready = block.ready + (around_.after.empty() ? 0 : around_.after[rank]);
         makespan = std::max(makespan, ready);
         tail.push_back({ready, static_cast<int32_t>(slots_.size())});
-        slots_.push_back({block.ready, rank, {}});
+        slots_.push_back({block.ready, rank});
       }
     }
     using Queue = std::priority_queue<Entry, std::vector<Entry>, std::greater<>>;
@@ -424,7 +436,7 @@ class BlockPacker {
       if (!gap_slots.empty() && gap_slots.top().first >= job.min_size_s) {
         const auto [left, slot] = gap_slots.top();
         gap_slots.pop();
-        slots_[slot].sequences.push_back(job.sequence);
+        slot_of_[next - first_short_] = slot;
         gap_slots.push({left - time, slot});
         continue;
       }
@@ -439,7 +451,7 @@ class BlockPacker {
       }
       const int32_t slot = ranks->top().second;
       ranks->pop();
-      slots_[slot].sequences.push_back(job.sequence);
+      slot_of_[next - first_short_] = slot;
       ranks->push({first_end, slot});
       makespan = std::max(makespan, first_end);
     }
@@ -460,6 +472,8 @@ class BlockPacker {
   Blocks blocks_;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
+  size_t first_short_ = 0;
+  std::vector<int32_t> slot_of_;
   std::vector<Slot> slots_;
   std::vector<double> speed_limits_;
 };
@@ -469,6 +483,6 @@ std::vector<Job> makeJobs(const Problem& problem);
 
 // The micro-batch of each placement.
 std::vector<MicroBatch> placedBatches(const Problem& problem, const std::vector<Job>& jobs,
-                                      const BlockPacker& packer);
+                                      const std::vector<Placement>& placements);
 
 }  // namespace hdpcomm::planner

@@ -124,8 +124,27 @@ bool fits(const Problem& problem, const Load& load, const std::vector<int32_t>& 
 std::vector<int32_t> Problem::byLength() const {
   std::vector<int32_t> order(lengths_.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [this](int32_t a, int32_t b) { return lengths_[a] > lengths_[b]; });
+  constexpr size_t kFewForComparisons = 4096;
+  if (order.size() <= kFewForComparisons) {
+    std::stable_sort(order.begin(), order.end(),
+                     [this](int32_t a, int32_t b) { return lengths_[a] > lengths_[b]; });
+    return order;
+  }
+  // By digits, the lowest first; each pass keeps the order of equal ones.
+  constexpr int kBits = 11;
+  constexpr int64_t kDigits = 1 << kBits;
+  const int64_t longest = *std::max_element(lengths_.begin(), lengths_.end());
+  std::vector<int32_t> sorted(order.size());
+  for (int shift = 0; shift < 63 && longest >> shift > 0; shift += kBits) {
+    const auto digit = [&](int32_t i) {
+      return static_cast<size_t>(kDigits - 1 - (lengths_[i] >> shift & (kDigits - 1)));
+    };
+    std::vector<size_t> places(kDigits + 1, 0);
+    for (const int32_t i : order) ++places[digit(i) + 1];
+    std::partial_sum(places.begin(), places.end(), places.begin());
+    for (const int32_t i : order) sorted[places[digit(i)]++] = i;
+    order.swap(sorted);
+  }
   return order;
 }
 
@@ -175,6 +194,12 @@ std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& length
                                               const std::vector<int32_t>& sequences,
                                               int64_t capacity) {
   std::vector<std::vector<int32_t>> bins;
+  int64_t all = 0;
+  for (const int32_t sequence : sequences) all += lengths[sequence];
+  if (all <= capacity) {  // each would go to the first bin
+    if (!sequences.empty()) bins.push_back(sequences);
+    return bins;
+  }
   std::multimap<int64_t, int32_t> by_room;  // tokens still free -> bin
   for (const int32_t sequence : sequences) {
     const int64_t length = lengths[sequence];

@@ -71,15 +71,18 @@ double leastPow2(const Problem& problem) {
   const CostModel& cost = problem.cost();
   const int64_t capacity = cost.memory().capacity;
   double work = 0;
+  double longest = 0;
   for (int32_t i = 0; i < problem.count(); ++i) {
     if (problem.lengths()[i] <= capacity) {
       work += cost.leastWork(problem.load(i));
     } else if (!problem.rides(i)) {
       const int size = groupSize(problem, i);
-      work += size * cost.seconds(problem.load(i), size);
+      const double time = cost.seconds(problem.load(i), size);
+      work += size * time;
+      longest = std::max(longest, time);
     }
   }
-  return work / problem.ranks();
+  return std::max(work / problem.ranks(), longest);
 }
 
 Plan planPow2(const Problem& problem) {
