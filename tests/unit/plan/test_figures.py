@@ -34,6 +34,20 @@ def test_gaps_and_times() -> None:
         assert [mean_ms, worst_ms] == [f"{1e3 * row['mean_s']:.1f}", f"{1e3 * row['worst_s']:.1f}"]
 
 
+def test_gaps_of_pipelines() -> None:
+    found = json.loads((TOP / "benchmarks/results/planner_pipelines.json").read_text())["rows"]
+    rows = rows_of("| cost | lengths | stages |")
+    assert len(rows) == len(found)
+    for (*names, ranks, mean, worst, mean_ms, longest), row in zip(rows, found, strict=True):
+        assert names == [row["cost"], row["lengths"], str(row["stages"])]
+        assert (ranks, mean, worst) == (f"{row['ranks']:,}", f"{row['mean_ratio']:.4f}", f"{row['worst_ratio']:.4f}")
+        assert (mean_ms, longest) == (f"{1e3 * row['mean_s']:.0f}", f"{row['longest_is_the_bound']} of {row['seeds']}")
+    mean = statistics.mean(row["mean_ratio"] for row in found)
+    assert f"Plans are {mean:.3f} of the bound on average" in PAGE
+    assert f"and {max(row['worst_ratio'] for row in found):.3f} at worst" in PAGE
+    assert mean <= 1.05
+
+
 def test_closed_loop() -> None:
     found = json.loads((TOP / "benchmarks/results/closed_loop.json").read_text())
     assert f"`{found['command']} --json benchmarks/results/closed_loop.json`" in PAGE
