@@ -48,6 +48,13 @@ def test_gaps_of_pipelines() -> None:
     assert mean <= 1.05
 
 
+def test_the_largest_clusters() -> None:
+    rows = json.loads((TOP / "benchmarks/results/scale.json").read_text())["rows"]
+    for row, name in zip((row for row in rows if row["ranks"] == 131072), ("byted", "GitHub"), strict=True):
+        what = f"({name}, {row['gap']:.4f}" + (" of the bound" if name == "byted" else "")
+        assert f"{row['seconds']:.1f} s {what}, {row['mbytes']:.0f} MB)" in PAGE
+
+
 def test_closed_loop() -> None:
     found = json.loads((TOP / "benchmarks/results/closed_loop.json").read_text())
     assert f"`{found['command']} --json benchmarks/results/closed_loop.json`" in PAGE
