@@ -148,7 +148,7 @@ class PipelineWindows {
     const double pass = times.within(high);
     const double longest = workOf(count);
     // What these ranks can do beside J, outside of the windows.
-    const double beside = high * (time_ - others_ * pass) - std::max(longest, low * pass);
+    const double beside = high * (time_ - others_ * pass) - longest;
     // What they have to do beside J, as the other ranks cannot do more.
     const double others = (cost_.cluster().ranks - low) * (time_ - filling_);
     const double left = std::max(0.0, all_ - longest - others);

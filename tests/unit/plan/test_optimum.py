@@ -189,3 +189,12 @@ def test_bound_optimum_plan_of_pipelines_with_several_micro_batches() -> None:
     print(f"p95 {percentile(sorted(ratios), 0.95):.4f}, optimum / bound {statistics.mean(tightness):.4f}")
     assert percentile(sorted(ratios), 0.95) <= 1.05
     assert statistics.mean(tightness) <= 1.06
+
+
+def test_a_fixed_cost_is_charged_once_where_short_sequences_ride_along() -> None:
+    """All four in one micro-batch: its fixed cost must not count for the long one and again for the others."""
+    cost, memory = CostModel(1e-6, 1e-4, 1e-2), MemoryModel(8)
+    cluster = ClusterSpec(ranks=1, capacity=8, pipeline=2)
+    plan = Planner(None, cluster, cost_model=cost, memory=memory).plan([4, 1, 1, 1])
+    assert plan.lower_bound_s <= pipeline_optimum([4, 1, 1, 1], cluster, cost, memory) * (1 + 1e-9)
+    assert plan.makespan_s == pytest.approx(2 * (1e-2 + 7e-4 + 19e-6))
