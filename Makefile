@@ -15,7 +15,7 @@ export CMAKE_ARGS
 # The core is compiled while pip waits for the network and the disk, and while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: train test lint format docs build clients asan tsan fuzz clean
+.PHONY: train test lint format docs build clients ray asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	$(BIN)/hdpcomm train --compare static ddp
@@ -47,6 +47,12 @@ clients: $(DEVELOPER)
 	rm -rf build/clients
 	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/clients .
 	$(BIN)/python tests/clients/run.py --wheel build/clients/*.whl $(CLIENTS)
+
+# The tests of loaders on a Ray cluster. Not a part of `make test`: Ray is 79 MB to fetch and 200 MB on the disk, and they
+# take five minutes.
+ray: $(DEVELOPER)
+	$(INSTALL) 'ray==$(shell sed -n 's/^ray==//p' constraints.txt)'
+	HDPCOMM_RAY_TESTS=1 $(BIN)/python -m pytest tests/ray_cluster -q
 
 # The tests with sanitizers (tools/sanitize.py says what they see). What races with something else shows now and then, so
 # ThreadSanitizer runs each file of tests/faults FAULT_RUNS times.

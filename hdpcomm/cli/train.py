@@ -180,7 +180,7 @@ def _check_loader(options: TrainOptions) -> None:
     if options.loader == "index":
         for name in ("loaders", "prefetch"):
             if getattr(options, name) != getattr(TrainOptions(), name):
-                raise InvalidUsage(f"--{name} was given without a loader; give --loader threads, too")
+                raise InvalidUsage(f"--{name} was given without a loader; give --loader threads or ray, too")
         return
     given = f"--loader {options.loader} makes the tokens while the run trains"
     if not options.data:

@@ -59,13 +59,15 @@ class TrainOptions:
         "data", None, "folder for tokens that are made once (hdpcomm/data in the user's cache)", Path, metavar="FOLDER"
     )
     loader: str = _option(
-        "data", "index", "index: all tokens are made before the first step, once, and kept in the cache; threads: "
-        "they are made while the run trains, by threads of the ranks", str,
-        choices=("index", "threads"),
+        "data", "index", "index: all tokens are made before the first step, once, and kept in the cache; threads, ray: "
+        "they are made while the run trains, by threads of the ranks or by Ray actors", str,
+        choices=("index", "threads", "ray"),
     )  # fmt: skip
-    loaders: int | None = _option("data", None, "threads of each rank that make tokens (1)", count, metavar="N")
+    loaders: int | None = _option(
+        "data", None, "threads of each rank (1), or Ray actors (one a node), that make tokens", count, metavar="N"
+    )
     prefetch: int = _option(
-        "data", 2, "steps that the loader makes ready ahead, with --loader threads", count, metavar="STEPS"
+        "data", 2, "steps that the loader makes ready ahead, with --loader threads or ray", count, metavar="STEPS"
     )
     context: int = _option(
         "data", 4096, "longest sequence; longer documents are cut into pieces", count, metavar="TOKENS"

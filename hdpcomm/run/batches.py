@@ -26,8 +26,8 @@ class Loading:
     :class:`hdpcomm.data.LoaderService`.
 
     Attributes:
-        servers: ``threads``.
-        loaders: threads of each rank; ``None``: one.
+        servers: ``threads`` or ``ray``.
+        loaders: threads of each rank, or actors; ``None``: one of each rank, or on each node.
         prefetch: steps that are made ready ahead.
         folder: that the threads of all ranks share.
     """

@@ -259,7 +259,7 @@ class _Run:
         corpus, config = self.corpus, self.config
         if isinstance(corpus, Corpus):
             return IndexedBatches(corpus, config, first_step=self.first_step)
-        mesh = Mesh(self.comm, pipeline=config.pipeline, tensor=config.tensor)
+        mesh = Mesh(self.comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
         at_an_end = mesh.stage in (0, mesh.pipeline - 1)
         return LoadedBatches(
             self.comm,

@@ -17,7 +17,7 @@ from hdpcomm.data.corpus import IGNORE
 from hdpcomm.data.loader.stream import DocumentStream, PayloadFields
 from hdpcomm.data.records import records_with
 from hdpcomm.data.token_store import token_dtype
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage
 
 __all__ = ["Payload", "SequencePart", "TokenBlock", "make_block"]
 
@@ -120,8 +120,22 @@ def make_block(stream: DocumentStream, block: int) -> TokenBlock:
 
     Raises:
         InvalidUsage: a record is wrong (``file:line``), or a file has changed since the stream was opened.
+        Error: with the place, whatever else a tokenizer or the system raises.
     """
-    stream.check_unchanged(block)
+    try:
+        stream.check_unchanged(block)
+        return _made(stream, block)
+    except Error:
+        raise
+    except OSError as error:
+        where = error.filename or stream.place(block)
+        raise Error(f"{where}: {error.strerror or error}; check that the file can be read") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise Error(f"{stream.place(block)}: {reason}; look at these documents or the tokenizer") from error
+
+
+def _made(stream: DocumentStream, block: int) -> TokenBlock:
     bounds = [0]
     tokens: list[npt.NDArray[np.int64]] = []
     masks: list[Counted | None] = []

@@ -44,8 +44,9 @@ SamplerOf = Callable[[LengthsOf, Want], StreamSampler]
 class Servers(Protocol):
     """What a :class:`LoaderService` needs of its servers; its threads call :meth:`next_batch` and :meth:`read`."""
 
-    restarts: int
-    """Servers that died and were started again."""
+    @property
+    def restarts(self) -> int:
+        """Servers that died and were started again."""
 
     def next_batch(self) -> LoadedBatch:
         """The batch of the next step; waits until its lengths are known."""
@@ -86,7 +87,7 @@ class ThreadServers:
         comm: Communicator | None,
         deadline_s: float,
     ) -> None:
-        self.stream, self.restarts = stream, 0
+        self.stream = stream
         self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
         self._deadline_s = deadline_s
         self._spool = self._shared(folder, comm)
@@ -114,11 +115,15 @@ class ThreadServers:
         except OSError:
             error = InvalidUsage(
                 f"{path}: rank {self._rank} does not see this folder, which rank 0 has made; give one that all hosts "
-                "share (--data-cache)"
+                "share (--data-cache), or use --loader ray"
             )
         raise_together(comm, error)
         assert spool is not None
         return spool
+
+    @property
+    def restarts(self) -> int:
+        return 0
 
     def next_batch(self) -> LoadedBatch:
         batch = self._sampler.next()
@@ -168,11 +173,10 @@ class ThreadServers:
                 return
             try:
                 size = self._spool.write(block, make_block(self.stream, block))
-            except Exception as error:
-                told = error if isinstance(error, InvalidUsage) else _foreign(error, self.stream, block)
+            except Error as error:
                 with contextlib.suppress(Error):
-                    self._spool.fail(block, str(told))
-                raise told from error
+                    self._spool.fail(block, str(error))
+                raise
             with self._guard:
                 self._made[block] = size
         finally:
@@ -209,14 +213,3 @@ class ThreadServers:
             time.sleep(_POLL_S)
         with self._guard:
             return self._open.setdefault(place.block, found)
-
-
-def _foreign(error: Exception, stream: DocumentStream, block: int) -> Error:
-    """What a tokenizer or a reader of files may raise, with the place."""
-    if isinstance(error, Error):
-        return error
-    if isinstance(error, OSError):
-        return Error(
-            f"{error.filename or stream.place(block)}: {error.strerror or error}; check that the file can be read"
-        )
-    return Error(f"{stream.place(block)}: {type(error).__name__}: {error}; look at these documents or the tokenizer")

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SERVERS", "LoaderService", "LoaderStats", "StepReader", "check_budget"]
 
-SERVERS = ("threads",)
+SERVERS = ("threads", "ray")
 DEADLINE_S = 300.0
 Part = tuple[int, int, int]
 """(place in the batch, first token, token after the last)."""
@@ -63,8 +62,9 @@ class LoaderService:
         stream: from :func:`open_stream`.
         tokens: the budget of a batch, at least ``stream.context``.
         seed: of the shuffle.
-        servers: ``threads`` of the ranks, which share files in ``folder``.
-        loaders: threads of each rank (default 1).
+        servers: ``threads`` of the ranks, which share files in ``folder``; or ``ray``: actors on the nodes of a Ray
+            cluster (``hdpcomm[ray]``), of which nothing but ``stream``'s files must be visible.
+        loaders: threads of each rank (default 1), or actors of all ranks together (default: one a node).
         prefetch: steps that are made ready before they are asked for.
         comm: the ranks that train together; ``None``: this process alone.
         state: of :meth:`state`, to go on there.
@@ -72,7 +72,7 @@ class LoaderService:
         deadline_s: longest wait for anything.
 
     Raises:
-        InvalidUsage: a sequence may be longer than ``tokens``; ranks that do not share ``folder``.
+        InvalidUsage: a sequence may be longer than ``tokens``; ranks that do not share ``folder``; Ray is not there.
 
     Example:
         >>> stream = open_stream([__file__], context=4096)
@@ -133,13 +133,13 @@ class LoaderService:
     ) -> Servers:
         if kind not in SERVERS:
             raise InvalidUsage(f"servers is {kind!r}; choose from {', '.join(SERVERS)}")
-        sampler_of = partial(
-            StreamSampler,
-            len(stream.blocks),
-            tokens=tokens,
-            seed=seed,
-            shuffled=stream.shuffled,
-            state=self._start,
+        options: dict[str, Any] = {"tokens": tokens, "seed": seed, "shuffled": stream.shuffled}
+        if kind == "ray":
+            from hdpcomm.data.loader.ray_servers import RayServers
+
+            return RayServers(stream, options, self._start, servers=loaders, comm=comm, deadline_s=self._deadline_s)
+        sampler_of = lambda lengths_of, want: StreamSampler(
+            len(stream.blocks), lengths_of, want, state=self._start, **options
         )
         return ThreadServers(
             stream,
@@ -220,7 +220,7 @@ class LoaderService:
         if steps > self._done:
             self.batch(steps - 1)
         with self._changed:
-            if steps not in self._states:
+            if steps < self._done or steps not in self._states:
                 raise InvalidUsage(f"the state after {steps} steps was asked for, and {self._done} steps are done")
             return dict(self._states[steps])
 
@@ -245,7 +245,7 @@ class LoaderService:
         self._servers.stop()
 
     def close(self) -> None:
-        """Ends all threads. Local: no other rank is waited
+        """Ends all threads and, on the rank that has made them, processes and files. Local: no other rank is waited
         for; those that still read may get an error."""
         self.stop()
         self._reader.shutdown(wait=True, cancel_futures=True)
