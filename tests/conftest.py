@@ -68,9 +68,11 @@ PRELOAD = ("torch._dynamo", "hdpcomm.run")
 # What the user of this machine has calibrated chooses no algorithm of a test.
 os.environ["HDPCOMM_COSTS"] = str(TESTS / "no_costs.json")
 
-# Machines may be busy, and no test asserts a time.
-settings.register_profile("hdpcomm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("hdpcomm")
+# Machines may be busy, and no test asserts a time. All runs try the same cases, and other ones with
+# HYPOTHESIS_PROFILE=random.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("hdpcomm", settings.get_profile("random"), derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "hdpcomm"))
 
 
 @pytest.fixture(scope="session")

@@ -142,6 +142,7 @@ def test_nobody_waits_for_ever_in_peer_reads(algorithm: str, ends: str, ranks: A
 
 def cannot_start_a_thread() -> None:
     """The second of two receives cannot be enqueued; the first waits on its stream already."""
+    beside = hdp.init(transport="shm", timeout=LONG_S)
     with joining_on(FakeMachine(2, opens=_testing.TestDevice)):
         comm = hdp.init(transport="sim", timeout=LONG_S)
     x, y = torch.ones(4), torch.ones(4)
@@ -152,9 +153,9 @@ def cannot_start_a_thread() -> None:
         assert (error.op, error.ranks) == ("send/recv", (0, 1))
         assert x.eq(0).all()  # what its stream held has run: nobody writes into the tensors any more
         assert y.eq(1).all()
-        time.sleep(0.3)  # so that rank 1 finds it at once
+        beside.barrier()  # rank 1 has not sent before, and finds it at once
     else:
-        time.sleep(0.1)
+        beside.barrier()
         assert "no thread for a stream" in str(caught(lambda: comm.exchange([(x, 0), (y, 0)], [])))
     with pytest.raises(hdp.Error, match=r"streams were released: make a new one with init\(\)|told by"):
         comm.all_reduce(torch.zeros(3))

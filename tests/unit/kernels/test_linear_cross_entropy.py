@@ -19,9 +19,10 @@ IGNORED = -7
 
 
 def oracle(problem, scale=1.0, softcap=0.0, z_loss=0.0):
-    """(loss, gradients of hidden, weight and bias) in float64, token by token."""
+    """(loss, gradients of hidden, weight and bias, sums of the magnitudes of their terms) in float64, token by token."""
     hidden, weight, bias, labels, factors = (None if x is None else x.double().numpy() for x in problem)
     grads = [np.zeros_like(hidden), np.zeros_like(weight), np.zeros(len(weight))]
+    sizes = [np.zeros_like(grad) for grad in grads]
     losses = []
     for t, label in enumerate(labels.astype(int)):
         if label == IGNORED:
@@ -39,7 +40,10 @@ def oracle(problem, scale=1.0, softcap=0.0, z_loss=0.0):
         grads[0][t] += slope @ weight
         grads[1] += np.outer(slope, hidden[t])
         grads[2] += slope
-    return math.fsum(losses), [torch.from_numpy(g) for g in grads]
+        sizes[0][t] += abs(slope) @ abs(weight)
+        sizes[1] += abs(np.outer(slope, hidden[t]))
+        sizes[2] += abs(slope)
+    return math.fsum(losses), *([torch.from_numpy(g) for g in each] for each in (grads, sizes))
 
 
 def problem_of(seed, tokens, columns, width, dtype, *, bias=True, factors=True):
@@ -69,12 +73,12 @@ def run(problem, upstream=1.0, **options):
 
 def close(found, wanted, dtype):
     limit = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
-    loss, grads = wanted
+    loss, grads, sizes = wanted
     assert abs(float(found[0]) - loss) <= limit * (1.0 + abs(loss))
-    for mine, theirs in zip(found[1], grads, strict=True):
+    for mine, theirs, size in zip(found[1], grads, sizes, strict=True):
         if mine is not None:
             assert mine.dtype == dtype
-            assert float((mine.double() - theirs).norm()) <= limit * float(theirs.norm()) + 1e-7
+            assert float((mine.double() - theirs).norm()) <= limit * float(size.norm()) + 1e-7
 
 
 @given(
@@ -119,11 +123,11 @@ def test_shards_of_the_vocabulary_give_the_whole(seed, tokens, widths, dtype, so
         return run(mine, comm=comm, shard=(first, sum(widths)), chunk_tokens=4, **maths)
 
     results = run_threads(main, len(widths))
-    loss, (hidden, weight, bias) = oracle(problem, **maths)
+    loss, *sums = oracle(problem, **maths)
     for (first, stop), found in zip(bounds, results, strict=True):
         assert torch.equal(found[0], results[0][0])
         assert torch.equal(found[1][0], results[0][1][0])
-        close(found, (loss, [hidden, weight[first:stop], bias[first:stop]]), dtype)
+        close(found, (loss, *([each[0], each[1][first:stop], each[2][first:stop]] for each in sums)), dtype)
 
 
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary():
