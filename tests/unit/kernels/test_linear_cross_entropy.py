@@ -19,7 +19,7 @@ IGNORED = -7
 
 
 def oracle(problem, scale=1.0, softcap=0.0, z_loss=0.0):
-    """(loss, gradients of hidden, weight and bias, sums of the magnitudes of their terms) in float64, token by token."""
+    """(loss, gradients of hidden, weight and bias, and the magnitudes of their terms summed) in float64, by token."""
     hidden, weight, bias, labels, factors = (None if x is None else x.double().numpy() for x in problem)
     grads = [np.zeros_like(hidden), np.zeros_like(weight), np.zeros(len(weight))]
     sizes = [np.zeros_like(grad) for grad in grads]
