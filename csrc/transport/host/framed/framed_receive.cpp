@@ -73,6 +73,9 @@ void FramedTransport::endAccepted(Peer& peer, const Header& header) {
 }
 
 void FramedTransport::endRejected(Peer& peer, const Header& header) {
+  // A receiver that is out of step sent a notice before it refused the message: receives the notice
+  // first, which fails the request with the true reason, and may end others.
+  drain(peer);
   const auto end = [&](const Outgoing& out) {
     if (!out.started || out.index != header.index) return true;
     Completion& completion = *out.request.completion;
