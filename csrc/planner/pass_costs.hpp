@@ -20,13 +20,7 @@ inline PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
   const CostParams& params = cost.params();
   const int chunks = cost.cluster().chunks;
   const int size = static_cast<int>(batch.ranks.size());
-  Load load;
-  int64_t held = 0;
-  for (const int32_t sequence : batch.sequences) {
-    const int64_t length = problem.lengths()[sequence];
-    load += problem.own(sequence);
-    held += (length + size - 1) / size;
-  }
+  const auto [load, held] = workOf(problem, batch);
   const double step = cost.stepCompute(load, size);
   const double transfer = cost.stepTransfer(load, size, onOneNode(batch.ranks, cost.cluster()));
   const double speed = slowest(batch.ranks, cost.cluster());

@@ -175,16 +175,20 @@ double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexce
   return speed;
 }
 
+Work workOf(const Problem& problem, const MicroBatch& batch) noexcept {
+  const auto size = static_cast<int64_t>(batch.ranks.size());
+  Work work;
+  for (const int32_t sequence : batch.sequences) {
+    work.load += problem.own(sequence);
+    work.held += (problem.lengths()[sequence] + size - 1) / size;
+  }
+  return work;
+}
+
 void price(const Problem& problem, MicroBatch& batch) {
   const CostModel& cost = problem.cost();
   const int size = static_cast<int>(batch.ranks.size());
-  Load load;
-  int64_t held = 0;
-  for (const int32_t sequence : batch.sequences) {
-    const int64_t length = problem.lengths()[sequence];
-    load += problem.own(sequence);
-    held += (length + size - 1) / size;
-  }
+  const auto [load, held] = workOf(problem, batch);
   batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster())) /
                       slowest(batch.ranks, cost.cluster());
   batch.offload = cost.offloadFor(static_cast<double>(held));

@@ -111,6 +111,13 @@ bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexce
 // Speed of the slowest of these ranks.
 double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
 
+// What the ranks of a micro-batch run: the sums over its sequences, and the tokens that each holds.
+struct Work {
+  Load load;
+  int64_t held = 0;
+};
+Work workOf(const Problem& problem, const MicroBatch& batch) noexcept;
+
 // Sets predicted_s and offload from the sequences and the ranks.
 void price(const Problem& problem, MicroBatch& batch);
 
