@@ -18,6 +18,7 @@ from hdpcomm.models.tensor_group import TensorShard
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.parallel.tensor import own_part
+from hdpcomm.train.replicas import share_values
 
 __all__ = ["expert_parallel"]
 
@@ -54,12 +55,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     group = ExpertGroup(mesh.expert_comm)
     layers = _layers(model, mesh.expert)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            whole = tensor.detach().contiguous()
-            group.comm.broadcast(whole, 0)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+    share_values(group.comm, (*model.parameters(), *model.buffers()))
     wanted = few_logits(model) if checked else None
     for place, layer, parameters in layers:
         for name, parameter in parameters.items():

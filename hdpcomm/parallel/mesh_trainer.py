@@ -19,7 +19,7 @@ from hdpcomm.parallel.waves import waves_of
 from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
-from hdpcomm.train.replicas import check_replicas
+from hdpcomm.train.replicas import check_replicas, share_values
 from hdpcomm.train.shards import empty_shard
 from hdpcomm.train.trainer import Trainer
 
@@ -178,9 +178,9 @@ class MeshTrainer(Trainer):
     def _same_start(self) -> None:
         """Gives all HDP ranks the parameters of the first, or of the first that holds the same experts. Collective."""
         experts = self.parts.experts
-        with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                broadcast(self.mesh.expert_replica_comm if id(tensor) in experts else self.mesh.hdp_comm, tensor, 0)
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        share_values(self.mesh.hdp_comm, (each for each in tensors if id(each) not in experts))
+        share_values(self.mesh.expert_replica_comm, (each for each in tensors if id(each) in experts))
 
     @property
     def _plan_comm(self) -> Communicator:
@@ -228,11 +228,3 @@ class MeshTrainer(Trainer):
     def _once(self, total: Tensor) -> Tensor:
         """Counted by one of the tensor ranks, which all have it."""
         return total if self.mesh.tensor_rank == 0 else torch.zeros_like(total)
-
-
-def broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
-    """In place, contiguous or not. Collective over ``comm``."""
-    whole = tensor.detach().contiguous()
-    comm.broadcast(whole, root)
-    if whole.data_ptr() != tensor.data_ptr():
-        tensor.copy_(whole)

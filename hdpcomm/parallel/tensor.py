@@ -14,6 +14,7 @@ from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.models.tensor_group import RowLinear, TensorGroup, TensorShard, VocabularyShard
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.tensor_plans import TensorPlan, TokensOf, tensor_plan
+from hdpcomm.train.replicas import share_values
 
 __all__ = ["tensor_parallel"]
 
@@ -49,12 +50,7 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     plan = tensor_plan(model, mesh.tensor)
     group = TensorGroup(mesh.tensor_comm)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            whole = tensor.detach().contiguous()
-            group.comm.broadcast(whole, 0)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+    share_values(group.comm, (*model.parameters(), *model.buffers()))
     wanted = few_logits(model) if checked else None
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -13,7 +13,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import check_same_stages, checked_stages
 from hdpcomm.parallel.gradients import MeshGradients
 from hdpcomm.parallel.mesh import Mesh
-from hdpcomm.parallel.mesh_trainer import MeshTrainer, broadcast
+from hdpcomm.parallel.mesh_trainer import MeshTrainer
 from hdpcomm.parallel.pipeline import OffloadContext, StageRunner
 from hdpcomm.parallel.program import Action, make_program
 from hdpcomm.parallel.stages import LlamaStage
@@ -21,6 +21,7 @@ from hdpcomm.parallel.state import load_whole_state, whole_state
 from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.replicas import share_values
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -148,7 +149,7 @@ class PipelineTrainer(MeshTrainer):
         super()._same_start()
         if self._tied is not None:
             ends = cast("Communicator", self.mesh.pipeline_comm.subset([0, self.mesh.pipeline - 1]))
-            broadcast(ends, self._tied, 0)
+            share_values(ends, [self._tied])
 
     @property
     def _tied(self) -> nn.Parameter | None:

@@ -15,15 +15,12 @@ from hdpcomm.train.metrics import StepMetrics
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["add_expert_load", "fresh_loads"]
+__all__ = ["add_expert_load", "expert_loads"]
 
 
-def fresh_loads(model: nn.Module) -> list[ExpertLoad]:
-    """Those of the model's layers with experts, set to 0. Local."""
-    found = [load for module in model.modules() if isinstance(load := getattr(module, "load", None), ExpertLoad)]
-    for load in found:
-        load.reset()
-    return found
+def expert_loads(model: nn.Module) -> list[ExpertLoad]:
+    """Those of the model's layers with experts. Local."""
+    return [load for module in model.modules() if isinstance(load := getattr(module, "load", None), ExpertLoad)]
 
 
 def add_expert_load(

@@ -32,6 +32,7 @@ from hdpcomm.train.huggingface_batch import gather_sequences, sequences_of
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.profile import profile_cost_model
+from hdpcomm.train.replicas import share_values
 from hdpcomm.train.shards import pack_shard
 
 if TYPE_CHECKING:
@@ -101,12 +102,8 @@ class HybridDataParallel:
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-        with torch.no_grad():
-            for tensor in (*cast(Any, self).model.parameters(), *cast(Any, self).model.buffers()):
-                whole = tensor.detach().contiguous()
-                self.comm.broadcast(whole, 0)
-                if whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole)
+        model = cast(Any, self).model
+        share_values(self.comm, (*model.parameters(), *model.buffers()))
         return prepared
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:

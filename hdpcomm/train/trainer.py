@@ -23,14 +23,14 @@ from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import trained_parameters
-from hdpcomm.train.expert_load import add_expert_load, fresh_loads
+from hdpcomm.train.expert_load import add_expert_load, expert_loads
 from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.plan_check import check_same_plan
-from hdpcomm.train.replicas import check_replicas
+from hdpcomm.train.replicas import check_replicas, share_values
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
 from hdpcomm.train.shards import Fetch, PackedShard, no_tokens, pack_shard
@@ -118,6 +118,7 @@ class Trainer:
             max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
         )  # fmt: skip
         self.model = model
+        self._loads = expert_loads(model)
         self.optimizer = optimizer
         self.planner = planner
         self.comm = comm
@@ -183,7 +184,8 @@ class Trainer:
         self._check_plan(plan)
         self.timeline.begin()
         self.gradients.zero()
-        loads = fresh_loads(self.model)
+        for load in self._loads:
+            load.reset()
         waited = self.comm.stats()["wait_ns"]
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
@@ -212,7 +214,7 @@ class Trainer:
         sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self._bytes_elsewhere
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
-        metrics = add_expert_load(metrics, loads, self._token_comms, self.comm)
+        metrics = add_expert_load(metrics, self._loads, self._token_comms, self.comm)
         return offloading.add_to(metrics, self.comm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,12 +390,7 @@ class Trainer:
 
     def _same_start(self) -> None:
         """Gives every rank the parameters and buffers of rank 0. Collective."""
-        with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                whole = tensor.detach().contiguous()
-                self.comm.broadcast(whole, 0)
-                if whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole)
+        share_values(self.comm, (*self.model.parameters(), *self.model.buffers()))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
