@@ -7,11 +7,11 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hdpcomm.cli.output import check_writable, count, seed, write_json
 from hdpcomm.errors import InvalidUsage
@@ -19,7 +19,16 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.plan import CostModel, ModelSpec, Planner, StepPlan
 
-__all__ = ["add_parser", "add_step_options", "draw_lengths", "make_planners", "ranks_per_node", "read_profile"]
+__all__ = [
+    "KNOWN_BY_CALIBRATION",
+    "add_parser",
+    "add_step_options",
+    "draw_lengths",
+    "make_planners",
+    "ranks_per_node",
+    "read_profile",
+    "refuse_given",
+]
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +113,7 @@ def read_profile(path: str) -> CostModel:
 
 
 _RANKS = 1024
-_KNOWN_BY_CALIBRATION = {
+KNOWN_BY_CALIBRATION = {
     "model": "llama-7b",
     "cluster": "h100",
     "profile": None,
@@ -190,15 +199,22 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     return [Planner(model, cluster, policy, cost, context=context) for policy in policies]
 
 
+def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:
+    """Raises InvalidUsage for an option that is not at its default though something else says what it is.
+
+    known: the defaults. told: ``--like, whose run``, say.
+    """
+    for name, default in known.items():
+        if getattr(options, name) != default:
+            raise InvalidUsage(
+                f"--{name} {getattr(options, name)} was given with {told} says what it is; leave out one of them"
+            )
+
+
 def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
     from hdpcomm.plan import Calibration, Planner
 
-    for name, default in _KNOWN_BY_CALIBRATION.items():
-        if getattr(options, name) != default:
-            raise InvalidUsage(
-                f"--{name} {getattr(options, name)} was given with --calibration, which says what model, device and "
-                "costs are; leave out one of them"
-            )
+    refuse_given(options, KNOWN_BY_CALIBRATION, "--calibration, whose file")
     found = Calibration.load(options.calibration)
     if options.ranks or options.ranks_per_node:
         found = found.with_ranks(options.ranks or found.cluster.ranks, options.ranks_per_node)

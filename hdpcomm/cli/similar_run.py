@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hdpcomm.cli.plan import KNOWN_BY_CALIBRATION, refuse_given
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ _KNOWN_BY_RUN = {
     "context": None,
     "seed": 0,
     "calibration": None,
-}
+    "offload": False,
+} | KNOWN_BY_CALIBRATION
 """Options that a run decides, with their defaults."""
 
 
@@ -41,9 +43,7 @@ class SimilarRun:
         from hdpcomm.data import BatchSampler, Corpus
         from hdpcomm.run import read_metrics
 
-        for name, default in _KNOWN_BY_RUN.items():
-            if getattr(options, name) != default:
-                raise InvalidUsage(f"--{name} was given with --like, whose run says what it is; leave out one of them")
+        refuse_given(options, _KNOWN_BY_RUN, "--like, whose run")
         run: Path = options.like
         for name in ("config.yaml", "calibration.json", "metrics.jsonl"):
             if not (run / name).is_file():
