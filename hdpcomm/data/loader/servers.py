@@ -200,8 +200,9 @@ class ThreadServers:
                 raise Aborted("the loader was closed while it waited for tokens")
             if waited > self._deadline_s:
                 raise CommTimeout(
-                    f"no tokens of {self.stream.place(place.block)} within {self._deadline_s:g} s: reading or the "
-                    "tokenizer is stuck or too slow; give more --loaders, or build the data before (hdpcomm data build)"
+                    f"rank {self._rank} has had no tokens of {self.stream.place(place.block)} for "
+                    f"{self._deadline_s:g} s, which rank {maker} makes: reading or the tokenizer is stuck or too slow; "
+                    "give more --loaders, or build the data before (hdpcomm data build)"
                 )
             if making is not None and making.done():
                 making.result()

@@ -105,6 +105,7 @@ class LoaderService:
             check_whole("LoaderService", "loaders", loaders, least=1)
         check_budget(stream, tokens)
         self._deadline_s = check_number("LoaderService", "deadline_s", deadline_s, above=0)
+        self._rank = 0 if comm is None else comm.rank
         self._prefetch = prefetch
         self._start = _checked_state(START if state is None else state)
         self._done = self._asked = int(self._start["step"])
@@ -177,8 +178,8 @@ class LoaderService:
                 raise Aborted("the loader was closed while it waited for a batch")
             assert not ready
         raise CommTimeout(
-            f"step {step} was not ready within {self._deadline_s:g} s: reading or the tokenizer is stuck or too slow; "
-            "give more --loaders, or build the data before (hdpcomm data build)"
+            f"rank {self._rank}: step {step} was not ready within {self._deadline_s:g} s: reading or the tokenizer is "
+            "stuck or too slow; give more --loaders, or build the data before (hdpcomm data build)"
         )
 
     def reader(self, step: int, tag: str = "") -> StepReader:
@@ -245,8 +246,8 @@ class LoaderService:
         self._servers.stop()
 
     def close(self) -> None:
-        """Ends all threads and, on the rank that has made them, processes and files. Local: no other rank is waited
-        for; those that still read may get an error."""
+        """Ends all threads, after the block that each is making, and, on the rank that has made them, processes and
+        files. Local: no other rank is waited for; those that still read may get an error."""
         self.stop()
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
@@ -297,8 +298,8 @@ class LoaderService:
                 found = ahead.found.result(self._deadline_s)[ahead.places[part]]
             except FutureTimeout:
                 raise CommTimeout(
-                    f"the tokens of step {batch.step} did not come within {self._deadline_s:g} s; look at the servers "
-                    "of the loader and the network"
+                    f"rank {self._rank}: the tokens of step {batch.step} did not come within {self._deadline_s:g} s; "
+                    "look at the servers of the loader and the network"
                 ) from None
         else:
             place, start, stop = part
