@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
@@ -17,6 +16,7 @@ from hdpcomm.plan import ClusterSpec, Planner, Tree
 from hdpcomm.testing import run_threads
 from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, check_gradients, part_of, tokens_of, wanted
 from tests.ranks.parallel.test_pipeline import LENGTHS, LIMIT, UNEVEN
+from tests.ranks.parallel.thirty_steps import check_thirty_steps
 
 CONFIG = LlamaConfig(vocabulary=62, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48)
 
@@ -183,37 +183,11 @@ def test_ranks_with_other_models_are_told():
 
 
 def test_thirty_training_steps_and_checkpoints_are_those_of_one_process():
-    """AdamW and clipping; after 15 steps each trainer goes on with what the other kind has saved."""
     config = LlamaConfig(vocabulary=16, layers=2, hidden=16, heads=4, kv_heads=1, ffn=16)
-    batches = [tokens_of(lengths, config) for lengths in ((60, 1, 7, 33), (90, 3, 3), (1, 40, 2, 70))]
 
-    def steps(trainer, first, last):
-        rows = [batches[step % len(batches)] for step in range(first, last)]
-        return [trainer.step([len(s) for s in row], lambda i, row=row: row[i]).loss for row in rows]
+    def trainer(comm):
+        tensor = 2 if comm.size > 1 else 1
+        planner = Planner(None, ClusterSpec(comm.size // tensor, 200 // comm.size, tensor=tensor), cost_model=COST)
+        return trainer_of(comm, planner, config, torch.float64)
 
-    def rank(state=None):
-        """(the first 15 losses, the others, state between them, parameters); or the others from a state."""
-        torch.set_num_threads(1)
-        with hdp.init() as comm:
-            tensor = 2 if comm.size > 1 else 1
-            planner = Planner(None, ClusterSpec(comm.size // tensor, 200 // comm.size, tensor=tensor), cost_model=COST)
-            trainer = trainer_of(comm, planner, config, torch.float64)
-            trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2, weight_decay=0.1)
-            if state is not None:
-                trainer.load_state_dict(state)
-                return steps(trainer, 15, 30)
-            first, between = steps(trainer, 0, 15), copy.deepcopy(trainer.state_dict())
-            return first, steps(trainer, 15, 30), between, trainer.num_parameters()
-
-    ((first, rest, state, parameters),) = run_threads(rank, 1)
-    assert rest[-1] < first[0]
-    cut = run_threads(rank, 4)
-    for losses, others, saved, count in cut:
-        assert losses == pytest.approx(first, rel=1e-9)
-        assert others == pytest.approx(rest, rel=1e-9)
-        assert count == parameters
-        assert saved["optimizer"]["state"].keys() == state["optimizer"]["state"].keys()
-        for name, tensor in state["model"].items():
-            torch.testing.assert_close(saved["model"][name], tensor, rtol=1e-7, atol=1e-9)
-    for losses in run_threads(rank, 4, state) + run_threads(rank, 1, cut[3][2]):
-        assert losses == pytest.approx(rest, rel=1e-9)
+    check_thirty_steps(trainer, config)
