@@ -1,6 +1,6 @@
 # make train: install and train on this machine. make test: install what the tests need, too, lint and run the tests.
 PYTHON ?= python3
-# With three at a time two cores end a sixth sooner (13 minutes instead of 15), but deadlines of tests may pass.
+# Two cores end sooner with three at a time, but deadlines of tests may pass.
 TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
