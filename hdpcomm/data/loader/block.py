@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from hdpcomm.data.corpus import IGNORE
 from hdpcomm.data.loader.stream import DocumentStream, PayloadFields
 from hdpcomm.data.records import records_with
 from hdpcomm.data.token_store import token_dtype
-from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.errors import Aborted, Error, InvalidUsage
 
 __all__ = ["Payload", "SequencePart", "TokenBlock", "make_block"]
 
@@ -115,16 +116,20 @@ class _Document(NamedTuple):
     payload: Payload | None
 
 
-def make_block(stream: DocumentStream, block: int) -> TokenBlock:
+def make_block(stream: DocumentStream, block: int, stopped: threading.Event | None = None) -> TokenBlock:
     """Reads the documents of a block and makes their tokens: the same ones whoever does it. Local.
 
+    Args:
+        stopped: if set, no further document is begun.
+
     Raises:
+        Aborted: it was stopped.
         InvalidUsage: a record is wrong (``file:line``), or a file has changed since the stream was opened.
         Error: with the place, whatever else a tokenizer or the system raises.
     """
     try:
         stream.check_unchanged(block)
-        return _made(stream, block)
+        return _made(stream, block, stopped)
     except Error:
         raise
     except OSError as error:
@@ -135,12 +140,14 @@ def make_block(stream: DocumentStream, block: int) -> TokenBlock:
         raise Error(f"{stream.place(block)}: {reason}; look at these documents or the tokenizer") from error
 
 
-def _made(stream: DocumentStream, block: int) -> TokenBlock:
+def _made(stream: DocumentStream, block: int, stopped: threading.Event | None) -> TokenBlock:
     bounds = [0]
     tokens: list[npt.NDArray[np.int64]] = []
     masks: list[Counted | None] = []
     payloads: dict[int, tuple[Payload, ...]] = {}
     for document in _documents(stream, block):
+        if stopped is not None and stopped.is_set():
+            raise Aborted("the loader was closed while it read a block")
         for first in range(0, len(document.tokens), stream.context):
             rows = slice(first, first + stream.context)
             piece = document.tokens[rows]

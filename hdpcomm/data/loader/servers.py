@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from hdpcomm.data.loader.block import SequencePart, make_block
 from hdpcomm.data.loader.order import BlockPlace, LengthsOf, LoadedBatch, SequencePlace, StreamSampler, Want
 from hdpcomm.data.loader.spool import Spool, SpooledBlock
 from hdpcomm.data.loader.stream import DocumentStream
+from hdpcomm.data.loader.threads import DaemonThreads
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ __all__ = ["PartOf", "Servers", "ThreadServers"]
 
 _POLL_S = 0.005
 _TAKE_OVER_S = 5.0  # after which a rank makes the block of another rank, which may have died
+_CLOSE_S = 10.0  # that close() waits for the documents that are being read
 _KEPT_BYTES = 1 << 30  # of blocks that were used, for the next epoch
 
 
@@ -97,7 +100,7 @@ class ThreadServers:
         self._late: set[int] = set()
         self._making: dict[int, Future[None]] = {}
         self._made: dict[int, int] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hdpcomm-loader")
+        self._pool = DaemonThreads(threads, "hdpcomm-loader")
         self._sampler = sampler_of(self._lengths, self._want)
         self._live: set[int] = set()
 
@@ -150,7 +153,16 @@ class ThreadServers:
 
     def close(self) -> None:
         self.stop()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if not self._pool.close(min(self._deadline_s, _CLOSE_S)):
+            with self._guard:
+                stuck = sorted(block for block, making in self._making.items() if making.running())
+            places = ", ".join(self.stream.place(block) for block in stuck)
+            warnings.warn(
+                f"rank {self._rank} closes its loader, but a thread still reads {places}: reading or the tokenizer is "
+                "stuck or very slow; the thread is left behind and ends with the process",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._open.clear()
         self._spool.leave()
 
@@ -172,7 +184,9 @@ class ThreadServers:
             if self._stopped.is_set() or self._spool.open(block) is not None:
                 return
             try:
-                size = self._spool.write(block, make_block(self.stream, block))
+                size = self._spool.write(block, make_block(self.stream, block, self._stopped))
+            except Aborted:  # other ranks make this block themselves
+                raise
             except Error as error:
                 with contextlib.suppress(Error):
                     self._spool.fail(block, str(error))
@@ -204,7 +218,7 @@ class ThreadServers:
                     f"{self._deadline_s:g} s, which rank {maker} makes: reading or the tokenizer is stuck or too slow; "
                     "give more --loaders, or build the data before (hdpcomm data build)"
                 )
-            if making is not None and making.done():
+            if making is not None and making.done() and not making.cancelled():
                 making.result()
                 making = None
             if maker != self._rank and waited > _TAKE_OVER_S:

@@ -6,6 +6,7 @@ import base64
 import errno
 import json
 import pickle
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -273,6 +274,62 @@ def test_waits_end(tmp_path):
         with pytest.raises(Aborted, match="the loader was closed while it waited"):
             loader.batch(0)
         timer.join()
+
+
+def test_close_does_not_wait_for_a_stuck_tokenizer(tmp_path):
+    go = threading.Event()
+    stream = open_stream([jsonl(tmp_path / "a.jsonl", {"text": "one"})], context=9, encoder=Odd(go))
+    loader = LoaderService(stream, tokens=20, deadline_s=0.2)
+    with pytest.raises(CommTimeout):
+        loader.batch(0)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"still reads \S+a.jsonl from byte 0: reading or the tokenizer"):
+            loader.close()
+    finally:
+        go.set()
+        loader.close()
+
+
+def test_close_reads_no_further_documents(tmp_path):
+    class Counting(ByteEncoder):
+        texts = 0
+        begun, go = threading.Event(), threading.Event()
+
+        def text(self, text):
+            self.texts += 1
+            self.begun.set()
+            self.go.wait(60)
+            return super().text(text)
+
+    encoder = Counting()
+    stream = open_stream([jsonl(tmp_path / "a.jsonl", *[{"text": "one"}] * 50)], context=9, encoder=encoder)
+    loader = LoaderService(stream, tokens=20, loaders=1)
+    encoder.begun.wait(60)
+    loader.stop()
+    encoder.go.set()
+    loader.close()
+    assert encoder.texts == 1
+
+
+def test_a_process_ends_although_a_tokenizer_is_stuck(tmp_path):
+    """Also where nobody closes the loader."""
+    jsonl(tmp_path / "a.jsonl", {"text": "one"})
+    script = """
+import sys, threading
+from hdpcomm.data import ByteEncoder, LoaderService, open_stream
+begun = threading.Event()
+class Stuck(ByteEncoder):
+    def text(self, text):
+        begun.set()
+        threading.Event().wait()
+loader = LoaderService(open_stream([sys.argv[1]], context=9, encoder=Stuck()), tokens=20)
+assert begun.wait(60)
+print("begun")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a.jsonl")], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
 
 
 def test_files_must_stay_as_they_are(tmp_path):
