@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,7 +17,56 @@ from hdpcomm.train.gradients import GradientBuffer
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["MeshGradients"]
+__all__ = ["CopyKind", "MeshGradients", "ParameterCopies"]
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterCopies:
+    """Which ranks of a mesh hold the same parameters as this one.
+
+    Attributes:
+        parts: by the parameter's id, into how many parts the tensor ranks have cut it (a divisor of their number);
+            those that are missing are whole on each.
+        tied: the parameter on this rank that stands for the same weight as one on the other end of the pipeline, or
+            ``None``. Its gradient is the sum of both, and counts once in the norm.
+        experts: ids of the parameters of which each rank of an expert group has the part of its own experts.
+    """
+
+    mesh: Mesh
+    parts: Mapping[int, int]
+    tied: nn.Parameter | None = None
+    experts: Collection[int] = ()
+
+    def kind(self, parameter: nn.Parameter) -> CopyKind:
+        """Parameters of one kind are on the same ranks."""
+        parts = self.parts.get(id(parameter), 1) if self.mesh.tensor > 1 else 1
+        return CopyKind(id(parameter) in self.experts, parts, parameter is self.tied)
+
+    def hdp_comm(self, kind: CopyKind) -> Communicator:
+        """The HDP ranks that hold such parameters."""
+        return self.mesh.expert_replica_comm if kind.expert else self.mesh.hdp_comm
+
+    def tensor_comm(self, kind: CopyKind) -> Communicator | None:
+        """The tensor ranks that hold such parameters; ``None``: this one alone."""
+        each = self.mesh.tensor // kind.parts
+        first = self.mesh.tensor_rank // each * each
+        return self.mesh.tensor_comm.subset(range(first, first + each)) if each > 1 else None
+
+    def ends_comm(self) -> Communicator:
+        """Of the two ends of the pipeline, for the tied parameter."""
+        return cast("Communicator", self.mesh.pipeline_comm.subset([0, self.mesh.pipeline - 1]))
+
+    def counts(self, kind: CopyKind) -> bool:
+        """Whether the norm counts such parameters of this rank, rather than those of another tensor rank or stage."""
+        return self.mesh.tensor_rank % (self.mesh.tensor // kind.parts) == 0 and not (kind.tied and self.mesh.stage > 0)
+
+
+class CopyKind(NamedTuple):
+    """What tells on which ranks a parameter's copies are: see :class:`ParameterCopies`."""
+
+    expert: bool
+    parts: int
+    tied: bool
 
 
 class MeshGradients(GradientBuffer):
@@ -27,49 +77,26 @@ class MeshGradients(GradientBuffer):
 
     Args:
         parameters: of this rank's model or stages.
-        mesh: over whose ``hdp_comm``, or for experts ``expert_replica_comm``, :meth:`reduce` sums; the norm is that of
-            all stages, tensor ranks and experts.
-        parts: by the parameter's id, into how many parts the tensor ranks have cut it (a divisor of their number);
-            those that are missing are whole on each.
-        tied: the parameter on this rank that stands for the same weight as one on the other end of the pipeline, or
-            ``None``. Its gradient is the sum of both, and counts once in the norm.
-        experts: ids of the parameters of which each rank of an expert group has the part of its own experts.
+        copies: over whose ranks :meth:`reduce` sums; the norm is that of all stages, tensor ranks and experts.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        mesh: Mesh,
-        parts: Mapping[int, int],
-        tied: nn.Parameter | None,
-        experts: Collection[int] = (),
-    ) -> None:
-        def kind(parameter: nn.Parameter) -> tuple[bool, int]:
-            return id(parameter) in experts, parts.get(id(parameter), 1) if mesh.tensor > 1 else 1
-
-        super().__init__(sorted(parameters, key=kind, reverse=True))
-        self._mesh = mesh
-        own = sum(parameter.numel() for parameter in self.parameters if id(parameter) in experts)
+    def __init__(self, parameters: Iterable[nn.Parameter], copies: ParameterCopies) -> None:
+        super().__init__(sorted(parameters, key=copies.kind, reverse=True))
+        self._mesh = mesh = copies.mesh
+        own = sum(parameter.numel() for parameter in self.parameters if id(parameter) in copies.experts)
         self._of_experts, self._of_all = self.flat[:own], self.flat[own:]
-        self._ends = mesh.pipeline_comm.subset([0, mesh.pipeline - 1]) if mesh.pipeline > 1 else None
-        self._tied: torch.Tensor | None = None
-        self._replicated: list[tuple[torch.Tensor, Communicator]] = []
+        self._shared: list[tuple[torch.Tensor, Communicator]] = []
         counted: list[tuple[int, int]] = []
         start = 0
-        for (expert, number), members in itertools.groupby(self.parameters, kind):
-            first, each = start, mesh.tensor // number
-            for parameter in members:
-                stop = start + parameter.numel()
-                if parameter is tied:
-                    self._tied = self.flat[start:stop]
-                elsewhere = mesh.tensor_rank % each or (mesh.expert_rank and not expert)
-                if not elsewhere and not (parameter is tied and mesh.stage > 0):
-                    counted.append((start, stop))
-                start = stop
-            if each > 1:
-                alike = mesh.tensor_rank // each * each
-                replicas = mesh.tensor_comm.subset(range(alike, alike + each))
-                self._replicated.append((self.flat[first:start], cast("Communicator", replicas)))
+        for kind, members in itertools.groupby(self.parameters, copies.kind):
+            stop = start + sum(parameter.numel() for parameter in members)
+            if copies.counts(kind) and (kind.expert or mesh.expert_rank == 0):
+                counted.append((start, stop))
+            if (alike := copies.tensor_comm(kind)) is not None:
+                self._shared.append((self.flat[start:stop], alike))
+            if kind.tied:
+                self._shared.append((self.flat[start:stop], copies.ends_comm()))
+            start = stop
         self._counted = [self.flat[begin:end] for begin, end in _merged(counted)]
 
     def reduce(self, factor: float) -> None:
@@ -82,10 +109,8 @@ class MeshGradients(GradientBuffer):
         if self._of_experts.numel():
             self._mesh.expert_replica_comm.all_reduce(self._of_experts)
         self.flat *= factor
-        for gradients, replicas in self._replicated:
-            replicas.all_reduce(gradients)
-        if self._tied is not None:
-            cast("Communicator", self._ends).all_reduce(self._tied)
+        for gradients, comm in self._shared:
+            comm.all_reduce(gradients)
 
     def clip_(self, max_norm: float | None) -> float:
         """Scales all gradients so that the model's global L2 norm is at most ``max_norm``; returns it as it was.

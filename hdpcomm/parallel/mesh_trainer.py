@@ -7,19 +7,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.parallel.agreement import check_same_mesh
-from hdpcomm.parallel.gradients import MeshGradients
+from hdpcomm.parallel.gradients import MeshGradients, ParameterCopies
 from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.sharded import MeshShardedParameters
 from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.parallel.waves import waves_of
 from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.replicas import check_replicas, share_values
+from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
+from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
 from hdpcomm.train.shards import empty_shard
 from hdpcomm.train.trainer import Trainer
 
@@ -50,8 +58,9 @@ class MeshTrainer(Trainer):
         optimizer: any optimizer over the model's parameters that updates each element by itself.
         planner: with ``ClusterSpec(ranks=mesh.hdp, tensor=mesh.tensor)``.
         mesh: the ranks, without pipelines (:class:`hdpcomm.parallel.PipelineTrainer` has them).
-        max_grad_norm, loss, offload, check_replicas: as of :class:`hdpcomm.train.Trainer`; the norm is that of the
-            whole model.
+        max_grad_norm, loss, offload, zero, dtype, bucket_bytes, check_replicas: as of :class:`hdpcomm.train.Trainer`;
+            the norm is that of the whole model. With ``zero=1`` a parameter is cut among the HDP ranks that hold
+            it (:class:`hdpcomm.parallel.sharded.MeshShardedParameters`).
 
     Raises:
         InvalidUsage: the planner is for another mesh, the model is not cut for this one, or the mesh has pipelines.
@@ -68,6 +77,9 @@ class MeshTrainer(Trainer):
         max_grad_norm: float | None = 1.0,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         offload: ActivationOffload | None = None,
+        zero: int = 0,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         check_replicas: int = 0,
     ) -> None:
         self.mesh = mesh
@@ -75,8 +87,8 @@ class MeshTrainer(Trainer):
         """Of the last step: what this rank sent to the stages beside its own."""
         self._check_model(model)
         super().__init__(
-            model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload,
-            check_replicas=check_replicas,
+            model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero,
+            dtype=dtype, bucket_bytes=bucket_bytes, check_replicas=check_replicas,
         )  # fmt: skip
 
     @property
@@ -102,15 +114,36 @@ class MeshTrainer(Trainer):
         """Parameters and optimizer state of the whole model by their names there, equal on every rank: a trainer on any
         other mesh takes it over, or one without. Collective over the mesh.
         """
-        model, optimizer = self.parts.joined(*get_state_dict(self.model, self.optimizer))
-        return {"model": model, "optimizer": optimizer, "num_steps": self.num_steps}
+        return {**self.parts.joined(self._own_state()), "num_steps": self.num_steps}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` gives, also with a sharded optimizer."""
+        return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
-        model, optimizer = self.parts.cut(state["model"], state["optimizer"])
-        with own_state(self.optimizer):
-            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        self._load_own(self.parts.cut({name: value for name, value in state.items() if name != "num_steps"}))
         self.num_steps = int(state["num_steps"])
+
+    def _own_state(self) -> dict[str, Any]:
+        """This rank's ``model`` and ``optimizer``, and ``masters`` if there are any, by its own names. Collective over
+        the HDP ranks."""
+        if isinstance(self.gradients, ShardedParameters):
+            state = sharded_state(self.gradients, self.optimizer, self.model)
+            return {"model": get_model_state_dict(self.model), **state}
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`_own_state` gave. Local."""
+        if isinstance(self.gradients, ShardedParameters):
+            set_model_state_dict(self.model, state["model"])
+            load_sharded_state(self.gradients, self.optimizer, self.model, state)
+            return
+        with own_state(self.optimizer):
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
 
     def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
         """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.
@@ -168,9 +201,28 @@ class MeshTrainer(Trainer):
                 f"ClusterSpec(ranks={mesh.hdp}, tensor={mesh.tensor}, ...)"
             )
 
-    def _gradient_buffer(self) -> MeshGradients:
+    @property
+    def _copies(self) -> ParameterCopies:
         parts = self.parts
-        return MeshGradients(self.model.parameters(), self.mesh, parts.by_parameter, None, parts.experts)
+        return ParameterCopies(self.mesh, parts.by_parameter, self._tied, parts.experts)
+
+    @property
+    def _tied(self) -> nn.Parameter | None:
+        """The parameter on this rank that is also on the other end of the pipeline."""
+        return None
+
+    def _gradient_buffer(self) -> MeshGradients:
+        return MeshGradients(self.model.parameters(), self._copies)
+
+    def _sharded_parameters(self, *, zero: int, dtype: torch.dtype | None, bucket_bytes: int) -> ShardedParameters:
+        return MeshShardedParameters(
+            self.model.parameters(), self.optimizer, self._copies, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
+        )
+
+    def _collect(self) -> None:
+        """After a backward pass."""
+        if isinstance(self.gradients, MeshGradients):
+            self.gradients.collect()
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
@@ -215,7 +267,7 @@ class MeshTrainer(Trainer):
         for micro_batch in self._waves(planned.plan):
             if micro_batch is None:
                 self._pass_without_tokens().backward()  # type: ignore[no-untyped-call]
-                cast(MeshGradients, self.gradients).collect()
+                self._collect()
                 self.timeline.end("wait for others")
                 continue
             total += self._run(micro_batch, planned, fetch, scale, offloading)

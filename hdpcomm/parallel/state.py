@@ -8,45 +8,41 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hdpcomm.comm import Communicator
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
-from hdpcomm.parallel.tensor_state import TensorParts
-from hdpcomm.train.optimizer_state import own_state
 
-__all__ = ["load_whole_state", "whole_state"]
+__all__ = ["state_of_stages", "whole_state"]
 
 _TIED = ("head.weight", "embedding.weight")
 """The copy on the last stage, and the name under which an optimizer of the whole model knows the one weight."""
 
 
-def whole_state(
-    module: nn.Module,
-    stages: Sequence[LlamaStage],
-    optimizer: torch.optim.Optimizer,
-    mesh: Mesh,
-    parts: TensorParts,
-) -> dict[str, Any]:
-    """``model`` and ``optimizer`` as :meth:`hdpcomm.train.Trainer.state_dict` of the whole model gives them.
+def whole_state(state: Mapping[str, Any], stages: Sequence[LlamaStage], mesh: Mesh) -> dict[str, Any]:
+    """``model``, ``optimizer`` and ``masters``, if there are any, as :meth:`hdpcomm.train.Trainer.state_dict` of the
+    whole model gives them.
 
-    Collective over the mesh: every rank gets all stages' tensors, those of its own live. A trainer without pipelines
-    can take it over, or one with another number of stages.
+    Collective over the mesh: every rank gets all stages' tensors. A trainer without pipelines can take it over, or one
+    with another number of stages.
 
     Args:
-        module: this rank's only stage, or the list of its stages.
-        parts: what of their state is cut for tensor ranks.
+        state: the same of this rank's module, which is its only stage or the list of its stages, with whole tensors.
     """
-    model, optimized = parts.joined(*get_state_dict(module, optimizer))
-    names = _names(stages, model)
+    optimized = state["optimizer"]
+    names = _names(stages, state["model"])
     copied = _copied(stages)
-    states = {names[name]: values for name, values in optimized["state"].items()}
-    own = {f"model {names[name]}": tensor for name, tensor in model.items()}
+    own = {
+        f"{kind} {names[name]}": tensor
+        for kind in ("model", "masters")
+        for name, tensor in state.get(kind, {}).items()
+        if kind == "model" or names[name] not in copied
+    }
     own |= {
-        f"state {name} {key}": value
-        for name, values in states.items()
-        if name not in copied
+        f"state {names[name]} {key}": value
+        for name, values in optimized["state"].items()
+        if names[name] not in copied
         for key, value in values.items()
     }
     groups = [[names[name] for name in group["params"]] for group in optimized["param_groups"]]
@@ -55,39 +51,45 @@ def whole_state(
     whole: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
     for name, value in found.items():
         kind, name, *key = name.split(" ")
-        if kind == "model":
-            whole["model"][name] = value
-        else:
+        if kind == "state":
             whole["optimizer"]["state"].setdefault(name, {})[key[0]] = value
+        else:
+            whole.setdefault(kind, {})[name] = value
     for place, group in enumerate(optimized["param_groups"]):
         params = [name for each in all_groups for name in each[place]]
         whole["optimizer"]["param_groups"].append({**group, "params": params})
     return whole
 
 
-def load_whole_state(
-    module: nn.Module,
-    stages: Sequence[LlamaStage],
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    parts: TensorParts,
-) -> None:
-    """Takes the part of these stages of what :func:`whole_state`, or a trainer of the whole model, gave. Local."""
+def state_of_stages(
+    module: nn.Module, stages: Sequence[LlamaStage], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The part of these stages of what :func:`whole_state`, or a trainer of the whole model, gave, by the names of
+    ``module``; its tensors are whole. Local.
+
+    Args:
+        optimizer: over the module's parameters, or over this rank's parts of them.
+
+    Raises: InvalidUsage: the state is that of another model.
+    """
     names = _names(stages, module.state_dict())
-    model = {name: state["model"][there] for name, there in names.items()}
     copied = _copied(stages)
-    states, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
     there = {name: _TIED[1] if whole in copied else whole for name, whole in names.items()}
-    mine: Mapping[str, Any] = get_state_dict(module, optimizer)[1]
-    optimized: dict[str, Any] = {
-        "state": {name: states[there[name]] for name in mine["state"]},
-        "param_groups": [
-            {**group, "params": own["params"]} for group, own in zip(groups, mine["param_groups"], strict=True)
-        ],
+    trained = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    states, masters = state["optimizer"]["state"], state.get("masters", {})
+    if missing := [there[name] for name in trained.values() if there[name] not in states]:
+        raise InvalidUsage(
+            f"the state has no optimizer state for {missing[0]}; give that of a trainer of the same model"
+        )
+    groups = [
+        {**saved, "params": [trained[id(parameter)] for parameter in own["params"] if id(parameter) in trained]}
+        for saved, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {
+        "model": {name: state["model"][whole] for name, whole in names.items()},
+        "masters": {name: masters[there[name]] for name in trained.values() if there[name] in masters},
+        "optimizer": {"state": {name: states[there[name]] for name in trained.values()}, "param_groups": groups},
     }
-    model, optimized = parts.cut(model, optimized)
-    with own_state(optimizer):
-        set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=optimized)
 
 
 def _names(stages: Sequence[LlamaStage], model: Mapping[str, Any]) -> dict[str, str]:

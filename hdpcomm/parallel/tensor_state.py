@@ -60,20 +60,20 @@ class TensorParts:
         """The ids of the parameters of which an expert rank has the part of its own experts."""
         return self._experts
 
-    def joined(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``get_state_dict`` of this rank with whole tensors. Collective over the tensor and the expert ranks."""
-        return self._changed(model, optimizer, _joined)
+    def joined(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's ``model``, ``optimizer`` and ``masters`` by name, with whole tensors. Collective over the tensor
+        and the expert ranks."""
+        return self._changed(state, _joined)
 
-    def cut(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What ``set_state_dict`` takes on this rank, from whole tensors. Local."""
-        return self._changed(model, optimizer, lambda tensor, shard, _: own_part(tensor, shard))
+    def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What :meth:`joined` was given on this rank, from whole tensors. Local."""
+        return self._changed(state, lambda tensor, shard, _: own_part(tensor, shard))
 
     def _changed(
-        self,
-        model: Mapping[str, Any],
-        optimizer: Mapping[str, Any],
-        change: Callable[[Tensor, TensorShard, Communicator], Tensor],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, state: Mapping[str, Any], change: Callable[[Tensor, TensorShard, Communicator], Tensor]
+    ) -> dict[str, Any]:
+        model = state["model"]
+
         def changed(name: str, value: Any) -> Any:
             shard = self._shards.get(name)
             # An optimizer's step counts and the like have no part for each element.
@@ -81,11 +81,16 @@ class TensorParts:
                 return value
             return change(value, *shard)
 
-        states = {
-            name: {key: changed(name, value) for key, value in state.items()}
-            for name, state in optimizer["state"].items()
+        found: dict[str, Any] = {
+            kind: {name: changed(name, value) for name, value in values.items()}
+            for kind, values in state.items()
+            if kind != "optimizer"
         }
-        return {name: changed(name, value) for name, value in model.items()}, {**optimizer, "state": states}
+        states = {
+            name: {key: changed(name, value) for key, value in values.items()}
+            for name, values in state["optimizer"]["state"].items()
+        }
+        return {**found, "optimizer": {**state["optimizer"], "state": states}}
 
 
 def _joined(part: Tensor, shard: TensorShard, comm: Communicator) -> Tensor:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import check_same_stages, checked_stages
-from hdpcomm.parallel.gradients import MeshGradients
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.mesh_trainer import MeshTrainer
 from hdpcomm.parallel.pipeline import OffloadContext, StageRunner
 from hdpcomm.parallel.program import Action, make_program
 from hdpcomm.parallel.stages import LlamaStage
-from hdpcomm.parallel.state import load_whole_state, whole_state
+from hdpcomm.parallel.state import state_of_stages, whole_state
 from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.replicas import share_values
+from hdpcomm.train.sharded import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -52,7 +52,7 @@ class PipelineTrainer(MeshTrainer):
         planner: with ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline, tensor=mesh.tensor)``; its costs are
             those of one stage.
         mesh: the ranks. With tensor ranks, each stage is cut by :func:`hdpcomm.parallel.tensor_parallel`.
-        max_grad_norm, loss, check_replicas: as of :class:`hdpcomm.train.Trainer`; the norm is that of the whole model.
+        max_grad_norm, loss, zero, dtype, bucket_bytes, check_replicas: as of :class:`hdpcomm.parallel.MeshTrainer`.
         offload: :class:`hdpcomm.offload.ActivationOffload` over this rank's stage.
 
     Raises:
@@ -72,6 +72,9 @@ class PipelineTrainer(MeshTrainer):
         max_grad_norm: float | None = 1.0,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         offload: ActivationOffload | None = None,
+        zero: int = 0,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         check_replicas: int = 0,
     ) -> None:
         self.stages = checked_stages(stage, mesh)
@@ -80,8 +83,8 @@ class PipelineTrainer(MeshTrainer):
         self._planned: PlannedWaves | None = None
         """What the schedule is for."""
         super().__init__(
-            model, optimizer, planner, mesh, max_grad_norm=max_grad_norm, loss=loss, offload=offload,
-            check_replicas=check_replicas,
+            model, optimizer, planner, mesh, max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero,
+            dtype=dtype, bucket_bytes=bucket_bytes, check_replicas=check_replicas,
         )  # fmt: skip
 
     @property
@@ -93,12 +96,12 @@ class PipelineTrainer(MeshTrainer):
         """Parameters and optimizer state of the whole model by their names there, equal on every rank: a trainer
         without pipelines, or with another number of stages, takes it over. Collective over the mesh.
         """
-        whole = whole_state(self.model, self.stages, self.optimizer, self.mesh, self.parts)
+        whole = whole_state(self.parts.joined(self._own_state()), self.stages, self.mesh)
         return {**whole, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
-        load_whole_state(self.model, self.stages, self.optimizer, state, self.parts)
+        self._load_own(self.parts.cut(state_of_stages(self.model, self.stages, self.optimizer, state)))
         self.num_steps = int(state["num_steps"])
 
     def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
@@ -135,10 +138,6 @@ class PipelineTrainer(MeshTrainer):
         schedule.validate(waves.plan)
         order = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
         check_same_plan(plan, self.comm, more=order)
-
-    def _gradient_buffer(self) -> MeshGradients:
-        parts = self.parts
-        return MeshGradients(self.model.parameters(), self.mesh, parts.by_parameter, self._tied, parts.experts)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         copies = [each.tied for each in self.stages if each.last]
@@ -187,7 +186,7 @@ class PipelineTrainer(MeshTrainer):
 
     def _after_pass(self, done: Pass) -> None:
         if done.backward:
-            cast(MeshGradients, self.gradients).collect()
+            self._collect()
         if (batch := self._batches[done.micro_batch]) is None:
             self.timeline.end("wait for others")
         else:

@@ -18,7 +18,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import DTYPES, calibration_facts, host_memory, measure_memory, measure_offload
+from hdpcomm.run.costs import calibration_facts, host_memory, measure_memory, measure_offload
 from hdpcomm.run.model import model_spec, new_model
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
 from hdpcomm.train.profile import profile_samples
@@ -55,7 +55,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     comm = by_host(world)
     model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    samples = tuple(profile_samples(model.to(DTYPES[config.dtype]), comm, longest=config.capacity, repeats=_REPEATS))
+    samples = tuple(profile_samples(model.to(config.parameter_dtype), comm, longest=config.capacity, repeats=_REPEATS))
     cost = CostModel.fit(samples)
     reduction_s, optimizer_s = _after_the_passes(comm, model)
     spec = _spec(config)
@@ -83,7 +83,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
 
 def _spec(config: RunConfig) -> ModelSpec | None:
     spec = model_spec(config.model)
-    return None if spec is None else replace(spec, dtype_bytes=DTYPES[config.dtype].itemsize)
+    return None if spec is None else replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
 
 
 def _after_the_passes(comm: Communicator, model: torch.nn.Module) -> tuple[float, float]:
@@ -132,7 +132,7 @@ def _device(
     """The device with the rates that were measured, means over the ranks. Collective."""
     pool = PinnedPool(8 * _COPY_BYTES, device=comm.device)
     rates: CopyRates = measure_copies(pool, _COPY_BYTES)
-    peak = _matmul_flops(comm.device, DTYPES[config.dtype])
+    peak = _matmul_flops(comm.device, config.parameter_dtype)
     shared = torch.tensor([rates.both_d2h, rates.both_h2d, peak, float(_device_bytes(comm))], dtype=torch.float64)
     comm.all_reduce(shared)
     d2h, h2d, peak, memory = (shared / comm.size).tolist()

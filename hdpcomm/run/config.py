@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.parallel.tensor_plans import check_sizes
@@ -15,6 +17,8 @@ __all__ = ["BASELINES", "RunConfig", "learning_rate"]
 
 BASELINES = ("ddp",)
 """What else a run can be compared with: torch's DistributedDataParallel over gloo."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,16 @@ class RunConfig:
     check_replicas: int = 100
 
     @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def dtype_with_masters(self) -> torch.dtype | None:
+        """``dtype`` of the trainer: ``None`` where the parameters are updated as they are."""
+        return None if self.dtype == "fp32" else _DTYPES[self.dtype]
+
+    @property
     def on_mesh(self) -> bool:
         """Whether ranks share a model, so that it takes a :class:`hdpcomm.parallel.MeshTrainer`."""
         return self.pipeline * self.tensor * self.expert > 1
@@ -103,7 +117,7 @@ class RunConfig:
                 f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
                 "stay on the device; give at least 3 layers (--layers)"
             )
-        if self.dtype not in ("fp32", "bf16") or self.zero not in (0, 1):
+        if self.dtype not in _DTYPES or self.zero not in (0, 1):
             raise InvalidUsage(f"dtype is {self.dtype!r} and zero {self.zero}; give fp32 or bf16, and 0 or 1")
         layers = self.model.layers
         if (self.recompute == "auto") != (self.memory_bytes > 0):
@@ -139,8 +153,6 @@ class RunConfig:
         if self.calibration is not None and self.pipeline * self.tensor > 1:
             raise InvalidUsage(f"a calibration is that of ranks without {what}; leave out --calibration or {option}")
         others = {
-            "zero": self.zero > 0,
-            "dtype": self.dtype != "fp32",
             "recompute auto": self.recompute == "auto",
             "ddp": "ddp" in self.policies,
             "learn-costs": self.learn_costs,

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hdpcomm.run.checkpoints import Checkpoint
 
 __all__ = [
-    "DTYPES",
     "PROFILE_TOKENS",
     "SMALLEST_OFFLOAD",
     "Costs",
@@ -49,7 +48,6 @@ __all__ = [
 
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
 _ONE_DEVICE = {"pipeline": 1, "chunks": 1, "tensor": 1, "expert": 1}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +83,14 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
 
 def measure_memory(comm: Communicator, config: RunConfig) -> StepMemory:
     """What a step of the run's model, or of one stage, takes on a rank's device, whatever is recomputed. Collective."""
-    dtype = DTYPES[config.dtype]
+    model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute="none")
     return profile_memory(
-        new_model(config.stage_model, device=comm.device, seed=config.seed, recompute="none").to(dtype),
+        model.to(config.parameter_dtype),
         comm,
         partial(torch.optim.AdamW, lr=config.learning_rate),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
         zero=config.zero,
-        dtype=None if config.dtype == "fp32" else dtype,
+        dtype=config.dtype_with_masters,
     )
 
 
@@ -119,7 +117,7 @@ def measure_costs(
         return _calibrated(comm, config, config.calibration, capacity, pool)
     model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
     mesh = Mesh(comm, tensor=config.tensor)
-    model = tensor_parallel(model, mesh).to(DTYPES[config.dtype])
+    model = tensor_parallel(model, mesh).to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
     cost_model = profile_cost_model(model, mesh.hdp_comm, longest=longest, everyone=comm)
     if pool is None:

@@ -27,7 +27,6 @@ from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading,
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.costs import (
-    DTYPES,
     SMALLEST_OFFLOAD,
     calibration_of_run,
     make_planner,
@@ -290,7 +289,7 @@ class _Run:
             offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
             check_replicas=config.check_replicas,
             zero=config.zero,
-            dtype=None if config.dtype == "fp32" else DTYPES[config.dtype],
+            dtype=config.dtype_with_masters,
         )
 
     def _learning(self, found: Checkpoint | None) -> dict[str, PlanLearning]:
@@ -437,8 +436,9 @@ class _Run:
 def _checkpoint_folder(
     comm: Communicator, saving: Saving, config: RunConfig, stack: ExitStack
 ) -> CheckpointFolder | None:
-    """Where this rank writes, if it does: rank 0, and where the optimizer is sharded every rank. Collective."""
-    session, folder, writers = secrets.token_hex(8), None, comm.size if config.zero else 1
+    """Where this rank writes, if it does: rank 0, and every rank that has its own part of a sharded optimizer's state
+    (on a mesh each rank has the whole of it). Collective."""
+    session, folder, writers = secrets.token_hex(8), None, comm.size if config.zero and not config.on_mesh else 1
     if comm.rank == 0:
         folder = CheckpointFolder(saving.folder, keep=saving.keep, writers=writers, session=session)
     session = from_rank(comm, session)

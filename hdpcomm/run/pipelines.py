@@ -36,14 +36,19 @@ def mesh_trainer(
         pool: for offloaded activations; ``None``: none are.
     """
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
-    checks: dict[str, Any] = {"max_grad_norm": config.max_grad_norm, "check_replicas": config.check_replicas}
+    options: dict[str, Any] = {
+        "max_grad_norm": config.max_grad_norm,
+        "check_replicas": config.check_replicas,
+        "zero": config.zero,
+        "dtype": config.dtype_with_masters,
+    }
     if config.pipeline == 1:
         model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
         expert_parallel(model, mesh)
         tensor_parallel(model, mesh)
         offload = None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
         optimizer = make_optimizer(model)
-        return MeshTrainer(model, optimizer, planner, mesh, offload=offload, **checks)
+        return MeshTrainer(model, optimizer, planner, mesh, offload=offload, **options)
     assert isinstance(config.model, LlamaConfig)  # the configuration was checked
     whole = Llama(config.model, seed=config.seed).to(comm.device)
     own = slice(mesh.stage, None, mesh.pipeline)
@@ -55,7 +60,7 @@ def mesh_trainer(
     layers = [block for stage in stages for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)
     optimizer = make_optimizer(nn.ModuleList(stages))
-    return PipelineTrainer(stages, optimizer, planner, mesh, offload=offload, **checks)
+    return PipelineTrainer(stages, optimizer, planner, mesh, offload=offload, **options)
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:

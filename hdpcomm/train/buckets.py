@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
 
 __all__ = ["Bucket", "make_buckets", "trained_parameters"]
 
@@ -18,9 +22,12 @@ _ALIGNED = 16
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters of one type and one optimizer group, one after the other, cut into equal parts.
+    """Parameters of one type, one optimizer group and one kind, one after the other, cut into equal parts.
 
     Attributes:
+        kind: what its parameters have in common besides; ranks that hold the same ones have the same kinds.
+        comm: the ranks that hold the same parameters.
+        parts, own: into how many parts it is cut, and which one is this rank's.
         start: place of its first element in the flat buffer of all buckets.
         offsets: of each parameter, from ``start``.
         part: elements of one part; the last part ends with padding.
@@ -28,11 +35,24 @@ class Bucket:
 
     group: int
     dtype: torch.dtype
+    kind: Hashable
+    comm: Communicator
+    parts: int
+    own: int
     start: int = 0
     part: int = 0
     parameters: list[nn.Parameter] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     elements: int = 0
+
+    @property
+    def length(self) -> int:
+        """Elements, with the padding."""
+        return self.part * self.parts
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``[length]``: a view."""
+        return whole[self.own * self.part : (self.own + 1) * self.part]
 
     def add(self, parameter: nn.Parameter) -> None:
         self.parameters.append(parameter)
@@ -62,15 +82,19 @@ def make_buckets(
     groups: Sequence[dict[str, object]],
     *,
     dtype: torch.dtype | None,
-    parts: int,
     elements: int,
+    zero: int,
+    kind_of: Callable[[nn.Parameter], Hashable],
+    comm_of: Callable[[Hashable], Communicator],
 ) -> list[Bucket]:
     """Buckets of about ``elements`` elements, in the order in which a backward pass ends them: from the last parameter.
 
     Args:
         groups: the optimizer's ``param_groups``.
         dtype: the type that the parameters will have; None: their own.
-        parts: into how many a bucket is cut.
+        zero: 1: a bucket is cut into a part for each of the ranks that hold its parameters; 0: it is one part.
+        kind_of: parameters of different kinds are never in one bucket.
+        comm_of: by the kind, the ranks that hold the same parameters.
 
     Raises:
         InvalidUsage: the optimizer does not hold exactly these parameters.
@@ -82,11 +106,14 @@ def make_buckets(
             f"the optimizer holds {len(group_of)} parameters, and of the model's {len(parameters)} with requires_grad "
             f"{missing} are not among them; make it over exactly these"
         )
-    open_buckets: dict[tuple[int, torch.dtype], Bucket] = {}
+    open_buckets: dict[tuple[int, torch.dtype, Hashable], Bucket] = {}
     buckets: list[Bucket] = []
     for parameter in reversed(parameters):
-        key = group_of[id(parameter)], dtype or parameter.dtype
-        bucket = open_buckets.setdefault(key, Bucket(*key))
+        key = group_of[id(parameter)], dtype or parameter.dtype, kind_of(parameter)
+        if key not in open_buckets:
+            comm = comm_of(key[2])
+            open_buckets[key] = Bucket(*key, comm, *((comm.size, comm.rank) if zero else (1, 0)))
+        bucket = open_buckets[key]
         bucket.add(parameter)
         if bucket.elements >= elements:
             buckets.append(open_buckets.pop(key))
@@ -94,6 +121,6 @@ def make_buckets(
     start = 0
     for bucket in buckets:
         bucket.start = start
-        bucket.part = -(-bucket.elements // (parts * _ALIGNED)) * _ALIGNED
-        start += bucket.part * parts
+        bucket.part = -(-bucket.elements // (bucket.parts * _ALIGNED)) * _ALIGNED
+        start += bucket.length
     return buckets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,13 +70,13 @@ class ShardedParameters:
         self.comm = comm
         double = dtype == torch.float64 or any(p.dtype == torch.float64 for p in self.parameters)
         wide = torch.float64 if double else torch.float32
-        self._parts, self._part = (comm.size, comm.rank) if zero else (1, 0)
+        self.zero_stage = zero
         self.buckets = make_buckets(
-            self.parameters, optimizer.param_groups, dtype=dtype, parts=self._parts,
-            elements=bucket_bytes // wide.itemsize,
+            self.parameters, optimizer.param_groups, dtype=dtype, elements=bucket_bytes // wide.itemsize, zero=zero,
+            kind_of=self._kind, comm_of=self._replicas,
         )  # fmt: skip
         device = self.parameters[0].device
-        size = self.buckets[-1].start + self.buckets[-1].part * self._parts
+        size = self.buckets[-1].start + self.buckets[-1].length
         self.flat = _memory(comm, size, wide, device).zero_()
         """The gradients: after the backward passes this rank's sums, after :meth:`reduce` those of all ranks, in this
         rank's part of each bucket."""
@@ -101,12 +101,19 @@ class ShardedParameters:
         self._waiting: list[set[int]] = []
         self._works: list[Work] = []
 
+    def _kind(self, _: nn.Parameter) -> Hashable:
+        """What parameters of one bucket have in common."""
+        return None
+
+    def _replicas(self, _: Hashable) -> Communicator:
+        """The ranks that hold the same parameters of a kind."""
+        return self.comm
+
     def _take_over(self, place: int, bucket: Bucket) -> None:
         """Moves a bucket's parameters into flat memory and makes this rank's master of it."""
-        length = bucket.part * self._parts
-        memory = _memory(self.comm, length, bucket.dtype, self.flat.device)
-        gradients = self.flat[bucket.start : bucket.start + length]
-        whole = torch.zeros(length, dtype=self.flat.dtype, device=self.flat.device)
+        memory = _memory(self.comm, bucket.length, bucket.dtype, self.flat.device)
+        gradients = self._gradients(bucket)
+        whole = torch.zeros(bucket.length, dtype=self.flat.dtype, device=self.flat.device)
         with torch.no_grad():
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
                 span = slice(offset, offset + parameter.numel())
@@ -117,15 +124,15 @@ class ShardedParameters:
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
                 parameter.data = memory[offset : offset + parameter.numel()].view(parameter.shape)
         own = memory if bucket.dtype == self.flat.dtype else whole
-        master = self._own(own, bucket)
+        master = bucket.own_part(own)
         self.masters.append(nn.Parameter(master if own is memory else master.clone()))
         self._memories.append(memory)
 
-    def _own(self, memory: Tensor, bucket: Bucket) -> Tensor:
-        return memory[self._part * bucket.part : (self._part + 1) * bucket.part]
-
     def _gradients(self, bucket: Bucket) -> Tensor:
-        return self.flat[bucket.start : bucket.start + bucket.part * self._parts]
+        return self.flat[bucket.start : bucket.start + bucket.length]
+
+    def _own_gradients(self, bucket: Bucket) -> Tensor:
+        return bucket.own_part(self._gradients(bucket))
 
     @property
     def master_bytes(self) -> int:
@@ -133,27 +140,27 @@ class ShardedParameters:
         pairs = zip(self.masters, self.buckets, strict=True)
         return sum(m.numel() * m.element_size() for m, b in pairs if b.dtype != self.flat.dtype)
 
-    def gather(self, part: Tensor) -> Tensor:
-        """The whole of what each rank has a part of, for one bucket. Collective."""
-        whole = part.new_empty(part.numel() * self._parts)
-        if self._parts == 1:
+    def gather(self, bucket: Bucket, part: Tensor) -> Tensor:
+        """The whole of what each rank has a part of, for one bucket. Collective over its ranks."""
+        whole = part.new_empty(part.numel() * bucket.parts)
+        if bucket.parts == 1:
             return whole.copy_(part)
-        self.comm.all_gather(whole, part.contiguous())
+        bucket.comm.all_gather(whole, part.contiguous())
         return whole
 
     def part_of(self, bucket: Bucket, values: Iterable[Tensor]) -> Tensor:
         """This rank's part of a bucket's values, one for each of its parameters. Local."""
         whole = torch.cat([value.detach().flatten() for value in values])
-        padding = whole.new_zeros(bucket.part * self._parts - whole.numel())
-        return self._own(torch.cat((whole, padding)), bucket)
+        padding = whole.new_zeros(bucket.length - whole.numel())
+        return bucket.own_part(torch.cat((whole, padding)))
 
     def live_part(self, bucket: Bucket, part: Tensor, parameter: nn.Parameter, offset: int) -> Tensor | TensorPart:
         """What of ``part``, this rank's part of a bucket, belongs to a parameter at ``offset`` there: a view. Local."""
-        begin = self._part * bucket.part
+        begin = bucket.own * bucket.part
         start = min(max(begin - offset, 0), parameter.numel())
         stop = min(max(begin + bucket.part - offset, 0), parameter.numel())
         values = part[offset + start - begin : offset + stop - begin] if start < stop else part[:0]
-        return values.view(parameter.shape) if self._parts == 1 else TensorPart(parameter.shape, start, values)
+        return values.view(parameter.shape) if bucket.parts == 1 else TensorPart(parameter.shape, start, values)
 
     # --- one step, in this order -----------------------------------------------------------------------------------
 
@@ -205,10 +212,10 @@ class ShardedParameters:
     def _start(self, place: int) -> None:
         bucket = self.buckets[place]
         gradients = self._gradients(bucket)
-        if self._parts > 1:
-            self._works.append(self.comm.reduce_scatter(self._own(gradients, bucket), gradients, async_op=True))
+        if bucket.parts > 1:
+            self._works.append(bucket.comm.reduce_scatter(bucket.own_part(gradients), gradients, async_op=True))
         else:
-            self._works.append(self.comm.all_reduce(gradients, async_op=True))
+            self._works.append(bucket.comm.all_reduce(gradients, async_op=True))
 
     def reduce(self, factor: float) -> None:
         """Ends the reductions; this rank's part of each bucket then holds ``factor`` times the sum over all ranks.
@@ -216,39 +223,45 @@ class ShardedParameters:
         self.start()
         self._drain()
         for bucket in self.buckets:
-            self._own(self._gradients(bucket), bucket).mul_(factor)
+            self._own_gradients(bucket).mul_(factor)
 
     def clip_(self, max_norm: float | None) -> float:
         """Scales all gradients so that their global L2 norm is at most ``max_norm``; returns the norm before that.
 
         Collective; the same on all ranks.
         """
-        parts = [self._own(self._gradients(bucket), bucket) for bucket in self.buckets]
-        squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])
-        total = squares.sum().cpu().reshape(1)
-        if self._parts > 1:
+        total = self._squares(self.buckets)
+        if self.zero_stage:
             self.comm.all_reduce(total)
-        norm = float(total.sqrt())
+        return self._clip(float(total.sqrt()), max_norm)
+
+    def _squares(self, buckets: Iterable[Bucket]) -> Tensor:
+        """The sum of the squares of this rank's parts, fp64 ``[1]`` on the host. Local."""
+        norms = [torch.linalg.vector_norm(self._own_gradients(bucket), dtype=torch.float64) for bucket in buckets]
+        return torch.stack(norms).square().sum().cpu().reshape(1) if norms else torch.zeros(1, dtype=torch.float64)
+
+    def _clip(self, norm: float, max_norm: float | None) -> float:
+        """Scales this rank's parts; returns the norm. Local."""
         if max_norm is not None and norm > max_norm:
-            for part in parts:
-                part.mul_(max_norm / norm)
+            for bucket in self.buckets:
+                self._own_gradients(bucket).mul_(max_norm / norm)
         return norm
 
     def finish(self) -> None:
         """Hands the gradients to the optimizer's parts. Call before the optimizer's step."""
         for master, bucket in zip(self.masters, self.buckets, strict=True):
-            master.grad = self._own(self._gradients(bucket), bucket)
+            master.grad = self._own_gradients(bucket)
 
     def publish(self) -> None:
         """Gives the updated parameters to all ranks. Call after the optimizer's step."""
         works = []
         with torch.no_grad():
             for master, memory, bucket in zip(self.masters, self._memories, self.buckets, strict=True):
-                own = self._own(memory, bucket)
+                own = bucket.own_part(memory)
                 if bucket.dtype != self.flat.dtype:
                     own.copy_(master)
-                if self._parts > 1:
-                    works.append(self.comm.all_gather(memory, own, async_op=True))
+                if bucket.parts > 1:
+                    works.append(bucket.comm.all_gather(memory, own, async_op=True))
         for work in works:
             work.wait()
 

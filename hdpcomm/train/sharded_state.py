@@ -28,7 +28,9 @@ def sharded_state(sharded: ShardedParameters, optimizer: torch.optim.Optimizer, 
     groups = _groups(optimizer)
     for bucket, master in zip(sharded.buckets, sharded.masters, strict=True):
         own = optimizer.state[master]
-        wholes = {key: sharded.gather(value) if _is_part(value, master) else value for key, value in own.items()}
+        wholes = {
+            key: sharded.gather(bucket, value) if _is_part(value, master) else value for key, value in own.items()
+        }
         for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             name, span = names[id(parameter)], slice(offset, offset + parameter.numel())
             state[name] = {
@@ -37,7 +39,7 @@ def sharded_state(sharded: ShardedParameters, optimizer: torch.optim.Optimizer, 
             }
             groups[bucket.group]["params"].append(name)
         if bucket.dtype != master.dtype:
-            whole = sharded.gather(master.detach())
+            whole = sharded.gather(bucket, master.detach())
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
                 masters[names[id(parameter)]] = whole[offset : offset + parameter.numel()].view(parameter.shape).clone()
     found: dict[str, Any] = {"optimizer": {"state": state, "param_groups": groups}}

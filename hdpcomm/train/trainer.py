@@ -149,9 +149,7 @@ class Trainer:
             return
         self._same_start()
         if zero or dtype is not None:
-            self.gradients = ShardedParameters(
-                model.parameters(), optimizer, comm, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
-            )
+            self.gradients = self._sharded_parameters(zero=zero, dtype=dtype, bucket_bytes=bucket_bytes)
         else:
             self.gradients = self._gradient_buffer()
 
@@ -287,6 +285,11 @@ class Trainer:
 
     def _gradient_buffer(self) -> GradientBuffer:
         return GradientBuffer(self.model.parameters(), self.comm)
+
+    def _sharded_parameters(self, *, zero: int, dtype: torch.dtype | None, bucket_bytes: int) -> ShardedParameters:
+        return ShardedParameters(
+            self.model.parameters(), self.optimizer, self.comm, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
+        )
 
     def _plan_now(self, lengths: Sequence[int | Tree]) -> PlannedStep:
         started = time.perf_counter()

@@ -1,0 +1,219 @@
+"""ZeRO-1 and mixed precision on meshes: the training of one process, and what each rank keeps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.plan import ClusterSpec, Planner
+from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
+from tests.ranks.parallel.pipelines import COST, SEED
+
+BATCHES = ((50, 3, 17, 30), (8, 2, 33, 12, 5), (60,), (9, 9, 9, 9, 9, 9))
+DENSE = LlamaConfig(vocabulary=64, layers=4, hidden=16, heads=4, kv_heads=2, ffn=24)  # tied embeddings
+SPARSE = LlamaConfig(
+    vocabulary=64, layers=2, hidden=16, heads=2, kv_heads=2, ffn=12, experts=4, top_k=2,
+    router_aux_loss=0.05, router_z_loss=0.02,
+)  # fmt: skip
+
+
+class Shape(NamedTuple):
+    hdp: int
+    pipeline: int = 1
+    tensor: int = 1
+    expert: int = 1
+    chunks: int = 1
+    config: LlamaConfig = DENSE
+
+    @property
+    def ranks(self):
+        return self.hdp * self.pipeline * self.tensor
+
+
+ONE = {DENSE: Shape(1), SPARSE: Shape(1, config=SPARSE)}
+SHAPES = {
+    "hdp 2 pp 2": Shape(2, pipeline=2),
+    "hdp 2 tp 2": Shape(2, tensor=2),
+    "tp 4, two ranks a KV head": Shape(1, tensor=4),
+    "hdp 2 pp 2 tp 2": Shape(2, pipeline=2, tensor=2),
+    "pp 2 x 2 stages": Shape(2, pipeline=2, chunks=2),
+    "hdp 4 ep 2": Shape(4, expert=2, config=SPARSE),
+    "hdp 2 ep 2": Shape(2, expert=2, config=SPARSE),
+    "hdp 2 pp 2 tp 2 ep 2": Shape(2, pipeline=2, tensor=2, expert=2, config=SPARSE),
+}
+
+
+def adamw(module):
+    """No decay for vectors: two groups."""
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def trainer_of(comm, shape, *, wide=torch.float64, norm=0.5, **options):
+    """Only the first ranks have the weights that count."""
+    mesh = Mesh(comm, pipeline=shape.pipeline, tensor=shape.tensor, expert=shape.expert)
+    cluster = ClusterSpec(shape.hdp, 64 // shape.hdp, pipeline=shape.pipeline, tensor=shape.tensor, chunks=shape.chunks)
+    planner = Planner(None, cluster, cost_model=COST)
+    seed = SEED if comm.rank == 0 or shape.pipeline > 1 else SEED + comm.rank
+    model = Llama(shape.config, seed=seed, dtype=wide)
+    if shape.ranks == 1:
+        return Trainer(model, adamw(model), planner, comm, max_grad_norm=norm, **options)
+    if shape.pipeline == 1:
+        expert_parallel(model, mesh)
+        tensor_parallel(model, mesh)
+        return MeshTrainer(model, adamw(model), planner, mesh, max_grad_norm=norm, **options)
+    stages = split_llama(model, shape.pipeline * shape.chunks)[mesh.stage :: shape.pipeline]
+    for stage in stages:
+        expert_parallel(stage, mesh)
+        tensor_parallel(stage, mesh)
+    return PipelineTrainer(stages, adamw(torch.nn.ModuleList(stages)), planner, mesh, max_grad_norm=norm, **options)
+
+
+def fetch(step, config):
+    def tokens(i):
+        return torch.randint(
+            config.vocabulary, (BATCHES[step][i],), generator=torch.Generator().manual_seed(10 * step + i)
+        )
+
+    return tokens
+
+
+def steps_of(trainer, config, steps):
+    """(loss, norm) of each."""
+    done = [trainer.step(BATCHES[step], fetch(step, config)) for step in steps]
+    return [(each.loss, each.grad_norm) for each in done]
+
+
+def run(shape, steps=range(4), state=None, **options):
+    """On each rank: (losses and norms, the state afterwards, elements of its optimizer's first moment)."""
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            trainer = trainer_of(comm, shape, **options)
+            if state is not None:
+                trainer.load_state_dict(copy.deepcopy(state))
+            found = steps_of(trainer, shape.config, steps)
+            kept = sum(each["exp_avg"].numel() for each in trainer.optimizer.state.values())
+            return found, copy.deepcopy(trainer.state_dict()), kept
+
+    return run_threads(rank, shape.ranks)
+
+
+@functools.cache
+def one_process(config):
+    return run(ONE[config])[0]
+
+
+def check_state(found, wanted, limit):
+    assert found["num_steps"] == wanted["num_steps"]
+    assert found["model"].keys() == wanted["model"].keys()
+    assert found["optimizer"]["state"].keys() == wanted["optimizer"]["state"].keys()
+    pairs = [(name, tensor, wanted["model"][name]) for name, tensor in found["model"].items()]
+    for name, own in found["optimizer"]["state"].items():
+        pairs += [
+            (f"{key} of {name}", own[key], wanted["optimizer"]["state"][name][key]) for key in ("exp_avg", "step")
+        ]
+    for name, tensor, want in pairs:
+        assert tensor.shape == want.shape, name
+        assert (tensor - want).norm() <= limit * (want.norm() + 1e-6), name
+    for group, other in zip(found["optimizer"]["param_groups"], wanted["optimizer"]["param_groups"], strict=True):
+        assert sorted(group["params"]) == sorted(other["params"])
+        assert group["weight_decay"] == other["weight_decay"]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_training_is_that_of_one_process(shape):
+    """Clipped in each step; small buckets, so that there are many."""
+    results = run(shape, zero=1, bucket_bytes=2000, check_replicas=1)
+    wanted, state, _ = one_process(shape.config)
+    assert all(norm > 0.5 for _, norm in wanted)
+    for found, own, _ in results:
+        assert found == results[0][0]
+        for pair, want in zip(found, wanted, strict=True):
+            assert pair == pytest.approx(want, rel=1e-9)
+        check_state(own, state, 1e-7)
+    other = run(shape)
+    assert sum(kept for _, _, kept in other) > sum(kept for _, _, kept in results) or shape.hdp == 1
+
+
+def test_a_rank_keeps_its_part_of_what_others_hold_too():
+    """Of dense parameters a quarter, of experts a half: two of four ranks hold the same ones. Padding is 16 a part."""
+    shape = SHAPES["hdp 4 ep 2"]
+    experts = 2 * 3 * 4 * 16 * 12
+    whole = sum(p.numel() for p in Llama(SPARSE).parameters())
+    least = (whole - experts) / 4 + experts / 2 / 2
+    for _, _, kept in run(shape, steps=(0,), zero=1):
+        assert least <= kept <= least + 16 * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [("tp 4, two ranks a KV head", 1), ("pp 2 x 2 stages", 1), ("hdp 2 ep 2", 0), ("hdp 2 pp 2 tp 2 ep 2", 1)],
+)
+def test_bf16_with_master_weights(name, zero):
+    """Near the training in double precision; the same state on all ranks, whose masters the parameters are, rounded."""
+    shape = SHAPES[name]
+    results = run(shape, wide=torch.float32, dtype=torch.bfloat16, zero=zero, check_replicas=1)
+    wanted = one_process(shape.config)[0]
+    state = results[0][1]
+    for found, own, _ in results:
+        assert found == results[0][0]
+        for (loss, norm), (want, want_norm) in zip(found, wanted, strict=True):
+            assert loss == pytest.approx(want, rel=2e-2)
+            assert norm == pytest.approx(want_norm, rel=0.1)
+        for name, master in own["masters"].items():
+            assert torch.equal(master, state["masters"][name]), name
+            assert torch.equal(master.to(torch.bfloat16), own["model"][name]), name
+    assert state["masters"].keys() == state["optimizer"]["state"].keys()
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp64", "bf16"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("hdp 2 pp 2 tp 2", "hdp 2 tp 2"),
+        ("hdp 2 pp 2 tp 2 ep 2", "hdp 4 ep 2"),
+        ("hdp 4 ep 2", "one process"),
+        ("one process", "hdp 2 pp 2 tp 2"),
+    ],
+)
+def test_any_mesh_goes_on_from_the_state_of_any_other(first, then, narrow):
+    config = (SHAPES.get(first) or SHAPES[then]).config
+    before, after = SHAPES.get(first, ONE[config]), SHAPES.get(then, ONE[config])
+    options = {"wide": torch.float32, "dtype": torch.bfloat16} if narrow else {}
+    state = run(before, steps=(0, 1), zero=1, **options)[0][1]
+    wanted = run(before, zero=1, **options)[0][0][2:]
+    for found, _, _ in run(after, steps=(2, 3), state=state, zero=0 if narrow else 1, **options):
+        for pair, want in zip(found, wanted, strict=True):
+            assert pair == pytest.approx(want, rel=5e-2 if narrow else 1e-8)
+
+
+def test_a_state_without_a_parameter_is_refused():
+    shape = SHAPES["hdp 2 pp 2"]
+    state = run(shape, steps=(), zero=0)[0][1]
+    del state["optimizer"]["state"]["norm.weight"]
+
+    def rank():
+        with hdp.init() as comm:
+            trainer = trainer_of(comm, shape)
+            try:
+                trainer.load_state_dict(state)
+            except hdp.InvalidUsage as error:
+                return str(error)
+            return ""
+
+    told = run_threads(rank, shape.ranks)
+    assert any("no optimizer state for norm.weight; give that of a trainer of the same model" in each for each in told)
