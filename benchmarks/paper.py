@@ -17,9 +17,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from hdpcomm.data.distributions import sample_lengths
-from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, DeviceSpec, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan import (
+    DEVICES,
+    MODELS,
+    ClusterSpec,
+    CostModel,
+    DeviceSpec,
+    MicroBatch,
+    ModelSpec,
+    Planner,
+    SequenceInfo,
+    StepPlan,
+)
 from hdpcomm.sim import simulate_step
 
 K, M = 2**10, 2**20
@@ -51,59 +63,83 @@ DEVICE = {
 }
 STAGES = (("static", False), ("naive", False), ("naive", True), ("balanced", True))
 STAGE_NAMES = ("static DP x CP", "naive HDP", "+ offload", "+ balance")
+CONTEXTS = (256 * K, 512 * K, 1 * M, 2 * M)
 
 
-def step_seconds(device: str, distribution: str, context: int, seeds: int) -> list[float]:
-    """Mean simulated step of each stage of the ablation over the same batches, then the mean lower bound."""
+def cost_model(model: ModelSpec, cluster: ClusterSpec, gradient_bytes: int = 4) -> CostModel:
+    """The analytic model; KV travels on with its gradient in the backward pass, in fp32 or, with 2 bytes, in bf16."""
+    cost, once = CostModel.analytic(model, cluster), model.dtype_bytes
+    share = (2 * once + gradient_bytes) / (2 * once + 4)
+    forward = once / (2 * once + gradient_bytes)
+    return replace(cost, kv_intra=share * cost.kv_intra, kv_inter=share * cost.kv_inter, forward_transfer=forward)
+
+
+def step_seconds(
+    device: str, distribution: str, context: int, seeds: int, gradient_bytes: int = 4
+) -> dict[str, list[float]]:
+    """Of each stage of the ablation, over the same batches: mean simulated step, the lower bound last, and the first
+    and the ninth decile of its speed-up by batch."""
     times: list[list[float]] = [[] for _ in (*STAGES, "bound")]
     for seed in range(seeds):
         lengths = sample_lengths(distribution, tokens=TOKENS, context=context, seed=seed)
         for found, (policy, offload) in zip(times, STAGES, strict=False):
             cluster = ClusterSpec(RANKS, CAPACITY, NODE_RANKS, offload=offload, device=DEVICE[device])
-            report = simulate_step(Planner(MODEL, cluster, policy, context=context), lengths)
+            cost = cost_model(MODEL, cluster, gradient_bytes)
+            report = simulate_step(Planner(MODEL, cluster, policy, cost, context=context), lengths)
             found.append(report.step_s)
         times[-1].append(report.plan.lower_bound_s)
-    return [statistics.mean(found) for found in times]
+    spread = [deciles([a / b for a, b in zip(times[0], found, strict=True)]) for found in times]
+    return {
+        "mean_s": [statistics.mean(found) for found in times],
+        "low": [low for low, _ in spread],
+        "high": [high for _, high in spread],
+    }
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    print("| " + " | ".join(header) + " |")
-    print("|" + "---|" * len(header))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row) + " |")
-    print(flush=True)
+def deciles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the ninth one."""
+    if len(values) < 2:
+        return values[0], values[0]
+    cuts = statistics.quantiles(values, n=10, method="inclusive")
+    return cuts[0], cuts[-1]
 
 
-def ablation(seeds: int) -> dict[str, list[float]]:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(str(value) for value in row) + " |" for row in rows)])
+
+
+def speedup(found: dict[str, list[float]], stage: int) -> str:
+    """Of the mean steps, with the deciles over the batches."""
+    ratio = found["mean_s"][0] / found["mean_s"][stage]
+    if stage == 0:
+        return f"{ratio:.2f}x"
+    return f"{ratio:.2f}x ({found['low'][stage]:.2f} to {found['high'][stage]:.2f})"
+
+
+def ablation_table(result: dict[str, Any]) -> str:
     paper_speed, paper_seconds = (1.00, 1.59, 2.01, 3.69), (520, 272, None, 157)
-    found = {device: step_seconds(device, "byted", 2 * M, seeds) for device in DEVICE}
-    print("## Ablation and step times: 7B, 2M context, Byted, 32M tokens\n")
+    found = result["ablation"]
     rows = []
     for i, name in enumerate(STAGE_NAMES):
         row = [name, f"{paper_speed[i]:.2f}x"]
-        row += [f"{found[device][0] / found[device][i]:.2f}x" for device in DEVICE]
+        row += [speedup(found[device], i) for device in DEVICE]
         row += [f"{paper_seconds[i]} s" if paper_seconds[i] else "-"]
-        row += [f"{found[device][i]:.0f} s" for device in DEVICE]
+        row += [f"{found[device]['mean_s'][i]:.0f} s" for device in DEVICE]
         rows.append(row)
-    table(["", "paper", "case", "fig6", "paper step", "case step", "fig6 step"], rows)
-    return found
+    return table(["", "paper", "case", "fig6", "paper step", "case step", "fig6 step"], rows)
 
 
-def contexts(seeds: int) -> dict[str, dict[str, dict[int, list[float]]]]:
-    sizes = (256 * K, 512 * K, 1 * M, 2 * M)
-    found = {
-        device: {
-            name: {size: step_seconds(device, name, size, seeds) for size in sizes} for name in ("github", "byted")
-        }
-        for device in DEVICE
-    }
-    print("## Speed-up of balanced HDP by context (paper, 7B at 2M: GitHub 7.89x, Byted 4.26x)\n")
+def contexts_table(result: dict[str, Any]) -> str:
     rows = []
-    for device, by_name in found.items():
+    for device, by_name in result["contexts"].items():
         for name, by_size in by_name.items():
-            rows.append([device, name, *(f"{by_size[size][0] / by_size[size][3]:.2f}x" for size in sizes)])
-    table(["inputs", "lengths", "256K", "512K", "1M", "2M"], rows)
-    print("## Throughput lost per doubling of the context, GitHub, 256K to 2M\n")
+            half = result["bf16_gradients"][device][name]
+            rows.append([device, name, *(speedup(by_size[str(size)], 3) for size in CONTEXTS), speedup(half, 3)])
+    return table(["inputs", "lengths", "256K", "512K", "1M", "2M", "2M, KV gradients in bf16"], rows)
+
+
+def doubling_table(result: dict[str, Any]) -> str:
     rows = []
     for name, stage, paper in (
         ("static", 0, "2x"),
@@ -113,21 +149,23 @@ def contexts(seeds: int) -> dict[str, dict[str, dict[int, list[float]]]]:
     ):
         row = [name, paper]
         for device in DEVICE:
-            by_size = found[device]["github"]
-            row.append(f"{math.pow(by_size[2 * M][stage] / by_size[256 * K][stage], 1 / 3):.2f}x")
+            by_size = result["contexts"][device]["github"]
+            lost = by_size[str(2 * M)]["mean_s"][stage] / by_size[str(256 * K)]["mean_s"][stage]
+            row.append(f"{math.pow(lost, 1 / 3):.2f}x")
         rows.append(row)
-    table(["", "paper", "case", "fig6"], rows)
-    return found
+    return table(["", "paper", "case", "fig6"], rows)
+
+
+PAPER_OFFLOAD = {0.0: (59, 5.08), 0.5: (40, 5.08), 0.6: (37, 5.38), 0.8: (33, 5.93), 1.0: (27, 6.49)}
 
 
 def offload() -> list[dict[str, float]]:
     """One sequence of 64K on 8 ranks with a given ratio (Fig. 21)."""
-    paper = {0.0: (59, 5.08), 0.5: (40, 5.08), 0.6: (37, 5.38), 0.8: (33, 5.93), 1.0: (27, 6.49)}
     cluster = ClusterSpec(8, CAPACITY, NODE_RANKS, offload=True, device=DEVICE["case"])
     planner = Planner(MODEL, cluster)
-    rows, result = [], []
+    result = []
     base = None
-    for ratio, (paper_bytes, paper_seconds) in paper.items():
+    for ratio in PAPER_OFFLOAD:
         batch = MicroBatch(0, tuple(range(8)), (SequenceInfo(0, 64 * K),), ratio, 0.0)
         report = simulate_step(planner, StepPlan("naive", 8, (batch,), 0.0, 0.0, 0.0, 0.0))
         base = base or report
@@ -135,18 +173,45 @@ def offload() -> list[dict[str, float]]:
         assert base.peak_bytes is not None
         saved, longer = (base.peak_bytes - report.peak_bytes) / 1e9, report.compute_s / base.compute_s - 1
         result.append({"ratio": ratio, "saved_gb": saved, "longer": longer})
-        rows.append(
-            [
-                ratio,
-                f"{59 - paper_bytes} GB",
-                f"{saved:.0f} GB",
-                f"{100 * (paper_seconds / 5.08 - 1):+.1f}%",
-                f"{100 * longer:+.1f}%",
-            ]
-        )
-    print("## Offload at 64K: memory saved and time added\n")
-    table(["ratio", "paper saves", "ours", "paper adds", "ours"], rows)
     return result
+
+
+def offload_table(result: dict[str, Any]) -> str:
+    rows = []
+    for found in result["offload"]:
+        paper_bytes, paper_seconds = PAPER_OFFLOAD[found["ratio"]]
+        row = [found["ratio"], f"{59 - paper_bytes} GB", f"{found['saved_gb']:.0f} GB"]
+        rows.append([*row, f"{100 * (paper_seconds / 5.08 - 1):+.1f}%", f"{100 * found['longer']:+.1f}%"])
+    return table(["ratio", "paper saves", "ours", "paper adds", "ours"], rows)
+
+
+SECTIONS = {
+    "Ablation and step times: 7B, 2M context, Byted, 32M tokens": ablation_table,
+    "Speed-up of balanced HDP by context (paper, 7B at 2M: GitHub 7.89x, Byted 4.26x)": contexts_table,
+    "Throughput lost per doubling of the context, GitHub, 256K to 2M": doubling_table,
+    "Offload at 64K: memory saved and time added": offload_table,
+}
+
+
+def measure(seeds: int) -> dict[str, Any]:
+    contexts = {
+        device: {
+            name: {str(size): step_seconds(device, name, size, seeds) for size in CONTEXTS}
+            for name in ("github", "byted")
+        }
+        for device in DEVICE
+    }
+    return {
+        "date": date.today().isoformat(),
+        "command": f"python benchmarks/paper.py --seeds {seeds}",
+        "ablation": {device: contexts[device]["byted"][str(2 * M)] for device in DEVICE},
+        "contexts": contexts,
+        "bf16_gradients": {
+            device: {name: step_seconds(device, name, 2 * M, seeds, gradient_bytes=2) for name in ("github", "byted")}
+            for device in DEVICE
+        },
+        "offload": offload(),
+    }
 
 
 def main() -> None:
@@ -154,18 +219,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.seeds < 1:
+        parser.error(f"--seeds is {options.seeds}, expected at least 1")
     for device in DEVICE.values():
         print(
             f"{device.name}: attention {device.attention_flops / 1e12:.0f} TFLOP/s, "
             f"linear {device.linear_flops / 1e12:.0f} TFLOP/s a rank, link {device.inter_bandwidth / 1e9:.1f} GB/s"
         )
-    print()
-    result = {
-        "date": date.today().isoformat(),
-        "ablation_s": ablation(options.seeds),
-        "contexts_s": contexts(options.seeds),
-        "offload": offload(),
-    }
+    result = measure(options.seeds)
+    for title, make in SECTIONS.items():
+        print(f"\n## {title}\n\n{make(result)}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
