@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner
-    from hdpcomm.sim import StreamReport
+    from hdpcomm.sim import StepReport, StreamReport
 
 __all__ = ["SimilarRun"]
 
@@ -41,6 +41,7 @@ class SimilarRun:
         from hdpcomm.cli.config_file import resolve_options
         from hdpcomm.cli.train_data import train_data
         from hdpcomm.data import BatchSampler, Corpus
+        from hdpcomm.plan import Calibration
         from hdpcomm.run import read_metrics
 
         refuse_given(options, _KNOWN_BY_RUN, "--like, whose run")
@@ -67,6 +68,7 @@ class SimilarRun:
             raise InvalidUsage(f"--like {run}: metrics.jsonl has no complete step; wait for the first ones")
         self._steps: list[int] = []
         options.calibration = run / "calibration.json"
+        self._processor_model = Calibration.load(options.calibration).processor_model
         options.context = int(corpus.lengths.max())
         options.offload = trained.offload > 0
 
@@ -80,8 +82,11 @@ class SimilarRun:
         return [list(self._sampler.batch(step).lengths) for step in self._steps]
 
     def compare(self, planners: Sequence[Planner], reports: Sequence[StreamReport]) -> dict[str, Any]:
-        """Prints simulated and measured seconds of forward and backward for each policy of the run; returns them."""
-        found = {}
+        """Prints simulated and measured seconds of forward and backward for each policy of the run; returns them.
+
+        Beside them, where both are known, the processor time of all ranks together.
+        """
+        found: dict[str, dict[str, Any]] = {}
         for planner, report in zip(planners, reports, strict=True):
             pairs = [
                 (step, simulated.compute_s, row)
@@ -103,10 +108,26 @@ class SimilarRun:
                 f"median: simulated / measured {median(ratios):.2f}; the reduction of gradients, the optimizer and the "
                 f"rest took {median(rest):.4g} s a step, which is not simulated here"
             )
-            found[planner.policy] = {
+            own = found[planner.policy] = {
                 "steps": [step for step, *_ in pairs],
                 "simulated_s": [simulated for _, simulated, _ in pairs],
                 "measured_s": [float(row["measured_s"]) for *_, row in pairs],
                 "rest_s": rest,
             }
+            own |= self._processor_time(planner, [report.steps[self._steps.index(step)] for step, *_ in pairs])
         return {"like": found}
+
+    def _processor_time(self, planner: Planner, reports: Sequence[StepReport]) -> dict[str, list[float]]:
+        from hdpcomm.sim import processor_seconds
+
+        rows = [self._rows[planner.policy, step] for step in self._steps if (planner.policy, step) in self._rows]
+        if self._processor_model is None or not all(row.get("passes_processor_s") for row in rows):
+            return {}
+        simulated = [processor_seconds(each.plan, self._processor_model, planner.cluster) for each in reports]
+        measured = [float(row["passes_processor_s"]) for row in rows]
+        ratio = median(s / m for s, m in zip(simulated, measured, strict=True))
+        print(
+            f"processor time of all ranks, s a step: simulated {median(simulated):.4g}, measured "
+            f"{median(measured):.4g}, ratio {ratio:.2f} (medians; waiting takes next to none)"
+        )
+        return {"simulated_processor_s": simulated, "measured_processor_s": measured}

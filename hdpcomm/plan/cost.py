@@ -38,13 +38,15 @@ _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e9  # of a measurement
 class CostSample:
     """One measurement: both passes of a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks.
 
-    ``one_node``: whether all of them are on one node.
+    ``one_node``: whether all of them are on one node. ``processor_s``: what each of these ranks took of its processors,
+    0 where nobody measured it; less than ``seconds`` where ranks wait, or share processors.
     """
 
     ranks: int
     lengths: tuple[int, ...]
     seconds: float
     one_node: bool = True
+    processor_s: float = 0.0
 
 
 def _sample(given: CostSample | tuple[int, Sequence[int], float]) -> CostSample:

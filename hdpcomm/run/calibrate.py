@@ -21,7 +21,7 @@ from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import calibration_facts, host_memory, measure_memory, measure_offload
 from hdpcomm.run.model import model_spec, new_model
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
-from hdpcomm.train.profile import profile_samples
+from hdpcomm.train.profile import processor_costs, profile_samples
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -78,7 +78,10 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         "python": platform.python_version(),
     }
     memory = _memory(comm, config, model)
-    return Calibration(cost, replace(cluster, device=device), memory, spec, facts, reduction_s, optimizer_s, samples)
+    return Calibration(
+        cost, replace(cluster, device=device), memory, spec, facts, reduction_s, optimizer_s, samples,
+        processor_model=processor_costs(samples),
+    )  # fmt: skip
 
 
 def _spec(config: RunConfig) -> ModelSpec | None:

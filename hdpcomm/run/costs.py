@@ -22,10 +22,10 @@ from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import model_facts, new_model
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute
-from hdpcomm.train import profile_cost_model
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
 from hdpcomm.train.memory_profile import profile_memory
+from hdpcomm.train.profile import processor_costs, profile_samples
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -58,12 +58,14 @@ class Costs:
         capacity: tokens that a rank holds without offload.
         memory: with offload only.
         pool: pinned host memory of this rank, with offload only.
+        processor_model: of :class:`hdpcomm.plan.Calibration`; ``None`` where it was not measured.
     """
 
     cost_model: CostModel
     capacity: int
     memory: MemoryModel | None = None
     pool: PinnedPool | None = None
+    processor_model: CostModel | None = None
 
 
 def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int, StepMemory | None]:
@@ -111,18 +113,23 @@ def measure_costs(
     pool = host_memory(comm, config)
     if found is not None and _mesh_sizes(found.facts["config"]) == _mesh_sizes(asdict(config)):
         facts: dict[str, Any] = dict(found.facts)
-        memory = facts.get("memory_model")
-        return Costs(CostModel(**facts["cost_model"]), capacity, MemoryModel(**memory) if memory else None, pool)
+        memory, processor = facts.get("memory_model"), facts.get("processor_model")
+        return Costs(
+            CostModel(**facts["cost_model"]),
+            capacity,
+            MemoryModel(**memory) if memory else None,
+            pool,
+            CostModel(**processor) if processor else None,
+        )
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
     model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
     mesh = Mesh(comm, tensor=config.tensor)
     model = tensor_parallel(model, mesh).to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
-    cost_model = profile_cost_model(model, mesh.hdp_comm, longest=longest, everyone=comm)
-    if pool is None:
-        return Costs(cost_model, capacity)
-    return Costs(cost_model, capacity, measure_offload(comm, config, model, pool, capacity), pool)
+    samples = profile_samples(model, mesh.hdp_comm, longest=longest, everyone=comm)
+    memory = None if pool is None else measure_offload(comm, config, model, pool, capacity)
+    return Costs(CostModel.fit(samples), capacity, memory, pool, processor_costs(samples))
 
 
 def measure_offload(
@@ -143,7 +150,7 @@ def _calibrated(
         capacity=capacity,
         host_tokens=config.offload_bytes / (calibration.memory.token_bytes or 1.0),
     )
-    return Costs(calibration.cost_model, capacity, memory if pool else None, pool)
+    return Costs(calibration.cost_model, capacity, memory if pool else None, pool, calibration.processor_model)
 
 
 def calibration_facts(config: RunConfig) -> dict[str, Any]:
@@ -155,13 +162,15 @@ def calibration_facts(config: RunConfig) -> dict[str, Any]:
     return {"model": model_facts(config.model), "dtype": config.dtype, "recompute": recompute, "mesh": mesh}
 
 
-def calibration_of_run(config: RunConfig, planner: Planner, transport: str) -> Calibration:
+def calibration_of_run(config: RunConfig, planner: Planner, costs: Costs, transport: str) -> Calibration:
     """What the plans of a run are made from, as ``simulate --like`` takes it. Local.
 
     The model is left out: a run's own steps tell what follows their passes.
     """
     facts = calibration_facts(config) | {"transport": transport, "date": date.today().isoformat()}
-    return Calibration(planner.cost_model, planner.cluster, planner.memory, facts=facts)
+    return Calibration(
+        planner.cost_model, planner.cluster, planner.memory, facts=facts, processor_model=costs.processor_model
+    )
 
 
 def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int, ranks_per_node: int) -> None:

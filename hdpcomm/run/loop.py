@@ -233,7 +233,7 @@ class _Run:
         self.costs = measure_costs(comm, config, longest=corpus.longest, capacity=capacity, found=found)
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         if watching.on_costs is not None:
-            watching.on_costs(calibration_of_run(config, planners[config.policies[0]], comm.transport))
+            watching.on_costs(calibration_of_run(config, planners[config.policies[0]], self.costs, comm.transport))
         self.batches = self._batches(loading, found)
         stack.callback(self.batches.close)
         # From here on, so that the first step's plan is made while the models are.
@@ -388,13 +388,14 @@ class _Run:
         self.saved = self.saving.folder / f"step-{self.done}"
         if self.folder is None:
             return
-        memory = self.costs.memory
+        memory, processor = self.costs.memory, self.costs.processor_model
         facts = {
             "ranks": self.comm.size,
             "config": config_facts(self.config),
             "data": data_facts(self.corpus),
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
+            "processor_model": None if processor is None else asdict(processor),
             "loader": self.batches.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }

@@ -48,15 +48,18 @@ def step_costs(
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
     ``stage_bytes``: between the stages of pipelines, only where this rank's are given;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
+    ``passes_processor_s``: processor time of all ranks together up to there (on a GPU that of launches);
     ``loader_stall_s``, ``loader_bytes``, ``loader_ready``, ``loader_restarts``: of the loader service, if there is one:
     seconds that a rank waited for it, bytes that came to all ranks, fewest steps that were ready, servers that were
     started again;
     ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; not of pipelines.
     """
     groups = {batch.index: len(batch.ranks) for batch in plan.micro_batches}
-    ring = idle = reducing = compute = optimizer = 0.0
+    ring = idle = reducing = compute = optimizer = processor = 0.0
     ring_bytes = gradient_bytes = 0
     for span in spans:
+        if span.phase in ("micro-batch", "wait for others"):  # a pass without tokens is among the latter
+            processor += span.processor_s
         if span.phase == "micro-batch":
             ring += span.wait_s
             compute += span.end_s - span.start_s - span.wait_s
@@ -72,7 +75,8 @@ def step_costs(
             gradient_bytes += span.bytes_sent
     between = stage_bytes or 0
     ring_bytes = max(0, ring_bytes - between)
-    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, memory_bytes(device)]
+    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor]
+    own.append(memory_bytes(device))
     if stage_bytes is None:
         told = times_of(spans, plan, comm.rank)
     else:  # the plan's ranks are pipelines
@@ -84,7 +88,9 @@ def step_costs(
     load_rows, everything = everything[:, : len(loaded)], everything[:, len(loaded) :]
     rows = everything[:, : len(own)]
     times = [] if stage_bytes is not None else rank_times(everything[:, len(own) :], plan)
-    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, _ = rows.sum(0).tolist()
+    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor, _ = rows.sum(
+        0
+    ).tolist()
     size = comm.size
     costs = {
         "exposed_s": (ring + reducing) / size,
@@ -97,6 +103,7 @@ def step_costs(
         "stall_s": stall_s / size,
         "device_bytes": float(rows[:, -1].max()),
         "measured_s": float(everything[:, -1].max()),
+        "passes_processor_s": processor,
     }
     if loading is not None:
         costs["loader_stall_s"], costs["loader_bytes"] = load_rows[:, 0].mean().item(), load_rows[:, 1].sum().item()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,13 +20,14 @@ from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.shards import PackedShard
+from hdpcomm.train.timeline import processor_seconds
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["forward_backward", "profile_cost_model", "profile_samples"]
+__all__ = ["forward_backward", "processor_costs", "profile_cost_model", "profile_samples"]
 
-_REPEATS = 2  # the faster one counts, what else the machine does only ever slows down
+_REPEATS = 3
 
 
 def profile_cost_model(
@@ -41,8 +45,8 @@ def profile_cost_model(
         comm: the HDP ranks that this one is among.
         everyone: all ranks that are to get the same model; default: those of ``comm``. With tensor parallelism they are
             more, and those that share layers must be at the same place of theirs.
-        longest: the longest length to measure on one rank, in tokens; the others are halves of it. Takes about as long
-            as training on six times as many tokens per rank.
+        longest: the longest length to measure on one rank, in tokens; the others are parts of it. Takes about as long
+            as training on fifteen times as many tokens per rank.
     """
     return CostModel.fit(profile_samples(model, comm, longest=longest, everyone=everyone))
 
@@ -55,9 +59,10 @@ def profile_samples(
     repeats: int = _REPEATS,
     everyone: Communicator | None = None,
 ) -> list[CostSample]:
-    """The measurements of :func:`profile_cost_model`, equal on every rank: of each, the fastest of ``repeats``.
+    """The measurements of :func:`profile_cost_model`, equal on every rank: of each, the median of ``repeats``.
 
-    Collective over ``everyone``.
+    Each turn measures all cases once, so that what else the machine does meanwhile falls on all of them alike. The
+    median, and not the fastest, is what a step takes that has many micro-batches. Collective over ``everyone``.
     """
     if longest < 1:
         raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
@@ -67,23 +72,44 @@ def profile_samples(
     groups = {ranks: _group_of(comm, ranks) for ranks, _ in cases}
     for ranks, lengths in cases[-1:] + cases[:1]:  # warms up the rings and the kernels
         _seconds(model, groups[ranks], lengths)
-    measured = torch.zeros(len(cases), 2, dtype=torch.float64)
-    for case, (ranks, lengths) in enumerate(cases):
-        group = groups[ranks]
-        took = float("inf")
-        for _ in range(repeats):
+    found: dict[int, list[tuple[float, float]]] = {}
+    for _ in range(repeats):
+        for case, (ranks, lengths) in enumerate(cases):
+            group = groups[ranks]
             everyone.barrier()
             if group is not None:
-                took = min(took, _seconds(model, group, lengths))
+                begun = processor_seconds()
+                seconds = _seconds(model, group, lengths)
+                found.setdefault(case, []).append((seconds, processor_seconds() - begun))
+    measured = torch.zeros(len(cases), 3, dtype=torch.float64)
+    for case, (ranks, _) in enumerate(cases):
+        group = groups[ranks]
         if group is not None and (ranks <= local or _on_several_hosts(group)):
-            measured[case, 0], measured[case, 1] = took, 1.0
+            middle = [statistics.median(column) for column in zip(*found[case], strict=True)]
+            measured[case] = torch.tensor([*middle, 1.0], dtype=torch.float64)
     model.zero_grad(set_to_none=True)
     everyone.all_reduce(measured)
+    on_processors = everyone.device.type == "cpu"
     return [
-        CostSample(ranks, tuple(lengths), total / count, one_node=ranks <= local)
-        for (ranks, lengths), (total, count) in zip(cases, measured.tolist(), strict=True)
+        CostSample(
+            ranks,
+            tuple(lengths),
+            seconds / count,
+            one_node=ranks <= local,
+            processor_s=processor / count if on_processors else 0.0,
+        )
+        for (ranks, lengths), (seconds, processor, count) in zip(cases, measured.tolist(), strict=True)
         if count
     ]
+
+
+def processor_costs(samples: Iterable[CostSample]) -> CostModel | None:
+    """What a micro-batch takes of the processors of each of its ranks, by measurements that tell it; else ``None``.
+
+    Ranks that wait take next to nothing: they sleep, after less than a millisecond.
+    """
+    known = [replace(sample, seconds=sample.processor_s, one_node=True) for sample in samples]
+    return CostModel.fit(known) if known and all(sample.seconds > 0 for sample in known) else None
 
 
 def _cases(size: int, local: int, longest: int) -> list[tuple[int, list[int]]]:
@@ -94,8 +120,9 @@ def _cases(size: int, local: int, longest: int) -> list[tuple[int, list[int]]]:
     cases = []
     sizes = {1, min(2, local), local, size} | ({2 * local} if 2 * local < size else set())
     for ranks in sorted(sizes):
-        cases += [(ranks, [max(1, longest >> shift)]) for shift in ((0, 1, 2, 4) if ranks == 1 else (0, 2))]
-        cases.append((ranks, [max(1, longest >> 4)] * 8))
+        cases += [(ranks, [max(1, longest >> shift)]) for shift in ((0, 2, 4) if ranks == 1 else (0, 2))]
+        # Most micro-batches of a step are packs of as many tokens as a rank holds.
+        cases += [(ranks, [max(1, longest >> shift)] * (1 << shift)) for shift in ((2, 4) if ranks == 1 else (4,))]
     return cases
 
 

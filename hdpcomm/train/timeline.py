@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["PHASES", "Span", "Timeline"]
+__all__ = ["PHASES", "Span", "Timeline", "processor_seconds"]
 
 PHASES = ("micro-batch", "wait for others", "gradients", "optimizer")
 """Kinds of spans, in the order of a step: forward and backward of one micro-batch; until all ranks have ended theirs;
@@ -28,6 +30,7 @@ class Span:
         wait_s: of these, seconds in which this rank waited for messages.
         bytes_sent: by this rank.
         stall_s: seconds in which it waited for copies of offloaded activations; 0 where the device does not tell.
+        processor_s: processor time of :func:`processor_seconds`.
     """
 
     phase: str
@@ -37,6 +40,15 @@ class Span:
     wait_s: float
     bytes_sent: int
     stall_s: float = 0.0
+    processor_s: float = 0.0
+
+
+def processor_seconds() -> float:
+    """Processor time of this rank so far: of its own thread, or of the process where torch computes on several. Local.
+
+    Threads that plan, load or save meanwhile are left out where torch has one thread.
+    """
+    return time.thread_time() if torch.get_num_threads() == 1 else time.process_time()
 
 
 class Timeline:
@@ -52,18 +64,21 @@ class Timeline:
         self._stall_s = 0.0
         self.origin = self._last = 0.0  # of time.perf_counter()
         self._waited = self._sent = 0
+        self._processor_s = 0.0
         self.spans: list[Span] = []
 
     def begin(self) -> None:
         """Forgets the step before; called right after a collective, so that all ranks count from the same moment."""
         self.spans = []
         self.origin = self._last = time.perf_counter()
+        self._processor_s = processor_seconds()
         stats = self._comm.stats()
         self._waited, self._sent, self._stall_s = stats["wait_ns"], stats["bytes_sent"], self._stalled()
 
     def end(self, phase: str, index: int = -1) -> None:
         """Ends a span now."""
         now, stats, stalled = time.perf_counter(), self._comm.stats(), self._stalled()
+        processor = processor_seconds()
         self.spans.append(
             Span(
                 phase,
@@ -73,6 +88,8 @@ class Timeline:
                 (stats["wait_ns"] - self._waited) * 1e-9,
                 stats["bytes_sent"] - self._sent,
                 stalled - self._stall_s,
+                processor - self._processor_s,
             )
         )
+        self._processor_s = processor
         self._last, self._waited, self._sent, self._stall_s = now, stats["wait_ns"], stats["bytes_sent"], stalled

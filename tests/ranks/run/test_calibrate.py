@@ -61,7 +61,7 @@ def test_runs_take_it(found: Calibration, tmp_path: Path, monkeypatch: pytest.Mo
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing is to be measured")
 
-    monkeypatch.setattr(run_costs, "profile_cost_model", profile)
+    monkeypatch.setattr(run_costs, "profile_samples", profile)
     monkeypatch.setattr(run_costs, "profile_activations", profile)
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text("text " * (3 * i + 1))

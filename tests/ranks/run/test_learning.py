@@ -12,7 +12,7 @@ import pytest
 import hdpcomm as hdp
 from hdpcomm.data import open_corpus
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import CostModel, StepPlan
+from hdpcomm.plan import CostModel, CostSample, StepPlan
 from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, open_checkpoint, read_metrics, step_record, train
 from hdpcomm.run import costs as run_costs
 from hdpcomm.testing import run_threads
@@ -49,7 +49,8 @@ def half_speed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
     monkeypatch.setattr(step_record, "times_of", clock)
     monkeypatch.setattr(run_costs, "shared_cores", lambda _: None)
-    monkeypatch.setattr(run_costs, "profile_cost_model", lambda *_, **__: BELIEVED)
+    samples = [CostSample(1, (length,), BELIEVED.seconds([length])) for length in (50, 100, 200, 400)]
+    monkeypatch.setattr(run_costs, "profile_samples", lambda *_, **__: samples)
     return plans
 
 

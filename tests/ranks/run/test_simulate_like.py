@@ -54,6 +54,8 @@ def test_its_plans_are_those_of_the_run(
             assert simulated["tokens"] == row["tokens"]
             assert simulated["predicted_s"] == pytest.approx(row["predicted_s"], rel=1e-9)
             assert compared["measured_s"][step] == row["measured_s"]
+            assert compared["measured_processor_s"][step] == row["passes_processor_s"] > 0
+            assert compared["simulated_processor_s"][step] > 0
             assert compared["rest_s"][step] == pytest.approx(row["seconds"] - row["measured_s"] - row["plan_wait_s"])
     # A plan for one rank more, and a step of two: the last ones.
     assert main(["simulate", "--like", str(run), "--ranks", "3", "--ranks-per-node", "3", "--steps", "2"]) == 0

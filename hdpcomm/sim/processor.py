@@ -1,0 +1,22 @@
+"""Processor time of a planned step, for ranks that compute on processors: :func:`processor_seconds`."""
+
+from __future__ import annotations
+
+from hdpcomm.plan import ClusterSpec, CostModel, StepPlan
+
+__all__ = ["processor_seconds"]
+
+
+def processor_seconds(plan: StepPlan, costs: CostModel, cluster: ClusterSpec) -> float:
+    """What forward and backward of a plan without trees take of the processors of all ranks together. Local.
+
+    Other than the time of a step, it does not depend on who waits for whom, or shares processors with whom.
+
+    Args:
+        costs: ``Calibration.processor_model``, of one device.
+    """
+    total = 0.0
+    for batch in plan.micro_batches:
+        lengths = [sequence.length for sequence in batch.sequences]
+        total += len(batch.ranks) * costs.seconds(lengths, len(batch.ranks))
+    return total * cluster.pipeline * cluster.tensor
