@@ -69,6 +69,9 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--chunks", type=count, default="1", help="stages on each of these, interleaved 1F1B (default 1)"
     )
+    cluster.add_argument(
+        "--expert", type=count, default="1", help="ranks that share the experts of each layer (default 1)"
+    )
     cluster.add_argument("--offload", action="store_true", help="activations may go to host memory")
     cluster.add_argument(
         "--slow-ranks",
@@ -120,6 +123,7 @@ KNOWN_BY_CALIBRATION = {
     "tensor": 1,
     "pipeline": 1,
     "chunks": 1,
+    "expert": 1,
 }
 _NODE_DEVICES = 8
 _CONTEXT = 2 << 20
@@ -188,6 +192,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         tensor=options.tensor,
         pipeline=options.pipeline,
         chunks=options.chunks,
+        expert=options.expert,
         offload=options.offload,
         speeds=_speeds(options.slow_ranks, options.ranks),
         device=load_cluster(Path(options.cluster)).device if options.cluster.endswith(".json") else options.cluster,

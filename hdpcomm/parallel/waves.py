@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hdpcomm.plan import MicroBatch
+from hdpcomm.plan.waves import make_waves
 
 if TYPE_CHECKING:
     from hdpcomm.plan import StepPlan
@@ -28,7 +29,9 @@ def waves_of(plan: StepPlan, rank: int, group: Collection[int]) -> list[MicroBat
         rank: of the plan, one of ``group``.
         group: the plan's ranks that share experts with it.
     """
-    waves = [wave for wave in _waves(plan) if any(each in group for batch in wave for each in batch.ranks)]
+    waves = [
+        wave for wave in make_waves(plan.micro_batches) if any(each in group for batch in wave for each in batch.ranks)
+    ]
     return [next((batch for batch in wave if rank in batch.ranks), None) for wave in waves]
 
 
@@ -55,23 +58,10 @@ def plan_waves(plan: StepPlan, expert: int) -> PlannedWaves:
         return PlannedWaves(plan, {(batch.index, rank): batch for batch in plan.micro_batches for rank in batch.ranks})
     made: list[MicroBatch] = []
     batches: dict[tuple[int, int], MicroBatch] = {}
-    for number, wave in enumerate(_waves(plan)):
+    for number, wave in enumerate(make_waves(plan.micro_batches)):
         groups = sorted({rank // expert for batch in wave for rank in batch.ranks})
         ranks = tuple(rank for group in groups for rank in range(group * expert, (group + 1) * expert))
         longest = max(wave, key=lambda batch: batch.predicted_s)
         made.append(replace(longest, index=number, ranks=ranks))
         batches |= {(number, rank): batch for batch in wave for rank in batch.ranks}
     return PlannedWaves(replace(plan, micro_batches=tuple(made)), batches)
-
-
-def _waves(plan: StepPlan) -> list[list[MicroBatch]]:
-    """The micro-batches of each wave, in the plan's order."""
-    last: dict[int, int] = {}
-    waves: list[list[MicroBatch]] = []
-    for batch in plan.micro_batches:
-        wave = max(last.get(rank, 0) for rank in batch.ranks)
-        last.update(dict.fromkeys(batch.ranks, wave + 1))
-        if wave == len(waves):
-            waves.append([])
-        waves[wave].append(batch)
-    return waves

@@ -27,6 +27,9 @@ class ClusterSpec:
         chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B, which fills and
             drains the pipelines faster and keeps more activations.
         offload: whether activations may go to host memory.
+        expert: neighbouring ranks that share the experts of each layer; they run their micro-batches in waves
+            (:mod:`hdpcomm.plan.waves`). It divides ``ranks``.
+        expert_imbalance: rows that the busiest of these ranks gets from the routers, over the mean.
         cores: processors that all ranks share, if there are fewer of them than ranks: a rank that waits leaves its
             time to another. ``None``: each rank has its own.
         speeds: of each rank, relative to the fastest one, 0.001 to 1: a micro-batch takes 1 / speed times as long on a
@@ -45,10 +48,13 @@ class ClusterSpec:
     cores: int | None = None
     chunks: int = 1
     speeds: tuple[float, ...] | None = None
+    expert: int = 1
+    expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ("ranks_per_node", "cores") if getattr(self, name) is not None}
         counts = {"ranks": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "chunks": self.chunks}
+        counts["expert"] = self.expert
         check_positive("ClusterSpec", most=(1 << 31) - 1, **counts, **given)
         if self.capacity is not None:
             check_positive("ClusterSpec", capacity=self.capacity)
@@ -56,6 +62,11 @@ class ClusterSpec:
             raise InvalidUsage(
                 f"chunks is {self.chunks} and pipeline 1: give a pipeline of 2 devices or more, or 1 chunk"
             )
+        if self.ranks % self.expert:
+            raise InvalidUsage(
+                f"expert is {self.expert} and ranks {self.ranks}: give a number of expert ranks that divides the ranks"
+            )
+        check_number("ClusterSpec", "expert_imbalance", self.expert_imbalance, least=1, most=self.expert)
         if self.speeds is not None:
             self._check_speeds(self.speeds)
 

@@ -39,7 +39,8 @@ class CostSample:
     """One measurement: both passes of a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks.
 
     ``one_node``: whether all of them are on one node. ``processor_s``: what each of these ranks took of its processors,
-    0 where nobody measured it; less than ``seconds`` where ranks wait, or share processors.
+    0 where nobody measured it; less than ``seconds`` where ranks wait, or share processors. ``expert``: above 1, of so
+    many ranks that share experts one had tokens, and the others ran their passes without any.
     """
 
     ranks: int
@@ -47,6 +48,7 @@ class CostSample:
     seconds: float
     one_node: bool = True
     processor_s: float = 0.0
+    expert: int = 1
 
 
 def _sample(given: CostSample | tuple[int, Sequence[int], float]) -> CostSample:
@@ -82,6 +84,9 @@ class CostModel:
         kv_intra, kv_inter: seconds to pass one token's KV on, inside a node and between nodes.
         latency_intra, latency_inter: seconds per message, hidden behind compute like the bytes.
         forward, forward_transfer: the forward pass's share of the compute and of the transfers.
+        experts: of ``linear``, the seconds per token that go to layers with experts, dispatch included: work that the
+            ranks of an expert group do together (``ClusterSpec.expert``). ``linear`` has all of it, as where all ranks
+            of a group have as many tokens.
     """
 
     attention: float
@@ -95,6 +100,7 @@ class CostModel:
     latency_inter: float = 0.0
     forward: float = 1 / 3
     forward_transfer: float = 1 / 4
+    experts: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -130,11 +136,19 @@ class CostModel:
         expansion, mixing = model.expansion_flops_per_token, model.mixing_flops_per_token
         linear = _LINEAR_PASSES * (model.linear_flops_per_token - mixing - expansion) * share / device.linear_flops
         linear += _ATTENTION_PASSES * mixing * share / device.attention_flops
+        experts = _LINEAR_PASSES * model.expert_flops_per_token * share / device.linear_flops
         # Norms, rotary embedding and residuals are bound by memory: three passes that read and write the activations.
         linear += 3 * 2 * model.layers * model.activation_bytes * share / device.hbm_bandwidth
         if cluster.tensor > 1:  # two all-reduces per layer and pass over the fast link
             volume = 2 * (cluster.tensor - 1) / cluster.tensor * model.hidden * model.dtype_bytes
             linear += 4 * layers * volume / device.intra_bandwidth
+        if cluster.expert > 1:
+            fast = cluster.expert <= cluster.node_ranks and cluster.node_ranks % cluster.expert == 0
+            bandwidth = max(device.intra_bandwidth, device.inter_bandwidth) if fast else device.inter_bandwidth
+            dispatch = model.dispatch_bytes_per_token(cluster.expert) * share / bandwidth
+            linear, experts = linear + dispatch, experts + dispatch
+        else:
+            experts = 0.0
         sent = _Sent.of(model, cluster)
         kv_bytes = sent.tokens * (2 * model.dtype_bytes + 4)  # KV, then KV again and its gradient in fp32
         intra = max(device.intra_bandwidth, device.inter_bandwidth)
@@ -151,6 +165,7 @@ class CostModel:
             latency_intra=messages * min(device.intra_latency_s, device.inter_latency_s) + state_bytes / intra,
             latency_inter=messages * device.inter_latency_s + state_bytes / device.inter_bandwidth,
             forward_transfer=1 / (2 + 4 / model.dtype_bytes),
+            experts=experts,
         )
 
     @classmethod
@@ -160,7 +175,8 @@ class CostModel:
         Args:
             samples: ``(ranks, lengths, seconds)``; at least three on one node, of different lengths. The cost of ring
                 steps can be fitted only to samples on several ranks, and that of links between nodes
-                (``kv_inter``, ``latency_inter``) only to samples with ``one_node=False``.
+                (``kv_inter``, ``latency_inter``) only to samples with ``one_node=False``. ``experts`` needs a sample
+                with ``expert`` beside one of the same lengths without.
 
         Raises:
             InvalidUsage: fewer than three samples on one node, or one that is not positive.
@@ -185,6 +201,8 @@ class CostModel:
                 raise InvalidUsage(
                     f"a sample has more than {_MOST_RANKS} ranks or a length above {_MOST_TOKENS} tokens"
                 )
+        beside = [sample for sample in measured if sample.expert > 1]
+        measured = [sample for sample in measured if sample.expert == 1]
         inside = [sample for sample in measured if sample.one_node]
         across = [sample for sample in measured if not sample.one_node]
         if len(inside) < 3:
@@ -200,7 +218,8 @@ class CostModel:
             rows = [row[:3] for row in rows]
         found = fit_coefficients(rows, [sample.seconds for sample in inside])
         attention, linear, fixed, piece, ring_step = (*found, 0.0, 0.0)[:5]
-        model = cls(attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step)
+        experts = min(linear, _shared_seconds(measured, beside))
+        model = cls(attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step, experts=experts)
         return model._with_links(across) if across else model
 
     def _with_links(self, across: Sequence[CostSample]) -> CostModel:
@@ -244,6 +263,24 @@ class CostModel:
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise InvalidUsage(f"no cost model ({error}): expected a JSON object with numbers for {names}") from error
+
+
+def _shared_seconds(measured: Sequence[CostSample], beside: Sequence[CostSample]) -> float:
+    """Seconds per token of the work that expert ranks do together: what a micro-batch takes less where the other ranks
+    of its group have no tokens, and do their part of it.
+
+    By processor time where it is known, which does not depend on who shares processors.
+    """
+    found = []
+    for part in beside:
+        for whole in measured:
+            if (whole.ranks, whole.lengths) != (part.ranks, part.lengths):
+                continue
+            timed = whole.processor_s > 0 and part.processor_s > 0
+            before, after = (whole.processor_s, part.processor_s) if timed else (whole.seconds, part.seconds)
+            saved = max(0.0, 1 - after / before) * whole.seconds
+            found.append(saved * part.expert / (part.expert - 1) * whole.ranks / sum(whole.lengths))
+    return sum(found) / len(found) if found else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +376,9 @@ class MemoryModel:
 
 def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
     """Bytes of bf16 weights and fp32 gradients, and of a shard of fp32 master weights and two moments (ZeRO-1)."""
-    return model.params / (cluster.tensor * cluster.pipeline) * (2 + 4 + 12 / cluster.ranks)
+    elsewhere = model.expert_params * (1 - 1 / cluster.expert)  # of a rank's weights and gradients, not of the shards
+    here = (model.params - elsewhere) * (2 + 4) + model.params * 12 / cluster.ranks
+    return here / (cluster.tensor * cluster.pipeline)
 
 
 def _sets_held(cluster: ClusterSpec) -> float:
@@ -362,8 +401,10 @@ def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float
 
 def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> core.CostModel:
     """Both models in the form that the C++ solver takes."""
+    values = asdict(cost)
+    values["linear"] += values.pop("experts") * (cluster.expert_imbalance - 1)
     return core.CostModel(
-        **asdict(cost),
+        **values,
         capacity=memory.capacity,
         offloadable=memory.offloadable,
         host_tokens=memory.host_tokens,

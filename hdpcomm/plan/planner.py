@@ -21,6 +21,7 @@ from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
 from hdpcomm.plan.tree import Tree
+from hdpcomm.plan.waves import in_waves, sorted_for_waves, wave_times
 
 __all__ = ["POLICIES", "Planner"]
 
@@ -81,6 +82,7 @@ class Planner:
         self.context_ranks = context_ranks
         self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / cluster.ranks)
         self._core = core_cost(cost_model, self.memory, cluster)
+        self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
         resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
         self._without_offload = core_cost(cost_model, resident, cluster) if self.memory.offloadable else None
 
@@ -116,6 +118,8 @@ class Planner:
         jobs = self._jobs(lengths)
         batches, makespan, lower_bound, idle_share = self._solve(self._core, jobs)
         lower_bound *= 1 - self._spare
+        if self._in_waves:
+            return self._plan_in_waves(jobs, batches, start)
         if self.policy == "balanced" and self._spare:
             return self._plan_for_shared_cores(jobs, batches, lower_bound, start)
         others = self._without_offload
@@ -170,6 +174,41 @@ class Planner:
             fragments=jobs.fragments,
         )
 
+    def _plan_in_waves(self, jobs: Jobs, batches: tuple[MicroBatch, ...], start: float) -> StepPlan:
+        """The plan whose waves end first: of the micro-batches as they are and the longest first, for ``balanced`` also
+        of those of the other policies. Ranks that share processors leave theirs to others while they wait."""
+        found = []
+        others = ("naive", "pow2", "static") if self.policy in ("balanced", "pipeline") else ()
+        for policy in (None, *others):
+            with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
+                solved = batches if policy is None else self._solve(self._core, jobs, policy)[0]
+                for made in (solved, sorted_for_waves(solved)):
+                    waves = wave_times(made, [each.predicted_s for each in made], self.cost_model, self.cluster)
+                    mean = sum(waves.rank_busy) / self.cluster.ranks
+                    found.append((max(mean, (1 - self._spare) * waves.makespan_s), mean, made))
+        makespan, mean, best = min(found, key=lambda one: one[0])
+        return StepPlan(
+            policy=self.policy,
+            num_ranks=self.cluster.ranks,
+            micro_batches=best,
+            makespan_s=makespan,
+            lower_bound_s=self._bound_in_waves(jobs),
+            planning_s=time.perf_counter() - start,
+            idle_share=1 - mean / makespan if makespan else 0.0,
+            fragments=jobs.fragments,
+        )
+
+    def _bound_in_waves(self, jobs: Jobs) -> float:
+        """No wave ends before the longest of its micro-batches would without experts; nor does a step before the mean
+        of what its ranks have to do."""
+        cost = self.cost_model
+        dense = replace(cost, linear=max(0.0, cost.linear - cost.experts), experts=0.0)
+        bound = core.lower_bound(core_cost(dense, self.memory, self.cluster), jobs.tokens, squares=jobs.squares)
+        squares = sum(jobs.squares) if jobs.squares else sum(float(tokens) ** 2 for tokens in jobs.tokens)
+        linear = dense.linear + min(cost.experts, cost.linear) + cost.piece
+        mean = (cost.attention * squares + linear * sum(jobs.tokens)) / self.cluster.ranks
+        return max((1 - self._spare) * bound, mean)
+
     def _solve(
         self, cost: core.CostModel, jobs: Jobs, policy: str | None = None
     ) -> tuple[tuple[MicroBatch, ...], float, float, float]:
@@ -206,7 +245,8 @@ class Planner:
             )
             for batch in plan.micro_batches
         ]
-        return core.simulate(self._core, batches)
+        found = core.simulate(self._core, batches)
+        return in_waves(found, plan.micro_batches, self.cost_model, self.cluster) if self._in_waves else found
 
     def _jobs(self, lengths: Sequence[int | Tree]) -> Jobs:
         return jobs_of(lengths, self.cost_model, self.cluster, self.memory.capacity)
@@ -214,6 +254,8 @@ class Planner:
     def lower_bound(self, lengths: Sequence[int | Tree]) -> float:
         """Seconds below which no plan of these lengths can be (docs/planner.md), trees cut as :meth:`plan` does."""
         jobs = self._jobs(lengths)
+        if self._in_waves:
+            return self._bound_in_waves(jobs)
         return (1 - self._spare) * core.lower_bound(self._core, jobs.tokens, squares=jobs.squares)
 
     def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:

@@ -115,6 +115,23 @@ class ModelSpec:
         return int(self._mixed("weights")) + self._ffn_weights(self.experts) + 2 * self.hidden * self.vocab
 
     @property
+    def expert_params(self) -> int:
+        """Of these, those of routed experts."""
+        return 3 * self.hidden * (self.layers - self.dense_layers) * self.ffn * self.experts if self.experts > 1 else 0
+
+    @property
+    def expert_flops_per_token(self) -> float:
+        """Of :attr:`linear_flops_per_token`, those of routed experts."""
+        return 2.0 * self.expert_params / self.experts * self.top_k
+
+    def dispatch_bytes_per_token(self, ranks: int) -> float:
+        """Bytes that a rank sends for each of its tokens where ``ranks`` ranks share the experts and routers choose all
+        alike: rows to their experts and results back, and the gradients of both.
+        """
+        layers = self.layers - self.dense_layers if self.experts > 1 else 0
+        return 4.0 * layers * self.top_k * self.hidden * self.dtype_bytes * (ranks - 1) / ranks
+
+    @property
     def linear_flops_per_token(self) -> float:
         """FLOPs of one forward pass per token, without those that grow with the square of the length."""
         products = self._mixed("weights") + self._ffn_weights(self.top_k) + self.hidden * self.vocab

@@ -16,7 +16,7 @@ from hdpcomm.comm.topology import node_block, shared_cores
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, tensor_parallel
+from hdpcomm.parallel import Mesh, expert_parallel, tensor_parallel
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
@@ -124,8 +124,8 @@ def measure_costs(
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
     model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
-    mesh = Mesh(comm, tensor=config.tensor)
-    model = tensor_parallel(model, mesh).to(config.parameter_dtype)
+    mesh = Mesh(comm, tensor=config.tensor, expert=config.expert)
+    model = tensor_parallel(expert_parallel(model, mesh, check=False), mesh).to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
     samples = profile_samples(model, mesh.hdp_comm, longest=longest, everyone=comm)
     memory = None if pool is None else measure_offload(comm, config, model, pool, capacity)
@@ -204,6 +204,7 @@ def make_planner(
         tensor=config.tensor,
         pipeline=config.pipeline,
         chunks=config.chunks,
+        expert=config.expert,
         offload=config.offload_bytes > 0,
         # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
         cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline * config.tensor == 1 else None,
@@ -214,7 +215,7 @@ def make_planner(
 
 
 def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:
-    return [config.get(name, 1) for name in ("pipeline", "chunks", "tensor")]
+    return [config.get(name, 1) for name in _ONE_DEVICE]
 
 
 def host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hdpcomm.plan import ClusterSpec, CostModel, StepPlan
+from hdpcomm.plan.waves import passes_without_tokens
 
 __all__ = ["processor_seconds"]
 
@@ -15,7 +16,7 @@ def processor_seconds(plan: StepPlan, costs: CostModel, cluster: ClusterSpec) ->
     Args:
         costs: ``Calibration.processor_model``, of one device.
     """
-    total = 0.0
+    total = costs.fixed * passes_without_tokens(plan.micro_batches, cluster.expert)
     for batch in plan.micro_batches:
         lengths = [sequence.length for sequence in batch.sequences]
         total += len(batch.ranks) * costs.seconds(lengths, len(batch.ranks))

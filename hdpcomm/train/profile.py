@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,10 +16,11 @@ from torch import nn
 from hdpcomm.attention import positions, shard
 from hdpcomm.comm.topology import node_block
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import PackedShard
+from hdpcomm.train.shards import PackedShard, empty_shard
 from hdpcomm.train.timeline import processor_seconds
 
 if TYPE_CHECKING:
@@ -68,39 +69,53 @@ def profile_samples(
         raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
     everyone = comm if everyone is None else everyone
     local = node_block(comm)
-    cases = _cases(comm.size, local, longest)
-    groups = {ranks: _group_of(comm, ranks) for ranks, _ in cases}
-    for ranks, lengths in cases[-1:] + cases[:1]:  # warms up the rings and the kernels
-        _seconds(model, groups[ranks], lengths)
+    shared = getattr(model, "expert", None)
+    expert = shared.comm if isinstance(shared, ExpertGroup) else None
+    alone = None if expert is None else cast("Communicator", comm.subset([comm.rank]))
+    cases = [_Case(ranks, lengths) for ranks, lengths in _cases(comm.size, local, longest)]
+    if expert is not None:
+        cases.append(_Case(1, [longest], expert.size))
+    groups = [
+        None if expert is not None and case.expert > 1 and expert.rank else _group_of(comm, case.ranks)
+        for case in cases
+    ]
+    rings = max(place for place, case in enumerate(cases) if case.expert == 1)
+    for place in (rings, 0):  # warms up rings and kernels
+        _seconds(model, groups[place], cases[place].lengths, alone)
     found: dict[int, list[tuple[float, float]]] = {}
     for _ in range(repeats):
-        for case, (ranks, lengths) in enumerate(cases):
-            group = groups[ranks]
+        for place, (case, group) in enumerate(zip(cases, groups, strict=True)):
             everyone.barrier()
-            if group is not None:
-                begun = processor_seconds()
-                seconds = _seconds(model, group, lengths)
-                found.setdefault(case, []).append((seconds, processor_seconds() - begun))
+            begun = processor_seconds()
+            seconds = _seconds(model, group, case.lengths, alone)
+            found.setdefault(place, []).append((seconds, processor_seconds() - begun))
     measured = torch.zeros(len(cases), 3, dtype=torch.float64)
-    for case, (ranks, _) in enumerate(cases):
-        group = groups[ranks]
-        if group is not None and (ranks <= local or _on_several_hosts(group)):
-            middle = [statistics.median(column) for column in zip(*found[case], strict=True)]
-            measured[case] = torch.tensor([*middle, 1.0], dtype=torch.float64)
+    for place, (case, group) in enumerate(zip(cases, groups, strict=True)):
+        if group is not None and (case.ranks <= local or _on_several_hosts(group)):
+            middle = [statistics.median(column) for column in zip(*found[place], strict=True)]
+            measured[place] = torch.tensor([*middle, 1.0], dtype=torch.float64)
     model.zero_grad(set_to_none=True)
     everyone.all_reduce(measured)
     on_processors = everyone.device.type == "cpu"
     return [
         CostSample(
-            ranks,
-            tuple(lengths),
+            case.ranks,
+            tuple(case.lengths),
             seconds / count,
-            one_node=ranks <= local,
+            one_node=case.ranks <= local,
             processor_s=processor / count if on_processors else 0.0,
+            expert=case.expert,
         )
-        for (ranks, lengths), (seconds, processor, count) in zip(cases, measured.tolist(), strict=True)
+        for case, (seconds, processor, count) in zip(cases, measured.tolist(), strict=True)
         if count
     ]
+
+
+class _Case(NamedTuple):
+    ranks: int
+    lengths: list[int]
+    expert: int = 1
+    """Above 1: of as many ranks one has tokens."""
 
 
 def processor_costs(samples: Iterable[CostSample]) -> CostModel | None:
@@ -136,8 +151,11 @@ def _on_several_hosts(group: Communicator) -> bool:
     return node_block(group) < group.size
 
 
-def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int]) -> float:
-    return 0.0 if group is None else forward_backward(model, group, lengths)
+def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int], alone: Communicator | None) -> float:
+    """``alone``: this rank, where one without a group runs a pass without tokens, since others need its experts."""
+    if group is not None:
+        return forward_backward(model, group, lengths)
+    return 0.0 if alone is None else _forward_backward(model, alone, empty_shard(alone.device))
 
 
 def forward_backward(
@@ -154,10 +172,19 @@ def forward_backward(
         positions=positions(cu_seqlens, rank=rank, size=size, device=device),
         cu_seqlens=cu_seqlens,
     )
+    return _forward_backward(model, group, packed, context)
+
+
+def _forward_backward(
+    model: nn.Module,
+    group: Communicator,
+    packed: PackedShard,
+    context: AbstractContextManager[object] | None = None,
+) -> float:
     started = time.perf_counter()
     with context or nullcontext():
         loss = micro_batch_loss(model, packed, group)
     loss.backward()  # type: ignore[no-untyped-call]
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if packed.tokens.is_cuda:
+        torch.cuda.synchronize(packed.tokens.device)
     return time.perf_counter() - started

@@ -13,9 +13,11 @@ from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, expert_parallel, split_llama, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
-from hdpcomm.plan import ClusterSpec, Planner, Tree
+from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
+from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from hdpcomm.train.profile import processor_costs, profile_samples
 from tests.ranks.parallel import pipelines
 from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, tokens_of, wanted
 from tests.ranks.parallel.test_pipeline import LIMIT
@@ -189,6 +191,48 @@ def test_bytes_are_those_of_rows_that_leave_the_rank(ranks):
             return x.grad.shape[0]
 
     assert run_threads(rank, ranks) == [5 * r for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dispatched_bytes_are_those_that_are_predicted(ranks):
+    """Whatever experts routers prefer, ranks with as many tokens of one kind send what the model's shape tells."""
+    config, tokens = dataclasses.replace(CONFIG, layers=1), 8000
+
+    def rank():
+        with hdp.init() as comm:
+            model = expert_parallel(Llama(config, dtype=torch.float64), Mesh(comm, expert=ranks))
+            generator = torch.Generator().manual_seed(comm.rank)
+            x = torch.randn(tokens, config.hidden, dtype=torch.float64, generator=generator, requires_grad=True)
+            before = comm.stats()["bytes_sent"]
+            model.blocks[0].ffn(x)[0].sum().backward()
+            return comm.stats()["bytes_sent"] - before
+
+    spec = dataclasses.replace(spec_of(config), dtype_bytes=8)
+    predicted = tokens * spec.dispatch_bytes_per_token(ranks)
+    assert sum(run_threads(rank, ranks)) / ranks == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "expert"), [(3, 3), (4, 2)])
+def test_costs_are_measured_with_the_experts_where_they_are(ranks, expert):
+    """Also in groups that leave a rank over, which then runs passes without tokens."""
+    config = dataclasses.replace(CONFIG, layers=1, experts=6)
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model = expert_parallel(Llama(config), Mesh(comm, expert=expert))
+            samples = profile_samples(model, comm, longest=64)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            return samples, processor_costs(samples)
+
+    (samples, processor), *others = run_threads(rank, ranks)
+    assert all(other == (samples, processor) for other in others)
+    beside = [sample for sample in samples if sample.expert > 1]
+    assert [(sample.expert, sample.ranks, sample.lengths) for sample in beside] == [(expert, 1, (64,))]
+    assert {sample.ranks for sample in samples} == {1, 2, ranks}
+    assert all(sample.processor_s > 0 for sample in samples)
+    for costs in (CostModel.fit(samples), processor):
+        assert 0 <= costs.experts <= costs.linear
 
 
 def test_trees_without_router_losses():

@@ -35,7 +35,9 @@ def trained(data: Path, run: Path, *options: str) -> Path:
     return run
 
 
-@pytest.mark.parametrize("options", [["--compare", "static"], ["--pipeline", "2"]])
+@pytest.mark.parametrize(
+    "options", [["--compare", "static"], ["--pipeline", "2"], ["--experts", "2", "--top-k", "1", "--expert", "2"]]
+)
 def test_its_plans_are_those_of_the_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
@@ -57,8 +59,9 @@ def test_its_plans_are_those_of_the_run(
             assert compared["measured_processor_s"][step] == row["passes_processor_s"] > 0
             assert compared["simulated_processor_s"][step] > 0
             assert compared["rest_s"][step] == pytest.approx(row["seconds"] - row["measured_s"] - row["plan_wait_s"])
-    # A plan for one rank more, and a step of two: the last ones.
-    assert main(["simulate", "--like", str(run), "--ranks", "3", "--ranks-per-node", "3", "--steps", "2"]) == 0
+    # A plan for more ranks, and a step of two: the last ones.
+    more = "4" if "--expert" in options else "3"
+    assert main(["simulate", "--like", str(run), "--ranks", more, "--ranks-per-node", more, "--steps", "2"]) == 0
     told = capsys.readouterr().out
     assert [line.split()[0] for line in told.split("ratio\n")[1].splitlines()[:2]] == ["1", "2"]
 
