@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import faulthandler
 import multiprocessing
 import os
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm import bootstrap
+from hdpcomm.torch_backend import communicator
 from tests.ranks.attention.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
 from tests.ranks.comm.test_subsets import random_mix
@@ -87,6 +90,38 @@ def dies_while_joining(folder: Path) -> None:
         hdp.init(timeout=600)  # more than the test has
     except hdp.PeerLost as error:
         write(folder, f"found{rank}", (error.peer, str(error)))
+
+
+def torch_backend(folder: Path) -> None:
+    """``backend="hdpcomm"``: collectives, a group across the hosts, messages with tags and from any source, objects."""
+    dist.init_process_group("hdpcomm", timeout=datetime.timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    comm = communicator()
+    before = sent_over_the_link()
+    x = torch.full((TRAFFIC_BYTES // 4,), float(rank))
+    dist.all_reduce(x)
+    assert (x == size * (size - 1) / 2).all()
+    dist.barrier()
+    write(folder, f"sent{rank}", sent_over_the_link() - before)
+    group = dist.new_group([size - 1, 0], sort_ranks=False)
+    if rank in (0, size - 1):
+        y = torch.full((70_001,), float(rank))
+        dist.broadcast(y, 0, group=group)
+        assert (y == 0).all()
+    a, b = torch.full((70_001,), float(rank)), torch.empty(70_001)
+    ops = [dist.P2POp(dist.irecv, b, (rank - 1) % size), dist.P2POp(dist.isend, a, (rank + 1) % size)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert (b == (rank - 1) % size).all()
+    if rank == 0:
+        for _ in range(size - 1):
+            assert dist.recv(b, tag=7) == b[0]
+    else:
+        dist.send(a, 0, tag=7)
+    told = [None] * size
+    dist.all_gather_object(told, (rank, comm.transport))
+    dist.destroy_process_group()
+    write(folder, f"told{rank}", told)
 
 
 def sent_over_the_link() -> int:

@@ -61,6 +61,15 @@ def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]
             assert wire <= 1.1 * minimum + 100_000, (op, ranks, wire)  # and the barriers
 
 
+def test_the_backend_of_torch_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
+    environment = {"HDPCOMM_SECRET": "a secret of sixteen characters"}
+    two.ranks([PROGRAM, "torch_backend", str(tmp_path)], [0, 0, 1, 1], environment)
+    two.finish(90)
+    assert [load(tmp_path, f"told{rank}") for rank in range(4)] == [[(rank, "shm+torch") for rank in range(4)]] * 4
+    wire = load(tmp_path, "sent0") + load(tmp_path, "sent2")  # of the two interfaces: a sum crosses once each way
+    assert 2 * TRAFFIC_BYTES <= wire <= 2.2 * TRAFFIC_BYTES + 200_000
+
+
 def test_training_on_two_hosts_has_the_losses_of_one(two: Hosts, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
