@@ -19,7 +19,7 @@ def register() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and _NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -102,19 +102,25 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     return _communicator(world, device or transport)
 
 
-def join(store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto") -> Communicator:
+def join(
+    store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto", devices: bool = True
+) -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
-    Collective over the ``size`` ranks of the store. ``transport``: ``auto`` adds no device here, name it. ``timeout``:
-    seconds, also of every operation. Raises: as ``init()``.
+    Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation. ``devices``: False
+    leaves out the streams that the transport has for device tensors. Raises: as ``init()``.
     """
     transport = _chosen(transport)
+    gpus = machine().has_gpu(rank)
     if size == 1:
         world = _join_alone(transport, timeout)
     else:
-        world, _ = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
+        world, gpus = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
     _core.comm.close_at_end(world)
-    return _communicator(world, transport)
+    if not devices:
+        return _communicator(world, "auto")
+    device = AUTOMATIC if transport == "auto" and gpus else None
+    return _communicator(world, device or transport)
 
 
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:

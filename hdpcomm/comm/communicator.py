@@ -288,6 +288,11 @@ class Communicator(Membership):
         handle = _collective(self._core, describe, operation, x, out, op, root, algorithm, splits, async_op)
         return ENDED if handle is None else Work(handle, (x, out))
 
+    def _by_streams(self, x: Any) -> bool:
+        """Whether operations on a tensor are work of streams."""
+        del x  # a host communicator has none
+        return False
+
     def _limit(self, name: str, timeout: float | None) -> float:
         return self.timeout if timeout is None else check_seconds(name, timeout)
 

@@ -59,6 +59,9 @@ class Work:
 
     __slots__ = ("_buffers", "_handle")
 
+    #: Whether it is work of streams: ``wait()`` without a timeout makes the current stream wait, not the host.
+    on_stream = False
+
     def __init__(self, handle: _core.comm.Work | _core.comm.StreamWork | None, buffers: tuple[Any, ...]) -> None:
         self._handle = handle  # None: it had ended when it was made
         self._buffers = buffers

@@ -1,4 +1,4 @@
-"""``dist.init_process_group("hdpcomm")``: torch.distributed on the CPU over hdpcomm's one world of ranks.
+"""``dist.init_process_group("hdpcomm")``: torch.distributed over hdpcomm's one world of ranks, on one host or several.
 
 Importing this module registers the backend; where hdpcomm is installed, ``import torch`` has done so
 (hdpcomm/torch_autoload.py). DDP, FSDP2, DeviceMesh and torch's own tools then run on it::
@@ -6,7 +6,7 @@ Importing this module registers the backend; where hdpcomm is installed, ``impor
     import torch.distributed as dist
     import hdpcomm.torch_backend
 
-    dist.init_process_group("hdpcomm")      # or "cpu:hdpcomm"; under torchrun or hdpcomm.testing.spawn
+    dist.init_process_group("hdpcomm")      # for CPU and CUDA tensors; under torchrun or hdpcomm.testing.spawn
     group = dist.new_group([3, 0, 1])       # a subset of the world: nothing is created
 
 docs/torch-backend.md says what differs from gloo.
@@ -43,7 +43,7 @@ BACKEND = "hdpcomm"
 def register() -> None:
     """Makes the backend known to torch.distributed; importing this module has done it. Local, idempotent."""
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:

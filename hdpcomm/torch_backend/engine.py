@@ -26,7 +26,7 @@ class Engine:
     """One rank's end of a world of torch ranks.
 
     Collectives and point-to-point messages have a world each: torch lets a send pass the collectives that were called
-    before it, while hdpcomm orders all operations of a world.
+    before it, while hdpcomm orders all operations of a world. Messages of device tensors are the streams' of the first.
     """
 
     def __init__(self, world: Communicator, messages: Communicator) -> None:
@@ -46,7 +46,7 @@ class Engine:
         with translated():
             world = bootstrap.join(store, rank, size, timeout=timeout)
             try:
-                messages = bootstrap.join(store, rank, size, timeout=timeout)
+                messages = bootstrap.join(store, rank, size, timeout=timeout, devices=False)
             except BaseException:
                 world.close()
                 raise

@@ -85,11 +85,15 @@ class HdpProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        device = getattr(self.communicator, "device", torch.device("cpu"))  # of a world with streams
+        return [torch.device(kind) for kind in dict.fromkeys(("cpu", device.type))]
 
     def _get_backend(self, device: torch.device) -> HdpProcessGroup:  # type: ignore[override]
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"No backend type associated with device type {device}: hdpcomm has the CPU only")
+        if torch.device(torch.device(device).type) not in self._device_types:
+            raise RuntimeError(
+                f"No backend type associated with device type {device}: this group moves tensors on "
+                f"{', '.join(each.type for each in self._device_types)}"
+            )
         return self
 
     supports_splitting = False

@@ -95,14 +95,17 @@ class MessageWork(BackendWork):
 class Messages:
     """The point-to-point methods of a group. Ranks in arguments and results are positions in the group."""
 
-    __slots__ = ("_mailbox", "_state")
+    __slots__ = ("_by_streams", "_mailbox", "_state")
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
+        self._by_streams = state.communicator._by_streams
         self._mailbox = state.engine.mailbox
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
         tensor = buffer = one(tensors, "send", "tensors")
+        if self._by_streams(tensor):
+            return self._send_by_stream(tensor, dst, tag)
         peer = self._world_rank(dst, "send")
         try:
             mail = _mail_send(self._mailbox, tensor, peer, tag, self._state.context)
@@ -115,9 +118,14 @@ class Messages:
         return self._state.started(MessageWork(mail, self._state, tensor, buffer))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
+        tensor = one(tensors, "recv", "tensors")
+        if self._by_streams(tensor):
+            return self._receive_by_stream(tensor, src, tag)
         return self._receive(tensors, self._world_rank(src, "recv"), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
+        if self._by_streams(one(tensors, "recv", "tensors")):
+            raise NotImplementedError("hdpcomm backend: recv() of a device tensor from any source; name the source")
         others = tuple(rank for rank in self._state.ranks if rank != self._state.communicator.global_rank)
         if not others:
             raise InvalidUsage("recv() from any source in a group of one rank would wait for ever")
@@ -140,8 +148,32 @@ class Messages:
             work.finish_with(operation.finish)
         return self._state.started(work)
 
+    # Messages of device tensors: the streams match those of a pair of ranks in the order of the calls.
+
+    def _send_by_stream(self, tensor: torch.Tensor, dst: int, tag: int) -> BackendWork:
+        self._world_rank(dst, "send")
+        _refuse_tag("send", tag)
+        operation = self._state.begin("send", None)
+        operation.start(self._state.communicator.send, operation.source(tensor), dst)
+        return self._state.end(operation, [])
+
+    def _receive_by_stream(self, tensor: torch.Tensor, src: int, tag: int) -> BackendWork:
+        self._world_rank(src, "recv")
+        _refuse_tag("recv", tag)
+        operation = self._state.begin("recv", None)
+        operation.start(self._state.communicator.recv, operation.target(tensor), src)
+        return self._state.end(operation, [tensor])
+
     def _world_rank(self, rank: int, call: str) -> int:
         ranks = self._state.ranks
         if not 0 <= rank < len(ranks):
             raise InvalidUsage(f"{call}() got rank {rank}; this group has ranks 0..{len(ranks) - 1}")
         return ranks[rank]
+
+
+def _refuse_tag(call: str, tag: int) -> None:
+    if tag:
+        raise NotImplementedError(
+            f"hdpcomm backend: {call}() of a device tensor with tag {tag}; device messages of a pair of ranks are "
+            "matched in the order of the calls: leave the tag out"
+        )

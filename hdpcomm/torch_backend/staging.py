@@ -12,7 +12,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.torch_backend.errors import translate
 from hdpcomm.torch_backend.reductions import Bitwise
-from hdpcomm.torch_backend.work import BackendWork, Part
+from hdpcomm.torch_backend.work import BackendWork, Part, StreamWork
 
 __all__ = ["Operation", "one"]
 
@@ -81,9 +81,10 @@ class Operation:
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise NotImplementedError(f"hdpcomm backend: {self.call} of sparse tensors ({tensor.layout})")
-        if not tensor.is_cpu:
+        if not tensor.is_cpu and not self.comm._by_streams(tensor):
             raise InvalidUsage(
-                f"{self.call}() got a tensor on {tensor.device}; the hdpcomm backend moves CPU tensors: pass x.cpu()"
+                f"{self.call}() got a tensor on {tensor.device}; this group moves CPU tensors, since not every rank "
+                "sees a CUDA device or HDPCOMM_TRANSPORT names a transport without one: pass x.cpu()"
             )
         return tensor.detach().resolve_conj().resolve_neg()
 
@@ -147,10 +148,22 @@ class Operation:
         for copy in self._copies:
             copy()
 
+    def _with_copies(self) -> list[Part]:
+        """Parts that streams do, the copies of the end made on the current stream, which waits for what they read."""
+        if not self._copies:
+            return self.parts
+        for part in self.parts:
+            part.follow()
+        self.finish()
+        self._copies = []
+        return [*self.parts, self.parts[0].mark()]
+
     def work(
         self, outputs: Sequence[torch.Tensor], in_background: Callable[[BackendWork], None] | None = None
     ) -> BackendWork:
         """The operation as torch sees it."""
+        if any(part.on_stream for part in self.parts):
+            return StreamWork(self._with_copies(), outputs, timeout=self.timeout)
         return BackendWork(
             self.parts,
             outputs,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,16 @@ from torch.futures import Future
 from hdpcomm.errors import Error
 from hdpcomm.torch_backend.errors import translate
 
-__all__ = ["BackendWork", "Part", "chain", "seconds_of"]
+__all__ = ["BackendWork", "Part", "StreamWork", "chain", "seconds_of"]
 
 
 _new_work = dist.Work.__init__
 
 
 class Part(Protocol):
-    """What a BackendWork waits for: a Work of hdpcomm."""
+    """What a BackendWork waits for: a Work of hdpcomm. ``on_stream``: also ``follow()`` and ``mark()``."""
+
+    on_stream: bool
 
     def wait(self, timeout: float | None = None) -> None: ...
 
@@ -167,20 +171,102 @@ class BackendWork(dist.Work):
             self._future.set_exception(self._error)  # type: ignore[arg-type]
 
 
+class StreamWork(BackendWork):
+    """An operation that streams do: ``wait()`` makes the current stream wait, and the host goes on.
+
+    ``wait(timeout)`` makes the host wait. The future is complete at once, as NCCL's are: who waits for it waits by the
+    stream, and its callbacks run on streams that do. An error of the operation is raised by ``wait()`` if it is known
+    by then, else by a later operation.
+    """
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        self._wait(seconds_of(timeout, 0.0))
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        try:
+            for part in self._parts:
+                if seconds > 0:
+                    part.wait(max(1e-3, deadline - time.monotonic()))
+                else:
+                    part.wait()
+        except Error as error:
+            raise translate(error) from error.__cause__
+
+    def follow(self) -> None:
+        """The current stream waits; the tensors stay alive with this work."""
+        for part in self._parts:
+            part.follow() if part.on_stream else part.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the streams have ended it, well or not. Never blocks."""
+        return all(part.done() for part in self._parts)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The error of an operation that has failed."""
+        try:
+            if self.is_completed():
+                self._wait(0.0)
+        except Error as error:
+            return error
+        return None
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future of the outputs, whose users wait by their streams."""
+        if self._future is None:
+            devices = sorted({x.device for x in self._outputs if x.is_cuda}, key=str)
+            future: Future[list[torch.Tensor]] = Future(devices=devices)
+            with _beside(devices[0]) if devices else contextlib.nullcontext():
+                try:
+                    self.follow()
+                except Error as error:
+                    future.set_exception(translate(error))  # type: ignore[arg-type]
+                else:
+                    future.set_result(self._outputs)
+            self._future = future
+        return self._future
+
+    get_future_result = get_future
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream that does nothing else is the current one of the device inside."""
+    stream = _side_streams.get(device)
+    if stream is None:
+        stream = _side_streams[device] = torch.cuda.Stream(device)
+    return torch.cuda.stream(stream)
+
+
 def chain(works: Sequence[BackendWork], timeout: float) -> BackendWork:
     """One work of several that were started."""
     outputs = [tensor for work in works for tensor in work.result()]
-    return BackendWork([_Joined(work) for work in works], outputs, timeout=timeout)
+    parts = [_Joined(work) for work in works]
+    kind = StreamWork if any(part.on_stream for part in parts) else BackendWork
+    return kind(parts, outputs, timeout=timeout)
 
 
 class _Joined:
-    __slots__ = ("_work",)
+    __slots__ = ("_work", "on_stream")
 
     def __init__(self, work: BackendWork) -> None:
         self._work = work
+        self.on_stream = isinstance(work, StreamWork)
 
     def wait(self, timeout: float | None = None) -> None:
         self._work.wait(datetime.timedelta(seconds=timeout or 0))
+
+    def follow(self) -> None:
+        if isinstance(self._work, StreamWork):
+            self._work.follow()
+        else:
+            self._work.wait()
 
     def done(self) -> bool:
         return self._work.is_completed()

@@ -11,7 +11,7 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm.communicator import NAMES, Communicator, Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
-from hdpcomm.comm.device.paths import DevicePath, Devices
+from hdpcomm.comm.device.paths import DevicePath, Devices, StreamMark
 from hdpcomm.comm.profiling import event, messages, operands, profiler, recorded
 from hdpcomm.comm.shapes import check_shape
 from hdpcomm.comm.tensors import Buffer, describe
@@ -39,10 +39,23 @@ class DeviceWork(Work):
         self._stream_work = handle
         self._path = path
 
+    @property
+    def on_stream(self) -> bool:  # type: ignore[override]
+        """See :class:`Work`."""
+        return not self._path.blocking
+
     def wait(self, timeout: float | None = None) -> None:
         """As the class says. Raises: CommTimeout, PeerLost, Mismatch, Aborted."""
         self._path.wait(self._stream_work, None if timeout is None else check_seconds("wait", timeout))
         self._buffers = ()
+
+    def follow(self) -> None:
+        """As ``wait()``, but the tensors stay alive: for a stream that is not the one that frees them."""
+        self._path.wait(self._stream_work, None)
+
+    def mark(self) -> StreamMark:
+        """What the current stream holds now, to be waited for like a work. Local."""
+        return self._path.mark()
 
 
 class DeviceCommunicator(Communicator):
@@ -151,6 +164,9 @@ class DeviceCommunicator(Communicator):
             return _finish(work, (tuple(sends), tuple(recvs)), path, async_op)
 
     # --- helpers ---------------------------------------------------------------------------------------------------
+
+    def _by_streams(self, x: Any) -> bool:
+        return self._devices.path(x) is not None
 
     def _common_path(self, *tensors: Any) -> DevicePath | None:
         """The path of the tensors of one operation; None: by the host."""

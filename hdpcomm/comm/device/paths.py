@@ -11,10 +11,41 @@ from hdpcomm import _core
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 
-__all__ = ["DevicePath", "Devices"]
+__all__ = ["DevicePath", "Devices", "StreamMark"]
 
 Core = _core.comm.Communicator
 Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
+
+
+class StreamMark:
+    """A point in a stream: it ends when the work that the stream held at this point has ended."""
+
+    __slots__ = ("_device", "_event", "_tensors")
+
+    on_stream = True
+
+    def __init__(self, device: _core.device.Device, tensors: Tensors) -> None:
+        self._device, self._tensors = device, tensors
+        self._event = device.create_event()
+        device.record(self._event, tensors.stream())
+
+    def __del__(self) -> None:
+        self._device.destroy_event(self._event)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """The current stream waits, or, with a timeout, the host. Raises: CommTimeout."""
+        if timeout is None:
+            self._device.wait(self._tensors.stream(), self._event)
+        else:
+            self._device.synchronize_event(self._event, timeout)
+
+    def follow(self) -> None:
+        """The current stream waits."""
+        self.wait()
+
+    def done(self) -> bool:
+        """Whether it has ended; never blocks."""
+        return self._device.query(self._event)
 
 
 class DevicePath:
@@ -41,6 +72,10 @@ class DevicePath:
             handle.wait(-1.0 if timeout is None else timeout)
         else:
             handle.wait_on(self._tensors.stream())
+
+    def mark(self) -> StreamMark:
+        """What the current stream holds now."""
+        return StreamMark(self._engine.device, self._tensors)
 
 
 class Devices:

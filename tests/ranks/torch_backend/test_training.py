@@ -130,12 +130,13 @@ def test_device_mesh(ranks: Any, size: int) -> None:
 
 
 def from_environment() -> None:
-    for backend in ("hdpcomm", "cpu:hdpcomm"):
+    both = "cpu:hdpcomm,cuda:hdpcomm"
+    for backend, devices in {"hdpcomm": both, "cpu:hdpcomm": "cpu:hdpcomm", both: both}.items():
         dist.init_process_group(backend)
         x = torch.ones(3)
         dist.all_reduce(x)
         assert x.tolist() == [2.0] * 3
-        assert dist.get_backend_config() == "cpu:hdpcomm"
+        assert dist.get_backend_config() == devices
         dist.destroy_process_group()
 
 

@@ -1,0 +1,99 @@
+"""Process groups whose tensors have streams, without a GPU: for ranks that are threads of this process.
+
+Host tensors stand for device memory, and each thread has a current stream of the simulated device, as torch has one of
+CUDA. So what the backend does for CUDA tensors runs, in check mode too: works that make the current stream wait, hosts
+that go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+import hdpcomm as hdp
+from hdpcomm import _core
+from hdpcomm.comm.device.communicator import DeviceCommunicator
+from hdpcomm.comm.tensors import Buffer, describe
+from hdpcomm.torch_backend import HdpProcessGroup
+from hdpcomm.torch_backend.engine import Engine
+
+__all__ = ["Caller", "joined", "tensors_with_streams"]
+
+_current = threading.local()  # .stream
+
+
+@dataclass(frozen=True)
+class _StreamTensors:
+    host_stream: int
+    blocking: bool = False
+
+    def describe(self, x: torch.Tensor, what: str, *, writable: bool = False) -> Buffer:
+        return describe(x, what, writable=writable)
+
+    def stream(self) -> int:
+        return int(_current.stream)
+
+
+@contextmanager
+def tensors_with_streams() -> Iterator[None]:
+    """Worlds that are joined inside take host tensors for device memory behind the threads' current streams."""
+    paths = "hdpcomm.comm.device.paths"
+    with (
+        mock.patch(f"{paths}.SimTensors", _StreamTensors),
+        mock.patch(f"{paths}.on_cuda", lambda x: isinstance(x, torch.Tensor)),
+    ):
+        yield
+
+
+@dataclass
+class Caller:
+    """A rank with a process group and two streams."""
+
+    group: HdpProcessGroup
+    device: _core.device.Device
+    streams: tuple[int, int]
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """Makes a stream the current one."""
+        before, _current.stream = _current.stream, stream
+        try:
+            yield
+        finally:
+            _current.stream = before
+
+    def made(self, count: int, value: int = 0) -> torch.Tensor:
+        """Bytes that work of the current stream writes: the rank + 1, or ``value``."""
+        x = torch.empty(count, dtype=torch.uint8)
+        written = value or self.group.rank() + 1
+        self.device.fill(x.data_ptr(), written, bytes=count, stream=_current.stream)
+        return x
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """What work of the current stream reads there."""
+        copy = torch.empty_like(x)
+        self.device.copy(copy.data_ptr(), x.data_ptr(), bytes=x.numel(), stream=_current.stream)
+        self.device.synchronize_stream(_current.stream)
+        self.device.annotate_read(copy.data_ptr(), x.numel())
+        return copy
+
+
+@contextmanager
+def joined() -> Iterator[Caller]:
+    """This thread's rank of the run's world."""
+    with hdp.init() as comm:
+        assert isinstance(comm, DeviceCommunicator)
+        device = comm.streams.device
+        streams = device.create_stream(), device.create_stream()
+        _current.stream = streams[0]
+        engine = Engine(comm, comm)
+        group = HdpProcessGroup(engine, comm, None, name="streams", timeout=comm.timeout)
+        yield Caller(group, device, streams)
+        for stream in streams:
+            device.synchronize_stream(stream)
+            device.destroy_stream(stream)
