@@ -9,6 +9,7 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.device.communicator import DeviceWork
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.torch_backend.errors import translate
 from hdpcomm.torch_backend.reductions import Bitwise
@@ -152,11 +153,12 @@ class Operation:
         """Parts that streams do, the copies of the end made on the current stream, which waits for what they read."""
         if not self._copies:
             return self.parts
-        for part in self.parts:
-            part.follow()
+        works = [part for part in self.parts if isinstance(part, DeviceWork)]
+        for work in works:
+            work.follow()
         self.finish()
         self._copies = []
-        return [*self.parts, self.parts[0].mark()]
+        return [*works, works[0].mark()]
 
     def work(
         self, outputs: Sequence[torch.Tensor], in_background: Callable[[BackendWork], None] | None = None

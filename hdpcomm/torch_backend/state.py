@@ -13,7 +13,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.torch_backend.engine import Engine
 from hdpcomm.torch_backend.staging import Operation
-from hdpcomm.torch_backend.work import BackendWork, StreamWork, chain, seconds_of
+from hdpcomm.torch_backend.work import BackendWork, chain, seconds_of
 
 __all__ = ["GroupState"]
 
@@ -68,7 +68,7 @@ class GroupState:
             work = BackendWork.ended(outputs)
         else:
             work = operation.work(outputs, self.engine.complete_in_order)
-            if operation.parts and operation.copies and not isinstance(work, StreamWork):
+            if operation.parts and operation.copies:
                 self.engine.hold(work, operation.parts)
         return work if self._coalesced is None else self.started(work)
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from hdpcomm.comm.device.communicator import DeviceWork
+from hdpcomm.comm.device.paths import StreamMark
 from hdpcomm.errors import Error
 from hdpcomm.torch_backend.errors import translate
 
@@ -24,7 +26,7 @@ _new_work = dist.Work.__init__
 
 
 class Part(Protocol):
-    """What a BackendWork waits for: a Work of hdpcomm. ``on_stream``: also ``follow()`` and ``mark()``."""
+    """What a BackendWork waits for: a Work of hdpcomm."""
 
     on_stream: bool
 
@@ -197,7 +199,7 @@ class StreamWork(BackendWork):
     def follow(self) -> None:
         """The current stream waits; the tensors stay alive with this work."""
         for part in self._parts:
-            part.follow() if part.on_stream else part.wait()
+            part.follow() if isinstance(part, DeviceWork | StreamMark | _Joined) else part.wait()
 
     def is_completed(self) -> bool:
         """Whether the streams have ended it, well or not. Never blocks."""
@@ -218,9 +220,9 @@ class StreamWork(BackendWork):
     def get_future(self) -> Future[list[torch.Tensor]]:
         """A future of the outputs, whose users wait by their streams."""
         if self._future is None:
-            devices = sorted({x.device for x in self._outputs if x.is_cuda}, key=str)
-            future: Future[list[torch.Tensor]] = Future(devices=devices)
-            with _beside(devices[0]) if devices else contextlib.nullcontext():
+            device = next((x.device for x in self._outputs if x.is_cuda), None)
+            future: Future[list[torch.Tensor]] = Future(devices=None if device is None else [device])
+            with contextlib.nullcontext() if device is None else _beside(device):
                 try:
                     self.follow()
                 except Error as error:
@@ -240,7 +242,7 @@ def _beside(device: torch.device) -> AbstractContextManager[Any]:
     """A stream that does nothing else is the current one of the device inside."""
     stream = _side_streams.get(device)
     if stream is None:
-        stream = _side_streams[device] = torch.cuda.Stream(device)
+        stream = _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return torch.cuda.stream(stream)
 
 

@@ -21,6 +21,7 @@ from hdpcomm.testing import run_threads
 from hdpcomm.testing.device_check import OrderingError, check, planted_sites
 from hdpcomm.torch_backend import BackendTimeout, communicator
 from hdpcomm.torch_backend.errors import BackendAborted
+from hdpcomm.torch_backend.staging import Operation
 from hdpcomm.torch_backend.work import StreamWork
 from tests.ranks.device.worlds import small_slots
 from tests.ranks.torch_backend import test_collectives as collectives
@@ -163,6 +164,33 @@ def test_the_host_goes_on() -> None:
 
     with tensors_with_streams():
         assert run_threads(program, 2, transport="sim") == [[3, 1, 9]] * 2
+
+
+def test_lists_are_copied_by_the_current_stream() -> None:
+    """The parts of a gather go to their tensors behind it, and who waits for the work waits for the copies, too."""
+    finish = Operation.finish
+
+    def as_streams_would(operation: Operation) -> None:
+        local.rank.device.synchronize_stream(local.rank.streams[0])
+        finish(operation)
+
+    local = threading.local()
+
+    def program() -> None:
+        with joined() as local.rank:
+            group, x = local.rank.group, local.rank.made(3000)
+            outs = [torch.zeros(3000, dtype=torch.uint8) for _ in range(group.size())]
+            work = group.allgather([outs], [x])
+            assert isinstance(work, StreamWork)
+            for stream in local.rank.streams:
+                with local.rank.on(stream):
+                    work.wait()
+                    assert [int(local.rank.read(out)[-1]) for out in outs] == [1, 2]
+            work.wait(datetime.timedelta(seconds=30))
+            assert work.is_success()
+
+    with tensors_with_streams(), mock.patch.object(Operation, "finish", as_streams_would):
+        run_threads(program, 2, transport="sim")
 
 
 def test_deadline_of_a_wait() -> None:
