@@ -153,7 +153,7 @@ class ThreadServers:
 
     def close(self) -> None:
         self.stop()
-        if not self._pool.close(min(self._deadline_s, _CLOSE_S)):
+        if not self._pool.close(_CLOSE_S):
             with self._guard:
                 stuck = sorted(block for block, making in self._making.items() if making.running())
             places = ", ".join(self.stream.place(block) for block in stuck)

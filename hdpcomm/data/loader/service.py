@@ -248,8 +248,8 @@ class LoaderService:
     def close(self) -> None:
         """Ends all threads, after the document that each is reading, and, on the rank that has made them, processes
         and files. Local: no other rank is waited for; those that still read may get an error. A thread that does not
-        come back from its document within 10 s, or the deadline if that is less, is left behind with a
-        ``RuntimeWarning``; it does not keep the process from ending."""
+        come back from its document within 10 s is left behind with a ``RuntimeWarning``; it does not keep the process
+        from ending."""
         self.stop()
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
