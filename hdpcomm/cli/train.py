@@ -337,7 +337,10 @@ def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSumma
 
     try:
         # AdamW needs torch._dynamo.
-        with RankPool(ranks, preload=("torch._dynamo", "hdpcomm.run")) as pool, _handing_on_signals(pool, job):
+        with (
+            RankPool(ranks, preload=("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")) as pool,
+            _handing_on_signals(pool, job),
+        ):
             outcome: tuple[RunResult | DryRun, CorpusSummary] = pool.run(run_rank, job, survivors=job.shrinks)[0]
             return outcome
     except BaseException:

@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
@@ -22,7 +16,7 @@ from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.sharded import MeshShardedParameters
 from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.parallel.waves import waves_of
-from hdpcomm.train.fsdp import is_fully_sharded
+from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.replicas import check_replicas, share_values
@@ -128,6 +122,8 @@ class MeshTrainer(Trainer):
     def _own_state(self) -> dict[str, Any]:
         """This rank's ``model`` and ``optimizer``, and ``masters`` if there are any, by its own names. Collective over
         the HDP ranks."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
         if isinstance(self.gradients, ShardedParameters):
             state = sharded_state(self.gradients, self.optimizer, self.model)
             return {"model": get_model_state_dict(self.model), **state}
@@ -136,6 +132,8 @@ class MeshTrainer(Trainer):
 
     def _load_own(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`_own_state` gave. Local."""
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+
         if isinstance(self.gradients, ShardedParameters):
             set_model_state_dict(self.model, state["model"])
             load_sharded_state(self.gradients, self.optimizer, self.model, state)

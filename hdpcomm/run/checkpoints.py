@@ -25,10 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.run.tensor_files import METADATA, join_files, read_tensors, write_tensors
 from hdpcomm.train.tensor_part import TensorPart
 
 __all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "newest_checkpoint", "open_checkpoint"]
@@ -64,6 +62,11 @@ class Checkpoint:
 
         Raises: InvalidUsage where the checkpoint has no entry of that name, or one of another shape.
         """
+        # Here and below: torch's checkpoints take a second to import, and the start of a run needs none of it.
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from hdpcomm.run.tensor_files import read_tensors
+
         try:
             read_tensors(self.path, state)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -143,6 +146,8 @@ class CheckpointFolder:
             self._thread = None
 
     def _write(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        from hdpcomm.run.tensor_files import METADATA, join_files, write_tensors
+
         unfinished = self.path / f".step-{step}.partial"
         parts = [self._part(step, rank) for rank in range(1, self._writers)]
         try:
@@ -166,6 +171,8 @@ class CheckpointFolder:
             shutil.rmtree(part, ignore_errors=True)
 
     def _write_part(self, step: int, state: dict[str, Any]) -> None:
+        from hdpcomm.run.tensor_files import write_tensors
+
         part = self._part(step, self._rank)
         try:
             write_tensors(part, state, rank=self._rank)
@@ -264,6 +271,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _reason(error: BaseException) -> str:
     """What torch says, without the traceback that it puts into its message."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hdpcomm.comm import Communicator
 
-__all__ = ["FullyShardedParameters", "is_fully_sharded"]
-
-
-def is_fully_sharded(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether any of the parameters is a shard of FSDP2."""
-    return any(isinstance(parameter, DTensor) for parameter in parameters)
+__all__ = ["FullyShardedParameters"]
 
 
 class FullyShardedParameters:
@@ -44,6 +37,8 @@ class FullyShardedParameters:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        from torch.distributed.fsdp import FSDPModule  # a second, which others' imports of this package need not wait
+
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not isinstance(model, FSDPModule):
             raise InvalidUsage(
@@ -51,7 +46,7 @@ class FullyShardedParameters:
                 "fully_shard(model) after its layers, on the model that the trainer gets"
             )
         for parameter in parameters:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            mesh = parameter.device_mesh if is_dtensor(parameter) else None
             if mesh is None or mesh.mesh.flatten().tolist() != list(range(comm.size)) or mesh.ndim != 1:
                 raise InvalidUsage(
                     f"a parameter of shape {tuple(parameter.shape)} is on {mesh or 'no mesh'}; shard all of them on "
@@ -113,4 +108,4 @@ class FullyShardedParameters:
 
 
 def _local(tensor: object) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[return-value]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[return-value]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hdpcomm.errors import Mismatch
+from hdpcomm.train.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -49,7 +49,7 @@ def check_replicas(
     if comm.size == 1:
         return
     tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
-    tensors = {name: t for name, t in tensors.items() if name not in without and not isinstance(t, DTensor)}
+    tensors = {name: t for name, t in tensors.items() if name not in without and not is_dtensor(t)}
     told = _settings(optimizer, settings)
     bits = [_bits(tensor) for tensor in tensors.values()]
     sums = torch.stack(bits).tolist() if bits else []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["TensorPart", "boxes"]
 
@@ -27,14 +29,13 @@ class TensorPart:
 
     def __init__(self, shape: Sequence[int], start: int, values: Tensor) -> None:
         self._shape = torch.Size(shape)
-        self._boxes: list[tuple[ChunkStorageMetadata, Tensor]] = []
+        self._boxes: list[tuple[torch.Size, Tensor]] = []
         self.start = start
         self.values = values
         place = 0
         for offsets, sizes in boxes(shape, start, start + values.numel()):
             count = math.prod(sizes)
-            box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            self._boxes.append((box, values[place : place + count].view(sizes)))
+            self._boxes.append((torch.Size(offsets), values[place : place + count].view(sizes)))
             place += count
 
     def size(self) -> torch.Size:
@@ -47,11 +48,14 @@ class TensorPart:
 
     def box(self, offsets: Sequence[int] | None) -> Tensor:
         """The box that begins at ``offsets``."""
-        return next(tensor for box, tensor in self._boxes if box.offsets == offsets)
+        return next(tensor for place, tensor in self._boxes if place == offsets)
 
-    # What torch.distributed.checkpoint asks of an object that is sharded.
+    # What torch.distributed.checkpoint asks of an object that is sharded. It takes a second to import, so only it does.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.values)
         return [
             WriteItem(
@@ -59,11 +63,13 @@ class TensorPart:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=box, properties=properties, size=self._shape),
             )
-            for box, _ in self._boxes
+            for box in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [box for box, _ in self._boxes]
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(place, tensor.size()) for place, tensor in self._boxes]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.box(index.offset)

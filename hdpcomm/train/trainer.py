@@ -10,12 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
 
 from hdpcomm.arguments import check_has
 from hdpcomm.errors import Error, InvalidUsage
@@ -23,8 +17,9 @@ from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import trained_parameters
+from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.expert_load import add_expert_load, expert_loads
-from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
+from hdpcomm.train.fsdp import FullyShardedParameters
 from hdpcomm.train.gradients import GradientBuffer
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
@@ -221,6 +216,8 @@ class Trainer:
         With ``zero=1`` or ``dtype`` also the master weights; then it is collective, and the optimizer's tensors are
         whole copies, which fit a trainer of any number of ranks. All other tensors are the live ones.
         """
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
         if isinstance(self.gradients, ShardedParameters):
             state = sharded_state(self.gradients, self.optimizer, self.model)
             return {"model": get_model_state_dict(self.model), **state, "num_steps": self.num_steps}
@@ -232,6 +229,8 @@ class Trainer:
         :class:`hdpcomm.train.tensor_part.TensorPart` of the live one. What checkpoints are written from by all ranks
         together, and read into; then give it to :meth:`load_state_dict`. Local with ``zero=1`` or ``dtype``.
         """
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         if not isinstance(self.gradients, ShardedParameters):
             return self.state_dict()
         parts = own_parts(self.gradients, self.optimizer, self.model)
@@ -242,6 +241,8 @@ class Trainer:
 
         The trainer copies what it takes: two trainers may be given the same state.
         """
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+
         if isinstance(self.gradients, ShardedParameters):
             set_model_state_dict(self.model, state["model"])
             load_sharded_state(self.gradients, self.optimizer, self.model, state)
