@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import tempfile
 import time
@@ -63,7 +65,16 @@ _CACHE = tempfile.TemporaryDirectory(prefix="hdpcomm-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made.
-PRELOAD = ("torch._dynamo", "hdpcomm.run")
+PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
+
+
+def pytest_configure() -> None:
+    """The first launch of a process decides what its fork server has imported, and may be one of no training: each
+    training rank of that process would import the rest for itself, 2 s of CPU."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # who runs a few files may start none
+        multiprocessing.set_forkserver_preload(["hdpcomm.comm.launch", *PRELOAD])
+        multiprocessing.forkserver.ensure_running()
+
 
 # What the user of this machine has calibrated chooses no algorithm of a test.
 os.environ["HDPCOMM_COSTS"] = str(TESTS / "no_costs.json")
