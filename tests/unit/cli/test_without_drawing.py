@@ -20,8 +20,10 @@ ROOMS = (
     "kernels",
     "models",
     "offload",
+    "parallel",
     "perf",
     "plan",
+    "run",
     "sim",
     "torch_backend",
     "trace",
@@ -41,7 +43,11 @@ def test_rich_and_matplotlib_are_blocked() -> None:
 
 
 def test_all_rooms_are_imported() -> None:
-    done = run("\n".join(["import hdpcomm", *(f"import hdpcomm.{room}" for room in ROOMS)]))
+    """And torch's modules that take a second to import are not: what starts ranks, or plans, needs none of them."""
+    slow = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
+    lines = ["import hdpcomm", *(f"import hdpcomm.{room}" for room in ROOMS)]
+    lines.append(f"assert not set(sys.modules) & {set(slow)!r}, set(sys.modules) & {set(slow)!r}")
+    done = run("\n".join(lines))
     assert (done.returncode, done.stderr) == (0, "")
 
 
