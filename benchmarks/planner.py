@@ -19,16 +19,17 @@ from pathlib import Path
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner
 
+COSTS = ("compute", "h100", "offload")
 MILLION = 2**20
 CAPACITY = 8192
 # Seconds of 32 layers by Fig. 6a of ByteScale (single device; backward taken as twice the forward pass), no transfers.
 COMPUTE_ONLY = CostModel(attention=1.02e-11 * 32 * 3, linear=2.2e-7 * 32 * 3, fixed=1e-3)
 
 
-def make_planner(kind: str, ranks: int, stages: int = 1) -> Planner:
+def make_planner(kind: str, ranks: int, stages: int = 1, policy: str = "balanced") -> Planner:
     """A planner; ``compute``: only a s^2 + b s + c; ``h100``: with links and kernels; ``offload``: also host memory."""
     cluster = ClusterSpec(ranks=ranks, capacity=CAPACITY, ranks_per_node=8, offload=kind == "offload", pipeline=stages)
-    return Planner(MODELS["llama-7b"], cluster, cost_model=COMPUTE_ONLY if kind == "compute" else None)
+    return Planner(MODELS["llama-7b"], cluster, policy, COMPUTE_ONLY if kind == "compute" else None)
 
 
 def measure(kind: str, ranks: int, batches: list[list[int]], stages: int = 1, repeat: int = 3) -> dict[str, float]:
@@ -64,12 +65,12 @@ def growth(rows: list[dict[str, float]]) -> float:
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
 
 
-def pipelines(stages: list[int], seeds: int) -> list[dict[str, object]]:
+def pipelines(kinds: list[str], stages: list[int], seeds: int) -> list[dict[str, object]]:
     """The table of ranks that are pipelines of these numbers of stages."""
     print("| cost | lengths | stages | ranks | mean / bound | worst / bound | mean ms | longest is the bound |")
     print("|---|---|---|---|---|---|---|---|")
     rows: list[dict[str, object]] = []
-    for kind in ("compute", "h100", "offload"):
+    for kind in kinds:
         for name in ("byted", "github"):
             batches = [
                 sample_lengths(name, tokens=32 * MILLION, context=2 * MILLION, seed=seed) for seed in range(seeds)
@@ -91,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--stages", metavar="P,P", help="ranks that are pipelines of so many stages")
+    parser.add_argument("--costs", default=",".join(COSTS), metavar="C,C", help="with --stages (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
@@ -100,7 +102,9 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
     }
     if options.stages:
-        found = pipelines([int(stages) for stages in options.stages.split(",")], options.seeds)
+        found = pipelines(
+            options.costs.split(","), [int(stages) for stages in options.stages.split(",")], options.seeds
+        )
         if options.json:
             options.json.write_text(json.dumps(result | {"rows": found}, indent=1) + "\n")
         return
@@ -116,7 +120,7 @@ def main() -> None:
         )
 
     tables: dict[str, list[dict[str, float]]] = {}
-    for kind in ("compute", "h100", "offload"):
+    for kind in COSTS:
         for name in ("byted", "github"):
             batches = [
                 sample_lengths(name, tokens=32 * MILLION, context=2 * MILLION, seed=seed)

@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "planner/pipeline_ramps.hpp"
 #include "planner/pipeline_windows.hpp"
 #include "planner/plan.hpp"
 
@@ -57,8 +58,13 @@ class Bound {
     sortSpeeds();
     if (stages_ > 1) filling_ = passing_ * shortestBatch();
     collectItems();
-    const bool alike = speeds_.empty() && !problem.hasTrees();
-    if (stages_ > 1 && cost_.cluster().chunks == 1 && alike) windows_.emplace(problem, filling_);
+    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty()) {
+      const double forward = params_.forward;
+      const auto [least, most] = std::minmax(forward, params_.forward_transfer);
+      ramps_.emplace(cost_, least, most, fastestTime(shortest_));
+      compute_ramps_.emplace(cost_, forward, forward, leastCompute());
+      if (!problem.hasTrees()) windows_.emplace(problem, filling_);
+    }
   }
 
   double solve() const {
@@ -169,6 +175,16 @@ class Bound {
                                         (size - 1) * cost_.backwardWait(compute, transfer));
     }
     return forward + backward;
+  }
+
+  // Least seconds of compute of any micro-batch.
+  double leastCompute() const {
+    double least = kForever;
+    for (int size = leastRanks(shortest_, mostHeld(kForever)); size <= problem_.ranks(); ++size) {
+      const double rest = params_.fixed + (size - 1) * params_.ring_step;
+      least = std::min(least, cost_.computeSeconds(shortest_, size) + rest);
+    }
+    return least;
   }
 
   // Rank-seconds of all sequences on one rank each: no plan has less.
@@ -284,6 +300,7 @@ class Bound {
     const double room = limits.rank_s * ranks_;
     double work = workAlone(limits.held);
     if (work > room) return false;
+    double compute = work - params_.fixed * all_.tokens / limits.held;  // of that, per sequence
     PipelineWindows::Charges charges;
     int longest_ranks = 1;
     for (const Item& item : items_) {
@@ -295,6 +312,8 @@ class Bound {
       if (size == 0) return false;
       const double beyond_one = workBeyondOne(item.load, size, limits);
       work += beyond_one;
+      compute += (size - 1) * (params_.piece * item.load.tokens +
+                               params_.ring_step * item.load.tokens / limits.held);
       if (charges.beyond_one.empty()) longest_ranks = size;
       if (windows_) charges.beyond_one.push_back(beyond_one);
       if (const double lost = mixed(size) - 1; lost > 0) {
@@ -303,6 +322,11 @@ class Bound {
       if (work > room) return false;
     }
     if (!stacksFit(limits, time)) return false;
+    if (ramps_) {
+      const double fixed = params_.fixed * all_.tokens / limits.held;
+      if (work - fixed > ramps_->mostWork(time) * ranks_ * (1 + 1e-9)) return false;
+      if (compute > compute_ramps_->mostWork(time) * ranks_ * (1 + 1e-9)) return false;
+    }
     charges.all = work;
     charges.held = limits.held;
     return !windows_ || windows_->fit(time, longest_ranks, charges);
@@ -347,15 +371,17 @@ class Bound {
   Load all_, longest_, shortest_;
   std::vector<Item> items_;  // by falling length
   double max_offload_ = 0;
-  double ranks_ = 0;                   // the sum of their speeds
-  std::vector<double> speeds_;         // fastest first; empty: all are alike
-  std::vector<double> speed_sums_;     // of the first ones
-  std::vector<int> class_ends_;        // how many ranks have at least a speed
-  mutable std::vector<double> mixed_;  // of mixed(), by size; 0: not known yet
-  double stack_[kMaxStack] = {};       // how many follow each other on a rank, mean over the ranks
-  double passing_ = 0;                 // to the last stage, in passes of a device
-  double filling_ = 0;                 // idle time of a pipeline's last stage
-  double slowest_ = 0;                 // fastest time of the longest sequence
+  double ranks_ = 0;                    // the sum of their speeds
+  std::vector<double> speeds_;          // fastest first; empty: all are alike
+  std::vector<double> speed_sums_;      // of the first ones
+  std::vector<int> class_ends_;         // how many ranks have at least a speed
+  mutable std::vector<double> mixed_;   // of mixed(), by size; 0: not known yet
+  double stack_[kMaxStack] = {};        // how many follow each other on a rank, mean over the ranks
+  double passing_ = 0;                  // to the last stage, in passes of a device
+  double filling_ = 0;                  // idle time of a pipeline's last stage
+  double slowest_ = 0;                  // fastest time of the longest sequence
+  std::optional<PipelineRamps> ramps_;  // of all seconds, and of those of compute
+  std::optional<PipelineRamps> compute_ramps_;
   mutable std::optional<PipelineWindows> windows_;
 };
 

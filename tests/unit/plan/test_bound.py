@@ -8,7 +8,16 @@ from itertools import pairwise
 import pytest
 
 from hdpcomm.data.distributions import sample_lengths
-from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan import (
+    MODELS,
+    ClusterSpec,
+    CostModel,
+    MemoryModel,
+    MicroBatch,
+    Planner,
+    SequenceInfo,
+    StepPlan,
+)
 from hdpcomm.plan.cost import core_cost
 from tests.native import _testing
 
@@ -117,3 +126,33 @@ def test_ring_order_of_nodes_crosses_each_boundary_twice() -> None:
     ring = _testing.ring_order(list(range(24)))
     crossings = sum(ring[i - 1] // 8 != ring[i] // 8 for i in range(24))
     assert crossings == 4
+
+
+def ramped(count: int, first: float, last: float, growth: float) -> list[float]:
+    """Relative times of micro-batches that rise from ``first`` to 1 and fall to ``last``."""
+    rising = [min(1.0, first * growth**i) for i in range(count)]
+    falling = [1 - (1 - last) * 0.8**i for i in range(count)]
+    return [min(a, b) for a, b in zip(rising, reversed(falling), strict=True)]
+
+
+@pytest.mark.parametrize(("stages", "forward"), [(2, 1 / 3), (4, 1 / 3), (4, 0.6), (8, 0.25)])
+def test_no_ramp_of_a_pipeline_is_below_the_bound(stages: int, forward: float) -> None:
+    """Work that can be cut at will, in any number of micro-batches of any heights: what claim 11 says of it."""
+    cost = CostModel(attention=0.0, linear=1e-6, fixed=2e-3, forward=forward)
+    planner = Planner(None, ClusterSpec(ranks=1, capacity=10**6, pipeline=stages), cost_model=cost)
+    lengths = [500] * 2000
+    bound = planner.lower_bound(lengths)
+    rng = random.Random(stages)
+    ratios = []
+    for _ in range(120):
+        count = rng.randrange(1, 40)
+        heights = ramped(count, rng.uniform(0.02, 1), rng.uniform(0.1, 1), rng.uniform(1.1, 2.5))
+        ends = [round(2000 * sum(heights[: i + 1]) / sum(heights)) for i in range(count)]
+        cuts = sorted({0, *ends})
+        batches = tuple(
+            MicroBatch(i, (0,), tuple(SequenceInfo(k, 500) for k in range(low, high)), 0.0, 0.0)
+            for i, (low, high) in enumerate(pairwise(cuts))
+        )
+        plan = StepPlan("balanced", 1, batches, 0.0, 0.0, 0.0, 0.0)
+        ratios.append(planner.simulate(plan)["makespan"] / bound)
+    assert 1 <= min(ratios) <= 1.12
