@@ -48,6 +48,27 @@ def test_gaps_of_pipelines() -> None:
     assert mean <= 1.05
 
 
+def test_gaps_of_all_kinds_of_steps() -> None:
+    file = json.loads((TOP / "benchmarks/results/planner_families.json").read_text())
+    assert f"`{file['command']} --json benchmarks/results/planner_families.json`" in PAGE
+    found = {(str(row["stages"]), row["cost"], row["lengths"], row["ranks"]): row for row in file["rows"]}
+    shown = 0
+    for stages, cost, lengths, *cells, best in rows_of("| stages | cost | lengths |"):
+        others = []
+        for ranks, cell in zip((32, 256, 1024, 4096, 16384), cells, strict=True):
+            row = found.get((stages, cost, lengths, ranks))
+            assert (cell == "") == (row is None)
+            if row is None:
+                continue
+            mean, worst = (round(100 * (row[key] - 1), 2) + 0.0 for key in ("mean_ratio", "worst_ratio"))
+            assert cell == f"{mean:.2f} ({worst:.2f})"
+            others.append(row["least_other"])
+            shown += 1
+        assert best == f"{min(others):.2f}x"
+        assert min(others) >= 1 - 1e-9
+    assert shown == len(found)
+
+
 def test_the_largest_clusters() -> None:
     rows = json.loads((TOP / "benchmarks/results/scale.json").read_text())["rows"]
     for row, name in zip((row for row in rows if row["ranks"] == 131072), ("byted", "GitHub"), strict=True):

@@ -1,0 +1,146 @@
+"""Gaps of plans to their bound for all kinds of steps, costs, pipelines and numbers of ranks, beside other policies.
+
+Costs are those of ``benchmarks/planner.py``: ``compute`` alone, ``h100`` with links inside and between hosts of 8,
+``offload`` with host memory, too. Rows can be measured in pieces, each of which keeps the rows that the file has:
+``python benchmarks/planner_families.py --families byted,equal --stages 1,8 --ranks 32,256 --json FILE``.
+Prints the table of docs/planner.md; the whole takes about half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import platform
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from planner import CAPACITY, COSTS, MILLION, make_planner
+
+from hdpcomm.data.distributions import sample_lengths
+from hdpcomm.errors import InvalidUsage
+
+FAMILIES = ("byted", "github", "lognormal", "long", "bimodal", "equal")
+STAGES = (1, 4, 8)
+RANKS = (32, 256, 1024, 4096, 16384)
+LARGE = 1024  # ranks, above which there are a quarter of the seeds
+
+
+def lengths_of(name: str, ranks: int, seed: int) -> list[int]:
+    """One step. Byted and GitHub have 32M tokens, the others about four times what the ranks hold."""
+    rng = random.Random(f"{name} {seed}")
+    context, tokens = min(2 * MILLION, CAPACITY * ranks), 4 * CAPACITY * ranks
+    if name in ("byted", "github"):
+        return sample_lengths(name, tokens=32 * MILLION, context=context, seed=seed)
+    if name == "lognormal":
+        return sample_lengths("lognormal:6.5:1.6", tokens=tokens, context=context, seed=seed)
+    if name == "equal":
+        length = int(2 ** rng.uniform(10, 17))
+        return [length] * (tokens // length)
+    lengths = []
+    while tokens > 0:
+        long = name == "long" or rng.random() < 0.05
+        lengths.append(int((100_000 if long else 2_000) * rng.uniform(0.95, 1.05)))
+        tokens -= lengths[-1]
+    return lengths
+
+
+def measure(cost: str, name: str, stages: int, ranks: int, seeds: int) -> dict[str, Any]:
+    """Gaps to the bound, and the least time of another policy relative to ours."""
+    planner = make_planner(cost, ranks, stages)
+    ratios, others, seconds = [], [], []
+    for seed in range(seeds):
+        lengths = lengths_of(name, ranks, seed)
+        started = time.process_time()
+        plan = planner.plan(lengths)
+        seconds.append(time.process_time() - started)
+        planner.validate(plan, lengths)
+        ratios.append(plan.makespan_s / plan.lower_bound_s)
+        best = math.inf
+        for policy in ("pow2", "static", "naive"):
+            with contextlib.suppress(InvalidUsage):  # static, where its mesh does not hold the longest
+                best = min(best, make_planner(cost, ranks, stages, policy).plan(lengths).makespan_s)
+        others.append(best / plan.makespan_s)
+    return {
+        "cost": cost,
+        "lengths": name,
+        "stages": stages,
+        "ranks": ranks,
+        "seeds": seeds,
+        "mean_ratio": statistics.mean(ratios),
+        "worst_ratio": max(ratios),
+        "least_other": min(others),
+        "mean_s": statistics.mean(seconds),
+    }
+
+
+def place(row: dict[str, Any]) -> tuple[int, ...]:
+    """Where a row belongs in the table."""
+    return (
+        STAGES.index(row["stages"]),
+        COSTS.index(row["cost"]),
+        FAMILIES.index(row["lengths"]),
+        RANKS.index(row["ranks"]),
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each cost and family; a cell for each number of ranks: mean gap (worst), in percent."""
+    yield "| stages | cost | lengths | " + " | ".join(f"{ranks:,} ranks" for ranks in RANKS) + " | best of others |"
+    yield "|" + "---|" * (4 + len(RANKS))
+    for stages, cost, name in itertools.product(STAGES, COSTS, FAMILIES):
+        line = [row for row in rows if (row["stages"], row["cost"], row["lengths"]) == (stages, cost, name)]
+        if not line:
+            continue
+        cells = {row["ranks"]: f"{gap(row['mean_ratio'])} ({gap(row['worst_ratio'])})" for row in line}
+        found = " | ".join(cells.get(ranks, "") for ranks in RANKS)
+        yield f"| {stages} | {cost} | {name} | {found} | {min(row['least_other'] for row in line):.2f}x |"
+
+
+def gap(ratio: float) -> str:
+    return f"{round(100 * (ratio - 1), 2) + 0.0:.2f}"  # no -0.00
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices = {"families": FAMILIES, "costs": COSTS, "stages": STAGES, "ranks": RANKS}
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", default=",".join(map(str, values)), help="which (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=20, help=f"a quarter of them above {LARGE:,} ranks")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written; its other rows are kept")
+    options = parser.parse_args()
+    chosen = {}
+    for name, values in choices.items():
+        given = getattr(options, name).split(",")
+        if unknown := [each for each in given if each not in map(str, values)]:
+            parser.error(f"--{name} has {unknown[0]}, expected some of {', '.join(map(str, values))}")
+        chosen[name] = [value for value in values if str(value) in given]
+    if options.seeds < 1:
+        parser.error(f"--seeds is {options.seeds}, expected at least 1")
+    kept = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
+    rows = {place(row): row for row in kept}
+    for stages, ranks, cost, name in itertools.product(*(chosen[c] for c in ("stages", "ranks", "costs", "families"))):
+        seeds = max(1, options.seeds // 4) if ranks > LARGE else options.seeds
+        row = measure(cost, name, stages, ranks, seeds)
+        rows[place(row)] = row
+        print(json.dumps(row), flush=True)
+        if options.json:
+            result = {
+                "date": date.today().isoformat(),
+                "machine": platform.processor() or platform.machine(),
+                "command": f"python benchmarks/planner_families.py --seeds {options.seeds}",
+                "rows": [rows[key] for key in sorted(rows)],
+            }
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(table([rows[key] for key in sorted(rows)])))
+
+
+if __name__ == "__main__":
+    main()
