@@ -286,6 +286,7 @@ def test_a_marker_that_no_resync_sent(ranks: Any, tmp_path: Path, attempts: tupl
         ("inline", {"kind": 255}, "kind of its message is 255"),
         ("eager", {"kind": 0}, "size .* is 2000"),
         ("eager", {"address": 2**62 - 64}, "place in the payload ring"),
+        ("eager", {"address": 7}, "place in the payload ring"),
         ("eager", {"kind": 5, "detail": 1, "fragment": 2**40}, "failure notice"),
         ("eager", {"kind": 5, "detail": 1, "fragment": 769}, "failure notice"),
         ("eager", {"kind": 5, "detail": 77, "fragment": 16}, "failure notice"),

@@ -22,6 +22,7 @@ inline constexpr size_t kSlots = 64;  // descriptors in flight on a channel; a p
 inline constexpr size_t kInlineBytes = 16;
 inline constexpr size_t kFragmentBytes = 32 * 1024;  // of a fragmented message
 inline constexpr size_t kFailureText = 768;
+inline constexpr size_t kPayloadAlignment = 64;  // of a message in the payload ring
 inline constexpr size_t kMinPayloadBytes = 65536;
 
 enum class Kind : uint8_t {

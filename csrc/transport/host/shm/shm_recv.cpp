@@ -194,8 +194,10 @@ bool ShmTransport::deliver(Peer& peer, Slot& slot) {
 const std::byte* ShmTransport::payloadOf(Peer& peer, const Slot& slot, size_t bytes) {
   const uint64_t capacity = segment_->layout().payload_bytes;
   const uint64_t address = readOnce(slot.at.address);
-  if (bytes <= capacity && address % capacity <= capacity - bytes) {
-    return peer.in_payload + address % capacity;
+  const uint64_t place = address % capacity;
+  // A reduction reads whole elements there.
+  if (bytes <= capacity && place <= capacity - bytes && place % kPayloadAlignment == 0) {
+    return peer.in_payload + place;
   }
   cutOff(peer, "place in the payload ring", address);
   return nullptr;
@@ -227,11 +229,13 @@ bool ShmTransport::copyDirect(Peer& peer, const Slot& slot, const RecvRequest& r
     return true;
   }
   if (readOnce(slot.kind) == Kind::kShared) {
-    if (const std::byte* bytes = sharedBytes(peer, address, size)) {
+    const std::byte* bytes = sharedBytes(peer, address, size);
+    if (!peer.broken.empty()) return false;
+    const bool aligned = reinterpret_cast<uintptr_t>(bytes) % request.element_bytes == 0;
+    if (bytes != nullptr && (request.reduce == nullptr || aligned)) {
       request.store(0, bytes, size);
       return true;
     }
-    if (!peer.broken.empty()) return false;
   }
   const int pid = peer.control->pid;
   bool ok = true;

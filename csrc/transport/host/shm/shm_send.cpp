@@ -33,7 +33,7 @@ Slot* ShmTransport::claimSlot(Peer& peer) {
 // the ring instead.
 std::byte* ShmTransport::claimPayload(Peer& peer, size_t bytes, uint64_t* offset) {
   const uint64_t capacity = segment_->layout().payload_bytes;
-  const uint64_t rounded = (bytes + 63) / 64 * 64;
+  const uint64_t rounded = (bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
   uint64_t start = peer.payload_sent;
   if (start % capacity + rounded > capacity) start += capacity - start % capacity;
   if (start + rounded - peer.payload_taken_seen > capacity) {
