@@ -1,9 +1,11 @@
 // Errors and notices of failed operations: mismatches, and operations that a peer gave up.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "base/call.hpp"
 #include "base/error.hpp"
@@ -20,6 +22,35 @@ struct GiveUp {
 // How the error of a refused operation ends.
 inline constexpr const char* kOutOfStepAdvice =
     "call resync() on all ranks of the communicator (or of a subset() without those that died)";
+
+// How errors that follow from another one name it.
+inline constexpr const char* kSince = " since: ";
+inline constexpr const char* kResyncAfter = " called resync() after: ";
+
+// The first error that the text of a refusal, or of a resync(), names; the text itself if it is no
+// such one.
+inline std::string firstCause(const std::string& text) {
+  size_t begin = 0;
+  for (const std::string_view before : {kSince, kResyncAfter}) {
+    const size_t at = text.rfind(before);
+    if (at != std::string::npos) begin = std::max(begin, at + before.size());
+  }
+  const size_t end = text.find(std::string("; ") + kOutOfStepAdvice, begin);
+  return text.substr(begin, end == std::string::npos ? end : end - begin);
+}
+
+// A rank called resync(); `after`: the first error that it knows of, empty if there was none.
+inline Error calledResync(int caller, const std::string& after, const ErrorContext& context) {
+  const std::string who = "rank " + std::to_string(caller);
+  return Error(ErrorKind::kAborted,
+               after.empty() ? who + " called resync()" : who + kResyncAfter + after, context);
+}
+
+// Whether an error says no more than that a rank called resync().
+inline bool hidesCause(const Error& error) {
+  return error.kind() == ErrorKind::kAborted &&
+         firstCause(error.what()).ends_with(" called resync()");
+}
 
 inline bool upTo(uint32_t number, std::optional<uint32_t> limit) {
   return limit && static_cast<int32_t>(*limit - number) >= 0;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/settings.hpp"
+#include "transport/failures.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -155,7 +156,7 @@ bool World::advanceLocked() {
       posted |= work.advance(*transport_);
     }
     if (work.failure()) {
-      const Error error = *work.failure();
+      const Error error = explainedLocked(work, *work.failure());
       fail(work, error);
     } else if (work.complete()) {
       finish(work, Work::State::kDone);
@@ -194,6 +195,9 @@ void World::fail(Work& work, const Error& given) {
   context.ranks = *work.ranks_;
   context.seq = work.seq_;
   work.error_ = Error(error.kind(), error.what(), context);
+  if (first_cause_.empty() && work.call_.op != OpCode::kResync && !hidesCause(error)) {
+    first_cause_ = firstCause(error.what());
+  }
   transport_->cancel(&work.completion_);
   transport_->cancel(&work.deferred_);
   for (const Work::Numbers& numbers : work.numbers_) {

@@ -121,6 +121,8 @@ class World {
   bool spinLocked(Work& work);
   void forgetLocked(Work& work);
   void failAllWithLocked(const std::vector<int>& ranks, const Error& error);
+  std::string causeOfResyncLocked(const std::vector<int>& ranks);
+  Error explainedLocked(const Work& work, const Error& error);
   void progressLocked();
   void postAllLocked();
   bool advanceLocked();
@@ -177,6 +179,7 @@ class World {
   std::atomic<bool> over_{false};  // relaxed: written under the lock, and nothing follows from it
   bool closed_ = false;
   std::string abort_reason_;  // not empty after abort()
+  std::string first_cause_;   // the first error since this rank was last in step with all others
 
   std::shared_ptr<WorldPart> part_;
   std::shared_ptr<WorldListener> listener_;

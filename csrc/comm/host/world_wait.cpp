@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "comm/host/world.hpp"
+#include "transport/failures.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -188,8 +189,14 @@ void World::resync(const Call& call, const Ranks& ranks, double timeout_s,
   {
     std::lock_guard lock(mutex_);
     if (over()) throwUnusable();
-    failAllWithLocked(
-        *ranks, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) + " called resync()"));
+    const std::string cause = causeOfResyncLocked(*ranks);
+    const Error error =
+        calledResync(rank(), cause, {.rank = rank(), .peer = -1, .op = {}, .ranks = {}, .seq = -1});
+    failAllWithLocked(*ranks, error);
+    for (const int peer : *ranks) {
+      // Before the marker, which would end the peer's operations without a reason.
+      if (!cause.empty() && peer != rank()) transport_->notifyFailure(peer, error, {}, {}, {});
+    }
     enterLocked(*work);
     enqueueLocked(work);
   }
@@ -200,6 +207,39 @@ void World::resync(const Call& call, const Ranks& ranks, double timeout_s,
     forgetLocked(*work);
     throw;
   }
+  std::lock_guard lock(mutex_);
+  for (int peer = 0; peer < size(); ++peer) {
+    if (transport_->outOfStep(peer)) return;
+  }
+  first_cause_.clear();
+}
+
+// The first error that this rank has met, or that a rank has told it of; empty if there is none.
+std::string World::causeOfResyncLocked(const std::vector<int>& ranks) {
+  for (const auto& work : queue_) {
+    if (work->failure() && !hidesCause(*work->failure())) {
+      return firstCause(work->failure()->what());
+    }
+  }
+  if (!first_cause_.empty()) return first_cause_;
+  for (const int peer : ranks) {
+    transport_->lost(peer, {}, {}, false);  // receives what the peer has told
+    const auto error = transport_->outOfStep(peer);
+    if (error && !hidesCause(*error)) return firstCause(error->what());
+  }
+  return "";
+}
+
+// An operation that fails since a peer called resync() asks the other peers: the reason for that
+// may have arrived from one of them, or may have been told before.
+Error World::explainedLocked(const Work& work, const Error& error) {
+  if (!hidesCause(error)) return error;
+  for (const Work::Numbers& numbers : work.numbers_) {
+    if (numbers.peer == rank()) continue;
+    const auto other = transport_->lost(numbers.peer, numbers.send, numbers.recv, true);
+    if (other && !hidesCause(*other)) return *other;
+  }
+  return error;
 }
 
 // Fails the operations that use the pairs of this rank with the given ones. A resync() of another

@@ -16,13 +16,8 @@ void PairFailures::markOutOfStep(const Error& error) {
   const bool gone = error.kind() == ErrorKind::kPeerLost && error.context().peer == peer_;
   refusal_ = Error(gone ? ErrorKind::kPeerLost : ErrorKind::kAborted,
                    "rank " + std::to_string(rank_) + " is out of step with rank " +
-                       std::to_string(peer_) + " since: " + error.what() + "; " + kOutOfStepAdvice,
+                       std::to_string(peer_) + kSince + error.what() + "; " + kOutOfStepAdvice,
                    {.rank = rank_, .peer = peer_, .op = {}, .ranks = {}, .seq = -1});
-}
-
-Error PairFailures::calledResync(int rank) const {
-  return Error(ErrorKind::kAborted, "rank " + std::to_string(rank) + " called resync()",
-               {.rank = rank_, .peer = peer_, .op = {}, .ranks = {}, .seq = -1});
 }
 
 // One notice is enough, unless a later failure ends earlier sends: then the peer must drop these
@@ -40,7 +35,7 @@ std::optional<OwnNotice> PairFailures::noticeOf(const Error& error, const GiveUp
 
 void PairFailures::restart() {
   send_number_ = recv_number_ = 0;
-  markOutOfStep(calledResync(rank_));
+  markOutOfStep(resyncOf(rank_));
   restarted_ = true;
   // The old numbers say nothing about the new ones.
   given_up_ = {};

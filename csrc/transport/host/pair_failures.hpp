@@ -73,7 +73,7 @@ class PairFailures {
   // The peer calls resync(), and this rank has not: fails all posted requests.
   template <typename... Sends>
   void peerRestarted(RingQueue<RecvRequest>& recvs, RingQueue<Sends>&... sends) {
-    markOutOfStep(calledResync(peer_));
+    markOutOfStep(resyncOf(peer_));
     fail(*refusal_, {}, *refusal_, recvs, sends...);
   }
 
@@ -95,7 +95,10 @@ class PairFailures {
 
   bool refuse(Completion* completion, bool given_up) const;
   void markOutOfStep(const Error& error);
-  Error calledResync(int rank) const;
+  Error resyncOf(int caller) const {
+    return calledResync(caller, "",
+                        {.rank = rank_, .peer = peer_, .op = {}, .ranks = {}, .seq = -1});
+  }
   void record(const Notice& notice);
   std::optional<OwnNotice> noticeOf(const Error& error, const GiveUp& ends,
                                     std::optional<uint32_t> first_send);
