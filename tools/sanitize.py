@@ -31,6 +31,15 @@ FLAGS = {
 LIBRARIES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
 LINKED = ("hdpcomm", "tests", "benchmarks", "examples", "docs", "tools", "csrc", ".ci")  # the tests read files of these
 SHOWN = 6000  # characters of a report
+# Tests that a sanitizer keeps from passing although nothing is wrong, with the reason.
+SKIPPED: dict[str, dict[str, str]] = {
+    "address": {},
+    "thread": {
+        "tests/faults/test_flight_recorder.py::test_a_signal_writes_them_and_the_rank_goes_on": (
+            "ThreadSanitizer holds signals back until the next call that it intercepts, and the core waits in a futex"
+        ),
+    },
+}
 
 
 def link_tree(source: Path, target: Path) -> None:
@@ -131,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.fuzz is not None:
         program = ["-m", "tests.fuzz", "--seconds", str(args.fuzz), *rest]
     else:
-        program = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(rest or ["tests"])]
+        skipped = [f"--deselect={test}" for test in SKIPPED[args.kind]]
+        program = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *skipped, *(rest or ["tests"])]
     # The sanitizers' shadow memory wants addresses that are not moved about.
     command = ["setarch", platform.machine(), "-R", sys.executable, *program]
     worst = 0

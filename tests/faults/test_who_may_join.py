@@ -502,7 +502,7 @@ def test_ctrl_c_while_the_store_is_not_reached(agent: bool) -> None:
         variables["TORCHELASTIC_USE_AGENT_STORE"] = str(agent)
         command = [sys.executable, "-c", program]
         rank = subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
-        silent.settimeout(40)
+        silent.settimeout(120)
         with silent.accept()[0]:
             time.sleep(0.2)
             rank.send_signal(signal.SIGINT)
