@@ -7,12 +7,12 @@
 #include <functional>
 #include <limits>
 #include <map>
-#include <queue>
-#include <set>
 #include <utility>
 #include <vector>
 
+#include "planner/block_list.hpp"
 #include "planner/plan.hpp"
+#include "planner/round_queue.hpp"
 
 namespace hdpcomm::planner {
 
@@ -22,14 +22,6 @@ struct Job {
   int fastest = 0;  // 0: not computed yet
   Load load;
   double min_size_s = 0;  // predicted time on min_size ranks
-};
-
-struct Block {
-  double ready = 0;
-  int first = 0;
-  int count = 0;
-  double speed = 1;  // of all of its ranks
-  bool operator<(const Block& other) const { return ready < other.ready; }
 };
 
 // Ranks that wait until the last rank of their group is free; smaller jobs may run there meanwhile.
@@ -61,15 +53,10 @@ struct Packing {
   std::vector<Slot> slots;
 };
 
-// What the ranks do before and after the jobs, in seconds by rank; empty: nothing.
-struct Surroundings {
-  std::vector<double> before, after;
-};
-
 class BlockPacker {
  public:
-  BlockPacker(const Problem& problem, std::vector<Job>& jobs, Surroundings around = {})
-      : problem_(problem), cost_(problem.cost()), jobs_(jobs), around_(std::move(around)) {}
+  BlockPacker(const Problem& problem, std::vector<Job>& jobs)
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs) {}
 
   // Places all jobs and returns the makespan; placements() and slots() hold the result. With
   // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
@@ -80,22 +67,17 @@ class BlockPacker {
     fill_ = fill;
     placements_.clear();
     gaps_.clear();
-    double begin = 0;
-    for (const double before : around_.before) begin = std::max(begin, before);
-    for (size_t rank = 0; rank < around_.before.size(); ++rank) {
-      const double free = around_.before[rank];
-      if (free < begin) gaps_.push_back({free, begin, static_cast<int>(rank), 1, speed(rank)});
-    }
-    blocks_ = blocksOfSpeeds(begin);
+    makeBlocks();
     const double short_limit_s = kShortShare * target;
     size_t next = 0;
     for (; next < jobs_.size(); ++next) {
       Job& job = jobs_[next];
       if (job.min_size == 1 && job.min_size_s <= short_limit_s) break;
-      if (!placeInGap(next) && !placeInBlock(next)) placeAnywhere(next);
+      if (placeInGap(next) || placeInBlock(next)) continue;
+      if (placeAnywhere(next) >= limit) return limit;
     }
     if (leastEnd(next) >= limit) return limit;
-    return placeShort(next);
+    return placeShort(next, limit);
   }
 
   // Places the first jobs in waves that follow each other, each over all ranks: `counts` jobs to
@@ -123,7 +105,7 @@ class BlockPacker {
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
       blocks_.insert({ready[rank], rank, 1, speed(rank)});
     }
-    return placeShort(next);
+    return placeShort(next, std::numeric_limits<double>::infinity());
   }
 
   // The result of the last run, which this takes away.
@@ -133,7 +115,6 @@ class BlockPacker {
   }
 
  private:
-  using Blocks = std::multiset<Block>;    // by rising ready time
   static constexpr int kMaxProbes = 400;  // blocks tried for one job; fewer with more ranks:
   static constexpr int kProbedRanks = 1 << 14;
   static constexpr double kShortShare = 0.2;  // of the target time, up to which a job is short
@@ -173,16 +154,15 @@ class BlockPacker {
 
   double speed(size_t rank) const noexcept { return cost_.cluster().speed(static_cast<int>(rank)); }
 
-  // Neighbouring ranks of equal speed, all free at the same time.
-  Blocks blocksOfSpeeds(double ready) const {
-    Blocks blocks;
+  // One block for all neighbouring ranks of equal speed, free from the start.
+  void makeBlocks() {
+    blocks_.clear();
     for (int rank = 0; rank < problem_.ranks();) {
       int end = rank + 1;
       while (end < problem_.ranks() && speed(end) == speed(rank)) ++end;
-      blocks.insert({ready, rank, end - rank, speed(rank)});
+      blocks_.insert({0, rank, end - rank, speed(rank)});
       rank = end;
     }
-    return blocks;
   }
 
   int fastest(Job& job) {
@@ -228,7 +208,7 @@ class BlockPacker {
     const int most_probes = kMaxProbes * kProbedRanks / std::max(kProbedRanks, problem_.ranks());
     Job& job = jobs_[index];
     const double latest = target_ - job.min_size_s;
-    auto end = blocks_.upper_bound({latest});
+    auto end = blocks_.upperBound(latest);
     int probes = most_probes;
     for (auto it = end; it != blocks_.begin() && probes > 0; --probes) {
       --it;
@@ -237,7 +217,7 @@ class BlockPacker {
     }
     const int most = fastest(job);
     const double shortest = cost_.seconds(job.load, most);
-    end = blocks_.upper_bound({target_ - shortest});
+    end = blocks_.upperBound(target_ - shortest);
     probes = most_probes;  // the first block needs the fewest ranks
     for (auto it = blocks_.begin(); it != end && probes > 0; ++it, --probes) {
       if (it->count < job.min_size) continue;
@@ -260,7 +240,7 @@ class BlockPacker {
   }
 
   // Places the job into block `at`, unless it would end after the target.
-  bool placeAt(size_t index, Blocks::const_iterator at, int size) {
+  bool placeAt(size_t index, BlockList::Iterator at, int size) {
     Job& job = jobs_[index];
     const Block block = *at;
     if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
@@ -281,11 +261,12 @@ class BlockPacker {
 
   // No block has room: joins the blocks that become free first, as many as minimise idle time plus
   // additional work plus time beyond the target; of all of them, or of those that are fast enough.
-  void placeAnywhere(size_t index) {
+  // Returns when the job ends.
+  double placeAnywhere(size_t index) {
     Joint best;
     for (const double least_speed : speedLimits())
       best = std::min(best, bestJoint(index, least_speed));
-    join(index, best);
+    return join(index, best);
   }
 
   // The blocks of at least a speed that a job would take, from the one that is free first on.
@@ -339,12 +320,16 @@ class BlockPacker {
     return speed_limits_;
   }
 
-  void join(size_t index, const Joint& joint) {
+  double join(size_t index, const Joint& joint) {
     std::vector<Block> used;
     for (auto it = blocks_.begin(); used.size() < joint.blocks;) {
       const bool taken = it->speed >= joint.least_speed;
-      if (taken) used.push_back(*it);
-      it = taken ? blocks_.erase(it) : std::next(it);
+      if (taken) {
+        used.push_back(*it);
+        it = blocks_.erase(it);
+      } else {
+        ++it;
+      }
     }
     const double start = used.back().ready;
     Placement placement{static_cast<int32_t>(index), start, {}};
@@ -376,6 +361,7 @@ class BlockPacker {
       insert(block);
     }
     placements_.push_back(std::move(placement));
+    return end;
   }
 
   void insert(const Block& block) {
@@ -400,49 +386,49 @@ class BlockPacker {
   }
 
   // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the ranks
-  // that end them first. Returns the makespan of all jobs.
-  double placeShort(size_t next) {
+  // that end them first. Returns the makespan of all jobs; a run that cannot end before `limit` is
+  // given up.
+  double placeShort(size_t next, double limit) {
     slots_.clear();
     first_short_ = next;
     slot_of_.resize(jobs_.size() - next);
-    using Entry = std::pair<double, int32_t>;  // (time left or time ready, slot)
-    std::priority_queue<Entry> gap_slots;      // time left at full speed
+    using Entry = RoundQueue::Entry;
+    std::vector<Entry> gap_entries;  // the time left at full speed and the slot, both negated
     for (const Gap& gap : gaps_) {
       for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
         const double left = (gap.until - gap.start) * gap.speed;
-        gap_slots.push({left, static_cast<int32_t>(slots_.size())});
+        gap_entries.push_back({-left, -static_cast<int32_t>(slots_.size())});
         slots_.push_back({gap.start, rank});
       }
     }
+    RoundQueue gap_slots(std::move(gap_entries));
     double makespan = 0;
     std::map<int, std::vector<Entry>, std::greater<>> tails;  // by speed class, fast ones first
     for (const Block& block : blocks_) {
       std::vector<Entry>& tail = tails[speedClass(block.speed)];
+      makespan = std::max(makespan, block.ready);
       for (int rank = block.first; rank < block.first + block.count; ++rank) {
-        const double ready = block.ready + (around_.after.empty() ? 0 : around_.after[rank]);
-        makespan = std::max(makespan, ready);
-        tail.push_back({ready, static_cast<int32_t>(slots_.size())});
+        tail.push_back({block.ready, static_cast<int32_t>(slots_.size())});
         slots_.push_back({block.ready, rank});
       }
     }
-    using Queue = std::priority_queue<Entry, std::vector<Entry>, std::greater<>>;
-    std::vector<Queue> classes;  // of about the same speed each
-    for (auto& [unused, tail] : tails) classes.emplace_back(std::greater<>(), std::move(tail));
+    std::vector<RoundQueue>
+        classes;  // time ready and slot of the ranks of about the same speed each
+    for (auto& [unused, tail] : tails) classes.emplace_back(std::move(tail));
     const CostParams& params = cost_.params();
     const double capacity = static_cast<double>(cost_.memory().capacity);
     for (; next < jobs_.size(); ++next) {
       const Job& job = jobs_[next];
       const double time = job.min_size_s - params.fixed * (1 - job.load.tokens / capacity);
-      if (!gap_slots.empty() && gap_slots.top().first >= job.min_size_s) {
-        const auto [left, slot] = gap_slots.top();
-        gap_slots.pop();
-        slot_of_[next - first_short_] = slot;
-        gap_slots.push({left - time, slot});
+      if (!gap_slots.empty() && -gap_slots.top().first >= job.min_size_s) {
+        const auto [negative_left, slot] = gap_slots.top();
+        slot_of_[next - first_short_] = -slot;
+        gap_slots.replaceTop({negative_left + time, slot});
         continue;
       }
-      Queue* ranks = nullptr;
+      RoundQueue* ranks = nullptr;
       double first_end = std::numeric_limits<double>::infinity();
-      for (Queue& candidates : classes) {
+      for (RoundQueue& candidates : classes) {
         const auto& [ready, slot] = candidates.top();
         const double end = ready + time / speed(slots_[slot].rank);
         if (end >= first_end) continue;
@@ -450,10 +436,10 @@ class BlockPacker {
         ranks = &candidates;
       }
       const int32_t slot = ranks->top().second;
-      ranks->pop();
       slot_of_[next - first_short_] = slot;
-      ranks->push({first_end, slot});
+      ranks->replaceTop({first_end, slot});
       makespan = std::max(makespan, first_end);
+      if (makespan >= limit) return limit;
     }
     return makespan;
   }
@@ -466,10 +452,9 @@ class BlockPacker {
   const Problem& problem_;
   const CostModel& cost_;
   std::vector<Job>& jobs_;
-  const Surroundings around_;
   double target_ = 0;
   bool fill_ = false;
-  Blocks blocks_;
+  BlockList blocks_;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
   size_t first_short_ = 0;
