@@ -10,7 +10,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +197,22 @@ SLOT_FIELDS |= {"root": (28, 2), "number": (56, 4)}
 MARKER = 6
 
 
-class Channel:
-    """The channel from rank ``src`` to ``dst`` of the segment that this process has mapped last."""
+def segments() -> dict[str, int]:
+    """Where the shared segments lie that this process has mapped, by inode."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = [line for line in lines if line[5:] == ["/memfd:hdpcomm", "(deleted)"]]
+    return {line[4]: min(int(each[0].split("-")[0], 16) for each in mapped if each[4] == line[4]) for line in mapped}
 
-    def __init__(self, src: int, dst: int, size: int = 2) -> None:
-        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-        mapped = [line for line in lines if line[5:] == ["/memfd:hdpcomm", "(deleted)"]]
-        start = int(max(mapped, key=lambda line: int(line[4]))[0].split("-")[0], 16)  # by inode: the newest
+
+class Channel:
+    """The channel from rank ``src`` to ``dst`` of the segment that was mapped after ``before`` was taken.
+
+    Those of worlds that were left before may still be mapped, and inodes do not tell which is the newest: each core has
+    a range of its own.
+    """
+
+    def __init__(self, before: Collection[str], src: int, dst: int, size: int = 2) -> None:
+        (start,) = (at for inode, at in segments().items() if inode not in before)
         assert self.word(start, 8) == MAGIC
         payload = self.word(start + 12, 4)
         self.at = start + _testing.channel_offset(size, payload, src, dst)
@@ -221,13 +230,14 @@ class Channel:
 
 
 def hostile_slot(folder: str, way: str, values: dict[str, int]) -> str:
+    before = segments()
     comm = hdp.init("shm", timeout=LONG_S)
     count = COUNTS[way]
     written, over = Path(folder, "written"), Path(folder, "over")
     if comm.rank == 1:
         x = comm.empty(count).fill_(1.0) if way == "shared" else torch.ones(count)
         comm.send(x, 0, async_op=True)
-        channel = Channel(1, 0)
+        channel = Channel(before, 1, 0)
         slot = channel.first_slot()
         assert channel.word(slot, 8) == 1
         assert channel.word(slot + 62, 1) == KINDS[way]
@@ -252,11 +262,12 @@ def hostile_slot(folder: str, way: str, values: dict[str, int]) -> str:
 
 
 def forged_marker(folder: str, attempts: tuple[int, int]) -> None:
+    before = segments()
     with hdp.init("shm", timeout=LONG_S) as comm:
         written = Path(folder, "written")
         if comm.rank == 1:
             work = comm.send(torch.ones(4), 0, async_op=True)
-            channel = Channel(1, 0)
+            channel = Channel(before, 1, 0)
             for name, value in zip(("number", "bytes", "kind"), (*attempts, MARKER), strict=True):
                 offset, size = SLOT_FIELDS[name]
                 channel.word(channel.first_slot() + offset, size, value)
@@ -332,10 +343,11 @@ def test_slots_with_wrong_sizes_and_addresses(
 
 def hostile_counts(folder: str, offset: int) -> str:
     """Rank 1 says that it has consumed what was never sent to it."""
+    before = segments()
     comm = hdp.init("shm", timeout=LONG_S)
     written, over = Path(folder, "written"), Path(folder, "over")
     if comm.rank == 1:
-        channel = Channel(0, 1)
+        channel = Channel(before, 0, 1)
         channel.word(channel.at + offset, 8, HUGE)
         written.touch()
         wait_for(over)
