@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "planner/pass_times.hpp"
 #include "planner/pipeline_ramps.hpp"
 #include "planner/pipeline_windows.hpp"
 #include "planner/plan.hpp"
@@ -49,14 +50,14 @@ class Bound {
     for (int high = 1; high < kMaxStack; ++high) {
       double places = 0;
       for (int rank = 0; rank < problem.ranks(); ++rank) {
-        const double passes = cost_.cluster().speed(rank) * (high + 1 + passing_) - passing_;
+        const double passes = cost_.cluster().speed(rank) * (high + 1);
         places += std::max(0.0, std::ceil(passes - 1e-9) - 1);
       }
       stack_[high] = places / problem.ranks();
     }
     for (int rank = 0; rank < problem.ranks(); ++rank) ranks_ += cost_.cluster().speed(rank);
     sortSpeeds();
-    if (stages_ > 1) filling_ = passing_ * shortestBatch();
+    if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostHeld(kForever));
     collectItems();
     if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty()) {
       const double forward = params_.forward;
@@ -158,23 +159,11 @@ class Bound {
     return fastest;
   }
 
-  // Least sum of the forward pass of one micro-batch and the backward pass of another one: each has
-  // a sequence at least as long as the shortest one.
-  double shortestBatch() const {
-    double forward = kForever;
-    double backward = kForever;
-    for (int size = leastRanks(shortest_, mostHeld(kForever)); size <= problem_.ranks(); ++size) {
-      const bool one_node = size <= cost_.cluster().ranks_per_node;
-      const double compute = cost_.stepCompute(shortest_, size);
-      const double transfer = cost_.stepTransfer(shortest_, size, one_node);
-      const double rest = size * compute + params_.linear * shortest_.tokens / size +
-                          params_.fixed + (size - 1) * params_.ring_step;
-      forward = std::min(
-          forward, params_.forward * rest + (size - 1) * cost_.forwardWait(compute, transfer));
-      backward = std::min(backward, (1 - params_.forward) * rest +
-                                        (size - 1) * cost_.backwardWait(compute, transfer));
-    }
-    return forward + backward;
+  // Least sum of the forward pass of one micro-batch and the backward pass of another one, each of
+  // which has a sequence at least as long as this one.
+  double passes(const Load& load, double held) const {
+    return PassTimes(cost_, load, leastRanks(load, held), problem_.ranks())
+        .within(problem_.ranks());
   }
 
   // Least seconds of compute of any micro-batch.
@@ -332,24 +321,25 @@ class Bound {
     return !windows_ || windows_->fit(time, longest_ranks, charges);
   }
 
-  // At most k micro-batches that take more than 1 / (k + 1) of a rank's time follow each other on
-  // it, fewer on a slow one, and in a pipeline, where the first of them comes from the first stage
-  // and the last one goes back to it. A sequence that takes so long on every number of ranks is in
-  // one of them, which has a rank for each `held` tokens.
+  // Sequences are slow if k + 1 of their micro-batches, one after the other, take longer than is
+  // left beside the way of the first one to the last stage and that of the last one back: then a
+  // rank has at most k, fewer if it is slow itself. Each micro-batch has a rank for each `held`
+  // tokens.
   bool stacksFit(const Limits& limits, double time) const {
     const double all = items_.empty() ? 0 : items_.back().tokens_before + items_.back().load.tokens;
     size_t count = 0;
     for (int high = 1; high < kMaxStack; ++high) {
       const double places = stack_[high] * (limits.held * problem_.ranks());
       if (all <= places) break;
-      const double limit = time / (high + 1 + passing_);
-      // The fastest time falls with the length: the items that are too slow come first.
+      // Both times fall with the length: the items that are too slow come first.
       size_t end = items_.size();
       while (count < end) {
         const size_t middle = count + (end - count) / 2;
         const Load& load = items_[middle].load;
         const int least = leastRanks(load, limits.held);
-        const bool slow = cost_.seconds(load, cost_.fastestSize(load, least)) > limit;
+        const double fastest = cost_.seconds(load, cost_.fastestSize(load, least));
+        const double way = passing_ > 0 ? passing_ * passes(load, limits.held) : 0;
+        const bool slow = (high + 1) * fastest + way > time;
         slow ? count = middle + 1 : end = middle;
       }
       if (count == 0) continue;

@@ -191,6 +191,17 @@ def test_bound_optimum_plan_of_pipelines_with_several_micro_batches() -> None:
     assert statistics.mean(tightness) <= 1.06
 
 
+def test_the_passes_of_two_micro_batches_may_both_be_short() -> None:
+    """The first micro-batch is on the ranks where its forward pass is fastest, and the last one where its backward pass
+    is: together less than any of them takes."""
+    cost = CostModel(1e-6, 1e-3, 1e-3, piece=1e-4, ring_step=1e-3, kv_intra=1e-3, kv_inter=3e-3)
+    cluster = ClusterSpec(ranks=2, ranks_per_node=2, capacity=32, pipeline=3)
+    plan = Planner(None, cluster, cost_model=cost, memory=MemoryModel(32)).plan([25] * 3)
+    best = pipeline_optimum([25] * 3, cluster, cost, MemoryModel(32))
+    assert best == pytest.approx(0.113219, rel=1e-4)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
+
+
 def test_a_fixed_cost_is_charged_once_where_short_sequences_ride_along() -> None:
     """All four in one micro-batch: its fixed cost must not count for the long one and again for the others."""
     cost, memory = CostModel(1e-6, 1e-4, 1e-2), MemoryModel(8)
