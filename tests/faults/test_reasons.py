@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
-from tests.faults.cases import LONG_S, caught
+from tests.faults.cases import LONG_S, caught, wait_for
 
 RANKS = 4
 ROUNDS = 4
@@ -64,7 +65,9 @@ def program(seed: int) -> list[str]:
                     comm.barrier()
 
             told.append(str(caught(calls_all)))
-            assert str(odd) in told[-1]
+            assert str(odd) in told[-1], (
+                f"rank {comm.rank}, round {number}, {mistake} of rank {wrong} in {members}: {told[-1]}"
+            )
             time.sleep(own.choice([0.0, 0.0, 0.02]))
             comm.resync()
             for call in calls:
@@ -113,6 +116,29 @@ def test_ranks_that_had_no_part_in_it(pool: RankPool) -> None:
     assert "rank 0 called resync() after: rank " in third
     assert fourth.startswith(("rank 3 is out of step with rank 2 since: rank 2", "rank 2 "))
     assert all(each.count("called resync() after") <= 1 for each in (third, fourth))
+
+
+def full_ring(folder: str) -> str:
+    """Rank 0 gives up a send whose beginning fills all that a pair has for messages."""
+    with hdp.init(timeout=LONG_S) as comm:
+        given_up = Path(folder, "given up")
+        if comm.rank == 0:
+            send = comm.send(torch.zeros(FIRST_ODD * 8), 1, async_op=True)
+            error = caught(lambda: send.wait(timeout=0.05))
+            given_up.touch()
+        elif comm.rank == 1:
+            wait_for(given_up)
+            error = caught(lambda: comm.recv(torch.zeros(FIRST_ODD * 8), 0))
+        else:
+            error = None
+        comm.resync()
+        comm.barrier()
+        return str(error)
+
+
+def test_a_reason_comes_behind_messages_that_nobody_received(pool: RankPool, tmp_path: Path) -> None:
+    told = pool.run(full_ring, str(tmp_path))
+    assert all(f"send/recv({FIRST_ODD * 8} x float32)" in each for each in told[:2]), told
 
 
 def leaves() -> str:

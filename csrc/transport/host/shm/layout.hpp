@@ -23,6 +23,8 @@ inline constexpr size_t kInlineBytes = 16;
 inline constexpr size_t kFragmentBytes = 32 * 1024;  // of a fragmented message
 inline constexpr size_t kFailureText = 768;
 inline constexpr size_t kPayloadAlignment = 64;  // of a message in the payload ring
+// What messages leave of the payload ring, for the text of a notice wherever the ring wraps.
+inline constexpr size_t kNoticeBytes = 2 * kFailureText;
 inline constexpr size_t kMinPayloadBytes = 65536;
 
 enum class Kind : uint8_t {

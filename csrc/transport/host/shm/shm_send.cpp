@@ -29,21 +29,21 @@ Slot* ShmTransport::claimSlot(Peer& peer) {
   return &peer.out->slots[peer.sent % kSlots];
 }
 
-// Contiguous space in the payload ring, or null. A piece that would wrap starts at the beginning of
-// the ring instead.
-std::byte* ShmTransport::claimPayload(Peer& peer, size_t bytes, uint64_t* offset) {
+// Contiguous space in the payload ring that leaves `rest` bytes, or null. A piece that would wrap
+// starts at the beginning of the ring instead.
+std::byte* ShmTransport::claimPayload(Peer& peer, size_t bytes, size_t rest, uint64_t* offset) {
   const uint64_t capacity = segment_->layout().payload_bytes;
   const uint64_t rounded = (bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
   uint64_t start = peer.payload_sent;
   if (start % capacity + rounded > capacity) start += capacity - start % capacity;
-  if (start + rounded - peer.payload_taken_seen > capacity) {
+  if (start + rounded + rest - peer.payload_taken_seen > capacity) {
     const uint64_t taken = peer.out->payload_consumed.load(std::memory_order_acquire);
     if (taken > peer.payload_sent) {
       cutOff(peer, "count of consumed payload", taken);
       return nullptr;
     }
     peer.payload_taken_seen = taken;
-    if (start + rounded - peer.payload_taken_seen > capacity) return nullptr;
+    if (start + rounded + rest - peer.payload_taken_seen > capacity) return nullptr;
   }
   *offset = start;
   peer.payload_sent = start + rounded;
@@ -90,7 +90,7 @@ bool ShmTransport::pushMessage(Peer& peer, const SendRequest& request) {
     copyInline(slot->inline_data, request.data, request.bytes);
   } else {
     uint64_t offset = 0;
-    std::byte* payload = claimPayload(peer, request.bytes, &offset);
+    std::byte* payload = claimPayload(peer, request.bytes, kNoticeBytes, &offset);
     if (payload == nullptr) return false;
     std::memcpy(payload, request.data, request.bytes);
     slot->kind = Kind::kEager;
@@ -119,7 +119,7 @@ bool ShmTransport::pushFragments(Peer& peer, PendingSend& send) {
     Slot* slot = claimSlot(peer);
     if (slot == nullptr) return false;
     uint64_t offset = 0;
-    std::byte* payload = claimPayload(peer, bytes, &offset);
+    std::byte* payload = claimPayload(peer, bytes, kNoticeBytes, &offset);
     if (payload == nullptr) return false;
     std::memcpy(payload, static_cast<const std::byte*>(request.data) + send.offset, bytes);
     slot->kind = Kind::kFragment;
@@ -154,10 +154,10 @@ bool ShmTransport::pushFailure(Peer& peer, const OwnNotice& notice) {
   if (slot == nullptr) return false;
   size_t bytes = std::min(notice.text.size(), kFailureText);
   uint64_t offset = 0;
-  std::byte* payload = claimPayload(peer, bytes, &offset);
+  std::byte* payload = claimPayload(peer, bytes, 0, &offset);
   if (payload == nullptr) {  // without its text: this rank may not come back to send it later
     bytes = 0;
-    payload = claimPayload(peer, bytes, &offset);
+    payload = claimPayload(peer, bytes, 0, &offset);
     if (payload == nullptr) return false;
   }
   std::memcpy(payload, notice.text.data(), bytes);

@@ -115,7 +115,7 @@ class ShmTransport final : public Transport {
   void revoke(Peer& peer, uint32_t first_send);
   void completeAccepted(Peer& peer);
   Slot* claimSlot(Peer& peer);
-  std::byte* claimPayload(Peer& peer, size_t bytes, uint64_t* offset);
+  std::byte* claimPayload(Peer& peer, size_t bytes, size_t rest, uint64_t* offset);
   void publish(Peer& peer, Slot& slot);
   void completeInflight(Peer& peer);
   void withdraw(Peer& peer, const Inflight& inflight);
