@@ -1,7 +1,7 @@
 # make train: install and train on this machine. make test: install what the tests need, too, lint and run the tests.
 PYTHON ?= python3
-# Two cores end sooner with three at a time, but deadlines of tests may pass.
-TEST_PROCESSES ?= 2
+# Many tests wait for deadlines: two cores have time for three. More, and deadlines that are not under test may pass.
+TEST_PROCESSES ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 # Modules are compiled to bytecode when they are first imported, whatever the environment says: most of those that pip
