@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
@@ -40,7 +40,10 @@ def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, 
     """The jobs of a step; cuts trees that are larger than ``capacity`` where that is cheaper. Pure and local."""
     if isinstance(items, (str, bytes, Mapping)) or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise InvalidUsage(f"plan() got the lengths {items!r}; give a list of whole numbers (or trees)")
-    if not any(isinstance(item, Tree) for item in items):
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return Jobs(_checked(cast(list[int], list(items))), [])
+    if not any(issubclass(kind, Tree) for kind in kinds):
         return Jobs(_tokens(items), [])
     _tokens([item.num_tokens if isinstance(item, Tree) else item for item in items])
     cut = _cut_trees(items, cost, cluster, capacity)
@@ -69,6 +72,10 @@ def _tokens(lengths: Sequence[Any]) -> list[int]:
     if not plain:
         for i, length in enumerate(lengths):
             check_whole("plan()", f"the length of sequence {i}", length)
+    return _checked(sizes)
+
+
+def _checked(sizes: list[int]) -> list[int]:
     if sizes and max(sizes) > _LONGEST:
         wrong = sizes.index(max(sizes))
         raise InvalidUsage(f"sequence {wrong} has {sizes[wrong]} tokens, expected at most 2^40: cut it")
