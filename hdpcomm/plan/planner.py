@@ -132,6 +132,17 @@ class Planner:
                 plain = self._solve(others, jobs)
                 if plain[1] < makespan:  # heuristics may find a better plan with fewer choices
                     batches, makespan, _, idle_share = plain
+        return self._made(jobs, start, batches, makespan, lower_bound, idle_share)
+
+    def _made(
+        self,
+        jobs: Jobs,
+        start: float,
+        batches: tuple[MicroBatch, ...],
+        makespan: float,
+        lower_bound: float,
+        idle_share: float,
+    ) -> StepPlan:
         return StepPlan(
             policy=self.policy,
             num_ranks=self.cluster.ranks,
@@ -163,16 +174,7 @@ class Planner:
                 mean = sum(busy) / len(busy)
                 found.append((max(mean, (1 - self._spare) * max(busy)), mean, batches))
         makespan, mean, best = min(found, key=lambda one: one[0])
-        return StepPlan(
-            policy=self.policy,
-            num_ranks=self.cluster.ranks,
-            micro_batches=best,
-            makespan_s=makespan,
-            lower_bound_s=lower_bound,
-            planning_s=time.perf_counter() - start,
-            idle_share=1 - mean / makespan if makespan else 0.0,
-            fragments=jobs.fragments,
-        )
+        return self._made(jobs, start, best, makespan, lower_bound, 1 - mean / makespan if makespan else 0.0)
 
     def _plan_in_waves(self, jobs: Jobs, batches: tuple[MicroBatch, ...], start: float) -> StepPlan:
         """The plan whose waves end first: of the micro-batches as they are and the longest first, for ``balanced`` also
@@ -187,15 +189,8 @@ class Planner:
                     mean = sum(waves.rank_busy) / self.cluster.ranks
                     found.append((max(mean, (1 - self._spare) * waves.makespan_s), mean, made))
         makespan, mean, best = min(found, key=lambda one: one[0])
-        return StepPlan(
-            policy=self.policy,
-            num_ranks=self.cluster.ranks,
-            micro_batches=best,
-            makespan_s=makespan,
-            lower_bound_s=self._bound_in_waves(jobs),
-            planning_s=time.perf_counter() - start,
-            idle_share=1 - mean / makespan if makespan else 0.0,
-            fragments=jobs.fragments,
+        return self._made(
+            jobs, start, best, makespan, self._bound_in_waves(jobs), 1 - mean / makespan if makespan else 0.0
         )
 
     def _bound_in_waves(self, jobs: Jobs) -> float:
