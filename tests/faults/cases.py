@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,23 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.testing import RankPool
 
 LONG_S = 600.0
 """A deadline that no test reaches, since each is ended long before: errors of such worlds came of something else."""
+
+
+@contextlib.contextmanager
+def pool_over(transport: str, ranks: int) -> Iterator[RankPool]:
+    """Ranks over ``shm``, the same with ``fragments`` in place of copies between processes, or ``torch``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if transport == "fragments":
+            patch.setenv("HDPCOMM_SHM_CMA", "0")
+        if transport == "torch":
+            patch.setenv("HDPCOMM_TRANSPORT", "torch")
+        made = RankPool(ranks)
+    yield made
+    made.close()
 
 
 def still_works(comm: hdp.Communicator) -> None:

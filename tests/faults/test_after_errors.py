@@ -17,7 +17,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
-from tests.faults.cases import LONG_S, aborted_by_rank_0, caught, interrupt_soon, refused, wait_for
+from tests.faults.cases import LONG_S, aborted_by_rank_0, caught, interrupt_soon, pool_over, refused, wait_for
 
 SIZES = {"inline": 2, "eager": 1024, "direct": 262_144}
 STEPS = 6
@@ -157,14 +157,8 @@ def after(name: str, folder: str) -> list[int]:
 
 @pytest.fixture(scope="module", params=["shm", "fragments", "torch"])
 def pool(request: pytest.FixtureRequest) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "fragments":
-            patch.setenv("HDPCOMM_SHM_CMA", "0")
-        if request.param == "torch":
-            patch.setenv("HDPCOMM_TRANSPORT", "torch")
-        made = RankPool(2)
-    yield made
-    made.close()
+    with pool_over(request.param, 2) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -13,7 +13,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
-from tests.faults.cases import LONG_S, caught, wait_for
+from tests.faults.cases import LONG_S, caught, pool_over, wait_for
 
 RANKS = 4
 ROUNDS = 4
@@ -77,14 +77,8 @@ def program(seed: int) -> list[str]:
 
 @pytest.fixture(scope="module", params=["shm", "fragments", "torch"])
 def pool(request: pytest.FixtureRequest) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "fragments":
-            patch.setenv("HDPCOMM_SHM_CMA", "0")
-        if request.param == "torch":
-            patch.setenv("HDPCOMM_TRANSPORT", "torch")
-        made = RankPool(RANKS)
-    yield made
-    made.close()
+    with pool_over(request.param, RANKS) as made:
+        yield made
 
 
 def test_random_programs(pool: RankPool) -> None:
