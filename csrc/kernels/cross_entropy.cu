@@ -49,7 +49,7 @@ __device__ OnlineSum sumOfLane(const T* row, int64_t columns, int lane, int thre
   const Slices slices = sliceBuffer(row, columns, sizeof(T), false);
   const T* vectors = row + slices.head;
   constexpr int kGroup = 16 / Pack<T>::kCount;  // 16 values share a maximum and stay in registers
-  OnlineSum result;
+  OnlineSum result = emptySum();
   int64_t v = lane;
   for (; v + (kGroup - 1) * threads < slices.vectors; v += int64_t{kGroup} * threads) {
     addVectors<T, kGroup>(result, vectors, v, threads);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     if constexpr (kWarps > 1) {
       if (lane % kWarp == 0) of_warps[lane / kWarp] = sum;
       __syncthreads();
-      if (lane < kWarp) sum = joinWarp(lane < kWarps ? of_warps[lane] : OnlineSum{});
+      if (lane < kWarp) sum = joinWarp(lane < kWarps ? of_warps[lane] : emptySum());
       __syncthreads();  // of_warps is written again for the next row
     }
     if (lane == 0) writeStats(args, token, row, kind, sum);

@@ -44,11 +44,14 @@ HDP_HOST_DEVICE float expNegative(float x) {
 #endif
 }
 
-// A partial sum of a row's exponentials, relative to their maximum.
+// A partial sum of a row's exponentials, relative to their maximum. Has no default values, since
+// kernels keep it in shared memory, which takes no initializers.
 struct OnlineSum {
-  float max = -INFINITY;
-  float sum = 0.0f;  // of exp(x - max)
+  float max;
+  float sum;  // of exp(x - max)
 };
+
+HDP_HOST_DEVICE OnlineSum emptySum() { return {-INFINITY, 0.0f}; }
 
 // The value to subtract before the exponential: the maximum, or 0 if it is -inf, since -inf - -inf
 // would be NaN, while exp(-inf - 0) = 0.
@@ -87,7 +90,7 @@ struct TokenLoss {
 // since rounding would otherwise hide a small loss of large logits.
 HDP_HOST_DEVICE TokenLoss lossOfToken(const float* stats, int64_t shards, int64_t tokens,
                                       int64_t token) {
-  OnlineSum row;
+  OnlineSum row = emptySum();
   float logit = 0.0f;
   for (int64_t s = 0; s < shards; ++s) {
     const float* of_shard = stats + 3 * s * tokens + token;
