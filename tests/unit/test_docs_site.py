@@ -84,3 +84,10 @@ def test_examples_run(example: tuple[str, int, str]) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in (DOCS / "pictures").iterdir()))
 def test_pictures_are_used(name: str) -> None:
     assert any(f"pictures/{name}" in page.read_text() for page in DOCS.rglob("*.md"))
+
+
+def test_every_extra_is_on_the_install_page() -> None:
+    table = (TOP / "docs/install.md").read_text().partition("## Extras")[2].partition("\n## ")[0]
+    project = (TOP / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", project, re.M)) - {"test", "docs", "lint"}
+    assert {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])} == extras
