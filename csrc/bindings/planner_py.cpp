@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "base/error.hpp"
+#include "bindings/planner_table_py.hpp"
 #include "bindings/rooms.hpp"
 #include "planner/plan.hpp"
 #include "planner/simulator.hpp"
@@ -41,131 +42,62 @@ Plan solve(const Problem& problem, const std::string& policy, const PolicyOption
                     "', expected static, naive, balanced, pipeline or pow2");
 }
 
-// The collector need not look at objects that lie in no circle: a million of them would take it
-// most of a second, again and again.
-void untrack(const py::object& object) {
-  if (PyObject_GC_IsTracked(object.ptr()) != 0) PyObject_GC_UnTrack(object.ptr());
-}
-
-// Makes objects of a frozen, slotted dataclass: fills the slots without the Python-level __init__,
-// which would take most of the planning time.
-class SlotFiller {
- public:
-  SlotFiller(const py::object& cls, std::initializer_list<const char*> names)
-      : type_(reinterpret_cast<PyTypeObject*>(cls.ptr())) {
-    for (const char* name : names) names_.push_back(py::str(name));
-  }
-
-  template <typename... Values>
-  py::object make(const Values&... values) const {
-    auto object = py::reinterpret_steal<py::object>(type_->tp_alloc(type_, 0));
-    if (!object) throw py::error_already_set();
-    size_t field = 0;
-    (set(object, field++, values), ...);
-    untrack(object);
-    return object;
-  }
-
- private:
-  void set(const py::object& object, size_t field, const py::object& value) const {
-    if (PyObject_GenericSetAttr(object.ptr(), names_[field].ptr(), value.ptr()) != 0) {
-      throw py::error_already_set();
-    }
-  }
-
-  PyTypeObject* type_;
-  std::vector<py::str> names_;
-};
-
-// Keeps Python's garbage collector off while many objects are made, none of which is garbage.
-class CollectorPause {
- public:
-  CollectorPause() : was_on_(PyGC_Disable() == 1) {}
-  ~CollectorPause() {
-    if (was_on_) PyGC_Enable();
-  }
-  CollectorPause(const CollectorPause&) = delete;
-  CollectorPause& operator=(const CollectorPause&) = delete;
-
- private:
-  bool was_on_;
-};
-
-// `ids`: the id of each sequence in the step; empty: its position.
-py::tuple makeBatches(const Plan& plan, const std::vector<int64_t>& lengths,
-                      const std::vector<int64_t>& ids, const py::object& batch_class,
-                      const py::object& sequence_class) {
-  const CollectorPause pause;
-  const SlotFiller make_sequence(sequence_class, {"id", "length"});
-  const SlotFiller make_batch(batch_class,
-                              {"index", "ranks", "sequences", "offload_ratio", "predicted_s"});
-  std::vector<py::int_> ranks;  // shared: a rank appears in many groups
-  const auto rankObject = [&](int32_t rank) -> const py::int_& {
-    while (ranks.size() <= static_cast<size_t>(rank)) {
-      ranks.push_back(py::int_(static_cast<int64_t>(ranks.size())));
-    }
-    return ranks[rank];
-  };
-  py::tuple batches(plan.micro_batches.size());
-  for (size_t i = 0; i < plan.micro_batches.size(); ++i) {
-    const MicroBatch& batch = plan.micro_batches[i];
-    py::tuple group(batch.ranks.size());
-    for (size_t k = 0; k < batch.ranks.size(); ++k) group[k] = rankObject(batch.ranks[k]);
-    py::tuple sequences(batch.sequences.size());
-    for (size_t k = 0; k < batch.sequences.size(); ++k) {
-      const int32_t place = batch.sequences[k];
-      const int64_t id = ids.empty() ? place : ids.at(place);
-      sequences[k] = make_sequence.make(py::int_(id), py::int_(lengths[place]));
-    }
-    untrack(group);
-    untrack(sequences);
-    batches[i] = make_batch.make(py::int_(i), group, sequences, py::float_(batch.offload),
-                                 py::float_(batch.predicted_s));
-  }
-  return batches;
-}
-
-// (micro-batches, makespan, lower bound, idle share)
+// (columns, makespan, lower bound, idle share)
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
-                       const py::object& batch_class, const py::object& sequence_class,
                        std::vector<double> squares, const std::vector<int64_t>& ids) {
-  Plan plan;
+  std::optional<PlanColumns> columns;
   double lower_bound = 0;
-  std::optional<Problem> problem;
+  double makespan = 0;
+  double idle_share = 0;
   {
     py::gil_scoped_release release;
-    problem.emplace(std::move(lengths), cost, std::move(squares));
-    lower_bound = planner::lowerBound(*problem);
-    plan = solve(*problem, policy, PolicyOptions{context, context_ranks}, lower_bound);
+    const Problem problem(std::move(lengths), cost, std::move(squares));
+    lower_bound = planner::lowerBound(problem);
+    const Plan plan = solve(problem, policy, PolicyOptions{context, context_ranks}, lower_bound);
+    columns.emplace(plan, problem.lengths(), ids);
+    makespan = plan.makespan;
+    idle_share = plan.idle_share;
   }
-  return py::make_tuple(makeBatches(plan, problem->lengths(), ids, batch_class, sequence_class),
-                        plan.makespan, lower_bound, plan.idle_share);
+  return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share);
+}
+
+// The simulator counts on ranks that the cluster has.
+void checkRanks(const std::vector<int32_t>& ranks, int num_ranks) {
+  if (ranks.empty()) throwInvalidUsage("a micro-batch to simulate has no ranks");
+  for (const int32_t rank : ranks) {
+    if (rank < 0 || rank >= num_ranks) {
+      throwInvalidUsage("a micro-batch to simulate has rank " + std::to_string(rank) +
+                        ", expected 0 to " + std::to_string(num_ranks - 1));
+    }
+  }
 }
 
 py::array_t<double> toArray(const std::vector<double>& values) {
   return py::array_t<double>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// Runs micro-batches given as (ranks, lengths, offload ratio, squares of the lengths).
-py::dict simulateToDict(const CostModel& cost,
-                        const std::vector<std::tuple<std::vector<int32_t>, std::vector<int64_t>,
-                                                     double, std::vector<double>>>& batches) {
+// Runs the micro-batches of a table. `squares`: of each of its sequences in turn.
+py::dict simulateToDict(
+    const CostModel& cost, const py::tuple& arrays,
+    const py::array_t<double, py::array::c_style | py::array::forcecast>& of_sequences) {
+  const TableView table(arrays);
+  std::vector<double> squares(of_sequences.data(), of_sequences.data() + of_sequences.size());
   planner::SimulatedStep step;
   {
     py::gil_scoped_release release;
     std::vector<int64_t> lengths;
-    std::vector<double> squares;
     Plan plan;
-    for (const auto& [ranks, own_lengths, offload, own_squares] : batches) {
+    for (size_t row = 0; row < table.size(); ++row) {
       MicroBatch batch;
-      batch.ranks = ranks;
-      batch.offload = offload;
-      for (const int64_t length : own_lengths) {
+      const auto ranks = table.ranks(row);
+      batch.ranks.assign(ranks.begin(), ranks.end());
+      checkRanks(batch.ranks, cost.cluster().ranks);
+      batch.offload = table.offloadRatio(row);
+      for (const int64_t length : table.lengths(row)) {
         batch.sequences.push_back(static_cast<int32_t>(lengths.size()));
         lengths.push_back(length);
       }
-      squares.insert(squares.end(), own_squares.begin(), own_squares.end());
       plan.micro_batches.push_back(std::move(batch));
     }
     const Problem problem(std::move(lengths), cost, std::move(squares));
@@ -225,9 +157,8 @@ void bindPlanner(py::module_& module) {
           py::arg("lengths"), py::arg("size"), py::arg("one_node"))
       .def("token_limit", &CostModel::tokenLimit, py::arg("ratio"));
   module.def("solve", &solveToTuple, py::arg("cost"), py::arg("lengths"), py::arg("policy"),
-             py::arg("context"), py::arg("context_ranks"), py::arg("batch_class"),
-             py::arg("sequence_class"), py::arg("squares") = std::vector<double>(),
-             py::arg("ids") = std::vector<int64_t>());
+             py::arg("context"), py::arg("context_ranks"),
+             py::arg("squares") = std::vector<double>(), py::arg("ids") = std::vector<int64_t>());
   module.def(
       "lower_bound",
       [](const CostModel& cost, std::vector<int64_t> lengths, std::vector<double> squares) {
@@ -235,7 +166,8 @@ void bindPlanner(py::module_& module) {
         return planner::lowerBound(Problem(std::move(lengths), cost, std::move(squares)));
       },
       py::arg("cost"), py::arg("lengths"), py::arg("squares") = std::vector<double>());
-  module.def("simulate", &simulateToDict, py::arg("cost"), py::arg("batches"));
+  module.def("simulate", &simulateToDict, py::arg("cost"), py::arg("table"), py::arg("squares"));
+  bindPlannerTable(module);
 }
 
 }  // namespace hdpcomm

@@ -1,7 +1,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hdpcomm.plan.step import MicroBatch, SequenceInfo
+import numpy as np
+import numpy.typing as npt
+
+from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo
 
 class CostModel:
     def __init__(
@@ -31,18 +34,25 @@ class CostModel:
     def seconds(self, lengths: Sequence[int], size: int, one_node: bool) -> float: ...
     def token_limit(self, ratio: float) -> int: ...
 
+Columns = tuple[npt.NDArray[Any], ...]
+
 def solve(
     cost: CostModel,
     lengths: Sequence[int],
     policy: str,
     context: int,
     context_ranks: int,
-    batch_class: type[MicroBatch],
-    sequence_class: type[SequenceInfo],
     squares: Sequence[float] = (),
     ids: Sequence[int] = (),
-) -> tuple[tuple[MicroBatch, ...], float, float, float]: ...
+) -> tuple[Columns, float, float, float]: ...
+def make_batches(
+    table: Columns,
+    first: int,
+    last: int,
+    batch_class: type[MicroBatch],
+    sequence_class: type[SequenceInfo],
+) -> tuple[MicroBatch, ...]: ...
+def rows_by_rank(table: Columns, num_ranks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
+def hashed_text(table: Columns) -> bytes: ...
 def lower_bound(cost: CostModel, lengths: Sequence[int], squares: Sequence[float] = ()) -> float: ...
-def simulate(
-    cost: CostModel, batches: Sequence[tuple[Sequence[int], Sequence[int], float, Sequence[float]]]
-) -> dict[str, Any]: ...
+def simulate(cost: CostModel, table: Columns, squares: npt.NDArray[np.float64]) -> dict[str, Any]: ...

@@ -12,6 +12,7 @@ from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
+from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.token_mixing import TokenMixing
 from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
 
@@ -32,6 +33,7 @@ __all__ = [
     "Pass",
     "PipelineSchedule",
     "PlanAhead",
+    "PlanTable",
     "PlannedStep",
     "Planner",
     "RankTimes",

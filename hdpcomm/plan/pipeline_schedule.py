@@ -69,7 +69,7 @@ class PipelineSchedule:
 
         Raises: InvalidUsage: says which pass is missing, double, or too early, or has its message in a wrong place.
         """
-        known = np.sort(np.array([batch.index for batch in plan.micro_batches], dtype=np.int32))
+        known = np.sort(plan.table.index.astype(np.int32))
         index, stage, backward = self.passes.T
         inside = (stage >= 0) & (stage < self.stages) & ((backward == 0) | (backward == 1))
         belongs = np.isin(index, known) & inside

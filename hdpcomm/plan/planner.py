@@ -19,7 +19,8 @@ from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
 from hdpcomm.plan.fragments import Jobs, jobs_of
 from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec
-from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
+from hdpcomm.plan.step import StepPlan
+from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree
 from hdpcomm.plan.waves import in_waves, sorted_for_waves, wave_times
 
@@ -116,12 +117,12 @@ class Planner:
         """
         start = time.perf_counter()
         jobs = self._jobs(lengths)
-        batches, makespan, lower_bound, idle_share = self._solve(self._core, jobs)
+        table, makespan, lower_bound, idle_share = self._solve(self._core, jobs)
         lower_bound *= 1 - self._spare
         if self._in_waves:
-            return self._plan_in_waves(jobs, batches, start)
+            return self._plan_in_waves(jobs, table, start)
         if self.policy == "balanced" and self._spare:
-            return self._plan_for_shared_cores(jobs, batches, lower_bound, start)
+            return self._plan_for_shared_cores(jobs, table, lower_bound, start)
         others = self._without_offload
         if (
             others is not None
@@ -131,22 +132,22 @@ class Planner:
             with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
                 plain = self._solve(others, jobs)
                 if plain[1] < makespan:  # heuristics may find a better plan with fewer choices
-                    batches, makespan, _, idle_share = plain
-        return self._made(jobs, start, batches, makespan, lower_bound, idle_share)
+                    table, makespan, _, idle_share = plain
+        return self._made(jobs, start, table, makespan, lower_bound, idle_share)
 
     def _made(
         self,
         jobs: Jobs,
         start: float,
-        batches: tuple[MicroBatch, ...],
+        table: PlanTable,
         makespan: float,
         lower_bound: float,
         idle_share: float,
     ) -> StepPlan:
-        return StepPlan(
+        return StepPlan.of_table(
+            table,
             policy=self.policy,
             num_ranks=self.cluster.ranks,
-            micro_batches=batches,
             makespan_s=makespan,
             lower_bound_s=lower_bound,
             planning_s=time.perf_counter() - start,
@@ -154,9 +155,7 @@ class Planner:
             fragments=jobs.fragments,
         )
 
-    def _plan_for_shared_cores(
-        self, jobs: Jobs, balanced: tuple[MicroBatch, ...], lower_bound: float, start: float
-    ) -> StepPlan:
+    def _plan_for_shared_cores(self, jobs: Jobs, balanced: PlanTable, lower_bound: float, start: float) -> StepPlan:
         """The plan in which the ranks together have the least to do: idle ranks leave their cores to others.
 
         Costs are those of ranks that all work at once. Then a step takes the mean of the ranks' times, but never less
@@ -166,31 +165,34 @@ class Planner:
         costs = [self._core] if self._without_offload is None else [self._core, self._without_offload]
         for policy, cost in [("balanced", None), *product(("naive", "static"), costs)]:
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
-                batches = balanced if cost is None else self._solve(cost, jobs, policy)[0]
-                busy = [0.0] * self.cluster.ranks
-                for batch in batches:
-                    for rank in batch.ranks:
-                        busy[rank] += batch.predicted_s
+                table = balanced if cost is None else self._solve(cost, jobs, policy)[0]
+                seconds = np.repeat(table.predicted_s, table.group_sizes())
+                busy = np.bincount(table.ranks, weights=seconds, minlength=self.cluster.ranks).tolist()
                 mean = sum(busy) / len(busy)
-                found.append((max(mean, (1 - self._spare) * max(busy)), mean, batches))
+                found.append((max(mean, (1 - self._spare) * max(busy)), mean, table))
         makespan, mean, best = min(found, key=lambda one: one[0])
         return self._made(jobs, start, best, makespan, lower_bound, 1 - mean / makespan if makespan else 0.0)
 
-    def _plan_in_waves(self, jobs: Jobs, batches: tuple[MicroBatch, ...], start: float) -> StepPlan:
+    def _plan_in_waves(self, jobs: Jobs, table: PlanTable, start: float) -> StepPlan:
         """The plan whose waves end first: of the micro-batches as they are and the longest first, for ``balanced`` also
         of those of the other policies. Ranks that share processors leave theirs to others while they wait."""
         found = []
         others = ("naive", "pow2", "static") if self.policy in ("balanced", "pipeline") else ()
         for policy in (None, *others):
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
-                solved = batches if policy is None else self._solve(self._core, jobs, policy)[0]
+                solved = (table if policy is None else self._solve(self._core, jobs, policy)[0]).micro_batches()
                 for made in (solved, sorted_for_waves(solved)):
                     waves = wave_times(made, [each.predicted_s for each in made], self.cost_model, self.cluster)
                     mean = sum(waves.rank_busy) / self.cluster.ranks
                     found.append((max(mean, (1 - self._spare) * waves.makespan_s), mean, made))
         makespan, mean, best = min(found, key=lambda one: one[0])
         return self._made(
-            jobs, start, best, makespan, self._bound_in_waves(jobs), 1 - mean / makespan if makespan else 0.0
+            jobs,
+            start,
+            PlanTable.of(best),
+            makespan,
+            self._bound_in_waves(jobs),
+            1 - mean / makespan if makespan else 0.0,
         )
 
     def _bound_in_waves(self, jobs: Jobs) -> float:
@@ -206,9 +208,11 @@ class Planner:
 
     def _solve(
         self, cost: core.CostModel, jobs: Jobs, policy: str | None = None
-    ) -> tuple[tuple[MicroBatch, ...], float, float, float]:
-        options = (policy or self.policy, self.context, self.context_ranks, MicroBatch, SequenceInfo)
-        return core.solve(cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids)
+    ) -> tuple[PlanTable, float, float, float]:
+        options = (policy or self.policy, self.context, self.context_ranks)
+        columns, *rest = core.solve(cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids)
+        makespan, lower_bound, idle_share = rest
+        return PlanTable(*columns), makespan, lower_bound, idle_share
 
     def schedule(self, plan: StepPlan) -> PipelineSchedule:
         """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.
@@ -218,7 +222,7 @@ class Planner:
         self.validate(plan)
         found = self.simulate(plan)
         spans, times = found["which"], found["times"]
-        index = np.array([batch.index for batch in plan.micro_batches], dtype=np.int32)
+        index = plan.table.index.astype(np.int32)
         passes = spans.copy()
         passes[:, 0] = index[spans[:, 0]] if len(index) else 0
         handed = np.maximum(np.searchsorted(times[:, 0], times[:, 1]), np.arange(1, len(passes) + 1))
@@ -230,17 +234,12 @@ class Planner:
 
         ``squares``: by id, of trees and fragments; a sequence that is not in it costs the square of its length.
         """
-        known = squares or {}
-        batches = [
-            (
-                batch.ranks,
-                [sequence.length for sequence in batch.sequences],
-                batch.offload_ratio,
-                [known.get(sequence.id, float(sequence.length) ** 2) for sequence in batch.sequences],
-            )
-            for batch in plan.micro_batches
-        ]
-        found = core.simulate(self._core, batches)
+        table = plan.table
+        of_sequences = table.lengths.astype(np.float64) ** 2
+        if squares:
+            places = np.flatnonzero(np.isin(table.ids, list(squares)))
+            of_sequences[places] = [squares[number] for number in table.ids[places].tolist()]
+        found = core.simulate(self._core, table.columns(), of_sequences)
         return in_waves(found, plan.micro_batches, self.cost_model, self.cluster) if self._in_waves else found
 
     def _jobs(self, lengths: Sequence[int | Tree]) -> Jobs:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo, format_ranks
+from hdpcomm.plan.plan_checks import check_batches, check_sequences, check_values
+from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
@@ -20,74 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatch", "SequenceInfo", "StepPlan", "format_ranks"]
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as ranges: ``0-3,7``."""
-    parts: list[str] = []
-    ordered = sorted(ranks)
-    start = previous = ordered[0]
-    for rank in [*ordered[1:], -2]:
-        if rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank
-    return ",".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceInfo:
-    """A sequence of the step: its position in the planned lengths, and its tokens.
-
-    Positions after the last one are those of the plan's fragments of trees.
-    """
-
-    id: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Sequences that a group of ranks runs together, as one pack.
-
-    Attributes:
-        index: place in the global order of the step.
-        ranks: global ranks in ring order; a rank's position in this tuple is its position in the zigzag.
-        sequences: the sequences of the pack, in order.
-        offload_ratio: share of the activations (of all layers but two) that goes to host memory, in [0, 1].
-        predicted_s: predicted seconds of forward and backward pass.
-    """
-
-    index: int
-    ranks: tuple[int, ...]
-    sequences: tuple[SequenceInfo, ...]
-    offload_ratio: float
-    predicted_s: float
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all sequences."""
-        return sum(sequence.length for sequence in self.sequences)
-
-    @property
-    def tokens_held(self) -> int:
-        """The most tokens that one of the ranks holds."""
-        return sum(-(-sequence.length // len(self.ranks)) for sequence in self.sequences)
-
-    def describe(self, start_s: float) -> str:
-        """One line for people; ``start_s``: when the micro-batch starts."""
-        several = len(self.sequences) > 1
-        what = f"{len(self.sequences)} sequences" if several else f"sequence {self.sequences[0].id}"
-        offload = f", offload {self.offload_ratio:.2f}" if self.offload_ratio else ""
-        return (
-            f"#{self.index}: {what}, {self.tokens:,} tokens on {len(self.ranks)} ranks ({format_ranks(self.ranks)}), "
-            f"{start_s:.6g} to {start_s + self.predicted_s:.6g} s{offload}"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Which ranks run which sequences in one step. Each rank runs its micro-batches by rising ``index``, so ranks
     cannot wait for each other in a circle.
+
+    A plan of a :class:`Planner` or of a file is arrays (:attr:`table`): its objects are made when they are looked at,
+    those of one rank without the others. It is equal to the same plan made of objects in every respect.
 
     Attributes:
         policy: the policy that made the plan.
@@ -110,6 +54,45 @@ class StepPlan:
     fragments: tuple[TreeFragment, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @classmethod
+    def of_table(cls, table: PlanTable, *, fragments: tuple[TreeFragment, ...] = (), **values: Any) -> StepPlan:
+        """A plan of the micro-batches in ``table``; ``values``: the other attributes, by name."""
+        plan = cls(micro_batches=(), fragments=fragments, **values)
+        object.__delattr__(plan, "micro_batches")  # from then on __getattr__ makes them
+        plan._cache["table"] = table
+        return plan
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Makes all micro-batches when they are looked at for the first time."""
+            if name != "micro_batches":
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            batches = self._cache["table"].micro_batches()
+            if made := self._cache.get("made"):
+                batches = tuple(made.get(row, batch) for row, batch in enumerate(batches))
+            batches = self._cache.setdefault("micro_batches", batches)  # of two threads, the first one's
+            object.__setattr__(self, "micro_batches", batches)
+            return batches
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {name: getattr(self, name) for name in _VALUES}
+        if "table" in self._cache:
+            return _plan_of_columns, (self._cache["table"].columns(), values, self.fragments)
+        return _plan_of_objects, (self.micro_batches, values, self.fragments)
+
+    @property
+    def table(self) -> PlanTable:
+        """The micro-batches as arrays.
+
+        Raises:
+            InvalidUsage: a plan made by hand holds something that is no number, or one that no array holds.
+        """
+        found: PlanTable | None = self._cache.get("table")
+        if found is None:
+            found = self._cache["table"] = PlanTable.of(self.micro_batches)
+        return found
+
     @property
     def gap(self) -> float:
         """How far the makespan is above the lower bound: 0.02 means 2%."""
@@ -118,7 +101,7 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         """Tokens of the step."""
-        return sum(batch.tokens for batch in self.micro_batches)
+        return int(self.table.lengths.sum())
 
     def for_rank(self, rank: int) -> tuple[MicroBatch, ...]:
         """The micro-batches of a rank, in the order in which it runs them.
@@ -127,19 +110,29 @@ class StepPlan:
             InvalidUsage: the plan has no such rank.
         """
         check_whole("for_rank()", "rank", rank)
-        by_rank = self._cache.get("by_rank")
-        if by_rank is None:
-            lists: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
-            for batch in self.micro_batches:
-                for member in batch.ranks:
-                    lists[member].append(batch)
-            by_rank = self._cache["by_rank"] = [tuple(batches) for batches in lists]
         if not 0 <= rank < self.num_ranks:
             raise InvalidUsage(
                 f"rank {rank} asked of a plan for {self.num_ranks} ranks: give 0 to {self.num_ranks - 1}"
             )
-        result: tuple[MicroBatch, ...] = by_rank[rank]
-        return result
+        rows, bounds = self._rows_by_rank()
+        return tuple(self._batch(row) for row in rows[bounds[rank] : bounds[rank + 1]].tolist())
+
+    def _rows_by_rank(self) -> tuple[Any, Any]:
+        found: tuple[Any, Any] | None = self._cache.get("by_rank")
+        if found is None:
+            found = self._cache["by_rank"] = self.table.rows_by_rank(self.num_ranks)
+        return found
+
+    def _batch(self, row: int) -> MicroBatch:
+        """One micro-batch; makes no others."""
+        try:
+            batches: tuple[MicroBatch, ...] = object.__getattribute__(self, "micro_batches")
+            return batches[row]
+        except AttributeError:  # not made yet
+            made: dict[int, MicroBatch] = self._cache.setdefault("made", {})
+            if row not in made:
+                made.setdefault(row, self.table.micro_batches(row, row + 1)[0])
+            return made[row]
 
     @property
     def hash(self) -> str:
@@ -147,10 +140,7 @@ class StepPlan:
         found: str | None = self._cache.get("hash")
         if found is None:
             digest = hashlib.sha256(f"{self.policy},{self.num_ranks}".encode())
-            for batch in self.micro_batches:
-                sequences = [(sequence.id, sequence.length) for sequence in batch.sequences]
-                line = f"{batch.index};{batch.ranks};{sequences};{batch.offload_ratio!r}\n"
-                digest.update(line.encode())
+            digest.update(core.hashed_text(self.table.columns()))
             for fragment in self.fragments:
                 digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
             found = self._cache["hash"] = digest.hexdigest()
@@ -167,34 +157,28 @@ class StepPlan:
 
     def timeline(self) -> list[float]:
         """Predicted start of each micro-batch: when the last of its ranks is free."""
-        ready = [0.0] * self.num_ranks
-        starts = []
-        for batch in self.micro_batches:
-            start = max(ready[rank] for rank in batch.ranks)
-            starts.append(start)
-            for rank in batch.ranks:
-                ready[rank] = start + batch.predicted_s
-        return starts
+        return self.table.timeline(self.num_ranks)
 
     def explain(self, *, max_rows: int = 20) -> str:
         """The plan as text: totals, then its micro-batches (the largest ``max_rows`` if there are more)."""
-        counts = [len(self.for_rank(rank)) for rank in range(self.num_ranks)]
-        peers = max((len(self.peers(rank)) for rank in range(self.num_ranks)), default=0)
-        widest = max((len(batch.ranks) for batch in self.micro_batches), default=0)
-        ring_tokens = sum((len(batch.ranks) - 1) * batch.tokens for batch in self.micro_batches)
+        table = self.table
+        counts = np.diff(self._rows_by_rank()[1])
+        tokens = table.tokens()
+        ring_tokens = int(((table.group_sizes() - 1) * tokens).sum())
         lines = [
-            f"policy {self.policy} on {self.num_ranks} ranks: {self.tokens:,} tokens in {len(self.micro_batches)} "
-            f"micro-batches, {min(counts)} to {max(counts)} a rank",
+            f"policy {self.policy} on {self.num_ranks} ranks: {self.tokens:,} tokens in {len(table)} "
+            f"micro-batches, {counts.min()} to {counts.max()} a rank",
             f"predicted {self.makespan_s:.6g} s, lower bound {self.lower_bound_s:.6g} s (gap {100 * self.gap:.2f}%), "
             f"idle {100 * self.idle_share:.2f}%, planned in {1e3 * self.planning_s:.1f} ms",
-            f"widest group {widest} ranks, at most {peers} ring peers a rank, KV of {ring_tokens:,} tokens passed on "
-            "per layer and pass",
+            f"widest group {table.group_sizes().max(initial=0)} ranks, at most {table.most_peers()} ring peers a rank, "
+            f"KV of {ring_tokens:,} tokens passed on per layer and pass",
         ]
-        rows = list(zip(self.micro_batches, self.timeline(), strict=True))
+        rows = range(len(table))
         if len(rows) > max_rows:
-            rows = sorted(rows, key=lambda row: -row[0].tokens)[:max_rows]
+            rows = np.argsort(-tokens, kind="stable")[:max_rows].tolist()
             lines.append(f"the {max_rows} largest micro-batches:")
-        return "\n".join([*lines, *(f"  {batch.describe(start)}" for batch, start in rows)])
+        starts = self.timeline()
+        return "\n".join([*lines, *(f"  {self._batch(row).describe(starts[row])}" for row in rows)])
 
     def to_json(self) -> str:
         """One JSON object; :meth:`from_json` reads it back."""
@@ -214,16 +198,7 @@ class StepPlan:
             "fragments": [
                 {"tree": f.tree, "segments": list(f.segments), "repeated": list(f.repeated)} for f in self.fragments
             ],
-            "micro_batches": [
-                {
-                    "index": batch.index,
-                    "ranks": list(batch.ranks),
-                    "sequences": [{"id": s.id, "length": s.length} for s in batch.sequences],
-                    "offload_ratio": batch.offload_ratio,
-                    "predicted_s": batch.predicted_s,
-                }
-                for batch in self.micro_batches
-            ],
+            "micro_batches": self.table.to_dicts(),
         }
 
     @classmethod
@@ -235,21 +210,10 @@ class StepPlan:
         """
         try:
             data = json.loads(text)
-            batches = tuple(
-                MicroBatch(
-                    index=int(item["index"]),
-                    ranks=tuple(int(rank) for rank in item["ranks"]),
-                    sequences=tuple(SequenceInfo(int(s["id"]), int(s["length"])) for s in item["sequences"]),
-                    offload_ratio=float(item["offload_ratio"]),
-                    # Plans written before the field had its present name say "seconds".
-                    predicted_s=float(item["predicted_s"] if "predicted_s" in item else item["seconds"]),
-                )
-                for item in data["micro_batches"]
-            )
-            plan = cls(
+            plan = cls.of_table(
+                PlanTable.of_dicts(data["micro_batches"]),
                 policy=str(data["policy"]),
                 num_ranks=int(data["ranks"]),
-                micro_batches=batches,
                 makespan_s=float(data["makespan_s"]),
                 lower_bound_s=float(data["lower_bound_s"]),
                 planning_s=float(data["planning_s"]),
@@ -259,11 +223,12 @@ class StepPlan:
                     for f in data.get("fragments", ())
                 ),
             )
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise InvalidUsage(
                 f"{reprlib.repr(text)} is no step plan ({type(error).__name__}: {error}): expected the output of "
                 "StepPlan.to_json"
             ) from error
+        check_values(plan.table, {name: getattr(plan, name) for name in _VALUES})
         plan.validate()
         if "hash" in data and data["hash"] != plan.hash:
             raise InvalidUsage(
@@ -281,66 +246,21 @@ class StepPlan:
         Raises:
             InvalidUsage: says which micro-batch is wrong, and why.
         """
-        previous = -1
-        for batch in self.micro_batches:
-            name = f"micro-batch {batch.index}"
-            if batch.index <= previous:
-                raise InvalidUsage(f"{name} follows {previous}: indices have to rise, since they are the global order")
-            previous = batch.index
-            self._check_batch(batch, name)
-            if memory is None:
-                continue
-            limit = memory.token_limit(batch.offload_ratio)
-            if batch.tokens_held > limit:
-                raise InvalidUsage(
-                    f"{name} puts {batch.tokens_held} tokens on a rank, expected at most {limit} (capacity "
-                    f"{memory.capacity}, offload ratio {batch.offload_ratio:.2f}, host memory for "
-                    f"{memory.host_tokens:.0f} tokens): give it more ranks or fewer sequences"
-                )
+        check_batches(self.table, self.num_ranks, memory)
         if lengths is not None:
-            self._check_sequences(lengths)
+            check_sequences(self.table, self.fragments, lengths)
 
-    def _check_batch(self, batch: MicroBatch, name: str) -> None:
-        if not batch.ranks or not batch.sequences:
-            raise InvalidUsage(
-                f"{name} has {len(batch.ranks)} ranks and {len(batch.sequences)} sequences: none is empty"
-            )
-        if min(batch.ranks) < 0 or max(batch.ranks) >= self.num_ranks:
-            raise InvalidUsage(f"{name} has ranks {batch.ranks}, expected 0 to {self.num_ranks - 1}")
-        if len(set(batch.ranks)) != len(batch.ranks):
-            raise InvalidUsage(f"{name} has ranks {batch.ranks}, expected each once")
-        if not 0 <= batch.offload_ratio <= 1:
-            raise InvalidUsage(f"{name} has offload ratio {batch.offload_ratio}, expected 0 to 1")
 
-    def _check_sequences(self, lengths: Sequence[int | Tree]) -> None:
-        tokens = [item.num_tokens if isinstance(item, Tree) else item for item in lengths]
-        trained = [Counter[int]() for _ in lengths] if self.fragments else []
-        for fragment in self.fragments:
-            item = lengths[fragment.tree] if 0 <= fragment.tree < len(lengths) else None
-            if not isinstance(item, Tree):
-                raise InvalidUsage(
-                    f"the plan has a fragment of tree {fragment.tree}, which is not among the {len(lengths)} given "
-                    "items: plan these again"
-                )
-            tokens.append(item.part(fragment.segments).num_tokens)
-            new = zip(fragment.segments, fragment.repeated, strict=True)
-            trained[fragment.tree].update(segment for segment, repeated in new if not repeated)
-        cut = {fragment.tree for fragment in self.fragments}
-        for tree in cut:
-            if any(trained[tree][segment] != 1 for segment in range(len(lengths[tree]))):  # type: ignore[arg-type]
-                raise InvalidUsage(f"the fragments of tree {tree} do not train each of its segments once")
-        seen = Counter(sequence.id for batch in self.micro_batches for sequence in batch.sequences)
-        for sequence in range(len(tokens)):
-            wanted = 0 if sequence in cut else 1
-            if seen[sequence] != wanted:
-                raise InvalidUsage(
-                    f"sequence {sequence} appears {seen[sequence]} times in the plan, expected "
-                    f"{'once' if wanted else 'never, as its fragments do'}"
-                )
-        for batch in self.micro_batches:
-            for info in batch.sequences:
-                if not 0 <= info.id < len(tokens) or info.length != tokens[info.id]:
-                    raise InvalidUsage(
-                        f"micro-batch {batch.index} has sequence {info.id} of {info.length} tokens, which is not one "
-                        f"of the {len(tokens)} given ones: plan these lengths again"
-                    )
+_VALUES = ("policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share")
+
+
+def _plan_of_columns(columns: tuple[Any, ...], values: dict[str, Any], fragments: tuple[TreeFragment, ...]) -> StepPlan:
+    """A pickled plan of arrays."""
+    return StepPlan.of_table(PlanTable(*columns), fragments=fragments, **values)
+
+
+def _plan_of_objects(
+    batches: tuple[MicroBatch, ...], values: dict[str, Any], fragments: tuple[TreeFragment, ...]
+) -> StepPlan:
+    """A pickled plan made by hand."""
+    return StepPlan(micro_batches=batches, fragments=fragments, **values)

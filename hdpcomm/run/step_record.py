@@ -54,7 +54,7 @@ def step_costs(
     started again;
     ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; not of pipelines.
     """
-    groups = {batch.index: len(batch.ranks) for batch in plan.micro_batches}
+    groups = dict(zip(plan.table.index.tolist(), plan.table.group_sizes().tolist(), strict=True))
     ring = idle = reducing = compute = optimizer = processor = 0.0
     ring_bytes = gradient_bytes = 0
     for span in spans:
@@ -114,8 +114,7 @@ def step_costs(
         costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(plan, times, cost_model)
     peak = device_peak_flops(device)
     if spec is not None and peak is not None and seconds:
-        lengths = [sequence.length for batch in plan.micro_batches for sequence in batch.sequences]
-        costs["mfu"] = training_flops(spec, lengths) / (seconds * size * peak)
+        costs["mfu"] = training_flops(spec, plan.table.lengths.tolist()) / (seconds * size * peak)
     return costs, times
 
 
@@ -173,7 +172,7 @@ def other_policies(planner: Planner, lengths: Sequence[int | Tree]) -> dict[str,
                 "makespan_s": plan.makespan_s,
                 "idle_share": plan.idle_share,
                 "lower_bound_s": plan.lower_bound_s,
-                "micro_batches": len(plan.micro_batches),
+                "micro_batches": len(plan.table),
             }
     return found
 

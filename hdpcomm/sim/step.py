@@ -97,8 +97,8 @@ def simulate_step(
         items = plan_or_lengths
         plan = planner.plan(items)
     squares = _squares_by_id(items, plan)
-    sequences = [sequence for batch in plan.micro_batches for sequence in batch.sequences]
-    total = sum(squares.get(sequence.id, float(sequence.length) ** 2) for sequence in sequences)
+    sequences = zip(plan.table.ids.tolist(), plan.table.lengths.tolist(), strict=True)
+    total = sum(squares.get(number, float(length) ** 2) for number, length in sequences)
     return _report(planner, plan, planner.simulate(plan, squares), total)
 
 

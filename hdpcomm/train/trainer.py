@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -368,7 +367,7 @@ class Trainer:
     def _metrics(self, planned: PlannedStep, own: Sequence[float], *, loss: float, grad_norm: float) -> StepMetrics:
         """``own``: this rank's seconds, idle seconds, bytes sent and seconds of processor time. Collective."""
         plan = planned.plan
-        longest = max((s.length, len(m.ranks)) for m in plan.micro_batches for s in m.sequences)
+        longest, longest_ranks = plan.table.longest()
         row = torch.tensor([*own, planned.waited_s, plan.planning_s], dtype=torch.float64)
         rows = row.new_empty(self.comm.size, row.numel())
         self.comm.all_gather(rows, row)
@@ -377,19 +376,19 @@ class Trainer:
         return StepMetrics(
             step=self.num_steps - 1,
             loss=loss,
-            tokens=sum(s.length for m in plan.micro_batches for s in m.sequences),
+            tokens=plan.tokens,
             seconds=seconds / self.comm.size,
             bytes_sent=int(bytes_sent),
             idle_share=min(1.0, idle / seconds),
             grad_norm=grad_norm,
-            longest=longest[0],
-            longest_ranks=longest[1],
-            micro_batches=len(plan.micro_batches),
+            longest=longest,
+            longest_ranks=longest_ranks,
+            micro_batches=len(plan.table),
             predicted_s=plan.makespan_s,
             planning_s=planning / self.comm.size,
             plan_wait_s=plan_wait / self.comm.size,
             processor_s=rows[:, 3].max().item(),
-            sequences_on_ranks=_sequences_on_ranks(plan),
+            sequences_on_ranks=plan.table.sequences_on_ranks(),
         )
 
     def _same_start(self) -> None:
@@ -399,11 +398,3 @@ class Trainer:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _sequences_on_ranks(plan: StepPlan) -> dict[int, int]:
-    """How many sequences run on 1, 2, ... ranks."""
-    found: Counter[int] = Counter()
-    for micro_batch in plan.micro_batches:
-        found[len(micro_batch.ranks)] += len(micro_batch.sequences)
-    return dict(sorted(found.items()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 
+import numpy as np
+
 from hdpcomm._core import planner as core
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel
 from hdpcomm.plan.cost import core_cost
@@ -130,6 +132,23 @@ def partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
                 yield [(first, *others), *tail]
 
 
+def simulated_s(solver: core.CostModel, order: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
+    """Simulated makespan of micro-batches given as (ranks, lengths)."""
+    lengths = np.array([length for _, members in order for length in members])
+    columns = (
+        np.arange(len(order)),
+        np.cumsum([0, *(len(group) for group, _ in order)]),
+        np.array([rank for group, _ in order for rank in group], dtype=np.int32),
+        np.cumsum([0, *(len(members) for _, members in order)]),
+        np.arange(len(lengths)),
+        lengths,
+        np.zeros(len(order)),
+        np.zeros(len(order)),
+    )
+    makespan: float = core.simulate(solver, columns, lengths.astype(np.float64) ** 2)["makespan"]
+    return makespan
+
+
 def pipeline_optimum(
     lengths: Sequence[int], cluster: ClusterSpec, cost: CostModel, memory: MemoryModel, *, max_plans: int = 20_000
 ) -> float:
@@ -147,13 +166,12 @@ def pipeline_optimum(
         choices = []
         for pack in packs:
             members = [lengths[i] for i in pack]
-            squares = [float(length) ** 2 for length in members]
-            choices.append([(g, members, 0.0, squares) for g in groups if fits(members, len(g), cost, memory)])
+            choices.append([(g, members) for g in groups if fits(members, len(g), cost, memory)])
         for chosen in product(*choices):
             work = sum(
                 len(g)
                 * cost.seconds(members, len(g), one_node=g[0] // cluster.node_ranks == g[-1] // cluster.node_ranks)
-                for g, members, _, _ in chosen
+                for g, members in chosen
             )
             if work / ranks >= best:
                 continue
@@ -161,5 +179,5 @@ def pipeline_optimum(
                 plans += 1
                 if plans > max_plans:
                     raise TooManyNodes
-                best = min(best, core.simulate(solver, order)["makespan"])
+                best = min(best, simulated_s(solver, order))
     return best

@@ -1,0 +1,52 @@
+// The micro-batches of a plan as arrays, the columns of hdpcomm.plan.PlanTable.
+#pragma once
+
+#include <pybind11/numpy.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "planner/plan.hpp"
+
+namespace hdpcomm {
+
+// (index, rank_bounds, ranks, sequence_bounds, ids, lengths, offload_ratio, predicted_s): numpy
+// arrays over the memory that the core filled. `ids`: the id of each sequence; empty: its position.
+struct PlanColumns {
+  PlanColumns(const planner::Plan& plan, const std::vector<int64_t>& all_lengths,
+              const std::vector<int64_t>& all_ids);
+  pybind11::tuple toTuple() &&;
+
+  std::vector<int64_t> index, rank_bounds, sequence_bounds, ids, lengths;
+  std::vector<int32_t> ranks;
+  std::vector<double> offload_ratio, predicted_s;
+};
+
+// The same arrays on their way back. No row reaches outside them, whatever they hold; other numbers
+// are as they were given.
+class TableView {
+ public:
+  // Throws InvalidUsage for arrays of other types or lengths.
+  explicit TableView(const pybind11::tuple& arrays);
+
+  size_t size() const noexcept { return index_.size(); }
+  int64_t index(size_t row) const noexcept { return index_[row]; }
+  double offloadRatio(size_t row) const noexcept { return offload_ratio_[row]; }
+  double predictedS(size_t row) const noexcept { return predicted_s_[row]; }
+  // These throw InvalidUsage for bounds that fall or lie outside.
+  std::span<const int32_t> ranks(size_t row) const;
+  std::span<const int64_t> ids(size_t row) const;
+  std::span<const int64_t> lengths(size_t row) const;
+
+ private:
+  std::span<const int64_t> index_, rank_bounds_, sequence_bounds_, ids_, lengths_;
+  std::span<const int32_t> ranks_;
+  std::span<const double> offload_ratio_, predicted_s_;
+  pybind11::tuple owner_;  // keeps the memory
+};
+
+// Called by bindPlanner().
+void bindPlannerTable(pybind11::module_& module);
+
+}  // namespace hdpcomm

@@ -1,0 +1,138 @@
+"""Whether a plan can be run: checks of its table, the first wrong micro-batch named."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.tree import Tree, TreeFragment
+
+if TYPE_CHECKING:
+    from hdpcomm.plan.cost import MemoryModel
+    from hdpcomm.plan.micro_batch import MicroBatch
+    from hdpcomm.plan.table import PlanTable
+
+__all__ = ["check_batches", "check_sequences", "check_values"]
+
+_MOST_RANKS = 1 << 24
+_MOST_TOKENS = 1 << 40  # of a sequence, as the planner takes
+
+
+def check_values(table: PlanTable, values: dict[str, Any]) -> None:
+    """Raises InvalidUsage for numbers that no plan has; for plans that were read from outside.
+
+    ``values``: the plan's plain attributes by name.
+    """
+    if not 1 <= values["num_ranks"] <= _MOST_RANKS:
+        raise InvalidUsage(f"the plan is for {values['num_ranks']} ranks, expected 1 to {_MOST_RANKS}")
+    for name in ("makespan_s", "lower_bound_s", "planning_s", "idle_share"):
+        if not 0 <= values[name] < math.inf:
+            raise InvalidUsage(f"the plan's {name} is {values[name]}, expected a number of at least 0")
+    for name, column, wrong in (
+        ("predicted_s", table.predicted_s, ~((table.predicted_s >= 0) & (table.predicted_s < math.inf))),
+        ("ids", table.ids, table.ids < 0),
+        ("lengths", table.lengths, (table.lengths < 1) | (table.lengths > _MOST_TOKENS)),
+    ):
+        if wrong.any():
+            raise InvalidUsage(f"{name} of the plan's table has {column[np.argmax(wrong)]}, which no plan has")
+
+
+def check_batches(table: PlanTable, num_ranks: int, memory: MemoryModel | None) -> None:
+    """Raises InvalidUsage for indices that do not rise, and for a micro-batch that no group of the ranks can run."""
+    wrong = _wrong_rows(table, num_ranks)
+    limits = None
+    if memory is not None:
+        ratios, which = np.unique(table.offload_ratio, return_inverse=True)
+        known = [memory.token_limit(ratio) if 0 <= ratio <= 1 else 0 for ratio in ratios.tolist()]
+        limits = np.minimum(np.array(known, dtype=np.float64), 2.0**62).astype(np.int64)[which]
+        wrong |= table.tokens_held() > limits
+    if not wrong.any():
+        return
+    row = int(np.argmax(wrong))
+    batch = table.micro_batches(row, row + 1)[0]
+    previous = int(table.index[row - 1]) if row else -1
+    if batch.index <= previous:
+        raise InvalidUsage(
+            f"micro-batch {batch.index} follows {previous}: indices have to rise, since they are the global order"
+        )
+    _refuse_batch(batch, num_ranks)
+    assert memory is not None
+    assert limits is not None
+    raise InvalidUsage(
+        f"micro-batch {batch.index} puts {batch.tokens_held} tokens on a rank, expected at most {limits[row]} "
+        f"(capacity {memory.capacity}, offload ratio {batch.offload_ratio:.2f}, host memory for "
+        f"{memory.host_tokens:.0f} tokens): give it more ranks or fewer sequences"
+    )
+
+
+def _wrong_rows(table: PlanTable, num_ranks: int) -> NDArray[np.bool_]:
+    """For each micro-batch, whether :func:`_refuse_batch` refuses it or its index does not rise."""
+    wrong = np.ones(len(table), dtype=np.bool_)
+    wrong[1:] = table.index[1:] <= table.index[:-1]
+    wrong[:1] = table.index[:1] < 0
+    wrong |= (table.group_sizes() == 0) | (np.diff(table.sequence_bounds) == 0)
+    wrong |= ~((table.offload_ratio >= 0) & (table.offload_ratio <= 1))
+    rows = table.rows_of_ranks()
+    outside = (table.ranks < 0) | (table.ranks >= num_ranks)
+    wrong[rows[outside]] = True
+    keys = np.sort(rows * (2**31) + np.where(outside, 0, table.ranks))
+    twice = keys[1:][keys[1:] == keys[:-1]] // 2**31
+    wrong[twice] = True
+    return wrong
+
+
+def _refuse_batch(batch: MicroBatch, num_ranks: int) -> None:
+    name = f"micro-batch {batch.index}"
+    if not batch.ranks or not batch.sequences:
+        raise InvalidUsage(f"{name} has {len(batch.ranks)} ranks and {len(batch.sequences)} sequences: none is empty")
+    if min(batch.ranks) < 0 or max(batch.ranks) >= num_ranks:
+        raise InvalidUsage(f"{name} has ranks {batch.ranks}, expected 0 to {num_ranks - 1}")
+    if len(set(batch.ranks)) != len(batch.ranks):
+        raise InvalidUsage(f"{name} has ranks {batch.ranks}, expected each once")
+    if not 0 <= batch.offload_ratio <= 1:
+        raise InvalidUsage(f"{name} has offload ratio {batch.offload_ratio}, expected 0 to 1")
+
+
+def check_sequences(table: PlanTable, fragments: Sequence[TreeFragment], lengths: Sequence[int | Tree]) -> None:
+    """Raises InvalidUsage unless each sequence of the step appears once with its length, and the fragments of a tree
+    that was cut train each of its segments once."""
+    tokens = [item.num_tokens if isinstance(item, Tree) else item for item in lengths]
+    trained = [Counter[int]() for _ in lengths] if fragments else []
+    for fragment in fragments:
+        item = lengths[fragment.tree] if 0 <= fragment.tree < len(lengths) else None
+        if not isinstance(item, Tree):
+            raise InvalidUsage(
+                f"the plan has a fragment of tree {fragment.tree}, which is not among the {len(lengths)} given items: "
+                "plan these again"
+            )
+        tokens.append(item.part(fragment.segments).num_tokens)
+        new = zip(fragment.segments, fragment.repeated, strict=True)
+        trained[fragment.tree].update(segment for segment, repeated in new if not repeated)
+    cut = {fragment.tree for fragment in fragments}
+    for tree in cut:
+        if any(trained[tree][segment] != 1 for segment in range(len(lengths[tree]))):  # type: ignore[arg-type]
+            raise InvalidUsage(f"the fragments of tree {tree} do not train each of its segments once")
+    inside = (table.ids >= 0) & (table.ids < len(tokens))
+    seen = np.bincount(table.ids[inside], minlength=len(tokens))
+    wanted = np.ones(len(tokens), dtype=np.int64)
+    wanted[list(cut)] = 0
+    if (seen != wanted).any():
+        sequence = int(np.argmax(seen != wanted))
+        raise InvalidUsage(
+            f"sequence {sequence} appears {seen[sequence]} times in the plan, expected "
+            f"{'once' if wanted[sequence] else 'never, as its fragments do'}"
+        )
+    right = inside.copy()
+    right[inside] = table.lengths[inside] == np.array(tokens)[table.ids[inside]]
+    if not right.all():
+        place = int(np.argmin(right))
+        raise InvalidUsage(
+            f"micro-batch {table.index[table.rows_of_sequences()[place]]} has sequence {table.ids[place]} of "
+            f"{table.lengths[place]} tokens, which is not one of the {len(tokens)} given ones: plan these lengths again"
+        )

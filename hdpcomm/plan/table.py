@@ -1,0 +1,232 @@
+"""The micro-batches of a plan as arrays: :class:`PlanTable`, a tenth of the memory and of the time of objects."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hdpcomm._core import planner as core
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo
+
+__all__ = ["COLUMNS", "PlanTable"]
+
+COLUMNS: dict[str, type[np.generic]] = {
+    "index": np.int64,
+    "rank_bounds": np.int64,
+    "ranks": np.int32,
+    "sequence_bounds": np.int64,
+    "ids": np.int64,
+    "lengths": np.int64,
+    "offload_ratio": np.float64,
+    "predicted_s": np.float64,
+}
+"""The columns of a table, in order, and the type of each."""
+
+
+def _bounds(counts: Iterable[int]) -> NDArray[np.int64]:
+    return np.array([0, *accumulate(counts)], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanTable:
+    """Micro-batches as read-only arrays; row i is number i of them, by rising index.
+
+    Attributes:
+        index: int64 ``[micro_batches]``, places in the global order.
+        rank_bounds: int64 ``[micro_batches + 1]``; the ranks of row i are ``ranks[rank_bounds[i]:rank_bounds[i + 1]]``.
+        ranks: int32 ``[places]``, each group in ring order.
+        sequence_bounds: int64 ``[micro_batches + 1]``, the same for ``ids`` and ``lengths``.
+        ids: int64 ``[sequences]``.
+        lengths: int64 ``[sequences]``, in tokens.
+        offload_ratio: float64 ``[micro_batches]``.
+        predicted_s: float64 ``[micro_batches]``.
+
+    Raises:
+        InvalidUsage: arrays of other types, or whose lengths and bounds do not belong together.
+    """
+
+    index: NDArray[np.int64]
+    rank_bounds: NDArray[np.int64]
+    ranks: NDArray[np.int32]
+    sequence_bounds: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    offload_ratio: NDArray[np.float64]
+    predicted_s: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        for name, kind in COLUMNS.items():
+            array = getattr(self, name)
+            flat = isinstance(array, np.ndarray) and array.ndim == 1 and array.flags.c_contiguous
+            if not flat or array.dtype != kind:
+                raise InvalidUsage(
+                    f"{name} of a plan's table is {array!r:.80}, expected a contiguous array of {kind.__name__}"
+                )
+            array.flags.writeable = False
+        rows = len(self.index)
+        if len(self.offload_ratio) != rows or len(self.predicted_s) != rows or len(self.ids) != len(self.lengths):
+            sizes = ", ".join(f"{name} {len(array)}" for name, array in zip(COLUMNS, self.columns(), strict=True))
+            raise InvalidUsage(f"the columns of a plan's table have lengths that do not belong together: {sizes}")
+        for name, bounds, held in (
+            ("rank_bounds", self.rank_bounds, self.ranks),
+            ("sequence_bounds", self.sequence_bounds, self.ids),
+        ):
+            inside = len(bounds) == rows + 1 and bounds[0] == 0 and bounds[-1] == len(held)
+            if not inside or (bounds[1:] < bounds[:-1]).any():
+                raise InvalidUsage(
+                    f"{name} of a plan's table do not rise from 0 to {len(held)} over {rows} micro-batches: the table "
+                    "is damaged"
+                )
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """All arrays, in the order of :data:`COLUMNS`."""
+        return tuple(getattr(self, each.name) for each in fields(self))
+
+    @classmethod
+    def of(cls, batches: Sequence[MicroBatch]) -> PlanTable:
+        """The arrays of micro-batches.
+
+        Raises:
+            InvalidUsage: they hold something that is no number, or one that its array cannot hold.
+        """
+
+        def whole(values: Iterable[Any], kind: type[np.generic]) -> NDArray[Any]:
+            return np.array(list(map(operator.index, values)), dtype=kind)
+
+        try:
+            return cls(
+                index=whole((batch.index for batch in batches), np.int64),
+                rank_bounds=_bounds(len(batch.ranks) for batch in batches),
+                ranks=whole((rank for batch in batches for rank in batch.ranks), np.int32),
+                sequence_bounds=_bounds(len(batch.sequences) for batch in batches),
+                ids=whole((each.id for batch in batches for each in batch.sequences), np.int64),
+                lengths=whole((each.length for batch in batches for each in batch.sequences), np.int64),
+                offload_ratio=np.array([float(batch.offload_ratio) for batch in batches], dtype=np.float64),
+                predicted_s=np.array([float(batch.predicted_s) for batch in batches], dtype=np.float64),
+            )
+        except (OverflowError, ValueError, TypeError, AttributeError) as error:
+            raise InvalidUsage(
+                f"the micro-batches of a plan hold what no plan does ({type(error).__name__}: {error}): expected whole "
+                "numbers as index, ranks (below 2^31), ids and lengths, and numbers as offload ratio and seconds"
+            ) from error
+
+    def micro_batches(self, first: int = 0, last: int | None = None) -> tuple[MicroBatch, ...]:
+        """Rows ``first`` to ``last - 1`` (default: all) as objects."""
+        return core.make_batches(self.columns(), first, len(self) if last is None else last, MicroBatch, SequenceInfo)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The micro-batches as plain Python objects, those of a plan's JSON form."""
+        rank_bounds, sequence_bounds = self.rank_bounds.tolist(), self.sequence_bounds.tolist()
+        ranks = self.ranks.tolist()
+        sequences = [
+            {"id": number, "length": length}
+            for number, length in zip(self.ids.tolist(), self.lengths.tolist(), strict=True)
+        ]
+        of_rows = zip(self.index.tolist(), self.offload_ratio.tolist(), self.predicted_s.tolist(), strict=True)
+        return [
+            {
+                "index": index,
+                "ranks": ranks[rank_bounds[row] : rank_bounds[row + 1]],
+                "sequences": sequences[sequence_bounds[row] : sequence_bounds[row + 1]],
+                "offload_ratio": offload_ratio,
+                "predicted_s": predicted_s,
+            }
+            for row, (index, offload_ratio, predicted_s) in enumerate(of_rows)
+        ]
+
+    @classmethod
+    def of_dicts(cls, items: Sequence[Any]) -> PlanTable:
+        """Reads :meth:`to_dicts` back. Raises: what its parts raise that are none, and InvalidUsage."""
+        sequences = [sequence for item in items for sequence in item["sequences"]]
+        return cls(
+            index=np.array([int(item["index"]) for item in items], dtype=np.int64),
+            rank_bounds=_bounds(len(item["ranks"]) for item in items),
+            ranks=np.array([int(rank) for item in items for rank in item["ranks"]], dtype=np.int32),
+            sequence_bounds=_bounds(len(item["sequences"]) for item in items),
+            ids=np.array([int(sequence["id"]) for sequence in sequences], dtype=np.int64),
+            lengths=np.array([int(sequence["length"]) for sequence in sequences], dtype=np.int64),
+            offload_ratio=np.array([float(item["offload_ratio"]) for item in items], dtype=np.float64),
+            # Plans written before the field had its present name say "seconds".
+            predicted_s=np.array(
+                [float(item["predicted_s"] if "predicted_s" in item else item["seconds"]) for item in items],
+                dtype=np.float64,
+            ),
+        )
+
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest sequence, and on how many ranks it runs, the most if there are several."""
+        ranks = self.group_sizes()[self.rows_of_sequences()]
+        tokens = int(self.lengths.max(initial=0))
+        return tokens, int(ranks[self.lengths == tokens].max(initial=0))
+
+    def sequences_on_ranks(self) -> dict[int, int]:
+        """How many sequences run on 1, 2, ... ranks; numbers of ranks without any are left out."""
+        sizes, counts = np.unique(self.group_sizes()[self.rows_of_sequences()], return_counts=True)
+        return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
+
+    def group_sizes(self) -> NDArray[np.int64]:
+        """Ranks of each micro-batch."""
+        return np.diff(self.rank_bounds)
+
+    def rows_of_ranks(self) -> NDArray[np.int64]:
+        """The row of each entry of ``ranks``."""
+        return np.repeat(np.arange(len(self)), self.group_sizes())
+
+    def rows_of_sequences(self) -> NDArray[np.int64]:
+        """The row of each entry of ``ids``."""
+        return np.repeat(np.arange(len(self)), np.diff(self.sequence_bounds))
+
+    def tokens(self) -> NDArray[np.int64]:
+        """Tokens of each micro-batch."""
+        return self._sums(self.lengths)
+
+    def tokens_held(self) -> NDArray[np.int64]:
+        """The most tokens that one rank of each micro-batch holds."""
+        sizes = np.maximum(self.group_sizes(), 1)[self.rows_of_sequences()]
+        return self._sums(-(-self.lengths // sizes))
+
+    def _sums(self, of_sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(of_sequences)])
+        return np.asarray(np.diff(sums[self.sequence_bounds]))
+
+    def rows_by_rank(self, num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of all ranks, rank after rank and rising, and the bounds of each rank's.
+
+        Raises:
+            InvalidUsage: a rank that is not below ``num_ranks``.
+        """
+        return core.rows_by_rank(self.columns(), num_ranks)
+
+    def timeline(self, num_ranks: int) -> list[float]:
+        """Predicted start of each micro-batch: when the last of its ranks is free."""
+        ready = [0.0] * num_ranks
+        starts = []
+        ranks, bounds = self.ranks.tolist(), self.rank_bounds.tolist()
+        for row, predicted_s in enumerate(self.predicted_s.tolist()):
+            group = ranks[bounds[row] : bounds[row + 1]]
+            start = ready[group[0]] if len(group) == 1 else max(ready[rank] for rank in group)
+            starts.append(start)
+            for rank in group:
+                ready[rank] = start + predicted_s
+        return starts
+
+    def most_peers(self) -> int:
+        """The largest number of ranks that one rank sends to or receives from in its rings."""
+        shared = self.group_sizes()[self.rows_of_ranks()] > 1
+        following = np.arange(1, len(self.ranks) + 1)
+        nonempty = self.group_sizes() > 0
+        following[self.rank_bounds[1:][nonempty] - 1] = self.rank_bounds[:-1][nonempty]
+        sender = self.ranks[shared].astype(np.int64)
+        receiver = self.ranks[following[shared]].astype(np.int64)
+        pairs = np.unique(np.concatenate([sender << 32 | receiver, receiver << 32 | sender]))
+        return int(np.bincount(pairs >> 32).max()) if len(pairs) else 0
