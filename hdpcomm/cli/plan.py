@@ -255,14 +255,18 @@ def _compare(plans: Sequence[StepPlan]) -> str:
     for plan in plans:
         lines.append(
             f"{plan.policy:<10} {plan.makespan_s:>10.4g} {100 * plan.idle_share:>6.1f}% {100 * plan.gap:>7.2f}% "
-            f"{len(plan.micro_batches):>14} {1e3 * plan.planning_s:>8.1f} ms"
+            f"{len(plan.table):>14} {1e3 * plan.planning_s:>8.1f} ms"
         )
     return "\n".join(lines)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    for path in (options.plot, options.html, options.trace, options.json):
+    for path in (options.plot, options.html, options.trace, options.json, options.out):
         check_writable(path)
+    if options.out:
+        from hdpcomm.plan.plan_file import check_plan_suffix
+
+        check_plan_suffix(options.out)
     others = [policy for policy in (options.compare or "").split(",") if policy and policy != options.policy]
     planners = make_planners(options, [options.policy, *others])
     lengths = draw_lengths(options)
@@ -284,6 +288,8 @@ def _plan(options: argparse.Namespace) -> int:
         from hdpcomm.trace import write_plan_trace
 
         write_plan_trace(options.trace, plans[0], planners[0].cluster)
+    if options.out:
+        plans[0].save(options.out)
     if options.json:
         compared = [{"policy": p.policy, "makespan_s": p.makespan_s, "idle_share": p.idle_share} for p in plans[1:]]
         write_json(options.json, plans[0].to_dict() | {"compared": compared})
@@ -307,5 +313,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the plans")
     parser.add_argument("--html", type=Path, metavar="FILE.html", help="write a page to hover over the plans")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan and --compare's figures as JSON")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the plan for simulate --plan and StepPlan.load(): .json, or .safetensors (binary)",
+    )
     parser.set_defaults(func=_plan)

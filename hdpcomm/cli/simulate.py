@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_writable, count, write_json
-from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners
+from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners, refuse_given
 from hdpcomm.cli.similar_run import SimilarRun
 
 if TYPE_CHECKING:
+    from hdpcomm.plan import Planner
     from hdpcomm.sim import StreamReport
 
 __all__ = ["add_parser"]
+
+_POLICIES = "balanced,naive,static"
 
 
 def _row(policy: str, report: StreamReport, base: StreamReport) -> str:
@@ -33,12 +37,42 @@ def _row(policy: str, report: StreamReport, base: StreamReport) -> str:
     )
 
 
+_KNOWN_BY_PLAN = {
+    "policy": _POLICIES,
+    "distribution": "byted",
+    "lengths": None,
+    "tokens": 32 << 20,
+    "context": None,
+    "seed": 0,
+    "steps": None,
+    "like": None,
+}
+
+
+def _simulate_plan(options: argparse.Namespace) -> int:
+    """Runs the plan in a file in place of ones that are made here."""
+    from hdpcomm.plan import StepPlan
+    from hdpcomm.sim import StreamReport, simulate_step
+
+    refuse_given(options, _KNOWN_BY_PLAN, "--plan, whose file")
+    plan = StepPlan.load(options.plan)
+    options.ranks = options.ranks or plan.num_ranks
+    options.context = 0  # no lengths are drawn
+    (planner,) = make_planners(options, ["balanced"])
+    step = simulate_step(planner, plan)
+    report = StreamReport(steps=(step,), waits_s=(0.0,), total_s=step.step_s)
+    _show(options, [planner], [plan.policy], [report])
+    return 0
+
+
 def _simulate(options: argparse.Namespace) -> int:
     from hdpcomm.plan import POLICIES
     from hdpcomm.sim import simulate_stream
 
     for path in (options.plot, options.trace, options.json):
         check_writable(path)
+    if options.plan is not None:
+        return _simulate_plan(options)
     run = None if options.like is None else SimilarRun(options)
     policies = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     planners = make_planners(options, policies)
@@ -50,13 +84,24 @@ def _simulate(options: argparse.Namespace) -> int:
     for planner in planners:
         print(f"simulating {planner.policy} ...", file=sys.stderr)
         reports.append(simulate_stream(planner, batches))
+    compared = {} if run is None else run.compare(planners, reports)
+    _show(options, planners, [planner.policy for planner in planners], reports, compared)
+    return 0
+
+
+def _show(
+    options: argparse.Namespace,
+    planners: Sequence[Planner],
+    policies: Sequence[str],
+    reports: Sequence[StreamReport],
+    compared: Mapping[str, object] | None = None,
+) -> None:
     print(
         f"{'policy':<10} {'step (s)':>9} {'speed-up':>9} {'tokens/s':>12} {'MFU':>7} {'idle':>7} {'exposed':>9} "
         f"{'stalled':>9} {'peak GB':>8} {'waits ms':>9}"
     )
-    for planner, report in zip(planners, reports, strict=True):
-        print(_row(planner.policy, report, reports[-1]))
-    compared = {} if run is None else run.compare(planners, reports)
+    for policy, report in zip(policies, reports, strict=True):
+        print(_row(policy, report, reports[-1]))
     if options.plot:
         from hdpcomm.trace import plot_plans
 
@@ -66,9 +111,8 @@ def _simulate(options: argparse.Namespace) -> int:
 
         write_stream_trace(options.trace, reports[0].steps, reports[0].waits_s, planners[0].cluster)
     if options.json:
-        found = zip(planners, reports, strict=True)
-        write_json(options.json, {planner.policy: report.to_dict() for planner, report in found} | compared)
-    return 0
+        found = {policy: report.to_dict() for policy, report in zip(policies, reports, strict=True)}
+        write_json(options.json, found | dict(compared or {}))
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -83,7 +127,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_step_options(parser)
     parser.add_argument(
         "--policy",
-        default="balanced,naive,static",
+        default=_POLICIES,
         help="policies, separated by commas: balanced, pipeline, naive, pow2, static; or all (default %(default)s)",
     )
     parser.add_argument("--steps", type=count, help="steps to run (default 1; with --like the last 8 of the run)")
@@ -93,6 +137,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="RUN",
         help="the model, costs, mesh and batches of a run of hdpcomm train --out RUN, beside what its steps took; "
         "--ranks, --ranks-per-node, --capacity and --slow-ranks may differ",
+    )
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="run the plan that hdpcomm plan --out wrote, and make none"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the first step under each policy")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write the first policy's steps for Perfetto")

@@ -7,6 +7,7 @@ import json
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo, format_ranks
 from hdpcomm.plan.plan_checks import check_batches, check_sequences, check_values
+from hdpcomm.plan.plan_file import check_plan_suffix, read_plan, read_text, write_file, write_plan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
 
@@ -234,6 +236,35 @@ class StepPlan:
             raise InvalidUsage(
                 f"the plan's hash is {plan.hash[:16]} and the file says {str(data['hash'])[:16]}: it was changed"
             )
+        return plan
+
+    def save(self, path: Path | str) -> None:
+        """Writes the plan in the form that the file's suffix tells: ``.json``, or ``.safetensors``, which is binary and
+        about half as large (:mod:`hdpcomm.plan.plan_file`). A reader sees the old file or all of the new one.
+
+        Raises:
+            InvalidUsage: another suffix, or a file that cannot be written.
+        """
+        path = Path(path)
+        if check_plan_suffix(path) == ".json":
+            write_file(path, (self.to_json() + "\n").encode())
+        else:
+            write_plan(path, self.table, {name: getattr(self, name) for name in _VALUES}, self.fragments)
+
+    @classmethod
+    def load(cls, path: Path | str) -> StepPlan:
+        """Reads a file of :meth:`save`, and checks all of it. A ``.safetensors`` file is mapped into memory: processes
+        of a host share its pages, and it must not be changed in place as long as the plan is used.
+
+        Raises:
+            InvalidUsage: a file that cannot be read, is damaged, or holds no plan that can run.
+        """
+        path = Path(path)
+        if check_plan_suffix(path) == ".json":
+            return cls.from_json(read_text(path))
+        table, values, fragments = read_plan(path)
+        plan = cls.of_table(table, fragments=fragments, **values)
+        plan.validate()
         return plan
 
     def validate(self, lengths: Sequence[int | Tree] | None = None, *, memory: MemoryModel | None = None) -> None:

@@ -129,3 +129,49 @@ def test_by_default_sequences_fit_the_ranks(ranks: int, policy: str, capsys: pyt
 def test_the_default_context_of_a_large_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "512", "--capacity", "8K", "--tokens", "1M"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_simulate_runs_a_plan_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    binary, text = tmp_path / "plan.safetensors", tmp_path / "plan.json"
+    assert main(["plan", *SMALL, "--policy", "naive", "--out", str(binary)]) == 0
+    StepPlan.load(binary).save(text)
+    assert main(["simulate", *SMALL, "--policy", "naive", "--json", str(tmp_path / "made.json")]) == 0
+    capsys.readouterr()
+    made = json.loads((tmp_path / "made.json").read_text())["naive"]["steps"][0]
+    for path in (binary, text):
+        command = ["simulate", "--plan", str(path), "--capacity", "8K", "--json", str(tmp_path / "read.json")]
+        assert main(command) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].split()[0] == "naive"
+        assert len(lines) == 2
+        read = json.loads((tmp_path / "read.json").read_text())["naive"]["steps"][0]
+        assert {**read, "planning_s": 0} == {**made, "planning_s": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seed", "3"], "--seed 3 was given with --plan"),
+        (["--tokens", "1M"], "--tokens 1048576 was given with --plan"),
+        (["--policy", "naive"], "--policy naive was given with --plan"),
+        (["--steps", "2"], "--steps 2 was given with --plan"),
+        (["--ranks", "8"], "the plan is for 16 ranks, the cluster has 8"),
+        (["--capacity", "64"], "tokens on a rank, expected at most 64"),
+    ],
+)
+def test_a_plan_from_a_file_is_not_made_again(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.safetensors"
+    assert main(["plan", *SMALL, "--out", str(path)]) == 0
+    capacity = [] if "--capacity" in options else ["--capacity", "8K"]
+    assert main(["simulate", "--plan", str(path), *capacity, *options]) == 6
+    assert message in capsys.readouterr().err
+
+
+def test_the_suffix_of_a_plan_is_known_before_it_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["plan", *SMALL, "--out"], ["simulate", "--plan"]):
+        assert main([*command, str(tmp_path / "plan.bin")]) == 6
+        captured = capsys.readouterr()
+        assert "a plan is a file that ends in .json or .safetensors" in captured.err
+        assert "policy" not in captured.out
