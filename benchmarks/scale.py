@@ -1,10 +1,12 @@
-"""Planning for 1,024 to 131,072 ranks: processor time, memory and gap to the lower bound.
+"""Planning for 1,024 to 131,072 ranks: processor time, memory, gap to the lower bound, and the plan's files.
 
     python benchmarks/scale.py --json benchmarks/results/scale.json
 
 Steps of 32,768 tokens a rank (4G tokens at 131,072 ranks), LLaMA-7B on H100 with nodes of 8 and a capacity of 8,192
 tokens, context 2M. Each case is a process of its own: seconds are processor time of ``Planner.plan``, the lower bound
-included, the best of ``--repeat``; memory is the most that the process held, less what it held before.
+included, the best of ``--repeat``; memory is the most that the process held, less what it held before. "hash": the
+processor time of ``StepPlan.hash``, which ranks compare in each step. Files: the size of each form, and the processor
+time from ``StepPlan.load`` to the micro-batches of one rank, in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +18,14 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hdpcomm.plan import StepPlan
 
 RANKS = (1024, 4096, 16384, 65536, 131072)
 TOKENS = 32768  # a rank
@@ -40,14 +47,41 @@ def case(distribution: str, ranks: int, repeat: int) -> dict[str, float]:
         plan = planner.plan(lengths)
         seconds.append(time.process_time() - started)
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    started = time.process_time()
+    plan.hash  # noqa: B018
+    hash_s = time.process_time() - started
     return {
         "sequences": len(lengths),
-        "micro_batches": len(plan.micro_batches),
+        "micro_batches": len(plan.table),
         "seconds": min(seconds),
         "mbytes": held / 1024,
         "gap": plan.makespan_s / plan.lower_bound_s,
         "step_s": plan.makespan_s,
-    }
+        "hash_s": hash_s,
+    } | _files(plan, ranks // 2, repeat)
+
+
+def _files(plan: StepPlan, rank: int, repeat: int) -> dict[str, float]:
+    """Size of the plan's files, and the least processor time to read the part of a rank."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix in ("json", "safetensors"):
+            path = Path(folder, f"plan.{suffix}")
+            plan.save(path)
+            command = [sys.executable, "-c", _READ, str(path), str(rank)]
+            runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(repeat)]
+            found[f"{suffix}_mbytes"] = path.stat().st_size / 1e6
+            found[f"{suffix}_read_s"] = min(float(run.stdout) for run in runs)
+    return found
+
+
+_READ = """
+import sys, time
+from hdpcomm.plan import StepPlan
+started = time.process_time()
+assert StepPlan.load(sys.argv[1]).for_rank(int(sys.argv[2]))
+print(time.process_time() - started)
+"""
 
 
 def main() -> int:
@@ -59,8 +93,11 @@ def main() -> int:
     if options.case:
         print(json.dumps(case(options.case[0], int(options.case[1]), options.repeat)))
         return 0
-    print("| lengths | ranks | sequences | micro-batches | planned in s | MB | / bound | step s |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| lengths | ranks | sequences | micro-batches | planned in s | MB | / bound | step s | hash ms | JSON MB | "
+        "read s | binary MB | read s |"
+    )
+    print("|---" * 13 + "|")
     rows = []
     for distribution in ("byted", "github"):
         for ranks in RANKS:
@@ -69,7 +106,9 @@ def main() -> int:
             rows.append({"lengths": distribution, "ranks": ranks} | found)
             print(
                 f"| {distribution} | {ranks:,} | {found['sequences']:,} | {found['micro_batches']:,} | "
-                f"{found['seconds']:.3f} | {found['mbytes']:.0f} | {found['gap']:.4f} | {found['step_s']:.1f} |",
+                f"{found['seconds']:.3f} | {found['mbytes']:.0f} | {found['gap']:.4f} | {found['step_s']:.1f} | "
+                f"{1e3 * found['hash_s']:.1f} | {found['json_mbytes']:.1f} | {found['json_read_s']:.3f} | "
+                f"{found['safetensors_mbytes']:.1f} | {found['safetensors_read_s']:.3f} |",
                 flush=True,
             )
     if options.json:

@@ -74,6 +74,13 @@ def test_the_largest_clusters() -> None:
     for row, name in zip((row for row in rows if row["ranks"] == 131072), ("byted", "GitHub"), strict=True):
         what = f"({name}, {row['gap']:.4f}" + (" of the bound" if name == "byted" else "")
         assert f"{row['seconds']:.1f} s {what}, {row['mbytes']:.0f} MB)" in PAGE
+    byted, github = (row for row in rows if row["ranks"] == 131072)
+    for name, digits in (("json", 2), ("safetensors", 3)):
+        sizes = f"{byted[f'{name}_mbytes']:.1f} and {github[f'{name}_mbytes']:.1f} MB"
+        seconds = f"{byted[f'{name}_read_s']:.{digits}f} and {github[f'{name}_read_s']:.{digits}f} s"
+        assert sizes in PAGE
+        assert seconds in PAGE
+    assert f"hash takes {1e3 * byted['hash_s']:.0f} and {1e3 * github['hash_s']:.0f} ms" in PAGE
 
 
 def test_closed_loop() -> None:
