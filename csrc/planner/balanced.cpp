@@ -144,7 +144,7 @@ Plan planBySpeed(const Problem& problem, double lower_bound) {
   for (MicroBatch& batch : plan.micro_batches) {
     for (int32_t& rank : batch.ranks) rank = ranks[rank];
     std::sort(batch.ranks.begin(), batch.ranks.end());
-    batch.ranks = ringOrder(std::move(batch.ranks));
+    batch.ranks = ringOrder(std::move(batch.ranks), cluster);
   }
   return finishPlan(problem, std::move(plan.micro_batches));
 }

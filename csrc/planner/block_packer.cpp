@@ -29,7 +29,7 @@ std::vector<MicroBatch> placedBatches(const Problem& problem, const std::vector<
       for (int rank = first; rank < first + count; ++rank) ranks.push_back(rank);
     }
     std::sort(ranks.begin(), ranks.end());
-    batch.ranks = ringOrder(std::move(ranks));
+    batch.ranks = ringOrder(std::move(ranks), problem.cost().cluster());
     batch.sequences = problem.withRiders(jobs[placement.job].sequence);
     batch.start = placement.start;
     batches.push_back(std::move(batch));

@@ -72,6 +72,10 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
                       std::to_string(cluster.ranks_per_node) + ", " +
                       std::to_string(cluster.pipeline) + " and " + std::to_string(cluster.chunks));
   }
+  if (cluster.nics < 0) {
+    throwInvalidUsage("nics is " + std::to_string(cluster.nics) +
+                      ", expected at least 1, or 0 where each rank has its own");
+  }
   if (!cluster.speeds.empty() && cluster.speeds.size() != static_cast<size_t>(cluster.ranks)) {
     throwInvalidUsage(std::to_string(cluster.speeds.size()) + " speeds are given for " +
                       std::to_string(cluster.ranks) + " ranks: give one for each, or none");

@@ -36,6 +36,7 @@ struct Cluster {
   int ranks_per_node = 1;
   int pipeline = 1;  // devices of each rank's pipeline; 1: none
   int chunks = 1;    // stages of the model on each of these
+  int nics = 0;      // network interfaces that the ranks of a node share; 0: each has its own
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
   // At most 1, which is the rank that the costs are those of; empty: all are alike.
   std::vector<double> speeds;
@@ -80,9 +81,10 @@ class CostModel {
     const double inverse = 1.0 / size;
     return (params_.attention * load.squares * inverse + params_.piece * load.tokens) * inverse;
   }
-  double stepTransfer(const Load& load, int size, bool one_node) const noexcept {
+  // `messages`: that share the busiest network interface (rings.hpp).
+  double stepTransfer(const Load& load, int size, bool one_node, int messages = 1) const noexcept {
     return one_node ? params_.kv_intra * load.tokens / size + params_.latency_intra
-                    : params_.kv_inter * load.tokens / size + params_.latency_inter;
+                    : params_.kv_inter * load.tokens / size * messages + params_.latency_inter;
   }
 
   // How long one ring step waits for its transfer, in the forward and the backward pass.
@@ -95,11 +97,11 @@ class CostModel {
   }
 
   // Seconds of a micro-batch over `size` ranks, all of full speed, as in all that follows.
-  double seconds(const Load& load, int size, bool one_node) const noexcept {
+  double seconds(const Load& load, int size, bool one_node, int messages = 1) const noexcept {
     const double compute = stepCompute(load, size);
     double total = size * compute + params_.linear * load.tokens / size + params_.fixed;
     if (size > 1) {
-      const double transfer = stepTransfer(load, size, one_node);
+      const double transfer = stepTransfer(load, size, one_node, messages);
       const double wait = forwardWait(compute, transfer) + backwardWait(compute, transfer);
       total += (size - 1) * (wait + params_.ring_step);
     }

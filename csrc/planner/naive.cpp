@@ -98,7 +98,7 @@ Plan planNaive(const Problem& problem) {
     }
     for (const auto& [count, rank] : taken) ranks.push({count + 1, rank});
     std::sort(batch.ranks.begin(), batch.ranks.end());
-    batch.ranks = ringOrder(std::move(batch.ranks));
+    batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
     batch.sequences = std::move(piece.sequences);
     batches.push_back(std::move(batch));
   }

@@ -148,21 +148,6 @@ std::vector<int32_t> Problem::byLength() const {
   return order;
 }
 
-std::vector<int32_t> ringOrder(std::vector<int32_t> ranks) {
-  const size_t count = ranks.size();
-  std::vector<int32_t> ring;
-  ring.reserve(count);
-  for (size_t i = 0; i < count; i += 2) ring.push_back(ranks[i]);
-  for (size_t i = count / 2; i > 0; --i) ring.push_back(ranks[2 * i - 1]);
-  return ring;
-}
-
-std::vector<int32_t> ringOrder(int first, int count) {
-  std::vector<int32_t> ranks(count);
-  std::iota(ranks.begin(), ranks.end(), first);
-  return ringOrder(std::move(ranks));
-}
-
 bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {
   const int node = ranks.front() / cluster.ranks_per_node;
   return std::all_of(ranks.begin(), ranks.end(),
@@ -189,7 +174,8 @@ void price(const Problem& problem, MicroBatch& batch) {
   const CostModel& cost = problem.cost();
   const int size = static_cast<int>(batch.ranks.size());
   const auto [load, held] = workOf(problem, batch);
-  batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster())) /
+  batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster()),
+                                   messagesOnALink(batch.ranks, cost.cluster())) /
                       slowest(batch.ranks, cost.cluster());
   batch.offload = cost.offloadFor(static_cast<double>(held));
 }

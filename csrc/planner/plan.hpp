@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "planner/cost_model.hpp"
+#include "planner/rings.hpp"
 
 namespace hdpcomm::planner {
 
@@ -99,12 +100,6 @@ Plan planPow2(const Problem& problem);
 Plan refine(const Problem& problem, Plan plan, double lower_bound);
 
 // --- shared by the policies ----------------------------------------------------------------------
-
-// Orders the ranks of a group into a ring: even places upwards, then odd places downwards. No link
-// spans the whole group, and over groups of any size on neighbouring ranks a rank has at most four
-// peers.
-std::vector<int32_t> ringOrder(std::vector<int32_t> sorted_ranks);
-std::vector<int32_t> ringOrder(int first, int count);
 
 bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
 

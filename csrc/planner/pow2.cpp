@@ -59,7 +59,7 @@ int groupSize(const Problem& problem, int32_t sequence) {
 
 MicroBatch makeBatch(const Problem& problem, int first, int size, std::vector<int32_t> sequences) {
   MicroBatch batch;
-  batch.ranks = ringOrder(first, size);
+  batch.ranks = ringOrder(first, size, problem.cost().cluster());
   batch.sequences = std::move(sequences);
   price(problem, batch);
   return batch;

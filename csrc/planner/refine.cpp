@@ -190,7 +190,7 @@ class Annealer {
         MicroBatch batch;
         for (int i = 0; i < group.size; ++i) batch.ranks.push_back(ready_[i].second);
         std::sort(batch.ranks.begin(), batch.ranks.end());
-        batch.ranks = ringOrder(std::move(batch.ranks));
+        batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
         batch.sequences = group.sequences;
         batch.start = static_cast<double>(batches->size());
         batches->push_back(std::move(batch));

@@ -98,7 +98,7 @@ Plan planStatic(const Problem& problem, const PolicyOptions& options) {
   std::vector<MicroBatch> batches;
   for (size_t i = 0; i < packs.size(); ++i) {
     MicroBatch batch;
-    batch.ranks = ringOrder(static_cast<int>(i % groups) * size, size);
+    batch.ranks = ringOrder(static_cast<int>(i % groups) * size, size, problem.cost().cluster());
     batch.sequences = packs[i];
     batches.push_back(std::move(batch));
   }

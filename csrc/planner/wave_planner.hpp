@@ -200,7 +200,7 @@ class WavePlanner {
       }
       used_[i] = true;
       MicroBatch batch;
-      batch.ranks = ringOrder(ranksFrom(wave.used, size));
+      batch.ranks = ringOrder(ranksFrom(wave.used, size), cost_.cluster());
       batch.sequences = problem_.withRiders(job.sequence);
       batch.start = cost_.seconds(job.load, size) / speeds_[wave.used + size - 1];
       wave.height = std::max(wave.height, batch.start);

@@ -44,8 +44,14 @@ void bindViews(py::module_& module) {
       },
       py::arg("cost"), py::arg("lengths"));
   module.def(
-      "ring_order", [](const std::vector<int32_t>& ranks) { return planner::ringOrder(ranks); },
-      py::arg("ranks"));
+      "ring_order",
+      [](const std::vector<int32_t>& ranks, int ranks_per_node, int nics) {
+        planner::Cluster cluster;
+        cluster.ranks_per_node = ranks_per_node;
+        cluster.nics = nics;
+        return planner::ringOrder(ranks, cluster);
+      },
+      py::arg("ranks"), py::arg("ranks_per_node") = 1, py::arg("nics") = 0);
 }
 
 }  // namespace hdpcomm::testing

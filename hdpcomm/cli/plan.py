@@ -64,6 +64,9 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--ranks-per-node", type=count, help="ranks that share the fast link (default: nodes of 8 devices)"
     )
+    cluster.add_argument(
+        "--nics", type=count, help="network interfaces that the ranks of a node share (default: each has its own)"
+    )
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
     cluster.add_argument("--pipeline", type=count, default="1", help="devices of a rank's pipeline (default 1)")
     cluster.add_argument(
@@ -124,6 +127,7 @@ KNOWN_BY_CALIBRATION = {
     "pipeline": 1,
     "chunks": 1,
     "expert": 1,
+    "nics": None,
 }
 _NODE_DEVICES = 8
 _CONTEXT = 2 << 20
@@ -193,6 +197,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         pipeline=options.pipeline,
         chunks=options.chunks,
         expert=options.expert,
+        nics=options.nics,
         offload=options.offload,
         speeds=_speeds(options.slow_ranks, options.ranks),
         device=load_cluster(Path(options.cluster)).device if options.cluster.endswith(".json") else options.cluster,

@@ -35,6 +35,9 @@ class ClusterSpec:
         speeds: of each rank, relative to the fastest one, 0.001 to 1: a micro-batch takes 1 / speed times as long on a
             group whose slowest rank has it, whatever it waits for included. ``None``: all are alike.
             :class:`hdpcomm.plan.CostLearner` finds them in steps that were measured.
+        nics: network interfaces of a node, each of ``device.inter_bandwidth``, that its ranks share in equal parts of
+            neighbours. Where two messages of a ring would share one, the ring goes node after node and leaves each
+            once, and ranks have more peers. ``None``: each rank has its own.
         device: the name of a preset (``hdpcomm.plan.DEVICES``) or a :class:`DeviceSpec`.
     """
 
@@ -50,9 +53,12 @@ class ClusterSpec:
     speeds: tuple[float, ...] | None = None
     expert: int = 1
     expert_imbalance: float = 1.0
+    nics: int | None = None
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("ranks_per_node", "cores") if getattr(self, name) is not None}
+        given = {
+            name: getattr(self, name) for name in ("ranks_per_node", "cores", "nics") if getattr(self, name) is not None
+        }
         counts = {"ranks": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "chunks": self.chunks}
         counts["expert"] = self.expert
         check_positive("ClusterSpec", most=(1 << 31) - 1, **counts, **given)

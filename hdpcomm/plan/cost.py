@@ -414,4 +414,5 @@ def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> cor
         pipeline=cluster.pipeline,
         chunks=cluster.chunks,
         speeds=cluster.speeds or (),
+        nics=cluster.nics or 0,
     )

@@ -206,6 +206,7 @@ def make_planner(
         chunks=config.chunks,
         expert=config.expert,
         offload=config.offload_bytes > 0,
+        nics=1 if comm.device.type == "cpu" else None,  # processes on CPUs send over their host's one interface
         # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
         cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline * config.tensor == 1 else None,
     )

@@ -175,3 +175,19 @@ def test_the_suffix_of_a_plan_is_known_before_it_is_made(tmp_path: Path, capsys:
         captured = capsys.readouterr()
         assert "a plan is a file that ends in .json or .safetensors" in captured.err
         assert "policy" not in captured.out
+
+
+def test_shared_interfaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blind, aware = tmp_path / "blind.safetensors", tmp_path / "aware.safetensors"
+    step = ["--ranks", "32", "--capacity", "8K", "--tokens", "1M", "--context", "256K"]
+    assert main(["plan", *step, "--out", str(blind)]) == 0
+    assert main(["plan", *step, "--nics", "1", "--out", str(aware)]) == 0
+    seconds = []
+    for path in (blind, aware):
+        command = ["simulate", "--plan", str(path), "--capacity", "8K", "--nics", "1", "--json", str(tmp_path / "x")]
+        assert main(command) == 0
+        seconds.append(json.loads((tmp_path / "x").read_text())["balanced"]["steps"][0]["compute_s"])
+    assert seconds[1] < seconds[0]
+    capsys.readouterr()
+    assert main(["plan", *step, "--nics", "1", "--calibration", "none.json"]) == 6
+    assert "--nics 1 was given with --calibration" in capsys.readouterr().err

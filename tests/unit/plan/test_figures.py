@@ -83,6 +83,18 @@ def test_the_largest_clusters() -> None:
     assert f"hash takes {1e3 * byted['hash_s']:.0f} and {1e3 * github['hash_s']:.0f} ms" in PAGE
 
 
+def test_shared_interfaces() -> None:
+    found = json.loads((TOP / "benchmarks/results/shared_nics.json").read_text())["rows"]
+    rows = rows_of("| lengths | ranks | policy | blind s |")
+    assert len(rows) == len(found)
+    for row, one in zip(rows, found, strict=True):
+        crossings = f"{one['blind_crossings']:,}, {one['aware_crossings']:,}"
+        figures = [f"{one['blind_s']:.3f}", f"{one['aware_s']:.3f}", f"{one['gain']:.3f} ({one['least_gain']:.3f})"]
+        peers = f"{one['blind_peers']}, {one['aware_peers']}"
+        assert row == [one["lengths"], f"{one['ranks']:,}", one["policy"], *figures, crossings, peers]
+        assert one["least_gain"] >= 1 - 1e-9
+
+
 def test_closed_loop() -> None:
     found = json.loads((TOP / "benchmarks/results/closed_loop.json").read_text())
     assert f"`{found['command']} --json benchmarks/results/closed_loop.json`" in PAGE

@@ -1,0 +1,75 @@
+#include "planner/rings.hpp"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <utility>
+
+namespace hdpcomm::planner {
+namespace {
+
+// Even places upwards, then odd places downwards.
+template <typename T>
+std::vector<T> thereAndBack(const std::vector<T>& items) {
+  std::vector<T> order;
+  order.reserve(items.size());
+  for (size_t i = 0; i < items.size(); i += 2) order.push_back(items[i]);
+  for (size_t i = items.size() / 2; i > 0; --i) order.push_back(items[2 * i - 1]);
+  return order;
+}
+
+// A ring that leaves each node once. Inside a node it goes there and back from the side where the
+// group has all of the node's ranks, so that the ranks that talk to other nodes are the same ones
+// for groups of any size.
+std::vector<int32_t> nodeAfterNode(const std::vector<int32_t>& ranks, int ranks_per_node) {
+  std::vector<std::vector<int32_t>> nodes;
+  for (const int32_t rank : ranks) {
+    if (nodes.empty() || nodes.back().front() / ranks_per_node != rank / ranks_per_node) {
+      nodes.emplace_back();
+    }
+    nodes.back().push_back(rank);
+  }
+  std::reverse(nodes.front().begin(), nodes.front().end());
+  std::vector<int32_t> ring;
+  ring.reserve(ranks.size());
+  for (const auto& node : thereAndBack(nodes)) {
+    for (const int32_t rank : thereAndBack(node)) ring.push_back(rank);
+  }
+  return ring;
+}
+
+}  // namespace
+
+std::vector<int32_t> ringOrder(std::vector<int32_t> ranks) { return thereAndBack(ranks); }
+
+std::vector<int32_t> ringOrder(std::vector<int32_t> ranks, const Cluster& cluster) {
+  std::vector<int32_t> ring = thereAndBack(ranks);
+  if (messagesOnALink(ring, cluster) == 1) return ring;
+  return nodeAfterNode(ranks, cluster.ranks_per_node);
+}
+
+std::vector<int32_t> ringOrder(int first, int count, const Cluster& cluster) {
+  std::vector<int32_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ringOrder(std::move(ranks), cluster);
+}
+
+int messagesOnALink(const std::vector<int32_t>& ring, const Cluster& cluster) {
+  const int node = cluster.ranks_per_node;
+  if (cluster.nics == 0 || cluster.nics >= node) return 1;
+  const auto link = [&](int32_t rank) {
+    const auto place = static_cast<int64_t>(rank % node);
+    return std::pair(rank / node, static_cast<int>(place * cluster.nics / node));
+  };
+  std::map<std::pair<int, int>, std::pair<int, int>> messages;  // of a link: sent, received
+  int most = 1;
+  for (size_t i = 0; i < ring.size(); ++i) {
+    const int32_t from = ring[i];
+    const int32_t to = ring[i + 1 < ring.size() ? i + 1 : 0];
+    if (from / node == to / node) continue;
+    most = std::max({most, ++messages[link(from)].first, ++messages[link(to)].second});
+  }
+  return most;
+}
+
+}  // namespace hdpcomm::planner
