@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.faults.cases import (
     told_survivors,
     until,
     until_it_fails,
+    wait_for,
 )
 from tests.native import _testing
 
@@ -311,6 +313,29 @@ def test_survivors_are_told_who_was_killed(tmp_path: Path, count: int, algorithm
     with pytest.raises(hdp.PeerLost, match="rank 0 ended by signal SIGKILL"):
         spawn(survives, 3, str(tmp_path), "sim", 0, call, timeout=60)
     assert told_survivors(tmp_path) == {1, 2}
+
+
+def sends_to_one_that_dies(folder: str) -> None:
+    """The message is in the receiver's memory, and the receiver dies before it has called anything."""
+    comm = hdp.init(transport="sim", timeout=LONG_S)
+    comm.barrier()
+    if comm.rank == 1:
+        wait_for(Path(folder, "sent"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = comm.send(torch.ones(4), 1, async_op=True)
+    time.sleep(0.2)  # for its streams, which need nothing of the receiver
+    Path(folder, "sent").touch()
+    error = caught(work.wait)
+    assert isinstance(error, hdp.PeerLost), error
+    assert "rank 1 died while rank 0 waited for it in send/recv(4 x float32)" in str(error)
+    assert error.peer == 1
+    Path(folder, "0").touch()
+
+
+def test_the_sender_is_told_of_a_receiver_that_was_killed(tmp_path: Path) -> None:
+    with pytest.raises(hdp.PeerLost, match="rank 1 ended by signal SIGKILL"):
+        spawn(sends_to_one_that_dies, 2, str(tmp_path), timeout=60)
+    assert told_survivors(tmp_path) == {0}
 
 
 def reads_of_this_process() -> int:

@@ -137,6 +137,7 @@ class StreamEngine final : public WorldPart {
   std::optional<Error> departureError(const StreamWork& work, const StreamWork::Share& share) const;
   const StreamWork::Share& mostInformative(const StreamWork& work,
                                            const StreamWork::Share& found) const;
+  Error goneError(const StreamWork& work, const StreamWork::Share& share) const;
   bool lives(int rank, Clock::time_point now);
   bool didItsPart(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
@@ -152,7 +153,7 @@ class StreamEngine final : public WorldPart {
   void watch();
 
   // stream_waits.cpp
-  bool conclude(const WorkPtr& work);
+  bool conclude(const WorkPtr& work, bool check_lives);
   void raiseFailure(StreamWork& work);
   bool awaitDrained(StreamWork& work);
 

@@ -166,6 +166,18 @@ const StreamWork::Share& StreamEngine::mostInformative(const StreamWork& work,
   return *best;
 }
 
+// The error of an operation that needs more from a member that has failed, left or died.
+Error StreamEngine::goneError(const StreamWork& work, const StreamWork::Share& share) const {
+  if (board_->state(share.peer) != BoardState::kReady) {
+    return *departureError(work, mostInformative(work, share));
+  }
+  return withContext(Error(ErrorKind::kPeerLost,
+                           "rank " + std::to_string(share.peer) + " died while rank " +
+                               std::to_string(rank_) + " waited for it in " + describe(work.call_),
+                           {.rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1}),
+                     work);
+}
+
 bool StreamEngine::didItsPart(const StreamWork::Share& share) const {
   return board_->state(share.peer) == BoardState::kReady ||
          share.expected <= board_->validPosts(share.peer, rank_);
@@ -195,13 +207,7 @@ std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point no
     const auto grace = didItsPart(share) ? (left ? kLeaveGrace : kLossGrace)
                                          : (left ? kNoticeGrace : milliseconds(0));
     if (now - *work.loss_seen_ < grace) continue;
-    if (announced) return departureError(work, mostInformative(work, share));
-    return withContext(
-        Error(ErrorKind::kPeerLost,
-              "rank " + std::to_string(share.peer) + " died while rank " + std::to_string(rank_) +
-                  " waited for it in " + describe(work.call_),
-              {.rank = rank_, .peer = share.peer, .op = {}, .ranks = {}, .seq = -1}),
-        work);
+    return goneError(work, share);
   }
   return std::nullopt;
 }

@@ -84,7 +84,7 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
         throw Error(ErrorKind::kTimeout, "its streams have not ended");
       }
     }
-    for (int polls = 0; !conclude(work); ++polls) {
+    for (int polls = 0; !conclude(work, polls >= kYields); ++polls) {
       if (left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
       if (polls % kYields == kYields - 1 && check) check();
       polls < kYields ? std::this_thread::yield()
@@ -111,13 +111,16 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
 }
 
 // The operation's streams have finished. Returns whether the peers called the same operation, too:
-// for a host that waits, a send ends only when the receiver has accepted its call.
-bool StreamEngine::conclude(const WorkPtr& work) {
+// for a host that waits, a send ends only when the receiver has accepted its call. `check_lives`:
+// also look for members whose process has ended, which the board does not tell.
+bool StreamEngine::conclude(const WorkPtr& work, bool check_lives) {
   const std::lock_guard lock(mutex_);
+  const auto now = Clock::now();
   // Read before the entries: a member that is gone has posted all of its entries before.
   std::vector<bool> gone;
   for (const StreamWork::Share& share : work->shares_) {
-    gone.push_back(board_->state(share.peer) != BoardState::kReady);
+    gone.push_back(share.peer != rank_ && (board_->state(share.peer) != BoardState::kReady ||
+                                           (check_lives && !lives(share.peer, now))));
   }
   compareCalls();
   bool agreed = true;
@@ -126,9 +129,7 @@ bool StreamEngine::conclude(const WorkPtr& work) {
     if (work->state_ != StreamWork::State::kRunning || failed_) break;
     const bool heard =
         share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
-    if (gone[i] && share.peer != rank_ && (!didItsPart(share) || !heard)) {
-      failWork(*work, *departureError(*work, mostInformative(*work, share)));
-    }
+    if (gone[i] && (!didItsPart(share) || !heard)) failWork(*work, goneError(*work, share));
     agreed = agreed && heard;
     // The peer's entry may come later than its message. Only this peer's counts here: a member that
     // did its part may leave while another's entry is still on its way.
@@ -136,9 +137,7 @@ bool StreamEngine::conclude(const WorkPtr& work) {
     if (std::any_of(expected.begin(), expected.end(),
                     [&](const Expected& each) { return each.work == work; })) {
       agreed = false;
-      if (gone[i] && share.peer != rank_) {
-        failWork(*work, *departureError(*work, mostInformative(*work, share)));
-      }
+      if (gone[i]) failWork(*work, goneError(*work, share));
     }
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;
