@@ -11,6 +11,7 @@ that writes the rest takes it before it renames.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -39,6 +40,7 @@ _META = "meta.json"
 _CHUNK = 1 << 20
 _PATIENCE_S = 600.0  # for the parts of other writers, which may be gigabytes on a slow disk
 _LAST_PATIENCE_S = 5.0  # when the run has ended by an error
+_SILENCE_S = 0.5  # then also the longest time without another byte: a dead writer's part does not grow
 _POLL_S = 0.01
 
 
@@ -97,6 +99,7 @@ class CheckpointFolder:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._patience_s = _PATIENCE_S
+        self._giving_up = False
         path.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             for left in path.glob(".step-*"):  # of a process that was killed while it saved
@@ -138,9 +141,9 @@ class CheckpointFolder:
             ) from failure
 
     def give_up(self) -> None:
-        """As :meth:`wait` after an error of the run, when another writer may be dead: waits a few seconds for what is
-        missing, and leaves a checkpoint that does not become whole."""
-        self._patience_s = _LAST_PATIENCE_S
+        """As :meth:`wait` after an error of the run, when another writer may be dead: waits a few seconds for parts
+        that grow, half a second for one that does not, and leaves a checkpoint that does not become whole."""
+        self._patience_s, self._giving_up = _LAST_PATIENCE_S, True
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -188,9 +191,15 @@ class CheckpointFolder:
 
     def _wait_for(self, part: Path) -> dict[str, list[int]]:
         """The files of another writer's part, as soon as it is whole."""
-        started = time.monotonic()
+        started = grown = time.monotonic()
+        size = -1
         while not (part / _META).exists():
-            if time.monotonic() - started > self._patience_s:
+            now = time.monotonic()
+            if not self._giving_up:
+                grown = now
+            elif (found := _bytes_in(part)) != size:
+                size, grown = found, now
+            if now - started > self._patience_s or now - grown > _SILENCE_S:
                 raise Error(
                     f"rank {part.suffix[1:]} has not written its part within {self._patience_s:g} s (all ranks of "
                     "a sharded optimizer write to this folder, so it must be the same one on all hosts)"
@@ -287,6 +296,15 @@ def _fingerprint(path: Path) -> list[int]:
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return [size, checksum]
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the files of a folder that another process may be writing, or about to make."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            total += path.stat().st_size
+    return total
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -95,12 +95,35 @@ def test_a_copy_is_of_the_moment_of_saving(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_died_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hdpcomm.run.checkpoints._LAST_PATIENCE_S", 0.05)
+    """Its part, which it has begun, grows no more: that is noticed long before the time of the living is over."""
+    monkeypatch.setattr("hdpcomm.run.checkpoints._LAST_PATIENCE_S", 1000.0)
+    monkeypatch.setattr("hdpcomm.run.checkpoints._SILENCE_S", 0.05)
     saved(tmp_path, 2, seed=1).path.joinpath("step-4").rename(tmp_path / "step-2")
     folder = CheckpointFolder(tmp_path, keep=2, writers=2, session="s")
+    begun = tmp_path / ".step-4.s.1"
+    begun.mkdir()
+    (begun / "__1_0.distcp").write_bytes(b"some of it")
     folder.save(4, states(2, seed=1)[0], {})
     folder.give_up()
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_part_that_grows_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look finds more, and one look without more would be the last."""
+    looks = itertools.count()
+    monkeypatch.setattr("hdpcomm.run.checkpoints._LAST_PATIENCE_S", 1000.0)
+    monkeypatch.setattr("hdpcomm.run.checkpoints._SILENCE_S", 0.0)
+    monkeypatch.setattr("hdpcomm.run.checkpoints._bytes_in", lambda _: next(looks))
+    first, second = (CheckpointFolder(tmp_path, keep=2, rank=rank, writers=2, session="s") for rank in (0, 1))
+    one, other = states(2, seed=1)
+    first.save(4, one, {})
+    ending = threading.Thread(target=first.give_up)
+    ending.start()
+    while next(looks) < 20:
+        time.sleep(0.001)
+    second.save(4, other, {})
+    ending.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
 
 
 def test_a_part_that_never_comes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
