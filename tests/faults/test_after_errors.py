@@ -212,11 +212,21 @@ def resync_without_need() -> None:
         for number in range(20):
             comm.resync()
             step(comm, 1000, number)
-        threads = [threading.Thread(target=comm.resync) for _ in range(2)]
+        errors: list[hdp.Error] = []
+
+        def many() -> None:
+            try:
+                for _ in range(20):
+                    comm.resync()
+            except hdp.Error as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=many) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        assert not errors, errors
         step(comm, 3, 0)
         alone = comm.subset([comm.rank])
         assert alone is not None

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transport/failures.hpp"
+
 namespace hdpcomm {
 namespace {
 
@@ -145,9 +147,11 @@ bool ResyncWork::advance(Transport& transport) {
     return true;
   }
   if (completion_.pending > 0 || completion_.failure) return false;
-  // A peer that was in step with this rank may have failed with another one since.
+  // A peer that was in step with this rank may have failed with another one since. That it, or
+  // another thread of this rank, has called the next resync() is no failure of this one.
   for (const int peer : *ranks_) {
-    if (const auto error = transport.outOfStep(peer)) completion_.failure = error;
+    const auto error = transport.outOfStep(peer);
+    if (error && !hidesCause(*error)) completion_.failure = error;
   }
   return false;
 }

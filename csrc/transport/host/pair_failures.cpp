@@ -14,9 +14,10 @@ void PairFailures::markOutOfStep(const Error& error) {
   refused_ = {send_number_ + kAhead, recv_number_ + kAhead};
   if (refusal_) return;
   const bool gone = error.kind() == ErrorKind::kPeerLost && error.context().peer == peer_;
+  const std::string other = peer_ == rank_ ? "itself" : "rank " + std::to_string(peer_);
   refusal_ = Error(gone ? ErrorKind::kPeerLost : ErrorKind::kAborted,
-                   "rank " + std::to_string(rank_) + " is out of step with rank " +
-                       std::to_string(peer_) + kSince + error.what() + "; " + kOutOfStepAdvice,
+                   "rank " + std::to_string(rank_) + " is out of step with " + other + kSince +
+                       error.what() + "; " + kOutOfStepAdvice,
                    {.rank = rank_, .peer = peer_, .op = {}, .ranks = {}, .seq = -1});
 }
 
