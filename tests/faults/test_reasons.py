@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,50 @@ def leaves() -> str:
 
 def test_a_rank_that_left(pool: RankPool) -> None:
     assert all("no such shard" in each for each in pool.run(leaves))
+
+
+def gives_up_quietly(folder: str, ends: str) -> str:
+    """Ranks 0 and 2 disagree, and rank 0 ends without a word of its own; the others wait for it."""
+    comm = hdp.init(timeout=LONG_S)
+    if comm.rank == 2:
+        error = caught(lambda: comm.send(torch.zeros(FIRST_ODD), 0))
+        wait_for(Path(folder, "told"))
+        return str(error)
+    if comm.rank == 0:
+        error = caught(lambda: comm.recv(torch.zeros(FIRST_ODD + 1), 2))
+        if ends == "close":
+            comm.close()
+        else:
+            del comm
+        return str(error)
+    error = caught(lambda: comm.recv(torch.zeros(1), 0))
+    assert isinstance(error, hdp.PeerLost)
+    Path(folder, "told").touch()
+    return str(error)
+
+
+@pytest.mark.parametrize("ends", ["close", "dropped"])
+def test_who_leaves_after_an_error_tells_it(pool: RankPool, tmp_path: Path, ends: str) -> None:
+    told = pool.run(gives_up_quietly, str(tmp_path), ends)[1]
+    assert told.startswith("rank 0 closed its communicator while rank 1 waited for it; its last words: "), told
+    assert "after an error: rank " in told
+    assert f"send/recv({FIRST_ODD + 1} x float32)" in told
+
+
+def leaves_after_resync() -> str:
+    """What resync() has mended is no reason for leaving."""
+    comm = hdp.init(timeout=LONG_S)
+    if comm.rank < 2:
+        pair = comm.subset([0, 1])
+        assert pair is not None
+        caught(lambda: pair.all_reduce(torch.zeros(FIRST_ODD + pair.rank)))
+    comm.resync()
+    if comm.rank == 0:
+        comm.close()
+        return ""
+    return str(caught(lambda: comm.recv(torch.zeros(1), 0)))
+
+
+def test_a_mended_error_is_no_last_word(pool: RankPool) -> None:
+    for told in pool.run(leaves_after_resync)[1:]:
+        assert re.fullmatch(r"rank 0 closed its communicator while rank \d waited for it", told), told

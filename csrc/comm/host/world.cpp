@@ -312,6 +312,12 @@ void World::abortTransport(const std::string& reason) {
   transport_->close("aborted: " + abort_reason_);
 }
 
+// What the others are told who wait for this rank: the reason for closing, and the error before it.
+std::string World::lastWordsLocked(const std::string& reason) const {
+  if (first_cause_.empty() || reason.find(first_cause_) != std::string::npos) return reason;
+  return (reason.empty() ? "" : reason + " ") + "after an error: " + first_cause_;
+}
+
 void World::close(const std::string& reason) {
   if (::getpid() != pid_) return;  // a forked child: the world is its parent's
   if (const auto part = part_) part->close(reason);
@@ -319,6 +325,7 @@ void World::close(const std::string& reason) {
     std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
     over_.store(true, std::memory_order_relaxed);
+    const std::string last_words = lastWordsLocked(reason);  // before the operations fail by this
     for (const auto& work : queue_) {
       fail(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
                                                  " closed its communicator during " +
@@ -326,7 +333,7 @@ void World::close(const std::string& reason) {
     }
     dropEndedLocked();
     transport_->progress();
-    transport_->close(reason);
+    transport_->close(last_words);
     stop_ = true;
   }
   progress_wanted_->notify_all();

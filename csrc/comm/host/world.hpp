@@ -121,6 +121,7 @@ class World {
   bool spinLocked(Work& work);
   void forgetLocked(Work& work);
   void failAllWithLocked(const std::vector<int>& ranks, const Error& error);
+  std::string lastWordsLocked(const std::string& reason) const;
   std::string causeOfResyncLocked(const std::vector<int>& ranks);
   Error explainedLocked(const Work& work, const Error& error);
   void progressLocked();
