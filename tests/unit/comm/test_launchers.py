@@ -145,15 +145,21 @@ SHELLS = {
     [["train", "--ranks", "4"], ["perf", "all_reduce", "--ranks", "4"], ["doctor", "--topology", "--ranks", "4"]],
 )
 def test_commands_start_ranks_in_an_interactive_shell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str, command: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    shell: str,
+    command: list[str],
 ) -> None:
+    (tmp_path / "some.txt").write_text("some text; " * 100)
+
     def started(ranks: int, **_options: object) -> None:
         raise hdp.InvalidUsage(f"{ranks} ranks were started")
 
     monkeypatch.setattr("hdpcomm.comm.launch.RankPool", started)
     use(monkeypatch, **SHELLS[shell])
     assert not joined()
-    options = ["--data", str(Path(__file__).parent), "--context", "512"] if command[0] == "train" else []
+    options = ["--data", str(tmp_path), "--context", "512"] if command[0] == "train" else []
     assert main([*command, *options]) == 6
     assert "4 ranks were started" in capsys.readouterr().err
     use(monkeypatch, RANK="0", WORLD_SIZE="1")  # torchrun's world of one is a world
