@@ -1,11 +1,16 @@
 """How soon ranks notice an error: calls that disagree within 1 s, a death within 2 s, a deadline within 0.5 s.
 
     python benchmarks/faults.py [--transports shm sim torch] [--rounds 9] [--json FILE]
+    python benchmarks/faults.py --kills 200 [--transports shm sim torch] [--seed 0] [--json FILE]
 
 A row is a kind of error on a transport; a time is that of the last rank to notice it, from its own call on (after a
 barrier), or roughly from the death on. CommTimeout: how long after its deadline a sender was told, whose receiver was
-stopped by SIGSTOP at some moment of the message; what the receiver has then (after SIGCONT) is checked. Exit code 4:
-a limit is missed. Needs an idle machine for reliable figures.
+stopped by SIGSTOP at some moment of the message; what the receiver has then (after SIGCONT) is checked.
+
+``--kills N``: a rank ends by SIGKILL at N random points of traffic, joining, closing, training and saving. All others
+must be told who died, none may hang, and no shared memory, file, process, descriptor or thread may be left.
+
+Exit code 4: a limit is missed, or a kill found what should not be. Needs an idle machine for reliable figures.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from killed_ranks import PHASES, Outcome, Point, kill, make_workplace
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
@@ -147,6 +153,29 @@ def measure(transports: list[str], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def kills(transports: list[str], points: int, seed: int) -> list[dict[str, Any]]:
+    """Kills ranks at random points; a row for each phase and transport. What is wrong is printed at once."""
+    transports = [*transports, *(["fragments"] if "shm" in transports else [])]
+    found: dict[tuple[str, str], list[Outcome]] = {}
+    work = make_workplace()
+    for number in range(points):
+        phase = PHASES[number % len(PHASES)]
+        transport = transports[number // len(PHASES) % len(transports)]
+        outcome = kill(Point(phase, transport, f"{seed} {number}"), work)
+        for fault in outcome.faults:
+            print(f"{phase} over {transport}, seed {seed}, point {number}: {fault}", file=sys.stderr, flush=True)
+        found.setdefault((phase, transport), []).append(outcome)
+    if any(outcome.faults for each in found.values() for outcome in each):
+        printed = [line for line in (work / "printed").read_text().splitlines() if not line.startswith("step ")]
+        print("the last that the ranks printed:", *printed[-40:], sep="\n", file=sys.stderr, flush=True)
+    rows = []
+    for (phase, transport), outcomes in sorted(found.items()):
+        times, faults = [outcome.seconds for outcome in outcomes], [each for one in outcomes for each in one.faults]
+        one = row(f"SIGKILL: {phase}", transport, times, DEATH_S) | {"points": len(outcomes), "faults": faults}
+        rows.append(one | {"met": one["met"] and not faults})
+    return rows
+
+
 def row(error: str, transport: str, times: list[float], limit_s: float) -> dict[str, Any]:
     """One line of the table."""
     figures = {"median_s": statistics.median(times), "worst_s": max(times), "limit_s": limit_s}
@@ -158,18 +187,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--rounds", type=int, default=9, help="of each row (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--kills", type=int, metavar="N", help="kill ranks at N random points instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the random points (default %(default)s)")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: give at least 1")
-    rows = measure(args.transports, args.rounds)
+    for name, value in (("rounds", args.rounds), ("kills", args.kills)):
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: give at least 1")
+    if args.kills is None:
+        rows = measure(args.transports, args.rounds)
+    else:
+        rows = kills(args.transports, args.kills, args.seed)
     print(f"{'error':<22} {'transport':<10} {'median ms':>10} {'worst ms':>10} {'limit ms':>9}  met")
     for one in rows:
         times = f"{one['median_s'] * 1e3:>10.1f} {one['worst_s'] * 1e3:>10.1f} {one['limit_s'] * 1e3:>9.0f}"
         print(f"{one['error']:<22} {one['transport']:<10} {times}  {'yes' if one['met'] else 'NO'}")
     if args.json is not None:
-        about = {"date": date.today().isoformat(), "torch": torch.__version__, "hdpcomm": hdp.__version__}
+        about: dict[str, Any] = {
+            "date": date.today().isoformat(),
+            "torch": torch.__version__,
+            "hdpcomm": hdp.__version__,
+        }
         about["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
-        args.json.write_text(json.dumps({**about, "rounds": args.rounds, "rows": rows}, indent=1) + "\n")
+        about |= {"rounds": args.rounds} if args.kills is None else {"kills": args.kills, "seed": args.seed}
+        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0 if all(one["met"] for one in rows) else MISSED
 
 
