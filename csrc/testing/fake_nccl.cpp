@@ -310,6 +310,7 @@ std::vector<std::byte> FakeNccl::combine(const Whole& whole,
   const bool gathers = whole.op == OpCode::kAllGather;
   const bool reduces = whole.op == OpCode::kAllReduce || whole.op == OpCode::kReduceScatter;
   std::vector<std::byte> result(gathers ? bytes * ins.size() : bytes);
+  if (bytes == 0) return result;  // the addresses may be null
   for (size_t i = 0; i < ins.size(); ++i) {
     if (gathers) {
       std::memcpy(result.data() + i * bytes, ins[i], bytes);

@@ -164,6 +164,22 @@ def test_calls_of_a_communicator(ranks: Any) -> None:
     assert not first + second, "\n".join(first + second)
 
 
+def splits_that_wrap() -> None:
+    """In 64 bits they sum up to the 4 elements that there are."""
+    x, y, wraps = torch.zeros(4), torch.zeros(4), [2**63 - 1, 2**63 - 1, 6]
+    with hdp.init() as comm:
+        for splits in ((wraps, [2, 1, 1]), ([2, 1, 1], wraps)):
+            with pytest.raises(hdp.InvalidUsage, match=f"{2**63 - 1}, 6"):
+                comm.all_to_all(y, x, *splits)
+        x = torch.tensor([1.0 + comm.rank])
+        comm.all_reduce(x)
+        assert x.item() == 6.0
+
+
+def test_splits_whose_sum_wraps(ranks: Any) -> None:
+    ranks(3, splits_that_wrap)
+
+
 def attention_on_ranks() -> list[str]:
     """Ranks compare what they are given: the one with the bad argument and the others are told, and all go on."""
     found = []

@@ -1,7 +1,6 @@
 #include "comm/host/operations.hpp"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 namespace hdpcomm {
@@ -65,13 +64,18 @@ std::string elements(size_t count) { return std::to_string(count) + " elements";
                     (large_x ? "x" : "out") + " must have " + std::to_string(small.count * size));
 }
 
+// None below 0; a plain sum could wrap, and be right by accident.
+bool sumUpTo(const std::vector<int64_t>& splits, size_t count) {
+  for (const int64_t n : splits) {
+    if (n < 0 || static_cast<size_t>(n) > count) return false;
+    count -= static_cast<size_t>(n);
+  }
+  return count == 0;
+}
+
 std::vector<size_t> counts(const std::vector<int64_t>& splits, const TensorView& tensor, int size,
                            const char* name) {
-  const bool fits = splits.size() == static_cast<size_t>(size) &&
-                    std::none_of(splits.begin(), splits.end(), [](int64_t n) { return n < 0; }) &&
-                    std::accumulate(splits.begin(), splits.end(), int64_t{0}) ==
-                        static_cast<int64_t>(tensor.count);
-  if (!fits) {
+  if (splits.size() != static_cast<size_t>(size) || !sumUpTo(splits, tensor.count)) {
     std::string list;
     for (const int64_t n : splits) list += (list.empty() ? "" : ", ") + std::to_string(n);
     throwInvalidUsage("all_to_all() got " + std::string(name) + "=[" + list + "]; it must hold " +
