@@ -1,5 +1,5 @@
 # What only tests need (csrc/testing); tests/native.py says how to build it.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hdpcomm._core.collective import DeviceTransportCosts
@@ -94,6 +94,7 @@ class TestDevice(Device):
     def end_capture(self, stream: int) -> Graph: ...
     # A stream that holds so many operations takes no more: an error, where a driver would block the host.
     def limit_queues(self, operations: int) -> None: ...
+    def before_import(self, call: Callable[[], None]) -> None: ...  # of another rank's memory
     def hold_copies(self, flag: int) -> None: ...
     # So many more of the streams that have to wait get a thread; then the system has none left.
     def limit_threads(self, count: int) -> None: ...

@@ -1,4 +1,5 @@
 // Devices of tests, and kernels whose place in the order of streams shows in their results.
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <chrono>
@@ -140,6 +141,7 @@ void bindTestDevice(py::module_& module) {
           py::arg("stream"), Unlocked())
       .def("limit_threads", &TestDevice::limitThreads, py::arg("count"), Unlocked())
       .def("limit_queues", &TestDevice::limitQueues, py::arg("operations"), Unlocked())
+      .def("before_import", &TestDevice::beforeImport, py::arg("call"))
       .def(
           "hold_copies",
           [](TestDevice& device, Address flag) {

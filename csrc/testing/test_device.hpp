@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "device/simulated/fast_device.hpp"
 #include "testing/capture.hpp"
@@ -30,9 +32,15 @@ class TestDevice final : public simulated::FastDevice {
   // From now on a stream that holds `operations` takes no more: an error of the call, where a
   // driver would block the host.
   void limitQueues(uint64_t operations);
+  // From now on called before another rank's memory is opened.
+  void beforeImport(std::function<void()> call) { before_import_ = std::move(call); }
   // From now on each stream waits until the flag is 1 before it copies or runs a kernel.
   void holdCopies(uint32_t* flag);
 
+  void* importMemory(const MemoryHandle& handle) override {
+    if (before_import_) before_import_();
+    return FastDevice::importMemory(handle);
+  }
   bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
   void record(Event event, Stream stream, Site site) override;
   void wait(Stream stream, Event event, Site site) override;
@@ -46,6 +54,7 @@ class TestDevice final : public simulated::FastDevice {
   std::shared_ptr<Capture> capturing(const FastStream* stream);
   void refuseCaptured(const char* call, Event event);
 
+  std::function<void()> before_import_;
   std::mutex captures_mutex_;  // all below
   std::map<const FastStream*, std::shared_ptr<Capture>> captures_;
   std::map<uintptr_t, Capture::Moment> captured_events_;  // last recorded in a capture

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm import _core
 from hdpcomm.comm.machine import joining_on
 from hdpcomm.testing import run_threads, spawn
 from tests.fakes import FakeMachine
@@ -336,6 +337,34 @@ def test_the_sender_is_told_of_a_receiver_that_was_killed(tmp_path: Path) -> Non
     with pytest.raises(hdp.PeerLost, match="rank 1 ended by signal SIGKILL"):
         spawn(sends_to_one_that_dies, 2, str(tmp_path), timeout=60)
     assert told_survivors(tmp_path) == {0}
+
+
+def joins_with_one_that_dies(folder: str) -> None:
+    """Rank 2 has told the others where its memory is, and is killed before they open it."""
+    rank, place = int(os.environ["RANK"]), Path(folder, "process of rank 2")
+
+    def dies_or_waits() -> None:
+        if rank == 2:
+            place.write_text(f"{os.getpid()} ")
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for(place)
+        assert until(lambda: not _core.comm.process_runs(int(place.read_text() or os.getpid())))
+
+    def opens(ordinal: int, out_of_reach: list[int]) -> _core.device.Device:
+        device = _testing.TestDevice(ordinal, out_of_reach)
+        device.before_import(dies_or_waits)
+        return device
+
+    with joining_on(FakeMachine(3, opens=opens)), pytest.raises(hdp.PeerLost, match="rank 2 died") as info:
+        hdp.init(transport="sim", timeout=LONG_S)
+    assert info.value.op == "init"
+    Path(folder, str(rank)).touch()
+
+
+def test_one_that_is_killed_while_the_others_open_its_memory(tmp_path: Path) -> None:
+    with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
+        spawn(joins_with_one_that_dies, 3, str(tmp_path), timeout=60)
+    assert told_survivors(tmp_path) == {0, 1}
 
 
 def reads_of_this_process() -> int:

@@ -1,7 +1,10 @@
 #include "comm/stream/join_devices.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <string>
+#include <thread>
 
 #include "comm/stream/join_nccl.hpp"
 #include "comm/stream/path_board.hpp"
@@ -41,6 +44,28 @@ void checkIntroductions(const Communicator& comm, const std::vector<Introduction
             " joined with different transports or HDPCOMM_DEVICE_* settings: start all "
             "ranks with the same ones",
         {.rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1});
+  }
+}
+
+// What `open` returns, which opens memory of `peer`. If that fails because the peer has died or
+// given up, this is the error: its memory goes with its process, a moment before that is known to
+// have ended.
+template <typename Open>
+auto openMemoryOf(const Communicator& comm, int peer, Open open) {
+  constexpr auto kPatience = std::chrono::milliseconds(500);
+  try {
+    return open();
+  } catch (const Error&) {
+    const auto until = Clock::now() + kPatience;
+    for (;;) {
+      if (const auto gone = comm.world().departure(comm.ranks()[static_cast<size_t>(peer)])) {
+        throw Error(
+            gone->kind(), std::string(gone->what()) + " while the ranks joined their devices",
+            {.rank = comm.rank(), .peer = peer, .op = "init", .ranks = comm.ranks(), .seq = -1});
+      }
+      if (Clock::now() >= until) throw;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
   }
 }
 
@@ -96,7 +121,7 @@ std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& devi
     const Introduction& other = everyone[static_cast<size_t>(peer)];
     if (strict) {
       requireAccess(comm, *device, peer, other.ordinal);
-      arena->importPeer(map.placeOf(peer), other.arena);
+      openMemoryOf(comm, peer, [&] { arena->importPeer(map.placeOf(peer), other.arena); });
     } else if (!tryImport(*arena, *device, map.placeOf(peer), other)) {
       continue;
     }
@@ -126,7 +151,9 @@ std::shared_ptr<SharedBoard> shareBoard(const Communicator& comm, const LinkMap&
   std::vector<Address> all(static_cast<size_t>(comm.size()));
   gather(comm, &own, all.data(), sizeof own);
   if (board == nullptr) {
-    board = SharedBoard::open(all[static_cast<size_t>(host)].text, comm.size());
+    board = openMemoryOf(comm, host, [&] {
+      return SharedBoard::open(all[static_cast<size_t>(host)].text, comm.size());
+    });
   }
   return board;
 }
