@@ -130,7 +130,7 @@ void bindTestDevice(py::module_& module) {
              device->keepOutOfReach(std::move(out_of_reach));
              return device;
            }),
-           py::arg("ordinal"), py::arg("out_of_reach") = std::vector<int>{}, Unlocked())
+           py::arg("ordinal"), py::arg("out_of_reach") = std::vector<int>{})
       .def(
           "begin_capture",
           [](TestDevice& device, uintptr_t stream) { device.beginCapture({stream}); },
