@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
+from tests.warm_python import PRELOAD
 
 torch.set_num_threads(1)
 
@@ -63,9 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # Tokens that a test makes are not those of the user of this machine.
 _CACHE = tempfile.TemporaryDirectory(prefix="hdpcomm-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
-
-# Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made.
-PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
 
 
 def pytest_configure() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
 from tests.faults.cases import LONG_S
+from tests.warm_python import Python
 
 MODEL = ["--layers", "1", "--hidden", "16", "--ffn", "16"]
 OPTIONS = ["--ranks", "4", "--steps", "100000", "--context", "512", "--tokens-per-step", "2048", *MODEL]
@@ -30,17 +29,13 @@ def test_sigkill_of_a_rank(victim, tmp_path):
     log = tmp_path / "log.jsonl"
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["HDPCOMM_TIMEOUT"] = str(LONG_S)  # something else ends the others' waits
-    arguments = [sys.executable, "-m", "hdpcomm.cli.main", "train", *OPTIONS, "--log", str(log)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
-        try:
-            wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3, 60)
-            everyone = psutil.Process(run.pid).children(recursive=True)
-            server = next(p for p in everyone if len(p.children()) == 4)
-            ranks = sorted(server.children(), key=lambda process: (process.create_time(), process.pid))
-            ranks[victim].send_signal(signal.SIGKILL)
-            out, err = run.communicate(timeout=100)
-        finally:
-            run.kill()
+    with Python(["-m", "hdpcomm.cli.main", "train", *OPTIONS, "--log", str(log)], env=environment) as run:
+        wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3, 60)
+        everyone = psutil.Process(run.pid).children(recursive=True)
+        server = next(p for p in everyone if len(p.children()) == 4)
+        ranks = sorted(server.children(), key=lambda process: (process.create_time(), process.pid))
+        ranks[victim].send_signal(signal.SIGKILL)
+        out, err = run.communicate(timeout=100)
     assert run.returncode == 3
     assert out == ""
     assert f"rank {victim} ended by signal SIGKILL" in err

@@ -7,8 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from hdpcomm.cli.main import main
 from hdpcomm.run import read_lines
+from tests.warm_python import Python, run_python
 
 SIZE = ["--layers", "2", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24"]
 LIMITS = ["--context", "300", "--tokens-per-step", "700", "--trackers", "none"]
@@ -49,7 +48,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_lines(out / "metrics.jsonl")]
 
 
-def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+def ranks_of(process: Python, count: int) -> list[psutil.Process]:
     """The ranks, of which so many live, by their number."""
     limit = time.monotonic() + 30
     while time.monotonic() < limit:
@@ -61,18 +60,14 @@ def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
     raise AssertionError(f"there are not {count} ranks")
 
 
-def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> None:
+def wait_for_steps(process: Python, out: Path, count: int) -> None:
     """Until so many lines of metrics are there."""
     limit = time.monotonic() + 100
     path = out / "metrics.jsonl"
     while not path.exists() or path.read_text().count("\n") < count:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(10)
         assert time.monotonic() < limit
         time.sleep(0.01)
-
-
-def started(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("run", range(-(-DEATHS // 2)))
@@ -82,7 +77,7 @@ def test_the_others_go_on_with_the_losses_of_a_resumed_run(data: str, tmp_path: 
     draw, out, steps = random.Random(run), tmp_path / "run", 30
     options = ["--save-every", "3", "--keep", "100", "--elastic", "--ranks", "3"]
     options += ["--zero", "1", "--dtype", "bf16"] if run % 2 == 0 else []
-    process = started(command(data, out, *options, steps=steps))
+    process = Python(command(data, out, *options, steps=steps))
     wait_for_steps(process, out, 1)
     living = ranks_of(process, 3)
     for least, most in ((1, 6), (2, 4)):
@@ -110,7 +105,7 @@ def test_the_others_go_on_with_the_losses_of_a_resumed_run(data: str, tmp_path: 
             shutil.copytree(out / f"checkpoints/step-{step}", by_hand / f"checkpoints/step-{step}")
         again = [*options[4:], "--ranks", str(ranks), "--resume", "auto"]
         arguments = command(data, by_hand, *(o for o in again if o != "--elastic"), steps=steps)
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=100)
+        run_python(arguments, timeout=100, check=True)
         if step:  # without a checkpoint, the costs are measured anew
             assert losses(by_hand)[: len(piece)] == piece
 
@@ -118,7 +113,7 @@ def test_the_others_go_on_with_the_losses_of_a_resumed_run(data: str, tmp_path: 
 def test_without_a_checkpoint_it_begins_again_and_what_does_not_fit_is_an_error(data: str, tmp_path: Path) -> None:
     """Two ranks hold together what one does not. The one that dies is the one that wrote the files."""
     out = tmp_path / "run"
-    process = started(command(data, out, "--capacity", "150", "--elastic", "--ranks", "2", steps=1000))
+    process = Python(command(data, out, "--capacity", "150", "--elastic", "--ranks", "2", steps=1000))
     wait_for_steps(process, out, 2)
     ranks_of(process, 2)[0].kill()
     _, errors = process.communicate(timeout=100)
@@ -131,7 +126,7 @@ def test_torchrun_starts_all_ranks_anew(data: str, tmp_path: Path) -> None:
     out, steps = tmp_path / "run", 30
     options = ["--elastic", "--save-every", "2", "--keep", "100"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    process = started([*launcher, *command(data, out, *options, steps=steps)])
+    process = Python([*launcher, *command(data, out, *options, steps=steps)])
     wait_for_steps(process, out, 3)
     psutil.Process(process.pid).children()[1].kill()
     _, errors = process.communicate(timeout=200)

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from hdpcomm.cli.main import main
 from hdpcomm.data import FolderEncoder, open_corpus
 from hdpcomm.run import folder_model, read_metrics
 from tests.unit.data.tokenizers import save_tokenizer
+from tests.warm_python import Python
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,9 +47,7 @@ def test_killed_resumed_exported_and_generates(folder: Path, tmp_path: Path) -> 
             file.write(json.dumps({"messages": messages}) + "\n")
     arguments = ["train", "--model", str(folder), "--data", str(chats), "--out", str(out), "--trackers", "none"]
     arguments += ["--steps", "60", "--lr", "0.01", "--context", "64", "--tokens-per-step", "256", "--save-every", "5"]
-    command = [sys.executable, "-m", "hdpcomm.cli.main", *arguments, "--ranks", "2"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    with Python(["-m", "hdpcomm.cli.main", *arguments, "--ranks", "2"]) as process:
         while not process.stderr.readline().startswith("step 12/"):
             assert process.poll() is None
         os.kill(process.pid, signal.SIGKILL)

@@ -10,8 +10,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +27,7 @@ from hdpcomm.models import Llama, LlamaConfig, adapt
 from hdpcomm.models.export import check_export, export_llama
 from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, Watching, open_checkpoint, read_metrics, train
 from hdpcomm.testing import run_threads
+from tests.warm_python import Python, run_python
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 STEPS = 8
@@ -206,7 +205,7 @@ def command(data: str, out: Path, *options: str, steps: int = STEPS) -> list[str
     size = ["--layers", "2", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24"]
     limits = ["--context", "300", "--tokens-per-step", "700", "--capacity", "300", "--steps", str(steps)]
     saving = ["--out", str(out), "--save-every", "2", "--ranks", "2", "--trackers", "none"]
-    return [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", data, *size, *limits, *saving, *options]
+    return ["-m", "hdpcomm.cli.main", "train", "--data", data, *size, *limits, *saving, *options]
 
 
 KILLS = int(os.environ.get("KILLS", "2"))
@@ -229,24 +228,18 @@ def test_kills_lose_nothing_beyond_the_last_checkpoint(data: str, whole: Path, t
     out = begun(whole, tmp_path / "run", first)
     generator = random.Random(7)
     for _ in range(KILLS):
-        process = subprocess.Popen(
-            command(data, out, "--resume", "auto", *sharded, steps=steps),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr is not None
-        for _ in range(generator.randint(1, 4)):  # so many steps are done
-            process.stderr.readline()
-        time.sleep(generator.random() * 0.1)
-        if generator.random() < 0.5:
-            process.kill()
-        else:
-            kill_a_rank(process.pid, generator)
-        process.communicate(timeout=60)
+        with Python(command(data, out, "--resume", "auto", *sharded, steps=steps)) as process:
+            for _ in range(generator.randint(1, 4)):  # so many steps are done
+                process.stderr.readline()
+            time.sleep(generator.random() * 0.1)
+            if generator.random() < 0.5:
+                process.kill()
+            else:
+                kill_a_rank(process.pid, generator)
+            process.communicate(timeout=60)
     folder = tmp_path / "model"
     arguments = command(data, out, "--resume", "auto", "--export", str(folder), *sharded, steps=steps)
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    done = run_python(arguments, timeout=100)
     assert done.returncode == 0, done.stderr
     assert losses(out) == losses(whole)[first:]
     assert f"saved: {out}/checkpoints/step-{steps}" in done.stdout
@@ -265,18 +258,17 @@ def kill_a_rank(launcher: int, generator: random.Random) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_says_where(data: str, tmp_path: Path, number: int) -> None:
     out = tmp_path / "run"
-    process = subprocess.Popen(command(data, out, steps=400), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    while not process.stderr.readline().startswith("step 3/"):
-        assert process.poll() is None
-    os.kill(process.pid, number)
-    output, errors = process.communicate(timeout=60)
+    with Python(command(data, out, steps=400)) as process:
+        while not process.stderr.readline().startswith("step 3/"):
+            assert process.poll() is None
+        os.kill(process.pid, number)
+        output, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
     assert "saving after this step" in errors
     newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
     assert f"saved: {newest}" in output
     assert open_checkpoint(newest).step == len(losses(out))
-    again = subprocess.run(command(data, out), capture_output=True, text=True, timeout=60, check=False)
+    again = run_python(command(data, out), timeout=60)
     assert again.returncode == 6
     assert "holds the checkpoints of a run; go on with it by --resume auto" in again.stderr
 

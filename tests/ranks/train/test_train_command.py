@@ -13,6 +13,7 @@ import pytest
 from hdpcomm.cli.main import main
 from hdpcomm.cli.train_report import size_text
 from hdpcomm.errors import InvalidUsage
+from tests.warm_python import Python, run_python
 
 SMALL = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
 POLICIES = ("balanced", "static", "ddp")
@@ -35,7 +36,7 @@ def no_world(monkeypatch):
 
 
 def test_trains_and_compares(folder, tmp_path):
-    """In a process of its own: ranks that this one starts write to the stderr that it had when it started the first."""
+    """As a user starts it, from a new interpreter."""
     path, log = tmp_path / "out.json", tmp_path / "log.jsonl"
     options = ["--ranks", "2", "--capacity", "150", "--compare", "static", "ddp"]
     options += ["--json", str(path), "--log", str(log)]
@@ -152,10 +153,10 @@ def test_jsonl_and_the_seed(tmp_path, capfd):
 
 def test_joins_the_world_of_torchrun(folder, tmp_path):
     path = tmp_path / "out.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--data", folder, *SMALL, *LIMITS, "--json", str(path)]
     arguments = [*launcher, "-m", "hdpcomm.cli.main", "train", *options]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
+    done = run_python(arguments, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the whole run") == 1  # rank 0 alone reports
     assert json.loads(path.read_text())["ranks"] == 2
@@ -166,15 +167,13 @@ def test_joins_the_world_of_mpirun(folder, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS]
+    command = ["-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS]
     variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port)}
     ranks = [
-        subprocess.Popen(
+        Python(
             [*command, "--json", str(path)],
             env=os.environ | variables | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            merged=True,
         )
         for rank in range(2)
     ]
