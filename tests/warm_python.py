@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -36,6 +37,7 @@ class Python:
     """A process that does what ``python *arguments`` does; captures its outputs. The methods are those of Popen.
 
     arguments: ``-m module ...``, ``-c code ...`` or ``script ...``. merged: stderr goes where stdout goes.
+    namespaces_of: the process whose network, files, processes and names it shall see, as with ``nsenter``.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Python:
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
         merged: bool = False,
+        namespaces_of: int | None = None,
     ) -> None:
         self.args = list(arguments)
         context = multiprocessing.get_context("forkserver")
@@ -53,8 +56,9 @@ class Python:
         self.stderr, err = (self.stdout, out) if merged else _pipe()
         environment = dict(os.environ if env is None else env)
         place = str(cwd or Path.cwd())
+        given = (self.args, environment, place, out, err, namespaces_of)
         # One that a failed test leaves is ended with the tests.
-        self._process = context.Process(target=_main, args=(self.args, environment, place, out, err), daemon=True)
+        self._process = context.Process(target=_main, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -135,11 +139,20 @@ def _pipe() -> tuple[TextIO, Connection]:
     return open(reads), Connection(writes, readable=False)
 
 
-def _main(arguments: list[str], environment: dict[str, str], cwd: str, out: Connection, err: Connection) -> None:
+def _main(
+    arguments: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    out: Connection,
+    err: Connection,
+    namespaces_of: int | None,
+) -> None:
     import torch
 
     os.environ.clear()
     os.environ.update(environment)
+    if namespaces_of is not None:
+        _enter(namespaces_of)
     os.chdir(cwd)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
@@ -153,6 +166,19 @@ def _main(arguments: list[str], environment: dict[str, str], cwd: str, out: Conn
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # multiprocessing ends its processes without
+
+
+def _enter(process: int) -> None:
+    """Goes on in its namespaces, in a child: a process stays in the namespace of processes that it was born in."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    files = [os.open(f"/proc/{process}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")]
+    for file in files:
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(file)
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
 
 
 def _leave_the_fork_server() -> None:

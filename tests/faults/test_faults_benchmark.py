@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm_python import run_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 KILLS = int(os.environ.get("FAULTS_KILLS", "5"))  # random points; one of each phase
 
 
 def run(*arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    return run_python([str(SCRIPT), *arguments], timeout=timeout)
 
 
 def test_rows_and_file(tmp_path: Path) -> None:

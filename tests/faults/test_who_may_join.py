@@ -36,6 +36,7 @@ from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.testing import spawn
 from tests.ranks.scale.hosts import why_not
 from tests.ranks.scale.test_torch_faults import QueueGroup
+from tests.warm_python import Python
 
 OURS, THEIRS = Secret("the secret of this job"), Secret("another job's secret")
 LONG_S = 60.0
@@ -219,9 +220,8 @@ def test_ranks_join_by_a_secret_from_anywhere_and_others_do_not(tmp_path: Path) 
     port = free_port()
     common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
-    def start(variables: dict[str, str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _JOIN, "40"]
-        return subprocess.Popen(command, env=common | variables, stdout=subprocess.PIPE, text=True)
+    def start(variables: dict[str, str]) -> Python:
+        return Python(["-c", _JOIN, "40"], env=common | variables)
 
     processes = [start({"RANK": "0", "HDPCOMM_SECRET": secret})]
     with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
@@ -470,15 +470,7 @@ if sys.argv[1] == "0": bootstrap._JOINS = {"shm": fails}
 hdp.init("shm", timeout=60)
 """
     common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank)],
-            env=common | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    processes = [Python(["-c", program, str(rank)], env=common | {"RANK": str(rank)}) for rank in range(2)]
     errors = [process.communicate(timeout=LONG_S)[1] for process in processes]
     assert "KeyError: 'no such shard'" in errors[0]
     assert "PeerLost: rank 0 gave up" in errors[1]
@@ -500,8 +492,7 @@ def test_ctrl_c_while_the_store_is_not_reached(agent: bool) -> None:
         )
         variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         variables["TORCHELASTIC_USE_AGENT_STORE"] = str(agent)
-        command = [sys.executable, "-c", program]
-        rank = subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        rank = Python(["-c", program], env=os.environ | variables)
         silent.settimeout(120)
         with silent.accept()[0]:
             time.sleep(0.2)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hdpcomm.testing import spawn
+from tests.warm_python import run_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -27,16 +26,9 @@ def test_examples_run_under_torchrun(index: int, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for i in range(40):
         (tmp_path / "text" / f"{i}.txt").write_text(f"sequence number {i}; " * (3 + i * i % 97))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    result = run_python(command, cwd=tmp_path, env=environment, timeout=110)
     assert result.returncode == 0, result.stderr
     if index == 0:
         losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", result.stdout)]
@@ -68,14 +60,7 @@ def test_the_first_example_of_a_document_runs(document: str, num_ranks: int) -> 
 
 def test_commands_exist() -> None:
     for command in re.findall(r"^\| `hdpcomm (\w+)", README, re.MULTILINE):
-        result = subprocess.run(
-            [sys.executable, "-m", "hdpcomm.cli.main", command, "--help"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=ROOT,
-        )
+        result = run_python(["-m", "hdpcomm.cli.main", command, "--help"], timeout=60, cwd=ROOT)
         assert result.returncode == 0, (command, result.stderr)
 
 

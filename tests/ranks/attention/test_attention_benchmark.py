@@ -1,17 +1,15 @@
 """The attention benchmark: its flags, exit codes and the schema of its results; never its times."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import run_python
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "attention.py"
 
 
 def _run(*arguments):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python([str(SCRIPT), *arguments], timeout=100)
 
 
 def test_schema(tmp_path):

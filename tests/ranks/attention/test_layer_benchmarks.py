@@ -1,16 +1,15 @@
 """The benchmarks of linear layers and of bytes: flags, exit codes, the schema of their results; never their times."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import run_python
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def _run(script, *arguments):
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run_python([str(BENCHMARKS / script), *arguments], timeout=100)
 
 
 def test_time(tmp_path):

@@ -1,16 +1,15 @@
 """The benchmark of trees: flags, exit codes, the schema of its results; never its times."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import run_python
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks/trees.py"
 
 
 def _run(*flags):
-    command = [sys.executable, str(BENCHMARK), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_python([str(BENCHMARK), *flags], timeout=120)
 
 
 def test_a_small_batch(tmp_path):

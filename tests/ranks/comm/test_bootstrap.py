@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import hdpcomm as hdp
 from hdpcomm.comm.bootstrap import close_all
 from hdpcomm.comm.machine import Machine, joining_on
+from tests.warm_python import Python, run_python
 
 REPOSITORY = Path(__file__).parents[3]
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
@@ -197,10 +197,8 @@ def test_torchrun(tmp_path: Path) -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environment["PYTHONPATH"] = str(REPOSITORY)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=90, check=False, cwd=tmp_path
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    result = run_python(command, env=environment, timeout=90, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["3.0"] * 3
 
@@ -255,10 +253,7 @@ def test_the_end_of_a_process_tells_its_peers(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=common | {"RANK": str(rank)})
-        for rank in range(2)
-    ]
+    ranks = [Python(["-c", program, str(tmp_path)], env=common | {"RANK": str(rank)}) for rank in range(2)]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
     assert "rank 1 closed its communicator" in (tmp_path / "told").read_text()
     assert "its process ended" in (tmp_path / "told").read_text()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import run_python
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "collectives.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python([str(SCRIPT), *arguments], timeout=100)
 
 
 def test_schema(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,15 @@ from hdpcomm.comm.costs import load_costs
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.records import COLUMNS
 from hdpcomm.perf.results import Row, Side
+from tests.warm_python import Python, run_python
 
 ROOT = Path(__file__).parents[3]
 
 
 def perf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command as a user starts it."""
-    variables = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "hdpcomm.cli.main", "perf", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=variables,
-        cwd=ROOT,
-        check=False,
-    )
+    """The command in a process of its own."""
+    variables = dict(os.environ) | environment
+    return run_python(["-m", "hdpcomm.cli.main", "perf", *arguments], timeout=100, env=variables, cwd=ROOT)
 
 
 def test_table_and_file(tmp_path: Path) -> None:
@@ -166,16 +158,14 @@ def test_gloo_does_not_wait_beyond_the_timeout() -> None:
 def test_ranks_of_srun(tmp_path: Path) -> None:
     """Two tasks of a Slurm step on one host, without torchrun's variables."""
     path = tmp_path / "r.json"
-    command = [sys.executable, "-m", "hdpcomm.cli.main", *SMALL, "--compare", "gloo", "-J", str(path)]
+    command = ["-m", "hdpcomm.cli.main", *SMALL, "--compare", "gloo", "-J", str(path)]
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    step |= {"PMI_SIZE": "2", "PYTHONPATH": str(ROOT), "MASTER_PORT": free_port()}
+    step |= {"PMI_SIZE": "2", "MASTER_PORT": free_port()}
     ranks = [
-        subprocess.Popen(
+        Python(
             command,
             env=dict(os.environ) | step | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK"), str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            merged=True,
         )
         for rank in range(2)
     ]

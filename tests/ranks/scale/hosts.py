@@ -16,7 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Hosts", "why_not"]
+from tests.warm_python import Python
+
+__all__ = ["Hosts", "WarmHosts", "why_not"]
 
 _NETWORK = "10.77.0"
 _REPOSITORY = Path(__file__).parents[3]
@@ -46,7 +48,7 @@ class Hosts:
     def __init__(self, count: int) -> None:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._inits: list[int] = []
-        self._running: list[subprocess.Popen[str]] = []
+        self._running: list[subprocess.Popen[str] | Python] = []
         try:
             for index in range(count + 1):  # the last one is the switch
                 self._hold(f"host{index}")
@@ -123,19 +125,23 @@ class Hosts:
 
     def start(
         self, index: int, command: Sequence[str], environment: dict[str, str] | None = None, cwd: Path | None = None
-    ) -> subprocess.Popen[str]:
+    ) -> None:
         """Starts a command on a host; its output is captured."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HDPCOMM_", "RANK"))}
-        enter = ["nsenter", "-t", str(self._inits[index]), "-n", "-p", "-m", "-u", "-i", f"--wd={cwd or _REPOSITORY}"]
-        process = subprocess.Popen(
-            [*enter, *command],
-            env=inherited | {"PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"} | (environment or {}),
+        inherited |= {"PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"}
+        place = cwd or _REPOSITORY
+        self._running.append(self._started(self._inits[index], command, inherited | (environment or {}), place))
+
+    def _started(
+        self, init: int, command: Sequence[str], environment: dict[str, str], cwd: Path
+    ) -> subprocess.Popen[str] | Python:
+        return subprocess.Popen(
+            ["nsenter", "-t", str(init), "-n", "-p", "-m", "-u", "-i", f"--wd={cwd}", *command],
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self._running.append(process)
-        return process
 
     def ranks(self, program: Sequence[str], world: Sequence[int], environment: dict[str, str] | None = None) -> None:
         """Starts one process a host; it forks a rank for each r with ``world[r]`` equal to the host."""
@@ -191,7 +197,7 @@ class Hosts:
             holder.stdout.close()
         for process in self._running:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=60)
         self._holders, self._inits, self._running = [], [], []
 
     def __enter__(self) -> Hosts:
@@ -199,3 +205,14 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class WarmHosts(Hosts):
+    """Python programs have imported torch when they start; ranks that torchrun starts have not."""
+
+    def _started(
+        self, init: int, command: Sequence[str], environment: dict[str, str], cwd: Path
+    ) -> subprocess.Popen[str] | Python:
+        if command[0] != sys.executable:
+            return super()._started(init, command, environment, cwd)
+        return Python(command[1:], env=environment, cwd=cwd, merged=True, namespaces_of=init)

@@ -16,7 +16,7 @@ from hdpcomm.attention import unshard
 from hdpcomm.cli.main import main
 from tests.ranks.attention.attention_oracle import GRADS, error, expected
 from tests.ranks.scale.host_program import RING, TRAFFIC_BYTES, TRAFFIC_SUBSETS
-from tests.ranks.scale.hosts import Hosts, why_not
+from tests.ranks.scale.hosts import Hosts, WarmHosts, why_not
 
 PROGRAM = "tests.ranks.scale.host_program"
 TRAIN = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
@@ -31,7 +31,7 @@ def namespaces() -> None:
 
 @pytest.fixture
 def two() -> Iterator[Hosts]:
-    with Hosts(2) as hosts:
+    with WarmHosts(2) as hosts:
         yield hosts
 
 
@@ -88,7 +88,7 @@ def test_training_on_two_hosts_has_the_losses_of_one(two: Hosts, tmp_path: Path)
 
 
 def test_a_host_that_is_cut_off_is_lost_on_all_others(tmp_path: Path) -> None:
-    with Hosts(3) as hosts:
+    with WarmHosts(3) as hosts:
         hosts.ranks([PROGRAM, "cut", str(tmp_path)], [0, 0, 1, 2], {"HDPCOMM_SILENCE_S": "2"})
         limit = time.monotonic() + 60
         while len(list(tmp_path.glob("ready?"))) < 4:

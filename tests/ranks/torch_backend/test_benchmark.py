@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import run_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -13,15 +13,8 @@ ROOT = Path(__file__).parents[3]
 def test_benchmark(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     short = ["--free", "--sizes", "8", "--rounds", "1", "--iterations", "2", "--json", str(file)]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/torch_backend.py", *short],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = run_python(["benchmarks/torch_backend.py", *short], cwd=ROOT, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
     assert record["bound"] is False
@@ -34,14 +27,6 @@ def test_benchmark(tmp_path: Path) -> None:
 
 
 def test_bad_size() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/torch_backend.py", "--sizes", "8,few"],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(["benchmarks/torch_backend.py", "--sizes", "8,few"], cwd=ROOT, timeout=60)
     assert done.returncode != 0
     assert "'few' is no size" in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import uuid
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdpcomm.torch_backend import communicator
 from tests.ranks.torch_backend.groups import data, torch_ranks
+from tests.warm_python import run_python
 
 STEPS = 5
 
@@ -160,12 +159,7 @@ def test_torchrun(tmp_path: Path) -> None:
         """)
     )
     root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = run_python(command, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr

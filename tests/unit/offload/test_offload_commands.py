@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hdpcomm.cli.main import main
+from tests.warm_python import run_python
 
 RATES = {"d2h", "h2d", "both_d2h", "both_h2d", "plain_d2h", "plain_h2d", "fresh_d2h"}
 BENCHMARK = Path(__file__).parents[3] / "benchmarks/offload.py"
@@ -60,13 +59,13 @@ def test_train_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_benchmark(tmp_path: Path) -> None:
     file = tmp_path / "offload.json"
-    command = [sys.executable, str(BENCHMARK), "--device", "sim", "--lengths", "64", "--ratios", "0.5,1"]
+    command = [str(BENCHMARK), "--device", "sim", "--lengths", "64", "--ratios", "0.5,1"]
     command += ["--layers", "4", "--repeats", "1", "--pool", "8M", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_python(command, timeout=100)
     assert done.returncode == 0, done.stderr
     rows = {row["method"]: row for row in json.loads(file.read_text())["rows"]}
     assert set(rows) == {"none", "r=0.5", "r=1", "save_on_cpu"}
     assert rows["r=1"]["memory_bytes"] < rows["r=0.5"]["memory_bytes"] < rows["none"]["memory_bytes"]
-    refused = subprocess.run([*command, "--longest"], capture_output=True, text=True, timeout=100)
+    refused = run_python([*command, "--longest"], timeout=100)
     assert refused.returncode != 0
     assert "no limit of its own" in refused.stderr

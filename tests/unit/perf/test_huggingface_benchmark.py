@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm_python import run_python
 
 TOP = Path(__file__).resolve().parents[3]
 
 
 def test_too_few_documents_are_refused() -> None:
-    command = [sys.executable, str(TOP / "benchmarks/huggingface.py"), "--documents", "63"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python([str(TOP / "benchmarks/huggingface.py"), "--documents", "63"], timeout=60)
     assert done.returncode == 2
     assert "63 documents are not 4 steps of 2 x 8" in done.stderr
 
