@@ -16,49 +16,23 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
+from tests.order import longest_first
 from tests.warm_python import PRELOAD
 
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
-# The files that take longest come first, those that wait between those that compute: a long one at the end would leave
-# the other processes of pytest-xdist without work.
-LONGEST = (
-    "ranks/run/test_elastic.py",
-    "ranks/train/test_train_command.py",
-    "ranks/run/test_resume.py",
-    "unit/offload/test_activations.py",
-    "ranks/scale/test_hosts.py",
-    "unit/test_docs_site.py",
-    "ranks/train/test_memory.py",
-    "ranks/run/test_watching.py",
-    "faults/test_after_errors.py",
-    "unit/kernels/test_kernels_emulated.py",
-    "ranks/run/test_folder_models.py",
-    "ranks/test_examples.py",
-    "faults/test_faults_benchmark.py",
-    "ranks/train/test_sharded.py",
-    "ranks/parallel/test_pipeline.py",
-    "unit/test_readme.py",
-    "ranks/attention/test_layer_benchmarks.py",
-    "ranks/torch_backend/test_benchmark.py",
-    "ranks/parallel/test_pipeline_runs.py",
-    "faults/test_paths_errors.py",
-    "faults/test_nccl_errors.py",
-    "ranks/train/test_huggingface_trainer.py",
-    "faults/test_train_kill.py",
-    "unit/cli/test_without_drawing.py",
-    "faults/test_who_may_join.py",
-    "faults/test_desync.py",
-    "faults/test_fuzz.py",
-    "faults/test_resources.py",
-    "unit/offload/test_offload_commands.py",
-)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    from tests.scheduling import OneWaits
+
+    return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 # Tokens that a test makes are not those of the user of this machine.

@@ -1,7 +1,61 @@
 """The settings of the test suite itself."""
 
-from tests.conftest import LONGEST, TESTS
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.order import LONGEST, WAITING, waits
 
 
-def test_the_files_that_come_first_are_there() -> None:
-    assert [name for name in LONGEST if not (TESTS / name).is_file()] == []
+def test_the_files_that_have_a_place_are_there(pytestconfig: pytest.Config) -> None:
+    names = [*LONGEST, *WAITING]
+    assert [name for name in names if not (pytestconfig.rootpath / "tests" / name).is_file()] == []
+    assert len(set(names)) == len(names)
+
+
+class Node:
+    """A process of pytest-xdist: what it was sent and has not done yet."""
+
+    shutting_down = False
+
+    def __init__(self, name: str) -> None:
+        self.gateway = SimpleNamespace(id=name)
+        self.sent: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.sent += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_process_at_a_time_waits(seed: int) -> None:
+    scheduling = pytest.importorskip("tests.scheduling", reason="needs pytest-xdist")
+    draw = random.Random(seed)
+    waiting = [name for name in WAITING[:6] for _ in range(draw.randint(1, 5))]
+    computing = [name for name in LONGEST[:20] for _ in range(draw.randint(1, 5))]
+    items = [f"tests/{name}::test_{place}" for place, name in enumerate([*computing, *waiting])]
+    config: Any = SimpleNamespace(getvalue=lambda _: ["popen"] * 3, option=SimpleNamespace(loadscopereorder=False))
+    dealt = scheduling.OneWaits(config)
+    nodes = [Node(name) for name in "abc"]
+    for node in nodes:
+        dealt.add_node(node)
+        dealt.add_node_collection(node, items)
+    dealt.schedule()
+    done: list[int] = []
+    while busy := [node for node in nodes if node.sent]:
+        running = [waits(items[node.sent[0]].split("::")[0]) for node in busy]
+        left = {waits(file) for file in dealt.workqueue}
+        if left == {True, False}:
+            assert sum(running) == 1
+        elif left == {False}:
+            assert sum(running) <= 1
+        node = draw.choice(busy)
+        done.append(node.sent.pop(0))
+        dealt.mark_test_complete(node, done[-1])
+    assert sorted(done) == list(range(len(items)))
