@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -204,7 +205,10 @@ def _fork_instead(path: bytes, arguments: list[str], fds: Sequence[int]) -> int:
             with contextlib.suppress(OSError):  # the one of this list
                 os.close(fd)
     try:
-        exec(arguments[-1], {})
+        with contextlib.suppress(SystemExit):  # when the last process that may ask it has ended
+            exec(arguments[-1], {})
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(0)
 
