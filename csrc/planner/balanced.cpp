@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "planner/block_packer.hpp"
+#include "planner/nested_blocks.hpp"
 #include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
@@ -20,37 +21,6 @@ constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
 constexpr double kLongShare = 0.2;        // of the bound; sequences that take longer run in waves
 constexpr int kMaxWaveJobs = 1024;        // with more of them, blocks leave little over
 constexpr int kMaxWaveTrials = 16;
-
-std::vector<MicroBatch> collect(const Problem& problem, const std::vector<Job>& jobs,
-                                const Packing& packing) {
-  std::vector<MicroBatch> batches = placedBatches(problem, jobs, packing.placements);
-  const int64_t capacity = problem.cost().memory().capacity;
-  // The sequences of each slot, in the order of the jobs.
-  std::vector<int32_t> ends(packing.slots.size() + 1, 0);
-  for (const int32_t slot : packing.slot_of) ++ends[slot + 1];
-  std::partial_sum(ends.begin(), ends.end(), ends.begin());
-  std::vector<int32_t> sequences(packing.slot_of.size());
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    sequences[ends[packing.slot_of[i]]++] = jobs[packing.first_short + i].sequence;
-  }
-  int32_t begin = 0;
-  for (size_t which = 0; which < packing.slots.size(); ++which) {
-    const Slot& slot = packing.slots[which];
-    double start = slot.start;
-    const std::vector<int32_t> own(sequences.begin() + begin, sequences.begin() + ends[which]);
-    begin = ends[which];
-    for (auto& bin : packBestFit(problem.lengths(), own, capacity)) {
-      MicroBatch batch;
-      batch.ranks = {slot.rank};
-      batch.sequences = std::move(bin);
-      batch.start = start;
-      price(problem, batch);
-      start += batch.predicted_s;
-      batches.push_back(std::move(batch));
-    }
-  }
-  return batches;
-}
 
 // Searches for the target time that gives the shortest plan: first the lower bound, then times
 // between it and the best makespan so far.
@@ -79,7 +49,7 @@ Plan planBlocks(const Problem& problem, double lower_bound) {
       attempt(target);
     }
   }
-  return finishPlan(problem, collect(problem, jobs, packing));
+  return finishPlan(problem, collectPlaced(problem, jobs, packing));
 }
 
 // How many of the first `count` jobs run in each of `waves` waves of about equal numbers; more
@@ -125,7 +95,7 @@ Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
     waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
   }
   if (best == so_far.makespan) return so_far;
-  return finishPlan(problem, collect(problem, jobs, packing));
+  return finishPlan(problem, collectPlaced(problem, jobs, packing));
 }
 
 // For ranks of different speeds: plans as if they lay beside each other by falling speed, so that
@@ -171,6 +141,9 @@ Plan planBalanced(const Problem& problem, const PolicyOptions& options, double l
   const bool gap_left = plan.makespan > lower_bound * (1 + kGoodGap);
   const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;
   if (gap_left) take(planWaves(problem, lower_bound, plan));
+  if (gap_left && problem.cost().cluster().speeds.empty()) {
+    if (auto nested = planNested(problem, lower_bound, plan.makespan)) take(std::move(*nested));
+  }
   if (gap_left && small) take(planUniform(problem));
   // Never worse than another policy. Most of these plans need not be made to know that.
   if (leastNaive(problem) < plan.makespan) take(planNaive(problem));

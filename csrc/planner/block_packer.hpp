@@ -101,11 +101,16 @@ class BlockPacker {
         first += size;
       }
     }
-    blocks_.clear();
-    for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      blocks_.insert({ready[rank], rank, 1, speed(rank)});
-    }
-    return placeShort(next, std::numeric_limits<double>::infinity());
+    return fillUp(ready, next);
+  }
+
+  // Places the jobs from `next` on, all of them short, around those that are placed already;
+  // `ready`: when these leave each rank free.
+  double runPlaced(std::vector<Placement> placements, const std::vector<double>& ready,
+                   size_t next) {
+    placements_ = std::move(placements);
+    gaps_.clear();
+    return fillUp(ready, next);
   }
 
   // The result of the last run, which this takes away.
@@ -153,6 +158,14 @@ class BlockPacker {
   }
 
   double speed(size_t rank) const noexcept { return cost_.cluster().speed(static_cast<int>(rank)); }
+
+  double fillUp(const std::vector<double>& ready, size_t next) {
+    blocks_.clear();
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      blocks_.insert({ready[rank], rank, 1, speed(rank)});
+    }
+    return placeShort(next, std::numeric_limits<double>::infinity());
+  }
 
   // One block for all neighbouring ranks of equal speed, free from the start.
   void makeBlocks() {
@@ -469,5 +482,9 @@ std::vector<Job> makeJobs(const Problem& problem);
 // The micro-batch of each placement.
 std::vector<MicroBatch> placedBatches(const Problem& problem, const std::vector<Job>& jobs,
                                       const std::vector<Placement>& placements);
+
+// The micro-batches of all jobs.
+std::vector<MicroBatch> collectPlaced(const Problem& problem, const std::vector<Job>& jobs,
+                                      const Packing& packing);
 
 }  // namespace hdpcomm::planner

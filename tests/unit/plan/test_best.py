@@ -90,6 +90,29 @@ def test_long_sequences_of_the_same_length_run_in_waves(count: int) -> None:
     assert plan.gap <= 0.14
 
 
+@pytest.mark.parametrize(("length", "count", "most"), [(6062, 1383, 1.008), (1812, 4629, 1.01), (4461, 1880, 1.01)])
+def test_equal_sequences_that_fill_no_whole_number_of_waves_share_ranks(length: int, count: int, most: float) -> None:
+    """1,383 on 256 ranks are 5.4 waves: six would take 1.11 of the bound. Those of 1,812 tokens run in packs."""
+    cost = CostModel(attention=1e-9, linear=2e-5, fixed=1e-3)
+    planner = Planner(None, ClusterSpec(ranks=256, capacity=8192), "balanced", cost)
+    plan = planner.plan([length] * count)
+    planner.validate(plan, [length] * count)
+    assert plan.makespan_s <= most * plan.lower_bound_s
+    assert len({len(batch.ranks) for batch in plan.micro_batches}) > 1
+
+
+def test_nested_groups_lie_in_nodes_where_links_differ() -> None:
+    cost = CostModel(attention=1e-9, linear=2e-5, fixed=1e-3, kv_intra=1e-7, kv_inter=1e-4)
+    planner = Planner(None, ClusterSpec(ranks=64, capacity=8192, ranks_per_node=8), "balanced", cost)
+    lengths = [6000] * 347
+    plan = planner.plan(lengths)
+    planner.validate(plan, lengths)
+    groups = [batch.ranks for batch in plan.micro_batches if len(batch.ranks) > 1]
+    assert groups
+    assert all(min(ranks) // 8 == max(ranks) // 8 for ranks in groups)
+    assert plan.makespan_s <= 1.03 * plan.lower_bound_s
+
+
 def test_sequences_that_cannot_run_side_by_side_raise_the_bound() -> None:
     """Five sequences of 3 ranks each on 8 ranks: at most two side by side, so three follow each other somewhere."""
     cost = CostModel(1e-9, 1e-6, ring_step=1.0)  # more ranks only cost

@@ -1,0 +1,90 @@
+#include "planner/nested_blocks.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+constexpr double kAboutAsLong = 0.5;  // of the longest sequence; shorter ones fill what is left
+constexpr double kMostUnits = 64;     // of a rank; with more of them little is left over
+constexpr int kTargets = 9;
+
+// Packs of sequences that are all about equally short, by falling work.
+std::vector<std::vector<int32_t>> packsOf(const Problem& problem) {
+  auto packs = packBestFit(problem.lengths(), problem.byLength(), problem.cost().memory().capacity);
+  const auto squares = [&](const std::vector<int32_t>& pack) {
+    double sum = 0;
+    for (const int32_t sequence : pack) sum += problem.own(sequence).squares;
+    return sum;
+  };
+  std::stable_sort(packs.begin(), packs.end(),
+                   [&](const auto& a, const auto& b) { return squares(a) > squares(b); });
+  return packs;
+}
+
+}  // namespace
+
+std::optional<Plan> planNested(const Problem& problem, double lower_bound, double limit) {
+  const CostModel& cost = problem.cost();
+  std::vector<Job> jobs = makeJobs(problem);
+  const double about_as_long = kAboutAsLong * jobs.front().load.tokens;
+  size_t long_ones = 0;
+  while (long_ones < jobs.size() && jobs[long_ones].load.tokens >= about_as_long) ++long_ones;
+  const bool all = long_ones == jobs.size();
+  const bool packed = 2 * jobs.front().load.tokens <= static_cast<double>(cost.memory().capacity);
+  if (packed && !all) return {};
+
+  std::vector<std::vector<int32_t>> packs;
+  std::vector<NestedBlocks::Unit> units;
+  double others_s = 0;
+  if (packed) {
+    packs = packsOf(problem);
+    for (const auto& pack : packs) {
+      Load load;
+      for (const int32_t sequence : pack) load += problem.own(sequence);
+      units.push_back({load, 1});
+    }
+  } else {
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      if (i < long_ones) {
+        units.push_back({jobs[i].load, jobs[i].min_size});
+      } else {
+        if (jobs[i].min_size > 1) return {};
+        others_s += cost.leastWork(jobs[i].load);
+      }
+    }
+  }
+  if (static_cast<double>(units.size()) > kMostUnits * problem.ranks()) return {};
+
+  NestedBlocks blocks(cost, std::move(units), others_s);
+  BlockPacker packer(problem, jobs);
+  std::optional<Plan> best;
+  double low = lower_bound;
+  double high = limit;
+  double target = lower_bound * (1 + 1e-6);
+  for (int tried = 0; tried < kTargets && low < high; ++tried) {
+    if (blocks.fit(target)) {
+      high = target;
+      std::vector<double> ready;
+      std::vector<Placement> placements = blocks.place(ready);
+      Plan plan;
+      if (packed) {
+        std::vector<MicroBatch> batches = placedBatches(problem, jobs, placements);
+        for (size_t i = 0; i < batches.size(); ++i) batches[i].sequences = packs[placements[i].job];
+        plan = finishPlan(problem, std::move(batches));
+      } else {
+        const double makespan = packer.runPlaced(std::move(placements), ready, long_ones);
+        if (makespan >= limit) continue;
+        plan = finishPlan(problem, collectPlaced(problem, jobs, packer.take()));
+      }
+      if (plan.makespan < limit) {
+        limit = plan.makespan;
+        best = std::move(plan);
+      }
+    } else {
+      low = target;
+    }
+    target = 0.5 * (low + high);
+  }
+  return best;
+}
+
+}  // namespace hdpcomm::planner
