@@ -19,7 +19,7 @@ constexpr double kGoodEnough[] = {1.002, 1.008};
 constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
 constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
 constexpr double kLongShare = 0.2;        // of the bound; sequences that take longer run in waves
-constexpr int kMaxWaveJobs = 1024;        // with more of them, blocks leave little over
+constexpr int kMaxWaveJobs = 8192;        // with more of them, blocks leave little over
 constexpr int kMaxWaveTrials = 16;
 
 // Searches for the target time that gives the shortest plan: first the lower bound, then times

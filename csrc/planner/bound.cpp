@@ -1,15 +1,17 @@
 // The lower bound; docs/planner.md has the proofs. A time T is impossible if some sequence ends
 // within T on no number of ranks, if the rank-seconds of all sequences at their smallest possible
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
-// into T. The bound is the smallest T that passes all three tests. With a pipeline of p stages each
-// micro-batch passes all of them, and the last stage is idle while the first micro-batch comes and
-// the last one goes. Ranks of different speeds count as that much of a rank.
+// into T. The bound is the smallest T that passes all of these tests, and those of
+// configurations.hpp. With a pipeline of p stages each micro-batch passes all of them, and the last
+// stage is idle while the first micro-batch comes and the last one goes. Ranks of different speeds
+// count as that much of a rank.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
 #include <vector>
 
+#include "planner/configurations.hpp"
 #include "planner/pass_times.hpp"
 #include "planner/pipeline_ramps.hpp"
 #include "planner/pipeline_windows.hpp"
@@ -80,10 +82,20 @@ class Bound {
       const double middle = 0.5 * (low + high);
       (possible(middle) ? high : low) = middle;
     }
-    return low;
+    return stages_ > 1 || !speeds_.empty() || problem_.hasTrees() ? low : byConfigurations(low);
   }
 
  private:
+  double byConfigurations(double low) const {
+    return Configurations(problem_).improve(low, [this](double time) {
+      const Limits limits = limitsOf(time);
+      return Configurations::Charges{limits.held, [this, limits](const Load& load, int size) {
+                                       return workAlone(load, limits.held) +
+                                              workBeyondOne(load, size, limits);
+                                     }};
+    });
+  }
+
   // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds.
   double mostHeld(double limit) const {
     const double capacity = static_cast<double>(memory_.capacity);
