@@ -24,19 +24,22 @@ class Configurations {
   };
 
   explicit Configurations(const Problem& problem) : cost_(problem.cost()), ranks_(problem.ranks()) {
-    const std::vector<int32_t> order = problem.byLength();
-    const Load longest = problem.own(order.front());
-    shortest_other_ = shortest_ = problem.own(order.back());
+    const std::vector<int64_t>& lengths = problem.lengths();
+    const auto longest = *std::max_element(lengths.begin(), lengths.end());
     std::vector<Load> alike;
-    for (const int32_t sequence : order) {
-      const Load load = problem.own(sequence);
-      if (load.tokens >= kAboutAsLong * longest.tokens) {
+    for (int i = 0; i < problem.count(); ++i) {
+      const Load load = problem.own(i);
+      if (load.tokens >= kAboutAsLong * static_cast<double>(longest)) {
         alike.push_back(load);
-      } else {
-        if (others_.tokens == 0) longest_other_ = load;
-        others_ += load;
+        continue;
       }
+      if (others_.tokens == 0) shortest_other_ = load;
+      if (load.tokens > longest_other_.tokens) longest_other_ = load;
+      if (load.tokens < shortest_other_.tokens) shortest_other_ = load;
+      others_ += load;
     }
+    std::sort(alike.begin(), alike.end(),
+              [](const Load& a, const Load& b) { return a.tokens > b.tokens; });
     shortest_ = alike.back();
     // Classes of about equal numbers, each with the shortest length of its own.
     const size_t size = (alike.size() + kMaxClasses - 1) / kMaxClasses;
