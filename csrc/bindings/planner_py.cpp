@@ -106,12 +106,15 @@ py::dict simulateToDict(
   const auto count = static_cast<py::ssize_t>(step.spans.size());
   py::array_t<int32_t> which({count, py::ssize_t{3}});
   py::array_t<double> times({count, py::ssize_t{2}});
+  py::array_t<int32_t> alone(count);
   auto which_rows = which.mutable_unchecked<2>();
   auto time_rows = times.mutable_unchecked<2>();
+  auto alone_rows = alone.mutable_unchecked<1>();
   for (py::ssize_t i = 0; i < count; ++i) {
     which_rows(i, 0) = step.spans[i].micro_batch;
     which_rows(i, 1) = step.spans[i].stage;
-    which_rows(i, 2) = step.spans[i].backward;
+    which_rows(i, 2) = step.spans[i].weights_of >= 0 ? 2 : step.spans[i].backward;
+    alone_rows(i) = step.spans[i].weights_of;
     time_rows(i, 0) = step.spans[i].start;
     time_rows(i, 1) = step.spans[i].end;
   }
@@ -119,6 +122,7 @@ py::dict simulateToDict(
   result["makespan"] = step.makespan;
   result["which"] = which;
   result["times"] = times;
+  result["alone"] = alone;
   result["busy"] = toArray(step.busy);
   result["exposed"] = toArray(step.exposed);
   result["stalled"] = toArray(step.stalled);
@@ -136,12 +140,13 @@ void bindPlanner(py::module_& module) {
                       double kv_intra, double kv_inter, double latency_intra, double latency_inter,
                       double forward, double forward_transfer, int64_t capacity, double offloadable,
                       double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
-                      int chunks, std::vector<double> speeds, int nics) {
+                      int chunks, std::vector<double> speeds, int nics, double put_off,
+                      bool split) {
             return CostModel(
                 CostParams{attention, piece, linear, fixed, ring_step, kv_intra, kv_inter,
-                           latency_intra, latency_inter, forward, forward_transfer},
+                           latency_intra, latency_inter, forward, forward_transfer, put_off},
                 MemoryParams{capacity, offloadable, host_tokens, copy},
-                Cluster{ranks, ranks_per_node, pipeline, chunks, nics, std::move(speeds)});
+                Cluster{ranks, ranks_per_node, pipeline, chunks, nics, split, std::move(speeds)});
           }),
           py::kw_only(), py::arg("attention"), py::arg("piece"), py::arg("linear"),
           py::arg("fixed"), py::arg("ring_step"), py::arg("kv_intra"), py::arg("kv_inter"),
@@ -149,7 +154,7 @@ void bindPlanner(py::module_& module) {
           py::arg("forward_transfer"), py::arg("capacity"), py::arg("offloadable"),
           py::arg("host_tokens"), py::arg("copy"), py::arg("ranks"), py::arg("ranks_per_node"),
           py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
-          py::arg("nics") = 0)
+          py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false)
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node) {

@@ -29,12 +29,14 @@ struct Item {
 
 class Bound {
  public:
-  explicit Bound(const Problem& problem)
+  // `put_off`: seconds a token of work that no micro-batch waits for, beside the problem's costs.
+  Bound(const Problem& problem, double put_off, double max_offload)
       : problem_(problem),
         cost_(problem.cost()),
         params_(cost_.params()),
         memory_(cost_.memory()),
-        stages_(cost_.cluster().pipeline) {
+        stages_(cost_.cluster().pipeline),
+        put_off_(put_off) {
     int64_t longest = 0;
     int64_t shortest = problem.lengths()[0];
     double squares = kForever;
@@ -47,7 +49,7 @@ class Bound {
     }
     longest_.add(longest);
     shortest_ = {squares, static_cast<double>(shortest)};
-    max_offload_ = cost_.maxOffload(longest_);  // the ratio grows with the length
+    max_offload_ = max_offload;
     passing_ = (stages_ - 1.0) / cost_.cluster().chunks;
     for (int high = 1; high < kMaxStack; ++high) {
       double places = 0;
@@ -61,7 +63,7 @@ class Bound {
     sortSpeeds();
     if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostHeld(kForever));
     collectItems();
-    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty()) {
+    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split) {
       const double forward = params_.forward;
       const auto [least, most] = std::minmax(forward, params_.forward_transfer);
       ramps_.emplace(cost_, least, most, fastestTime(shortest_));
@@ -172,10 +174,12 @@ class Bound {
   }
 
   // Least sum of the forward pass of one micro-batch and the backward pass of another one, each of
-  // which has a sequence at least as long as this one.
+  // which has a sequence at least as long as this one. With split backward passes the forward pass
+  // alone: on the way back, all devices may have gradients of weights to compute.
   double passes(const Load& load, double held) const {
-    return PassTimes(cost_, load, leastRanks(load, held), problem_.ranks())
-        .within(problem_.ranks());
+    const PassTimes times(cost_, load, leastRanks(load, held), problem_.ranks());
+    return cost_.cluster().split ? times.forwardWithin(problem_.ranks())
+                                 : times.within(problem_.ranks());
   }
 
   // Least seconds of compute of any micro-batch.
@@ -268,7 +272,7 @@ class Bound {
     Limits limits;
     limits.batch_s = time / stages_;
     limits.rank_s = time - filling_;
-    limits.held = mostHeld(limits.batch_s);
+    limits.held = mostHeld(cost_.cluster().split ? kForever : limits.batch_s);
     limits.forward_from =
         firstTransferBound(limits.held, params_.forward, params_.forward_transfer);
     limits.backward_from =
@@ -298,7 +302,7 @@ class Bound {
   bool possible(double time) const {
     const Limits limits = limitsOf(time);
     if (slowest_ > limits.batch_s) return false;
-    const double room = limits.rank_s * ranks_;
+    const double room = limits.rank_s * ranks_ - put_off_ * all_.tokens;
     double work = workAlone(limits.held);
     if (work > room) return false;
     double compute = work - params_.fixed * all_.tokens / limits.held;  // of that, per sequence
@@ -370,6 +374,7 @@ class Bound {
   const CostParams& params_;
   const MemoryParams& memory_;
   const int stages_;
+  const double put_off_;
   Load all_, longest_, shortest_;
   std::vector<Item> items_;  // by falling length
   double max_offload_ = 0;
@@ -387,10 +392,30 @@ class Bound {
   mutable std::optional<PipelineWindows> windows_;
 };
 
+// The same sequences where no gradients of weights are computed.
+Problem withoutWeights(const Problem& problem) {
+  CostParams params = problem.cost().params();
+  params.linear = std::max(0.0, params.linear - params.put_off);
+  const CostModel cost(params, problem.cost().memory(), problem.cost().cluster());
+  std::vector<double> squares;
+  if (problem.hasTrees()) {
+    for (int i = 0; i < problem.count(); ++i) squares.push_back(problem.own(i).squares);
+  }
+  return Problem(problem.lengths(), cost, std::move(squares));
+}
+
 }  // namespace
 
 double lowerBound(const Problem& problem) {
-  return problem.count() == 0 ? 0.0 : Bound(problem).solve();
+  if (problem.count() == 0) return 0.0;
+  Load longest;  // offload's ratio grows with the length
+  longest.add(*std::max_element(problem.lengths().begin(), problem.lengths().end()));
+  const double max_offload = problem.cost().maxOffload(longest);
+  const double put_off = problem.cost().params().put_off;
+  if (!problem.cost().cluster().split || put_off <= 0) {
+    return Bound(problem, 0.0, max_offload).solve();
+  }
+  return Bound(withoutWeights(problem), put_off, max_offload).solve();
 }
 
 }  // namespace hdpcomm::planner

@@ -21,6 +21,7 @@ struct CostParams {
   double latency_inter = 0;
   double forward = 1 / 3.;           // share of the compute that is the forward pass
   double forward_transfer = 1 / 4.;  // share of the transfers
+  double put_off = 0;  // of `linear`: gradients of weights, which split backward passes put off
 };
 
 // Memory is counted in tokens: the bytes that one token keeps on the device without offload.
@@ -34,9 +35,10 @@ struct MemoryParams {
 struct Cluster {
   int ranks = 1;
   int ranks_per_node = 1;
-  int pipeline = 1;  // devices of each rank's pipeline; 1: none
-  int chunks = 1;    // stages of the model on each of these
-  int nics = 0;      // network interfaces that the ranks of a node share; 0: each has its own
+  int pipeline = 1;    // devices of each rank's pipeline; 1: none
+  int chunks = 1;      // stages of the model on each of these
+  int nics = 0;        // network interfaces that the ranks of a node share; 0: each has its own
+  bool split = false;  // backward passes leave the gradients of weights to passes of their own
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
   // At most 1, which is the rank that the costs are those of; empty: all are alike.
   std::vector<double> speeds;

@@ -9,11 +9,11 @@ namespace {
 
 class LevelOrder {
  public:
-  LevelOrder(const Problem& problem, const Plan& plan)
+  LevelOrder(const Problem& problem, const Plan& plan, bool with_weights)
       : plan_(plan), stages_(problem.cost().cluster().pipeline), ranks_(problem.ranks()) {
     costs_.reserve(plan.micro_batches.size());
     for (const MicroBatch& batch : plan.micro_batches) {
-      costs_.push_back(passCosts(problem, batch));
+      costs_.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
       offloads_ = offloads_ || costs_.back().copy > 0;
     }
     findLevels();
@@ -127,14 +127,14 @@ class LevelOrder {
 
 }  // namespace
 
-SimulatedStep simulateLevels(const Problem& problem, const Plan& plan) {
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights) {
   SimulatedStep step;
-  LevelOrder(problem, plan).run(&step);
+  LevelOrder(problem, plan, with_weights).run(&step);
   return step;
 }
 
 double makespanByLevels(const Problem& problem, const Plan& plan) {
-  return LevelOrder(problem, plan).run(nullptr);
+  return LevelOrder(problem, plan, true).run(nullptr);
 }
 
 }  // namespace hdpcomm::planner

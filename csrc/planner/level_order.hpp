@@ -9,8 +9,9 @@
 
 namespace hdpcomm::planner {
 
-// Runs a plan by levels; for pipelines with one stage on each device.
-SimulatedStep simulateLevels(const Problem& problem, const Plan& plan);
+// Runs a plan by levels; for pipelines with one stage on each device. Backward passes give the
+// gradients of weights, too, unless these are left out.
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights = true);
 
 // Its makespan alone, which is found faster.
 double makespanByLevels(const Problem& problem, const Plan& plan);

@@ -1,6 +1,8 @@
 // What one pass of a micro-batch through one stage takes; both simulated orders use it.
 #pragma once
 
+#include <algorithm>
+
 #include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
@@ -11,6 +13,7 @@ struct PassCosts {
     double exposed = 0;  // part of `seconds` that waits for KV
   };
   Pass forward, backward;
+  double weights = 0;   // of the backward pass: gradients of weights, where these are put off
   double copy = 0;      // seconds of the copies to host memory, and again of those back
   double resident = 0;  // tokens that stay on the device
 };
@@ -35,10 +38,21 @@ inline PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
   PassCosts result;
   result.forward = pass(params.forward, cost.forwardWait(step, transfer));
   result.backward = pass(1 - params.forward, cost.backwardWait(step, transfer));
+  if (cost.cluster().split) {
+    const double most = std::max(0.0, result.backward.seconds - result.backward.exposed);
+    result.weights = std::min(most, params.put_off * load.tokens / size / (chunks * speed));
+  }
   const double tokens = static_cast<double>(held);
   result.copy = batch.offload * cost.memory().copy * tokens / chunks;
   result.resident = tokens * (1 - batch.offload * cost.memory().offloadable) / chunks;
   return result;
+}
+
+// With a backward pass that gives the gradients of its inputs alone.
+inline PassCosts inputCosts(const Problem& problem, const MicroBatch& batch) {
+  PassCosts costs = passCosts(problem, batch);
+  costs.backward.seconds -= costs.weights;
+  return costs;
 }
 
 }  // namespace hdpcomm::planner

@@ -19,6 +19,7 @@ class PassTimes {
     }
   }
 
+  double forwardWithin(int ranks) const { return pass(ranks, false); }
   // Both together, on at most `ranks` ranks.
   double within(int ranks) const { return pass(ranks, false) + pass(ranks, true); }
 

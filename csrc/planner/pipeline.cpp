@@ -126,12 +126,16 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
   const auto take = [&](Plan other) {
     if (other.makespan < best.makespan) best = std::move(other);
   };
-  // Never worse than another policy. Most of these plans need not be made to know that.
-  if (leastNaive(problem) < best.makespan) take(planNaive(problem));
-  if (leastPow2(problem) < best.makespan) take(planPow2(problem));
-  if (leastStatic(problem, options) < best.makespan) take(planStatic(problem, options));
+  // Never worse than another policy. Most of these plans need not be made to know that, unless
+  // split backward passes make them end earlier than is known of whole ones.
+  const bool split = problem.cost().cluster().split;
+  const auto beats = [&](double least) { return split || least < best.makespan; };
+  if (beats(leastNaive(problem))) take(planNaive(problem));
+  if (beats(leastPow2(problem))) take(planPow2(problem));
+  if (beats(leastStatic(problem, options))) take(planStatic(problem, options));
   const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kStageRefineLimit;
-  return small ? refine(problem, std::move(best), lower_bound) : best;
+  if (small) take(refine(problem, best, lower_bound));
+  return best;
 }
 
 }  // namespace hdpcomm::planner

@@ -168,13 +168,15 @@ class Annealer {
     group.load += problem_.own(sequence);
   }
 
-  // What the search makes smaller: decode()'s score, with a pipeline the simulated makespan and a
-  // small weight on that score.
+  // What the search makes smaller: decode()'s score, with a pipeline the simulated makespan (with
+  // whole backward passes) and a small weight on that score.
   double score(const Groups& groups) {
     if (cost_.cluster().pipeline == 1) return decode(groups, nullptr);
     Plan plan;
     const double flat = decode(groups, &plan.micro_batches);
-    if (cost_.cluster().chunks > 1) return simulate(problem_, plan).makespan + kIdleWeight * flat;
+    if (cost_.cluster().chunks > 1) {
+      return simulatePriorities(problem_, plan).makespan + kIdleWeight * flat;
+    }
     for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
     return makespanByLevels(problem_, plan) + kIdleWeight * flat;
   }

@@ -8,6 +8,7 @@
 #include "base/error.hpp"
 #include "planner/level_order.hpp"
 #include "planner/pass_costs.hpp"
+#include "planner/split_order.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -47,7 +48,7 @@ struct Event {
 
 class Simulator {
  public:
-  Simulator(const Problem& problem, const Plan& plan)
+  Simulator(const Problem& problem, const Plan& plan, bool with_weights)
       : problem_(problem),
         plan_(plan),
         devices_(problem.cost().cluster().pipeline),
@@ -55,7 +56,9 @@ class Simulator {
         stages_(devices_ * chunks_) {
     const size_t count = plan.micro_batches.size();
     costs_.reserve(count);
-    for (const MicroBatch& batch : plan.micro_batches) costs_.push_back(passCosts(problem, batch));
+    for (const MicroBatch& batch : plan.micro_batches) {
+      costs_.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
+    }
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
     queueForwards();
     votes_.assign(count * stages_ * 2, 0);
@@ -126,14 +129,6 @@ class Simulator {
     }
   }
 
-  // Passes whose backward pass a device has yet to run, at most. With several chunks, as many as
-  // keep it busy until the first gradient comes back; (chunks - 1) * devices + 1 are enough for the
-  // first micro-batch of a group to reach the last stage, so no device waits for ever.
-  int mostInFlight(int device) const {
-    return chunks_ == 1 ? devices_ - device
-                        : 2 * (devices_ - device - 1) + (chunks_ - 1) * devices_ + 1;
-  }
-
   // Several chunks prefer forward passes, as long as few enough are in flight. Ranks of one group
   // may then wait for each other, one for a forward and one for a backward pass. With backward
   // passes first nobody does: the first one of all that may start has all of its ranks. Returns
@@ -166,7 +161,8 @@ class Simulator {
     Unit& self = unit(rank, device);
     if (self.running) return;
     Key best;
-    if (self.next < self.queue.size() && self.in_flight < mostInFlight(device)) {
+    if (self.next < self.queue.size() &&
+        self.in_flight < mostInFlight(problem_.cost().cluster(), device)) {
       const Key& next = self.queue[self.next];
       if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
     }
@@ -275,8 +271,22 @@ class Simulator {
 
 }  // namespace
 
+// Passes whose backward pass a device has yet to run, at most. With several chunks, as many as keep
+// it busy until the first gradient comes back; (chunks - 1) * devices + 1 are enough for the first
+// micro-batch of a group to reach the last stage, so no device waits for ever.
+int mostInFlight(const Cluster& cluster, int device) noexcept {
+  const int devices = cluster.pipeline;
+  return cluster.chunks == 1 ? devices - device
+                             : 2 * (devices - device - 1) + (cluster.chunks - 1) * devices + 1;
+}
+
+SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan, bool with_weights) {
+  return Simulator(problem, plan, with_weights).run();
+}
+
 SimulatedStep simulate(const Problem& problem, const Plan& plan) {
-  SimulatedStep step = Simulator(problem, plan).run();
+  if (problem.cost().cluster().split) return simulateSplit(problem, plan);
+  SimulatedStep step = simulatePriorities(problem, plan);
   const Cluster& cluster = problem.cost().cluster();
   if (cluster.pipeline == 1 || cluster.chunks > 1) return step;
   const double by_levels = makespanByLevels(problem, plan);

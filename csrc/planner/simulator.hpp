@@ -15,6 +15,7 @@ struct Span {
   bool backward = false;
   double start = 0;
   double end = 0;
+  int32_t weights_of = -1;  // the rank that computes gradients of weights, which it does alone
 };
 
 struct SimulatedStep {
@@ -33,7 +34,14 @@ struct SimulatedStep {
 // while fewer than (devices - device) micro-batches are in flight. With several chunks on a device,
 // micro-batches go through them in groups (interleaved 1F1B; Narayanan et al., arXiv 2104.04473).
 // With one chunk, the order by levels (level_order.hpp) is taken in its place where it ends
-// earlier.
+// earlier. Split backward passes are those of split_order.hpp.
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
+
+// The same in order of priorities alone; `with_weights`: as of simulateLevels().
+SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan,
+                                 bool with_weights = true);
+
+// Passes whose gradients a device may owe at a time, at most.
+int mostInFlight(const Cluster& cluster, int device) noexcept;
 
 }  // namespace hdpcomm::planner

@@ -9,9 +9,7 @@ runs all of its operations on one stream.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import StepPlan
@@ -39,8 +37,7 @@ class Action:
 
     def __str__(self) -> str:
         where = "" if self.kind == RUN else f" {'to' if self.kind == SEND else 'from'} stage {self.peer}"
-        way = "backward" if self.done.backward else "forward"
-        return f"{self.kind} {way} pass of micro-batch {self.done.micro_batch}, stage {self.done.stage}{where}"
+        return f"{self.kind} {self.done}{where}"
 
 
 def make_program(schedule: PipelineSchedule, plan: StepPlan, rank: int, stage: int) -> tuple[Action, ...]:
@@ -51,18 +48,15 @@ def make_program(schedule: PipelineSchedule, plan: StepPlan, rank: int, stage: i
     devices = schedule.devices
     if not 0 <= stage < devices:
         raise InvalidUsage(f"stage {stage} asked of a pipeline of {devices}: give 0 to {devices - 1}")
-    own = np.array([batch.index for batch in plan.for_rank(rank)], dtype=np.int32)
-    numbers = np.flatnonzero(np.isin(schedule.passes[:, 0], own))
+    numbers = schedule.rows_of(plan, rank)
     handed = schedule.places_of_messages()[numbers]
     actions: list[tuple[tuple[int, int, int], Action]] = []
     """With their places: a message that is handed on when n passes have begun comes before pass number n."""
-    for number, place, (index, at, backward) in zip(
-        numbers.tolist(), handed.tolist(), schedule.passes[numbers].tolist(), strict=True
-    ):
-        done = Pass(index, at, bool(backward))
-        device = at % devices
-        following = at - 1 if backward else at + 1
-        consumer = following % devices if 0 <= following < schedule.stages else device
+    for number, place, row in zip(numbers.tolist(), handed.tolist(), schedule.passes[numbers].tolist(), strict=True):
+        done = Pass.of_row(row)
+        device = done.stage % devices
+        following = done.stage - 1 if done.backward else done.stage + 1
+        consumer = following % devices if 0 <= following < schedule.stages and not done.weights else device
         if device == stage:
             actions.append(((number, 1, 0), Action(RUN, done)))
         if consumer != device and stage in (device, consumer):
@@ -84,7 +78,7 @@ def make_programs(schedule: PipelineSchedule, plan: StepPlan) -> dict[tuple[int,
     }
 
 
-def check_programs(programs: Programs, plan: StepPlan, *, stages: int) -> None:
+def check_programs(programs: Programs, plan: StepPlan, *, stages: int, split: bool = False) -> None:
     """Proves that programs run to their end: runs them symbolically, with messages that block until both sides have
     come to them, and passes that wait for all ranks of their micro-batch. Local.
 
@@ -92,25 +86,28 @@ def check_programs(programs: Programs, plan: StepPlan, *, stages: int) -> None:
 
     Args:
         stages: of the model; stage s runs on device s modulo the devices of a pipeline.
+        split: backward passes are split; then each device also computes the gradients of weights of its own.
 
     Raises:
         InvalidUsage: devices wait for each other in a circle (says for what), a pass runs before what it needs, a
             message has no counterpart, or a pass is missing or doubled.
     """
-    _SymbolicRun(programs, plan, stages).finish()
+    _SymbolicRun(programs, plan, stages, split).finish()
 
 
 class _SymbolicRun:
     """One action at a time; which ones come first makes no difference to where it ends."""
 
-    def __init__(self, programs: Programs, plan: StepPlan, stages: int) -> None:
-        self.programs, self.stages = programs, stages
+    def __init__(self, programs: Programs, plan: StepPlan, stages: int, split: bool) -> None:
+        self.programs, self.stages, self.split = programs, stages, split
         self.devices = 1 + max((stage for _, stage in programs), default=0)
         self.groups = {batch.index: batch.ranks for batch in plan.micro_batches}
         self.place = dict.fromkeys(programs, 0)
         self.held: set[tuple[int, int, Pass]] = set()
         """(rank, device stage, pass): what the pass gave is there."""
         self.ran: set[Pass] = set()
+        self.weights: set[tuple[int, Pass]] = set()
+        """(rank, pass): gradients of weights that have been computed."""
 
     def finish(self) -> None:
         ready = list(self.programs)
@@ -136,6 +133,12 @@ class _SymbolicRun:
             raise InvalidUsage(
                 f"the programs run {len(self.ran)} passes, and {len(self.groups)} micro-batches through {self.stages} "
                 f"stages have {wanted}"
+            )
+        wanted = self.stages * sum(map(len, self.groups.values())) if self.split else 0
+        if len(self.weights) != wanted:
+            raise InvalidUsage(
+                f"the programs compute gradients of weights {len(self.weights)} times, and "
+                f"{'split' if self.split else 'whole'} backward passes leave them {wanted} times"
             )
 
     def _next(self, device: tuple[int, int]) -> Action | None:
@@ -166,6 +169,8 @@ class _SymbolicRun:
         group = [(member, device[1]) for member in self.groups.get(done.micro_batch, ())]
         if device not in group or done.stage % self.devices != device[1] or not 0 <= done.stage < self.stages:
             raise InvalidUsage(f"rank {device[0]}, stage {device[1]}: {action} does not belong there")
+        if done.weights:
+            return self._compute_weights(action, device)
         if any(self._next(member) != action for member in group):
             return []
         if done in self.ran:
@@ -180,6 +185,16 @@ class _SymbolicRun:
         self.ran.add(done)
         self.held.update((*member, done) for member in group)
         return group
+
+    def _compute_weights(self, action: Action, device: tuple[int, int]) -> list[tuple[int, int]]:
+        """Of one device, which waits for no other."""
+        done, (rank, stage) = action.done, device
+        if (rank, done) in self.weights:
+            raise InvalidUsage(f"rank {rank}, stage {stage}: {action} comes twice")
+        if (*device, replace(done, weights=False)) not in self.held:
+            raise InvalidUsage(f"rank {rank}, stage {stage}: {action} comes before the backward pass that leaves them")
+        self.weights.add((rank, done))
+        return [device]
 
 
 def _needed(done: Pass, stages: int) -> list[Pass]:

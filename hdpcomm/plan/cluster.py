@@ -26,6 +26,8 @@ class ClusterSpec:
         tensor, pipeline: sizes of tensor and pipeline parallelism inside a rank.
         chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B, which fills and
             drains the pipelines faster and keeps more activations.
+        split_backward: backward passes of pipelines are split: the gradients of weights are computed where a device
+            would wait for other stages (zero-bubble pipelines, arXiv 2401.10241). It needs a pipeline.
         offload: whether activations may go to host memory.
         expert: neighbouring ranks that share the experts of each layer; they run their micro-batches in waves
             (:mod:`hdpcomm.plan.waves`). It divides ``ranks``.
@@ -54,6 +56,7 @@ class ClusterSpec:
     expert: int = 1
     expert_imbalance: float = 1.0
     nics: int | None = None
+    split_backward: bool = False
 
     def __post_init__(self) -> None:
         given = {
@@ -67,6 +70,12 @@ class ClusterSpec:
         if self.chunks > 1 and self.pipeline == 1:
             raise InvalidUsage(
                 f"chunks is {self.chunks} and pipeline 1: give a pipeline of 2 devices or more, or 1 chunk"
+            )
+        check_type("ClusterSpec", "split_backward", self.split_backward, bool)
+        if self.split_backward and self.pipeline == 1:
+            raise InvalidUsage(
+                "split_backward was given and pipeline is 1, where no stage waits for another: give a pipeline of 2 "
+                "devices or more, or whole backward passes"
             )
         if self.ranks % self.expert:
             raise InvalidUsage(

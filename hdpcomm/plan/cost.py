@@ -87,6 +87,8 @@ class CostModel:
         experts: of ``linear``, the seconds per token that go to layers with experts, dispatch included: work that the
             ranks of an expert group do together (``ClusterSpec.expert``). ``linear`` has all of it, as where all ranks
             of a group have as many tokens.
+        weights: share of ``linear`` without ``experts`` that goes to the gradients of weights, which split backward
+            passes leave for later (``ClusterSpec.split_backward``): one of three matrix products.
     """
 
     attention: float
@@ -101,10 +103,11 @@ class CostModel:
     forward: float = 1 / 3
     forward_transfer: float = 1 / 4
     experts: float = 0.0
+    weights: float = 1 / 3
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            most = 1.0 if field.name.startswith("forward") else math.inf
+            most = 1.0 if field.name.startswith("forward") or field.name == "weights" else math.inf
             check_number("CostModel", field.name, getattr(self, field.name), least=0, most=most)
 
     def seconds(self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True) -> float:
@@ -402,7 +405,9 @@ def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float
 def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> core.CostModel:
     """Both models in the form that the C++ solver takes."""
     values = asdict(cost)
-    values["linear"] += values.pop("experts") * (cluster.expert_imbalance - 1)
+    experts = values.pop("experts")
+    put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
+    values["linear"] += experts * (cluster.expert_imbalance - 1)
     return core.CostModel(
         **values,
         capacity=memory.capacity,
@@ -415,4 +420,6 @@ def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> cor
         chunks=cluster.chunks,
         speeds=cluster.speeds or (),
         nics=cluster.nics or 0,
+        put_off=put_off,
+        split=cluster.split_backward,
     )

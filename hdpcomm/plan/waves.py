@@ -116,6 +116,7 @@ def in_waves(
     moved = np.where(which[:, 2:] == 0, np.stack((start, turn), 1)[which[:, 0]], np.stack((turn, end), 1)[which[:, 0]])
     order = np.lexsort((which[:, 0], moved[:, 0]))
     changed = {"which": which[order], "times": moved[order], "makespan": waves.makespan_s}
+    changed["alone"] = found["alone"][order]
     return found | changed | {"end": np.array(waves.rank_end), "busy": np.array(waves.rank_busy)}
 
 

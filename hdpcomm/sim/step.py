@@ -33,7 +33,9 @@ class StepReport:
         stalled_share: share in which compute waits for copies to or from host memory.
         peak_tokens: most tokens whose activations one rank keeps on the device.
         peak_bytes: activations, weights, gradients and optimizer on that rank; ``None`` without a model.
-        spans: int32 [passes, 3]: micro-batch, stage, 1 for backward.
+        spans: int32 [passes, 3]: micro-batch, stage; 0 for forward, 1 for backward, 2 for the gradients of weights that
+            split backward passes leave.
+        alone: int32 [passes]: the rank that computes gradients of weights, -1 for other passes.
         times: float64 [passes, 2]: start and end.
         rank_end: by rank, seconds until it is done.
         rank_busy: by rank, seconds of compute, summed over its stages.
@@ -53,6 +55,7 @@ class StepReport:
     peak_tokens: float
     peak_bytes: float | None
     spans: NDArray[np.int32]
+    alone: NDArray[np.int32]
     times: NDArray[np.float64]
     rank_end: NDArray[np.float64]
     rank_busy: NDArray[np.float64]
@@ -76,7 +79,7 @@ def simulate_step(
     The events are passes of micro-batches through the stages of their ranks. A pass starts when all ranks of its group
     are free; its ring steps take ``max(compute, slowest transfer)`` in the forward and the backward pass each;
     offloaded activations are copied by one stream per direction and rank, and a pass ends no earlier than its copies.
-    Pipelines run 1F1B. The gradients are reduced at the end.
+    Pipelines run 1F1B, with split backward passes where the cluster has them. The gradients are reduced at the end.
 
     Args:
         planner: gives the model, the cluster and the cost model.
@@ -136,6 +139,7 @@ def _report(planner: Planner, plan: StepPlan, found: dict[str, Any], squares: fl
         peak_tokens=peak_tokens,
         peak_bytes=planner.memory.bytes_held(peak_tokens),
         spans=found["which"],
+        alone=found["alone"],
         times=found["times"],
         rank_end=found["end"],
         rank_busy=found["busy"],

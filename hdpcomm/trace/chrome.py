@@ -66,11 +66,12 @@ def step_events(report: StepReport, cluster: ClusterSpec, *, offset_s: float = 0
     """Trace events of a simulated step: one span for each rank of each pass, and the reduction of the gradients."""
     events = []
     described = [_describe(batch) for batch in report.plan.micro_batches]
-    for (which, stage, backward), (start, end) in zip(report.spans.tolist(), report.times.tolist(), strict=True):
+    passes = zip(report.spans.tolist(), report.alone.tolist(), report.times.tolist(), strict=True)
+    for (which, stage, kind), alone, (start, end) in passes:
         batch = report.plan.micro_batches[which]
         name, arguments = described[which]
-        name = ("B " if backward else "F ") + name
-        for rank in batch.ranks:
+        name = f"{'FBW'[kind]} {name}"
+        for rank in batch.ranks if alone < 0 else (alone,):
             thread = rank * cluster.pipeline + stage % cluster.pipeline
             pid = rank // cluster.node_ranks + 1
             events.append(_span(name, offset_s + start, offset_s + end, pid, thread, arguments))

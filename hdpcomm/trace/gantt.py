@@ -61,7 +61,8 @@ def _pipeline_raster(plan: StepPlan, planner: Planner, end: float) -> tuple[NDAr
     for place in np.argsort(times[:, 0] - times[:, 1], kind="stable"):
         which, stage, backward = spans[place]
         batch = plan.micro_batches[which]
-        rows = np.asarray(batch.ranks) * devices + stage % devices
+        alone = found["alone"][place]
+        rows = np.asarray(batch.ranks if alone < 0 else [alone]) * devices + stage % devices
         columns = _columns(times[place, 0], times[place, 1], end)
         image[rows, columns] = np.log2(_longest(batch))
         forward[rows, columns] = not backward

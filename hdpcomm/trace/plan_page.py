@@ -69,10 +69,11 @@ def _pipeline_bars(plan: StepPlan, planner: Planner) -> Iterator[_Bar]:
     """A bar for each pass through a stage, in the row of its device, by the simulated schedule."""
     devices = planner.cluster.pipeline
     found = planner.simulate(plan)
-    for (which, stage, backward), (start, end) in zip(found["which"], found["times"].tolist(), strict=True):
+    passes = zip(found["which"].tolist(), found["alone"].tolist(), found["times"].tolist(), strict=True)
+    for (which, stage, kind), alone, (start, end) in passes:
         batch = plan.micro_batches[which]
-        name = f"{'backward' if backward else 'forward'} of stage {stage}"
-        for rank in batch.ranks:
+        name = f"{('forward', 'backward', 'weight gradients')[kind]} of stage {stage}"
+        for rank in batch.ranks if alone < 0 else (alone,):
             row = rank + (stage % devices + 0.5) / devices - 0.5
             yield _Bar(batch, start, end - start, row, _ROW_SHARE / devices, name)
 
