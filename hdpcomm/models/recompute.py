@@ -13,7 +13,7 @@ from hdpcomm.attention import carry_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.layers import find_layers
 
-__all__ = ["recomputed_layers", "set_recompute"]
+__all__ = ["is_recomputed", "recomputed_layers", "set_recompute"]
 
 
 class _Recomputed:
@@ -35,7 +35,12 @@ class _Recomputed:
 
 def recomputed_layers(model: nn.Module) -> int:
     """How many layers :func:`set_recompute` has last made recompute. Local."""
-    return sum(isinstance(vars(module).get("forward"), _Recomputed) for module in model.modules())
+    return sum(is_recomputed(module) for module in model.modules())
+
+
+def is_recomputed(layer: nn.Module) -> bool:
+    """Whether :func:`set_recompute` has made this layer recompute. Local."""
+    return isinstance(vars(layer).get("forward"), _Recomputed)
 
 
 def set_recompute(model: nn.Module, recompute: str | int) -> int:

@@ -7,6 +7,7 @@ zeros. An all-gather goes before a linear part, a reduce-scatter after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -113,9 +114,11 @@ class RowLinear:
 
     def __init__(self, linear: nn.Linear, group: TensorGroup) -> None:
         self._linear, self._group = linear, group
+        self.product: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear
+        """Of the input and the weight; see :class:`hdpcomm.models.weight_gradients.WeightGradients`."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        block = self._group.scatter(nn.functional.linear(x, self._linear.weight))
+        block = self._group.scatter(self.product(x, self._linear.weight))
         return block if self._linear.bias is None else block + self._linear.bias
 
 

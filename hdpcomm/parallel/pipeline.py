@@ -20,6 +20,7 @@ from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
+    from hdpcomm.models.weight_gradients import WeightGradients
     from hdpcomm.parallel.mesh import Mesh
     from hdpcomm.parallel.stages import LlamaStage
     from hdpcomm.plan import MicroBatch, PlannedStep
@@ -47,6 +48,7 @@ class StageRunner:
         scale: factor of the loss in the backward pass.
         loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
         offload: surrounds forward passes.
+        weights: where backward passes leave the gradients of weights, if they are split.
         on_pass: called after each pass with the index of its micro-batch.
     """
 
@@ -62,9 +64,11 @@ class StageRunner:
         loss: Callable[..., Tensor] | None,
         offload: OffloadContext,
         on_pass: Callable[[Pass], None],
+        weights: WeightGradients | None = None,
     ) -> None:
         self.chunks, self.mesh, self.planned, self.fetch = chunks, mesh, planned, fetch
         self.scale, self.loss, self.offload, self.on_pass = scale, loss, offload, on_pass
+        self.weights = weights
         self.total = torch.zeros(2, dtype=torch.float64)
         """Summed loss and labels of the micro-batches whose last stage is here."""
         self.bytes_sent = 0
@@ -91,7 +95,7 @@ class StageRunner:
         pipeline = self.mesh.pipeline_comm
         for action in program:
             if action.kind == RUN:
-                (self._backward if action.done.backward else self._forward)(action.done)
+                self._run(action.done)
                 self.on_pass(action.done)
             elif action.kind == RECEIVE:
                 buffer = self.chunks[0].boundary(self._pack(action.done.micro_batch).positions.numel())
@@ -104,6 +108,18 @@ class StageRunner:
                 self._sends.append(pipeline.exchange([(given, action.peer)], async_op=True))
         for work in self._sends:
             work.wait()
+
+    def _run(self, done: Pass) -> None:
+        key = done.micro_batch, done.stage
+        if not done.backward:
+            self._forward(done)
+        elif self.weights is None:
+            self._backward(done)
+        elif done.weights:
+            self.weights.compute(key)
+        else:
+            with self.weights.put_off(key):
+                self._backward(done)
 
     def _forward(self, done: Pass) -> None:
         batch, chunk = self._batches[done.micro_batch], self._chunk(done.stage)

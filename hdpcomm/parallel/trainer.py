@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.agreement import check_same_stages, checked_stages
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.mesh_trainer import MeshTrainer
@@ -50,7 +51,8 @@ class PipelineTrainer(MeshTrainer):
             1F1B (``ClusterSpec(chunks=)``). ``model`` is the stage, or a ``ModuleList`` of them.
         optimizer: any optimizer over the stage's parameters that updates each element by itself.
         planner: with ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline, tensor=mesh.tensor)``; its costs are
-            those of one stage.
+            those of one stage. With ``split_backward=True`` there, weight gradients of linear layers are computed
+            where the device would wait (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
         mesh: the ranks. With tensor ranks, each stage is cut by :func:`hdpcomm.parallel.tensor_parallel`.
         max_grad_norm, loss, zero, dtype, bucket_bytes, check_replicas: as of :class:`hdpcomm.parallel.MeshTrainer`.
         offload: :class:`hdpcomm.offload.ActivationOffload` over this rank's stage.
@@ -82,6 +84,11 @@ class PipelineTrainer(MeshTrainer):
         self._schedule: PipelineSchedule | None = None
         self._planned: PlannedWaves | None = None
         """What the schedule is for."""
+        self._weights: WeightGradients | None = None
+        """What split backward passes leave for later."""
+        if planner.cluster.split_backward:
+            self._weights = WeightGradients()
+            self._weights.watch(block for stage in self.stages for block in stage.blocks)
         super().__init__(
             model, optimizer, planner, mesh, max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero,
             dtype=dtype, bucket_bytes=bucket_bytes, check_replicas=check_replicas,
@@ -137,6 +144,8 @@ class PipelineTrainer(MeshTrainer):
         self._schedule = schedule = self.planner.schedule(waves.plan)
         schedule.validate(waves.plan)
         order = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
+        if schedule.alone is not None:
+            order += schedule.alone.tobytes()
         check_same_plan(plan, self.comm, more=order)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
@@ -156,6 +165,8 @@ class PipelineTrainer(MeshTrainer):
 
     def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
         runner = self._runner(planned, fetch, scale, offloading.micro_batch, self._after_pass)
+        if self._weights is not None:
+            self._weights.forget()
         runner.run(self._program())
         self.boundary_bytes = runner.bytes_sent
         return self._once(runner.total)
@@ -181,7 +192,7 @@ class PipelineTrainer(MeshTrainer):
     ) -> StageRunner:
         return StageRunner(
             self.stages, self.mesh, planned, self._batches, fetch,
-            scale=scale, loss=self._loss, offload=offload, on_pass=on_pass,
+            scale=scale, loss=self._loss, offload=offload, on_pass=on_pass, weights=self._weights,
         )  # fmt: skip
 
     def _after_pass(self, done: Pass) -> None:

@@ -22,8 +22,8 @@ SEED = 3
 class FixedPlanner(Planner):
     """Hands out a plan written by hand, and schedules it as any other."""
 
-    def __init__(self, ranks, stages, batches, *, ratio=0.0, chunks=1, tensor=1):
-        cluster = ClusterSpec(ranks, 100_000, pipeline=stages, chunks=chunks, tensor=tensor)
+    def __init__(self, ranks, stages, batches, *, ratio=0.0, chunks=1, tensor=1, split=False):
+        cluster = ClusterSpec(ranks, 100_000, pipeline=stages, chunks=chunks, tensor=tensor, split_backward=split)
         super().__init__(None, cluster, cost_model=COST)
         self._batches, self._ratio = batches, ratio
 

@@ -32,6 +32,7 @@ class Shape(NamedTuple):
     expert: int = 1
     chunks: int = 1
     config: LlamaConfig = DENSE
+    split: bool = False
 
     @property
     def ranks(self):
@@ -45,9 +46,11 @@ SHAPES = {
     "tp 4, two ranks a KV head": Shape(1, tensor=4),
     "hdp 2 pp 2 tp 2": Shape(2, pipeline=2, tensor=2),
     "pp 2 x 2 stages": Shape(2, pipeline=2, chunks=2),
+    "hdp 2 pp 2, split backward": Shape(2, pipeline=2, split=True),
     "hdp 4 ep 2": Shape(4, expert=2, config=SPARSE),
     "hdp 2 ep 2": Shape(2, expert=2, config=SPARSE),
     "hdp 2 pp 2 tp 2 ep 2": Shape(2, pipeline=2, tensor=2, expert=2, config=SPARSE),
+    "hdp 2 pp 2 tp 2 ep 2, split backward": Shape(2, pipeline=2, tensor=2, expert=2, config=SPARSE, split=True),
 }
 
 
@@ -64,7 +67,10 @@ def adamw(module):
 def trainer_of(comm, shape, *, wide=torch.float64, norm=0.5, **options):
     """Only the first ranks have the weights that count."""
     mesh = Mesh(comm, pipeline=shape.pipeline, tensor=shape.tensor, expert=shape.expert)
-    cluster = ClusterSpec(shape.hdp, 64 // shape.hdp, pipeline=shape.pipeline, tensor=shape.tensor, chunks=shape.chunks)
+    cluster = ClusterSpec(
+        shape.hdp, 64 // shape.hdp, pipeline=shape.pipeline, tensor=shape.tensor, chunks=shape.chunks,
+        split_backward=shape.split,
+    )  # fmt: skip
     planner = Planner(None, cluster, cost_model=COST)
     seed = SEED if comm.rank == 0 or shape.pipeline > 1 else SEED + comm.rank
     model = Llama(shape.config, seed=seed, dtype=wide)

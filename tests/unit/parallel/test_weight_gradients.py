@@ -1,0 +1,156 @@
+"""Weight gradients that are computed later: those of a whole backward pass, when they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hdpcomm as hdp
+from hdpcomm.models import Llama, LlamaConfig, set_recompute
+from hdpcomm.models.llama import rope_tables, run_blocks
+from hdpcomm.models.weight_gradients import WeightGradients
+
+WIDTH = 6
+
+
+def small_net(**options):
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, "bias": True} | options
+    return nn.Sequential(nn.Linear(WIDTH, 8, **options), nn.SiLU(), nn.Linear(8, WIDTH, **options))
+
+
+def inputs(*shape, dtype=torch.float64):
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype, requires_grad=True)
+
+
+def gradients_of(net):
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_are_those_of_a_whole_backward_pass(shape, dtype):
+    net, x = small_net(dtype=dtype), inputs(*shape, dtype=dtype)
+    net(x).square().sum().backward()
+    wanted, of_input = gradients_of(net), x.grad.clone()
+    net.zero_grad()
+    later = WeightGradients()
+    assert later.watch([net]) == 2
+    x.grad = None
+    loss = net(x).square().sum()
+    with later.put_off("key"):
+        loss.backward()
+    limit = 1e-12 if dtype == torch.float64 else 3e-2
+    torch.testing.assert_close(x.grad, of_input, rtol=limit, atol=limit)
+    assert [p.grad is None for p in net.parameters()] == [True, False, True, False]  # biases come at once
+    later.compute("key")
+    for found, want in zip(gradients_of(net), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=limit, atol=limit)
+    assert later.held_bytes == 0
+    with pytest.raises(KeyError):
+        later.compute("key")
+
+
+def test_several_passes_in_any_order_and_one_layer_used_twice():
+    net = small_net()
+    batches = [inputs(5), inputs(3).detach() * 2, inputs(1).detach() - 1]
+    for x in batches:
+        net(net(x)).square().sum().backward()
+    wanted = gradients_of(net)
+    net.zero_grad()
+    later = WeightGradients()
+    later.watch([net])
+    losses = [net(net(x)).square().sum() for x in batches]
+    for key, loss in enumerate(losses):
+        with later.put_off(key):
+            loss.backward()
+    for key in (2, 0, 1):
+        later.compute(key)
+    for found, want in zip(gradients_of(net), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def test_without_being_asked_nothing_is_put_off():
+    net, x = small_net(), inputs(4)
+    net(x).sum().backward()
+    wanted = gradients_of(net)
+    net.zero_grad()
+    WeightGradients().watch([net])
+    net(x).sum().backward()
+    for found, want in zip(gradients_of(net), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert not net(x).requires_grad
+
+
+def test_hooks_run_when_the_gradient_is_there():
+    """Autograd also calls them for a weight that has none in the backward pass."""
+    net, later, told = small_net(), WeightGradients(), []
+    later.watch([net])
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: told.append((name, p.grad is not None)))
+    loss = net(inputs(4)).sum()
+    with later.put_off(0):
+        loss.backward()
+    assert sorted(name for name, there in told if there) == ["0.bias", "2.bias"]
+    later.compute(0)
+    assert sorted(name for name, there in told if there) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_frozen_weights_keep_nothing_and_what_is_kept_is_counted():
+    net, later = small_net(bias=False), WeightGradients()
+    net[0].weight.requires_grad_(False)
+    later.watch([net])
+    loss = net(inputs(10)).sum()
+    with later.put_off(0):
+        loss.backward()
+    assert later.held_bytes in (10 * 8 * 8 + 8, 10 * 8 * 8 + 10 * WIDTH * 8)  # sum()'s gradient is one number
+    later.compute(0)
+    assert net[0].weight.grad is None
+    assert net[2].weight.grad is not None
+
+
+def test_a_step_that_failed_leaves_nothing():
+    net, later = small_net(), WeightGradients()
+    later.watch([net])
+    loss = net(inputs(4)).sum()
+    with later.put_off(0):
+        loss.backward()
+    later.forget()
+    assert later.held_bytes == 0
+    with pytest.raises(KeyError):
+        later.compute(0)
+
+
+def test_recomputed_layers_keep_their_gradients():
+    """Their linear layers are not watched: seven in each of the others."""
+    model = Llama(LlamaConfig(layers=3, hidden=8, heads=2, kv_heads=1, ffn=8))
+    set_recompute(model, 2)
+    assert WeightGradients().watch(model.blocks) == 7
+    sparse = Llama(LlamaConfig(layers=1, hidden=8, heads=2, kv_heads=1, ffn=8, experts=2, top_k=1))
+    assert WeightGradients().watch(sparse.blocks) == 5  # attention and the router
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ffn"), [(4, 2, 96), (2, 2, 32), (4, 1, 128)])
+def test_what_is_kept_is_no_more_than_the_activations(heads, kv_heads, ffn):
+    """As the simulator counts it: a micro-batch holds its tokens until its weight gradients are there."""
+    model = Llama(LlamaConfig(layers=2, hidden=32, heads=heads, kv_heads=kv_heads, ffn=ffn))
+    later, tokens = WeightGradients(), 64
+    later.watch(model.blocks)
+    of_model = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor.untyped_storage())
+        return tensor
+
+    with hdp.init() as comm, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        x = torch.randn(tokens, 32, requires_grad=True)
+        tables = rope_tables(torch.arange(tokens), model.config.head_dim, dtype=x.dtype)
+        y, _ = run_blocks(model.blocks, x, tables, torch.tensor([0, tokens], dtype=torch.int32), comm)
+        sizes = {each.data_ptr(): each.nbytes() for each in saved}
+        activations = sum(size for place, size in sizes.items() if place not in of_model)
+        with later.put_off(0):
+            y.backward(torch.ones_like(y))
+    assert 0.9 * activations <= later.held_bytes <= activations
