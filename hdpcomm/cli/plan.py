@@ -73,6 +73,11 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--chunks", type=count, default="1", help="stages on each of these, interleaved 1F1B (default 1)"
     )
     cluster.add_argument(
+        "--split-backward",
+        action="store_true",
+        help="pipelines compute the gradients of weights where a device would wait (zero-bubble)",
+    )
+    cluster.add_argument(
         "--expert", type=count, default="1", help="ranks that share the experts of each layer (default 1)"
     )
     cluster.add_argument("--offload", action="store_true", help="activations may go to host memory")
@@ -126,6 +131,7 @@ KNOWN_BY_CALIBRATION = {
     "tensor": 1,
     "pipeline": 1,
     "chunks": 1,
+    "split_backward": False,
     "expert": 1,
     "nics": None,
 }
@@ -196,6 +202,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         tensor=options.tensor,
         pipeline=options.pipeline,
         chunks=options.chunks,
+        split_backward=options.split_backward,
         expert=options.expert,
         nics=options.nics,
         offload=options.offload,
@@ -216,8 +223,9 @@ def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: st
     """
     for name, default in known.items():
         if getattr(options, name) != default:
+            option = name.replace("_", "-")
             raise InvalidUsage(
-                f"--{name} {getattr(options, name)} was given with {told} says what it is; leave out one of them"
+                f"--{option} {getattr(options, name)} was given with {told} says what it is; leave out one of them"
             )
 
 

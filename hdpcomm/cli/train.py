@@ -163,6 +163,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         memory_bytes=options.memory,
         pipeline=options.pipeline,
         chunks=options.chunks,
+        split_backward=options.split_backward,
         tensor=options.tensor,
         expert=options.expert,
         learn_costs=options.learn_costs,

@@ -92,6 +92,10 @@ class TrainOptions:
         "ranks", 1, "stages on each device of a pipeline (interleaved); --pipeline x --chunks divides --layers", count,
         metavar="N",
     )  # fmt: skip
+    split_backward: bool = _option(
+        "ranks", False, "stages of a pipeline compute the gradients of weights where they would wait for other stages "
+        "(zero-bubble)", action="store_true",
+    )  # fmt: skip
     tensor: int = _option(
         "ranks", 1, "ranks that share each layer and work on the same tokens; divides --ranks, --heads, --ffn and the "
         "vocabulary", count, metavar="N",

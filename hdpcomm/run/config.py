@@ -47,6 +47,7 @@ class RunConfig:
         check_replicas: steps between two comparisons of all ranks' weights and optimizer settings; 0: never.
         pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
         chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B.
+        split_backward: stages compute the gradients of weights where they would wait for other stages.
         tensor: ranks that share each layer (:func:`hdpcomm.parallel.tensor_parallel`); 1: none.
         expert: HDP ranks that share the experts of a layer (:func:`hdpcomm.parallel.expert_parallel`); 1: none.
     """
@@ -69,6 +70,7 @@ class RunConfig:
     memory_bytes: int = 0
     pipeline: int = 1
     chunks: int = 1
+    split_backward: bool = False
     tensor: int = 1
     expert: int = 1
     learn_costs: bool = False
@@ -141,6 +143,16 @@ class RunConfig:
                 raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
         if self.chunks > 1 and self.pipeline == 1:
             raise InvalidUsage(f"chunks is {self.chunks} and pipeline 1: give --pipeline 2 or more, or no --chunks")
+        if self.split_backward and self.pipeline == 1:
+            raise InvalidUsage(
+                "split_backward was given and pipeline is 1, where no stage waits for another: give --pipeline 2 or "
+                "more, or no --split-backward"
+            )
+        if self.split_backward and self.recompute in ("full", "auto", self.model.layers):
+            raise InvalidUsage(
+                "split_backward was given and all layers are recomputed, whose gradients of weights cannot be put off: "
+                "it would change nothing; recompute fewer layers, or leave out --split-backward"
+            )
         if self.tensor > 1 and isinstance(self.model, LlamaConfig):
             check_sizes(self.model, self.tensor)
         if self.pipeline > 1:

@@ -21,7 +21,7 @@ from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Plann
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import model_facts, new_model
-from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute
+from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, stage_recompute
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
 from hdpcomm.train.memory_profile import profile_memory
@@ -204,15 +204,24 @@ def make_planner(
         tensor=config.tensor,
         pipeline=config.pipeline,
         chunks=config.chunks,
+        split_backward=config.split_backward,
         expert=config.expert,
         offload=config.offload_bytes > 0,
         nics=1 if comm.device.type == "cpu" else None,  # processes on CPUs send over their host's one interface
         # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
         cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline * config.tensor == 1 else None,
     )
+    if config.split_backward:
+        costs = replace(costs, cost_model=replace(costs.cost_model, weights=_weights_put_off(config)))
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)
     return Planner(None, cluster, policy, costs.cost_model, context=corpus.longest, memory=costs.memory)
+
+
+def _weights_put_off(config: RunConfig) -> float:
+    """:attr:`CostModel.weights` of the layers that are not recomputed, which compute theirs at once."""
+    recomputed = sum(int(each) for each in stage_recompute(config)) if isinstance(config.recompute, int) else 0
+    return (1 - recomputed / config.model.layers) / 3
 
 
 def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:

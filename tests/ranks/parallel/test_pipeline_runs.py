@@ -65,6 +65,7 @@ def plain(data):
     [
         (4, {"pipeline": 2}),
         (4, {"pipeline": 4, "recompute": 3}),
+        (4, {"pipeline": 2, "split_backward": True, "recompute": 1}),
         (2, {"pipeline": 2, "recompute": "full"}),
         (2, {"pipeline": 2, "chunks": 2, "recompute": 3}),
         (4, {"pipeline": 2, "tensor": 2}),
@@ -198,6 +199,7 @@ def test_a_dry_run_plans_pipelines(data):
         (["--learn-costs"], "pipelines do not go together with learn-costs yet"),
         (["--recompute", "auto", "--memory", "1G"], "with recompute auto yet"),
         (["--compare", "ddp"], "with ddp yet"),
+        (["--split-backward", "--recompute", "full"], "all layers are recomputed, whose gradients of weights cannot"),
         (["--offload", "64M"], "a stage has 2 layers, of which the last two always stay.*give at least 6 layers"),
         (["--chunks", "2", "--layers", "6"], "6 layers cannot be cut into 4 stages of as many layers each"),
         (["--tensor", "2"], "2 ranks cannot be pipelines of 2 stages with 2 tensor ranks each"),
@@ -228,6 +230,7 @@ def test_recomputed_layers_of_interleaved_stages():
         (["--learn-costs"], "tensor ranks do not go together with learn-costs"),
         (["--compare", "ddp"], "with ddp yet"),
         (["--chunks", "2"], "chunks is 2 and pipeline 1"),
+        (["--split-backward"], "split_backward was given and pipeline is 1"),
         (["--ranks", "3"], "3 ranks cannot be pipelines of 1 stages with 2 tensor ranks each"),
         (["--elastic", "--out", "somewhere"], "--tensor"),
         (["--dry-run"], "a dry run measures the memory of whole layers"),
