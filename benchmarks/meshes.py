@@ -29,9 +29,11 @@ MODEL = ["--layers", "4", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "
 MESHES = {
     "HDP 2": (2, []),
     "PP 2": (2, ["--pipeline", "2"]),
+    "PP 2, split backward": (2, ["--pipeline", "2", "--split-backward"]),
     "TP 2": (2, ["--tensor", "2"]),
     "HDP 2, EP 2": (2, ["--experts", "4", "--top-k", "2", "--expert", "2"]),
     "HDP 2 x PP 2": (4, ["--pipeline", "2"]),
+    "HDP 2 x PP 2, split backward": (4, ["--pipeline", "2", "--split-backward"]),
     "HDP 2 x TP 2": (4, ["--tensor", "2"]),
     "PP 2 x TP 2": (4, ["--pipeline", "2", "--tensor", "2"]),
     "HDP 4, EP 2": (4, ["--experts", "4", "--top-k", "2", "--expert", "2"]),

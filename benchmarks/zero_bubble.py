@@ -1,12 +1,14 @@
-"""What split backward passes (zero-bubble pipelines) could save: the planner's own 1F1B, with weight gradients in gaps.
+"""What split backward passes (zero-bubble pipelines) save: the schedule that runs, and the most that could be saved.
 
     python benchmarks/zero_bubble.py --json benchmarks/results/zero_bubble.json       about half a minute
 
 A backward pass gives the gradients of its inputs, which the stage before waits for, and those of the weights, which can
-come later (Qi et al., arXiv 2401.10241). Each device runs the passes of its schedule in their order, as soon as it can,
-and its gaps are filled by weight gradients: a third of the work of linear layers, cut as finely as a gap needs and kept
-as long as need be. So the figures are the most that this order of passes can gain; memory and the cost of keeping the
-inputs of linear layers for longer are not counted.
+come later (Qi et al., arXiv 2401.10241): a third of the work of linear layers.
+
+``runs``: plans and simulated schedules with ``ClusterSpec(split_backward=True)`` beside those without. A device owes
+gradients of no more micro-batches than the first device of a pipeline does under 1F1B. ``most``: each device runs the
+passes of the 1F1B schedule in their order, as soon as it can, and its gaps are filled by weight gradients, cut as
+finely as a gap needs and kept as long as need be: the most that this order of passes can gain, memory not counted.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import mean
@@ -60,15 +63,24 @@ def measure(
     model: ModelSpec | None, cluster: ClusterSpec, costs: CostModel | None, *, tokens: int, context: int, seeds: int
 ) -> dict[str, Any]:
     """Of byted-like and GitHub-like steps: how much longer 1F1B takes than with split backward passes."""
-    planner = Planner(model, cluster, cost_model=costs, context=context)
+    planner, splitting = (
+        Planner(model, replace(cluster, split_backward=split), cost_model=costs, context=context)
+        for split in (False, True)
+    )
     row: dict[str, Any] = {"ranks": cluster.ranks, "pipeline": cluster.pipeline, "tokens": tokens, "context": context}
     for name in ("byted", "github"):
-        gains = []
+        gains: dict[str, list[float]] = {"runs": [], "most": []}
+        held = []
         for seed in range(seeds):
-            plan = planner.plan(sample_lengths(name, tokens=tokens, context=context, seed=seed))
+            lengths = sample_lengths(name, tokens=tokens, context=context, seed=seed)
+            plan, split = planner.plan(lengths), splitting.plan(lengths)
             plain = split_seconds(planner, plan, split=False)
-            gains.append(plain / split_seconds(planner, plan, split=True) - 1)
-        row[name] = {"mean": mean(gains), "least": min(gains), "most": max(gains)}
+            gains["most"].append(plain / split_seconds(planner, plan, split=True) - 1)
+            gains["runs"].append(plan.makespan_s / split.makespan_s - 1)
+            peaks = [each.simulate(made)["peak_tokens"].max() for each, made in ((planner, plan), (splitting, split))]
+            held.append(float(peaks[1] / peaks[0]))
+        row[name] = {key: {"mean": mean(of), "least": min(of), "most": max(of)} for key, of in gains.items()}
+        row[name]["memory"] = mean(held)
     return row
 
 
@@ -79,7 +91,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args()
     rows = []
-    print("| model | HDP ranks | PP | tokens | context | byted | github |\n|---|---|---|---|---|---|---|")
+    print("| model | HDP ranks | PP | tokens | context | byted, runs | most | github, runs | most |")
+    print("|" + "---|" * 9)
     large = [] if options.small else [(ranks, stages) for stages in (4, 8) for ranks in (16, 64, 256)]
     for ranks, stages in [*large, (1, 2), (2, 2), (2, 4), (4, 4)]:
         if (ranks, stages) in large:
@@ -92,7 +105,9 @@ def main() -> int:
             tokens, context = 8192 * ranks, 1024 * min(2, ranks)
         row = measure(model, cluster, costs, tokens=tokens, context=context, seeds=options.seeds)
         rows.append({"model": name} | row)
-        shown = " | ".join(f"{row[kind]['mean']:.1%}" for kind in ("byted", "github"))
+        shown = " | ".join(
+            f"{row[kind][which]['mean']:.1%}" for kind in ("byted", "github") for which in ("runs", "most")
+        )
         print(f"| {name} | {ranks} | {stages} | {tokens:,} | {context:,} | {shown} |", flush=True)
     if options.json:
         options.json.write_text(
