@@ -1,6 +1,7 @@
 """What split backward passes (zero-bubble pipelines) save: the schedule that runs, and the most that could be saved.
 
     python benchmarks/zero_bubble.py --json benchmarks/results/zero_bubble.json       about half a minute
+    python benchmarks/zero_bubble.py --run 6 --json benchmarks/results/zero_bubble_run.json     about a minute
 
 A backward pass gives the gradients of its inputs, which the stage before waits for, and those of the weights, which can
 come later (Qi et al., arXiv 2401.10241): a third of the work of linear layers.
@@ -9,23 +10,36 @@ come later (Qi et al., arXiv 2401.10241): a third of the work of linear layers.
 gradients of no more micro-batches than the first device of a pipeline does under 1F1B. ``most``: each device runs the
 passes of the 1F1B schedule in their order, as soon as it can, and its gaps are filled by weight gradients, cut as
 finely as a gap needs and kept as long as need be: the most that this order of passes can gain, memory not counted.
+
+``--run STEPS`` trains on two processes, a stage each, by turns with whole and with split backward passes, and takes the
+least processor time of each pass. A machine that other programs use tells nothing by its clock, so the steps' seconds
+are those of the schedules with these times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.comm.launch import run_ranks
 from hdpcomm.data.distributions import sample_lengths
-from hdpcomm.plan import MODELS, ClusterSpec, CostModel, ModelSpec, Planner, StepPlan
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.plan import MODELS, ClusterSpec, CostModel, ModelSpec, Pass, Planner, StepPlan
 
 SMALL = CostModel(attention=5e-8, linear=2e-5, fixed=3e-3)  # of a stage of benchmarks/meshes.py on a CPU core
+MODEL = LlamaConfig(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768)  # of --run
+TOKENS = 512  # of a micro-batch of --run
 PASSES_OF_LINEAR = 3  # forward, and backward for inputs and weights: as much work each
 
 
@@ -84,13 +98,92 @@ def measure(
     return row
 
 
+class Timed(PipelineTrainer):
+    """Remembers the processor time of each pass of a step."""
+
+    def step(self, *arguments: Any) -> Any:
+        self.took: dict[Pass, float] = {}
+        self.began = time.process_time()
+        return super().step(*arguments)
+
+    def _after_pass(self, done: Pass) -> None:
+        now = time.process_time()
+        self.took[done] = now - self.began
+        super()._after_pass(done)
+        self.began = time.process_time()
+
+
+def time_passes(steps: int, count: int) -> list[dict[Pass, float]]:
+    """On each of two ranks: the least seconds of each pass of ``count`` equal micro-batches, whole and split."""
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        mesh, least = Mesh(comm, pipeline=2), ({}, {})
+        trainers = []
+        for split in (False, True):
+            (stage,) = split_llama(Llama(MODEL), 2)[mesh.stage :: 2]
+            trainers.append(Timed(stage, torch.optim.SGD(stage.parameters(), lr=0.0), planner_of(split), mesh))
+        tokens = torch.arange(count * TOKENS).view(count, TOKENS) % MODEL.vocabulary
+        losses = set()
+        for _ in range(steps):
+            for known, trainer in zip(least, trainers, strict=True):
+                losses.add(trainer.step([TOKENS] * count, lambda i: tokens[i]).loss)
+                for done, seconds in trainer.took.items():
+                    known[done] = min(seconds, known.get(done, seconds))
+        assert len(losses) == 1
+        return list(least)
+
+
+def planner_of(split: bool) -> Planner:
+    cluster = ClusterSpec(1, capacity=TOKENS, pipeline=2, split_backward=split)
+    return Planner(None, cluster, cost_model=CostModel(attention=1e-9, linear=1e-4))
+
+
+def replay(planner: Planner, count: int, took: dict[Pass, float]) -> float:
+    """When the schedule ends where its passes take so long, and messages no time."""
+    schedule = planner.schedule(planner.plan([TOKENS] * count))
+    free, ended = [0.0, 0.0], {}
+    for row in schedule.passes.tolist():
+        done = Pass.of_row(row)
+        beside = done.stage + (1 if done.backward else -1)
+        start = max(free[done.stage], 0.0 if done.weights else ended.get(replace(done, stage=beside), 0.0))
+        free[done.stage] = ended[done] = start + took[done]
+    return max(free)
+
+
+def measure_run(steps: int) -> list[dict[str, float]]:
+    """Of 2, 4 and 8 micro-batches: seconds of a step with whole and with split backward passes, as replayed."""
+    rows = []
+    print(
+        "| micro-batches | whole, s | split, s | gain | gain of the plan | work of split passes |\n" + "|---" * 6 + "|"
+    )
+    for count in (2, 4, 8):
+        ranks = run_ranks(time_passes, 2, steps, count)
+        planners = [planner_of(split) for split in (False, True)]
+        took = [{**ranks[0][kind], **ranks[1][kind]} for kind in (0, 1)]
+        whole, split = (replay(planner, count, each) for planner, each in zip(planners, took, strict=True))
+        plans = [planner.plan([TOKENS] * count).makespan_s for planner in planners]
+        row = {"micro_batches": count, "whole_s": whole, "split_s": split, "planned": plans[0] / plans[1] - 1}
+        row["work"] = sum(took[1].values()) / sum(took[0].values())
+        rows.append(row)
+        print(
+            f"| {count} | {whole:.3f} | {split:.3f} | {whole / split - 1:.1%} | {row['planned']:.1%} | "
+            f"{row['work']:.3f} |",
+            flush=True,
+        )
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="steps of each kind (default %(default)s)")
     parser.add_argument("--small", action="store_true", help="the small meshes only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--run", type=int, metavar="STEPS", help="train on two processes, so many steps of each kind")
     options = parser.parse_args()
-    rows = []
+    if options.run:
+        write(options.json, {"steps": options.run, "model": asdict(MODEL), "rows": measure_run(options.run)})
+        return 0
+    rows: list[dict[str, Any]] = []
     print("| model | HDP ranks | PP | tokens | context | byted, runs | most | github, runs | most |")
     print("|" + "---|" * 9)
     large = [] if options.small else [(ranks, stages) for stages in (4, 8) for ranks in (16, 64, 256)]
@@ -109,11 +202,13 @@ def main() -> int:
             f"{row[kind][which]['mean']:.1%}" for kind in ("byted", "github") for which in ("runs", "most")
         )
         print(f"| {name} | {ranks} | {stages} | {tokens:,} | {context:,} | {shown} |", flush=True)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"date": date.today().isoformat(), "seeds": options.seeds, "rows": rows}, indent=1) + "\n"
-        )
+    write(options.json, {"seeds": options.seeds, "rows": rows})
     return 0
+
+
+def write(path: Path | None, found: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps({"date": date.today().isoformat()} | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
