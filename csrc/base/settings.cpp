@@ -20,6 +20,10 @@ constexpr Setting kTable[] = {
     {HDP_SETTING("HDPCOMM_TIMEOUT", timeout_s), .fallback = "60",
      .meaning = "seconds before an operation raises CommTimeout (init(timeout=) wins)",
      .least = 0.001, .most = 1e7},
+    {HDP_SETTING("HDPCOMM_LONGEST_WAIT_S", longest_wait_s), .fallback = "7200",
+     .meaning = "seconds before an operation raises CommTimeout though the ranks that it awaits "
+                "still move, where deadlines go by liveness",
+     .least = 0.001, .most = 1e7},
     {HDP_SETTING("HDPCOMM_TRANSPORT", transport), .fallback = "auto",
      .meaning = "the transport of init() where the program names none"},
     {HDP_SETTING("HDPCOMM_HOSTID", host_id), .fallback = "",

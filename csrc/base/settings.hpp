@@ -12,6 +12,7 @@ namespace hdpcomm {
 struct Settings {
   bool debug;
   double timeout_s;
+  double longest_wait_s;
   std::string transport;
   std::string host_id;
   std::string secret;

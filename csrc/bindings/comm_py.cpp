@@ -109,6 +109,13 @@ void bindWorld(py::module_& module) {
           py::arg("node_of_rank"), py::arg("remote_costs"))
       .def("nodes", &nodesOf)
       .def("has_left", &hasLeft, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
+      .def("go_by_liveness", &World::goByLiveness, py::arg("on"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("tick", &World::tick, py::call_guard<py::gil_scoped_release>())
+      .def("begin_activity", &World::beginActivity, py::arg("what"), py::arg("limit_s"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("end_activity", &World::endActivity, py::arg("activity"),
+           py::call_guard<py::gil_scoped_release>())
       .def("abort", &World::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
       .def("close", &World::close, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -60,6 +61,12 @@ class FlightRecorder {
       record.state = state;
       record.ended = ticks();
     }
+  }
+
+  // The record that was entered last.
+  std::optional<FlightRecord> last() const {
+    if (next_ == 0) return std::nullopt;
+    return records_[(next_ - 1) & mask_];
   }
 
   // What is kept, in order, with the times in nanoseconds of the system's clock.

@@ -109,6 +109,7 @@ void FuzzedRank::call(FuzzBytes& bytes) {
     }
     case 6:
       (void)transport_.departure(1);
+      checkPulse();
       return;
     case 7: {
       Posted& resync = *sends_.emplace_back(std::make_unique<Posted>());
@@ -122,11 +123,25 @@ void FuzzedRank::call(FuzzBytes& bytes) {
   }
 }
 
+// What the peer tells of itself is in its range, whatever it wrote.
+void FuzzedRank::checkPulse() {
+  const auto pulse = transport_.pulse(1);
+  if (!pulse) return;
+  const bool printable = std::all_of(pulse->doing.begin(), pulse->doing.end(),
+                                     [](char each) { return each >= ' ' && each <= '~'; });
+  const auto now = Clock::now();
+  if (!printable || pulse->doing.size() > kPulseText || pulse->culprit < 0 ||
+      pulse->culprit >= transport_.size() || pulse->moved > now || pulse->culprit_moved > now) {
+    throw std::runtime_error("a pulse is out of its range");
+  }
+}
+
 std::set<std::string> FuzzedRank::end() {
   for (int i = 0; i < 4; ++i) transport_.progress();
   std::set<std::string> results;
   if (const auto error = transport_.outOfStep(1)) results.insert(shapeOf(error->what()));
   if (const auto error = transport_.departure(1)) results.insert(shapeOf(error->what()));
+  checkPulse();
   for (const auto* list : {&receives_, &sends_}) {
     for (const auto& each : *list) {
       const char* kind = list == &receives_ ? "receive: " : "send: ";

@@ -49,6 +49,7 @@ class FuzzedRank {
   const Posted& expected(size_t index) const;
   // One call of the transport, as the bytes choose.
   void call(FuzzBytes& bytes);
+  void checkPulse();
   // Ends everything; throws std::runtime_error where a guard has changed. Returns what came of the
   // requests: the texts of their errors, without numbers.
   std::set<std::string> end();

@@ -175,6 +175,7 @@ void writeBeside(shm::Segment& segment, FuzzBytes& bytes) {
       control.reason_ready.store(1);
       return;
     case 7:
+      if (bytes.below(2) == 0) return change(&control.pulse, sizeof control.pulse, bytes);
       return change(&control.wait, sizeof control.wait, bytes);
     default:
       return change(&in.slots[bytes.below(4)], sizeof(Slot), bytes);

@@ -25,6 +25,7 @@
 
 #include "base/call.hpp"
 #include "base/error.hpp"
+#include "transport/pulse.hpp"
 #include "transport/stats.hpp"
 #include "transport/wait_board.hpp"
 
@@ -148,6 +149,13 @@ class Transport {
     (void)rank;
     return nullptr;
   }
+
+  // Changes whenever a message of this rank has moved on, even if only by a piece.
+  virtual uint64_t moves() const = 0;
+  // Tells the others when this rank last moved.
+  virtual void publishPulse(const Pulse& pulse) = 0;
+  // What the peer last told; none if it tells nothing.
+  virtual std::optional<Pulse> pulse(int peer) = 0;
 
   virtual Stats stats() const = 0;
   // Leaves the world for the given reason; peers that still wait for this rank fail. Idempotent.

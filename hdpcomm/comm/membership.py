@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.liveness import BUSY_LIMIT_S, Busy, LivenessDeadlines, check_activity
 from hdpcomm.comm.shapes import check_shape
 
 __all__ = ["Membership"]
@@ -83,6 +85,49 @@ class Membership:
         if block is None or not count:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(block, dtype=dtype, count=count).view(shape)
+
+    # --- what the others know of this rank ----------------------------------------------------------------------------
+
+    def liveness_deadlines(self) -> AbstractContextManager[None]:
+        """Inside, operations of this rank without a ``timeout`` of their own wait as long as the awaited ranks move.
+
+        One is given up when an awaited rank has not moved for :attr:`timeout` seconds: it has neither called nor ended
+        an operation, sent or received a message, called :meth:`tick` nor been :meth:`busy`. A rank that itself waits
+        for others moves as they do. The error names the rank that does not move, and what it did last. After
+        ``HDPCOMM_LONGEST_WAIT_S`` an operation is given up anyway. Ranks that never called this, :meth:`tick` or
+        :meth:`busy` tell nothing of their moves, so an operation waits :attr:`timeout` seconds for them.
+
+        For all communicators of this rank, from any thread, nested as wished; other ranks' operations go by their own
+        deadlines, so all ranks should ask for it. Local. The trainers do so in each step.
+        """
+        return LivenessDeadlines(self._core.world)
+
+    def busy(self, what: str, *, limit_s: float = BUSY_LIMIT_S) -> AbstractContextManager[None]:
+        """Inside, this rank does something that takes long and is no operation; ranks with :meth:`liveness_deadlines`
+        that wait for it go on waiting, at most until ``limit_s`` seconds from the begin.
+
+        Time in which the thread that entered it waits in an operation does not count. From any thread, nested as
+        wished: the rank is busy while one of its activities is within its limit. A rank whose process dies or is
+        stopped meanwhile is noticed as ever. Local.
+
+        Args:
+            what: shown in the errors of others, 1 to 60 printable ASCII characters.
+
+        Raises: InvalidUsage for another name, a limit that is no number above 0, or a closed communicator.
+
+        Example:
+            >>> import hdpcomm as hdp
+            >>> with hdp.init() as comm, comm.busy("reads data", limit_s=600):
+            ...     pass
+        """
+        return Busy(self._core.world, what, check_activity(what, limit_s))
+
+    def tick(self) -> None:
+        """Tells ranks with :meth:`liveness_deadlines` that wait for this one that it has just got on. Local.
+
+        For long work in parts, once a part. Raises: InvalidUsage or Aborted on a communicator that is over.
+        """
+        self._core.world.tick()
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}, ranks {self.ranks}, transport {self.transport}>"

@@ -20,6 +20,7 @@ World::World(std::unique_ptr<Transport> transport, double timeout_s)
     : transport_(std::move(transport)),
       recorder_(Settings::read().flight_records),
       timeout_s_(timeout_s),
+      longest_wait_s_(Settings::read().longest_wait_s),
       pid_(::getpid()) {
   if (!(timeout_s > 0)) {
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");

@@ -18,6 +18,7 @@
 #include "base/process.hpp"
 #include "collective/cost.hpp"
 #include "comm/host/deadlock.hpp"
+#include "comm/host/liveness.hpp"
 #include "comm/host/work.hpp"
 
 namespace hdpcomm {
@@ -74,6 +75,16 @@ class World {
               const InterruptCheck& check_interrupt);
   // True when the work has ended (an error is thrown by wait()). Never blocks.
   bool test(Work& work);
+
+  // From goByLiveness(true) to the matching goByLiveness(false), operations that wait for the
+  // world's timeout wait on while the ranks that they await move (liveness.hpp), as far as these
+  // tell it: a rank tells it from its first call of one of the following on.
+  void goByLiveness(bool on);
+  void tick();
+  // This rank does something that is no operation: the others wait, at most for the limit. Returns
+  // a number for endActivity().
+  uint64_t beginActivity(const std::string& what, double limit_s);
+  void endActivity(uint64_t activity);
 
   // What kAuto goes by; must be equal on all ranks.
   void setCosts(const TransportCosts& costs);
@@ -132,7 +143,23 @@ class World {
   void giveUpLateLocked(Clock::time_point now);
   void checkHealthLocked(Clock::time_point now);
   WaitRecord waitRecordLocked();
-  Error timeoutError(const Work& work, Clock::duration waited) const;
+  Error timeoutError(const Work& work, Clock::duration waited,
+                     std::optional<Clock::time_point> by_liveness);
+
+  // world_liveness.cpp
+  struct Stuck {
+    int rank;
+    std::string text;
+  };
+  void tellLocked();
+  void publishPulseLocked(Clock::time_point now);
+  Pulse ownPulseLocked(Clock::time_point now) const;
+  std::vector<int> awaitedLocked(const Work& work) const;
+  std::optional<Pulse> slowestLocked(const std::vector<int>& ranks, Clock::time_point now);
+  Clock::time_point livesUntilLocked(const Work& work, Clock::time_point start,
+                                     Clock::time_point now);
+  std::optional<Stuck> stuckLocked(const Work& work, Clock::time_point now);
+
   void stopWaitingLocked(Clock::time_point start);
   // These two leave the work in the queue until dropEndedLocked().
   void fail(Work& work, const Error& given);
@@ -149,7 +176,7 @@ class World {
   void ensureProgressThread();
   void progressLoop();
   void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
-  void waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
+  void waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline, bool by_liveness,
                   const InterruptCheck& check);
   // Whether the operation sends messages on the pair of this rank with `peer`: only messages go to
   // the own rank.
@@ -166,7 +193,11 @@ class World {
   std::thread::id submitter_;        // of the first operation
   bool several_submitters_ = false;  // no thread that waits keeps the rank from going on
   Work* blocking_ = nullptr;         // for which that thread sleeps
+  Liveness liveness_;
+  int by_liveness_ = 0;  // goByLiveness() calls without their end
+  bool tells_ = false;   // whether the progress thread tells when this rank moved
   double timeout_s_;
+  double longest_wait_s_;
   int pid_;
   uint32_t forks_ = forkGeneration();  // of the process that made this world
   int spins_;  // polls of the transport before the clock is read for the first time

@@ -20,6 +20,9 @@ namespace {
 // wake a thread for each would cost more than a short message does.
 constexpr auto kGrace = std::chrono::microseconds(500);
 
+// Of the progress thread, where it has nothing to move.
+constexpr auto kNap = std::chrono::milliseconds(100);
+
 constexpr double kLongestS = 1e9;  // what a clock of nanoseconds can hold, and some
 
 std::chrono::nanoseconds nanoseconds(double seconds) {
@@ -58,9 +61,9 @@ void World::giveUpLateLocked(Clock::time_point now) {
   for (const auto& work : queue_) {
     if (!work->background_ || work->state_ == Work::State::kQueued || ended(*work)) continue;
     if (!work->seen_) work->seen_ = now;
-    if (now >= std::max(*work->seen_ + timeout, work->allowed_)) {
-      fail(*work, timeoutError(*work, now - *work->seen_));
-    }
+    if (now < std::max(*work->seen_ + timeout, work->allowed_)) continue;
+    work->allowed_ = std::max(work->allowed_, livesUntilLocked(*work, *work->seen_, now));
+    if (now >= work->allowed_) fail(*work, timeoutError(*work, now - *work->seen_, now));
   }
   dropEndedLocked();
 }
@@ -121,7 +124,8 @@ WaitRecord World::waitRecordLocked() {
   return record;
 }
 
-Error World::timeoutError(const Work& work, Clock::duration waited) const {
+Error World::timeoutError(const Work& work, Clock::duration waited,
+                          std::optional<Clock::time_point> by_liveness) {
   std::vector<int> awaited = transport_->awaited(&work.completion_);
   for (const int peer : transport_->awaited(&work.deferred_)) awaited.push_back(peer);
   std::sort(awaited.begin(), awaited.end());
@@ -134,10 +138,13 @@ Error World::timeoutError(const Work& work, Clock::duration waited) const {
   } else if (work.state_ == Work::State::kQueued) {
     text += " behind operations that have not ended";
   }
-  return Error(ErrorKind::kTimeout,
-               text + ": look for a rank that did not call it, or raise timeout=",
+  const auto stuck = by_liveness ? stuckLocked(work, *by_liveness) : std::nullopt;
+  text += ": " + (stuck ? stuck->text : "look for a rank that did not call it, or raise timeout=");
+  return Error(ErrorKind::kTimeout, text,
                {.rank = rank(),
-                .peer = awaited.size() == 1 ? awaited[0] : -1,
+                .peer = stuck                 ? stuck->rank
+                        : awaited.size() == 1 ? awaited[0]
+                                              : -1,
                 .op = {},
                 .ranks = {},
                 .seq = -1});
@@ -293,7 +300,8 @@ bool World::spinLocked(Work& work) {
 }
 
 void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
-  if (!(timeout_s > 0)) timeout_s = timeout_s_;
+  const bool by_liveness = !(timeout_s > 0);
+  if (by_liveness) timeout_s = timeout_s_;
   const auto start = Clock::now();
   const auto deadline = start + nanoseconds(std::min(timeout_s, kLongestS));
   waiters_.fetch_add(1, std::memory_order_relaxed);
@@ -301,9 +309,10 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
     std::lock_guard lock(mutex_);
     several_submitters_ |= blocking_ != nullptr || submitter_ != std::this_thread::get_id();
     blocking_ = &work;
+    liveness_.beginWait();
   }
   try {
-    waitSlowly(work, start, deadline, check_interrupt);
+    waitSlowly(work, start, deadline, by_liveness, check_interrupt);
   } catch (...) {
     std::lock_guard lock(mutex_);
     stopWaitingLocked(start);
@@ -316,7 +325,9 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
 
 // Under the lock, so that the progress thread does not miss it between its check and its sleep.
 void World::stopWaitingLocked(Clock::time_point start) {
-  waited_ += Clock::now() - start;
+  const auto now = Clock::now();
+  liveness_.endWait(now);
+  waited_ += now - start;
   blocking_ = nullptr;
   waiters_.fetch_sub(1, std::memory_order_relaxed);
   if (background_works_ > 0 && !in_grace_) progress_wanted_->notify_one();
@@ -325,7 +336,7 @@ void World::stopWaitingLocked(Clock::time_point start) {
 // Spins, yields, then sleeps on the futex; between sleeps checks the deadline, the peers and
 // Ctrl-C.
 void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point deadline,
-                       const InterruptCheck& check) {
+                       bool by_liveness, const InterruptCheck& check) {
   const auto spin_until = start + nanoseconds(spin_s_);
   const auto yield_until = spin_until + nanoseconds(yield_s_);
   const auto liveness = nanoseconds(liveness_s_);
@@ -356,8 +367,12 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         std::lock_guard lock(mutex_);
         checkHealthLocked(now);
         if (ended(work)) return;
+        if (by_liveness && now >= deadline) {
+          deadline = std::max(deadline, livesUntilLocked(work, start, now));
+        }
         if (now >= deadline) {
-          fail(work, timeoutError(work, now - start));
+          const auto at = by_liveness ? std::optional(now) : std::nullopt;
+          fail(work, timeoutError(work, now - start, at));
           dropEndedLocked();
           progressLocked();  // ends the operations that fail with it
           return;
@@ -393,17 +408,23 @@ void World::ensureProgressThread() {
 void World::progressLoop() {
   const auto liveness = nanoseconds(liveness_s_);
   auto next_check = Clock::now() + liveness;
+  auto next_pulse = next_check;
   int64_t graced = 0;      // operations before this one have had their time
   bool attending = false;  // no operation has any more until somebody waits again
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    if (const auto now = Clock::now(); background_works_ > 0 && now >= next_check) {
+    const auto now = Clock::now();
+    if (background_works_ > 0 && now >= next_check) {
       next_check = now + liveness;
       checkHealthLocked(now);
     }
+    if (tells_ && now >= next_pulse) {
+      next_pulse = now + liveness;
+      publishPulseLocked(now);
+    }
     if (background_works_ == 0 || waiters_.load(std::memory_order_relaxed) > 0) {
       attending = false;
-      progress_wanted_->wait_for(lock, std::chrono::milliseconds(100));
+      progress_wanted_->wait_for(lock, std::min<Clock::duration>(liveness, kNap));
       continue;
     }
     if (!attending && queue_.front()->seq_ >= graced) {

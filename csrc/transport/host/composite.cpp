@@ -81,6 +81,15 @@ class CompositeTransport final : public Transport {
     return members_[0]->allocate(bytes);
   }
   WaitPlace* waitPlace(int rank) override { return to(rank).waitPlace(rank); }
+  uint64_t moves() const override {
+    uint64_t sum = 0;
+    for (const auto& member : members_) sum += member->moves();
+    return sum;
+  }
+  void publishPulse(const Pulse& pulse) override {
+    for (const auto& member : members_) member->publishPulse(pulse);
+  }
+  std::optional<Pulse> pulse(int peer) override { return to(peer).pulse(peer); }
   Stats stats() const override {
     Stats sum;
     for (const auto& member : members_) addStats(sum, member->stats());

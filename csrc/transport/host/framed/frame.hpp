@@ -18,13 +18,15 @@ enum class Kind : uint8_t {
               // `other`, as the flags say (failures.hpp). `index` - 1: its first send; 0: it has
               // none
   kCredit,    // carries only `consumed`
-  kPing,
-  kPong,
+  kPing,      // `number`: counts them
+  kPong,  // `number` is that of the ping. With kHasPulse also the sender's Pulse: the ages of its
+          // last moves in milliseconds in `index` and `offset`, `cause`, and the text
   kGoodbye,  // the last frame; the text says why
   kMarker,   // of resync(): `number` is the sender's attempt, `other` the receiver's last one
 };
 
 inline constexpr uint32_t kConfirm = 1;  // kData: the sender wants a kAccepted
+inline constexpr uint8_t kHasPulse = 1;  // `detail` of a kPong
 inline constexpr uint32_t kDropped = 2;  // kRejected: no operation received it; there is no call
 
 struct Header {

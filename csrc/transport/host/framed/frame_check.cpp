@@ -25,6 +25,15 @@ std::optional<std::string> badFrame(const Frame& frame, int num_ranks) {
   if (header.kind == Kind::kFailure && !noticeFits(header.detail, header.cause, num_ranks)) {
     return bad("error kind or cause", header.detail);
   }
+  if (header.kind == Kind::kPong) {
+    if (header.detail > kHasPulse) return bad("detail", header.detail);
+    if (header.cause < -1 || header.cause >= num_ranks) {
+      return bad("rank", static_cast<uint64_t>(header.cause));
+    }
+    if (header.piece > kPulseText) return bad("text length", header.piece);
+    const uint64_t age = std::max(header.index, header.offset);
+    if (age > static_cast<uint64_t>(kOldestMoveMs)) return bad("age", age);
+  }
   if (header.kind != Kind::kData) return std::nullopt;
   // In this order: the sum of offset and piece cannot wrap.
   if (header.offset > header.bytes) return bad("offset", header.offset);

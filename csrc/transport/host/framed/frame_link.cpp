@@ -1,7 +1,9 @@
 #include "transport/host/framed/frame_link.hpp"
 
 #include <algorithm>
+#include <utility>
 
+#include "base/settings.hpp"
 #include "transport/host/framed/frame_check.hpp"
 
 namespace hdpcomm {
@@ -11,7 +13,16 @@ using framed::Kind;
 
 namespace {
 
-constexpr auto kPingAfter = std::chrono::seconds(1);  // without a frame from the peer
+// Pings tell how old the peer's last move is, so they follow the health checks.
+Clock::duration pingAfter() {
+  const std::chrono::duration<double> seconds(std::min(1.0, 5 * Settings::get().liveness_s));
+  return std::chrono::duration_cast<Clock::duration>(seconds);
+}
+
+uint64_t ageMs(Clock::time_point time, Clock::time_point now) {
+  const auto age = std::chrono::duration_cast<std::chrono::milliseconds>(now - time).count();
+  return static_cast<uint64_t>(std::clamp<int64_t>(age, 0, kOldestMoveMs));
+}
 
 }  // namespace
 
@@ -27,7 +38,7 @@ size_t Frame::expectBulk() {
 }
 
 FrameLink::FrameLink(int rank, int size)
-    : rank_(rank), peers_(static_cast<size_t>(std::max(size, 0))) {
+    : rank_(rank), peers_(static_cast<size_t>(std::max(size, 0))), ping_after_(pingAfter()) {
   if (size < 1 || size > 4096 || rank < 0 || rank >= size) {
     throwInvalidUsage("rank " + std::to_string(rank) + " of " + std::to_string(size) +
                       " was given; a world has 1 to 4096 ranks");
@@ -50,9 +61,11 @@ FramePtr FrameLink::next(int peer_rank) {
   });
   if (!peer.loss.empty()) return nullptr;
   if (peer.ping_due || peer.pong_due) {
+    if (std::exchange(peer.pong_due, false)) return makePong(peer);
+    peer.ping_due = false;
     Header header;
-    header.kind = peer.pong_due ? Kind::kPong : Kind::kPing;
-    (peer.pong_due ? peer.pong_due : peer.ping_due) = false;
+    header.kind = Kind::kPing;
+    header.number = peer.ping;
     return framed::makeFrame(header, nullptr);
   }
   if (peer.outbox.empty()) return nullptr;  // closed
@@ -67,7 +80,8 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
     cutOff(peer_rank, *wrong);
     return false;
   }
-  const Kind kind = framed::readHeader(*frame).kind;
+  const Header header = framed::readHeader(*frame);
+  const Kind kind = header.kind;
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
   if (peer.ended || !peer.loss.empty()) return false;
@@ -75,11 +89,16 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   peer.awaits_pong = false;
   if (kind == Kind::kPing) {
     peer.pong_due = true;
+    peer.peers_ping = header.number;
     lock.unlock();
     peer.for_carrier.notify_all();
     return true;
   }
-  if (kind == Kind::kPong) return true;
+  if (kind == Kind::kPong) {
+    takePulse(peer_rank, peer, *frame);
+    return true;
+  }
+  peer.last_moved = peer.last_heard;
   peer.ended = kind == Kind::kGoodbye;
   const bool ended = peer.ended;
   arrivals_.push_back({peer_rank, std::move(frame)});
@@ -149,13 +168,57 @@ double FrameLink::silence(int peer_rank) {
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
   const auto now = Clock::now();
   if (peer.awaits_pong) return std::chrono::duration<double>(now - peer.ping_time).count();
-  if (now - peer.last_heard < kPingAfter || closed_) return 0;
+  if (now - peer.last_heard < ping_after_ || closed_) return 0;
   peer.awaits_pong = true;
   peer.ping_time = now;
   peer.ping_due = true;
+  ++peer.ping;
   lock.unlock();
   peer.for_carrier.notify_all();
   return 0;
+}
+
+void FrameLink::publishPulse(const Pulse& pulse) {
+  std::lock_guard lock(mutex_);
+  own_pulse_ = pulse;
+}
+
+// Ages instead of times, since each host has its own clock.
+FramePtr FrameLink::makePong(const Peer& peer) const {
+  Header header;
+  header.kind = Kind::kPong;
+  header.number = peer.peers_ping;
+  if (!own_pulse_) return framed::makeFrame(header, nullptr);
+  const auto now = Clock::now();
+  header.detail = framed::kHasPulse;
+  header.cause = static_cast<int16_t>(own_pulse_->culprit);
+  header.index = ageMs(own_pulse_->moved, now);
+  header.offset = ageMs(own_pulse_->culprit_moved, now);
+  header.piece = static_cast<uint32_t>(std::min(own_pulse_->doing.size(), kPulseText));
+  return framed::makeFrame(header, own_pulse_->doing.data());
+}
+
+// The peer made its answer after the ping was asked for, so its last move was not before that time
+// less the age. To go by this time, and not by that of the arrival, keeps ranks that wait for each
+// other in a circle from making each other's moves later with each answer.
+void FrameLink::takePulse(int peer_rank, Peer& peer, Frame& frame) {
+  const Header header = framed::readHeader(frame);
+  if (header.detail != framed::kHasPulse || header.number != peer.ping) return;
+  const auto before = [&](uint64_t age) {
+    return peer.ping_time - std::chrono::milliseconds(static_cast<int64_t>(age));
+  };
+  peer.pulse =
+      Pulse{before(header.index), before(header.offset), header.cause,
+            pulseText(reinterpret_cast<const char*>(framed::payload(frame)), header.piece)};
+  if (peer.pulse->culprit < 0) peer.pulse->culprit = peer_rank;
+}
+
+std::optional<Pulse> FrameLink::pulse(int peer_rank) const {
+  std::lock_guard lock(mutex_);
+  const Peer& peer = peers_[static_cast<size_t>(peer_rank)];
+  std::optional<Pulse> pulse = peer.pulse;
+  if (pulse) pulse->moved = std::max(pulse->moved, peer.last_moved);
+  return pulse;
 }
 
 void FrameLink::close() {

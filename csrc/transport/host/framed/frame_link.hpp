@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,10 @@ class FrameLink {
   std::string lossOf(int peer) const;
   // Seconds since an unanswered ping; sends one if the peer has been silent. 0: the peer answers.
   double silence(int peer);
+  // What this rank tells about its moves in its answers to pings.
+  void publishPulse(const Pulse& pulse);
+  // What the peer told in its last answer; none if it has told nothing.
+  std::optional<Pulse> pulse(int peer) const;
   // No more frames will be posted.
   void close();
 
@@ -107,8 +112,14 @@ class FrameLink {
     Clock::time_point last_heard = Clock::now();
     Clock::time_point ping_time;  // when the unanswered ping was requested
     bool awaits_pong = false;
+    uint32_t ping = 0;        // number of the last one
+    uint32_t peers_ping = 0;  // of the peer's, which the next pong answers
+    std::optional<Pulse> pulse;
+    Clock::time_point last_moved;  // when the last frame came that is no ping or pong
   };
   void signal(std::unique_lock<std::mutex>& lock);
+  FramePtr makePong(const Peer& peer) const;
+  void takePulse(int peer_rank, Peer& peer, Frame& frame);
   void lose(std::unique_lock<std::mutex>& lock, Peer& peer, const std::string& what);
 
   int rank_;
@@ -118,6 +129,8 @@ class FrameLink {
   std::vector<Arrival> arrivals_;
   std::shared_ptr<const std::function<void()>> wake_;  // copied for each event
   uint32_t events_ = 0;
+  std::optional<Pulse> own_pulse_;
+  Clock::duration ping_after_;  // without a frame from the peer
   bool closed_ = false;
 };
 

@@ -222,6 +222,13 @@ std::function<void()> FramedTransport::waker() {
   return [link = link_] { link->wake(); };
 }
 
+uint64_t FramedTransport::moves() const {
+  uint64_t sum = 0;
+  for (const Peer& peer : peers_)
+    sum += peer.sent_units + peer.credited_units + peer.consumed_units;
+  return sum;
+}
+
 Stats FramedTransport::stats() const {
   MessageCounts counts = stats_;
   counts.remote_bytes_sent = counts.bytes_sent;

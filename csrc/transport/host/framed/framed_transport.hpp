@@ -83,6 +83,9 @@ class FramedTransport final : public Transport {
   std::function<void()> waker() override;
   // The carrier's threads need the cores that a busy wait would take.
   bool oversubscribed() const noexcept override { return true; }
+  uint64_t moves() const override;
+  void publishPulse(const Pulse& pulse) override { link_->publishPulse(pulse); }
+  std::optional<Pulse> pulse(int peer) override { return link_->pulse(peer); }
   Stats stats() const override;
   void close(const std::string& reason) noexcept override;
 

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "base/call.hpp"
+#include "transport/pulse.hpp"
 #include "transport/wait_board.hpp"
 
 namespace hdpcomm::shm {
@@ -137,6 +138,7 @@ struct alignas(64) Control {
   std::atomic<uint32_t> reason_ready;
   char reason[kFailureText];  // why this rank closed or failed, for the errors of the others
   WaitPlace wait;
+  PulsePlace pulse;
 };
 
 struct alignas(64) Header {

@@ -295,6 +295,26 @@ std::shared_ptr<std::byte> ShmTransport::allocate(size_t bytes) {
   return heap_->allocate(bytes);
 }
 
+uint64_t ShmTransport::moves() const {
+  uint64_t sum = 0;
+  for (const Peer& peer : peers_) sum += peer.sent + peer.consumed_seen + peer.received;
+  return sum;
+}
+
+void ShmTransport::publishPulse(const Pulse& pulse) {
+  segment_->control(rank_).pulse.record.write(recordOf(pulse));
+}
+
+// The last one that was read in whole, if the peer writes at this moment, or stopped while it did.
+std::optional<Pulse> ShmTransport::pulse(int peer_rank) {
+  Peer& peer = peers_[peer_rank];
+  PulseRecord record;
+  const auto& place = peer.control->pulse.record;
+  if (place.count() > 0 && place.read(record)) peer.pulse = record;
+  if (!peer.pulse) return std::nullopt;
+  return pulseOf(*peer.pulse, peer_rank, size(), Clock::now());
+}
+
 Stats ShmTransport::stats() const {
   const auto used = [](const Peer& peer) { return peer.used; };
   return stats_.named(static_cast<size_t>(std::count_if(peers_.begin(), peers_.end(), used)));

@@ -52,6 +52,8 @@ struct Peer {
   RingQueue<Inflight> inflight;
   RingQueue<RecvRequest> recvs;
 
+  std::optional<PulseRecord> pulse;  // as last read
+
   PeerHeap heap;  // mapped at the first message from it
 
   // Set when the peer wrote what no rank of this version writes: it is lost from then on, and
@@ -97,6 +99,9 @@ class ShmTransport final : public Transport {
   bool oversubscribed() const noexcept override { return oversubscribed_; }
   std::shared_ptr<std::byte> allocate(size_t bytes) override;
   WaitPlace* waitPlace(int rank) override { return &segment_->control(rank).wait; }
+  uint64_t moves() const override;
+  void publishPulse(const Pulse& pulse) override;
+  std::optional<Pulse> pulse(int peer) override;
   Stats stats() const override;
   void close(const std::string& reason) noexcept override;
 

@@ -1,0 +1,145 @@
+// Deadlines of a World from the moves of the ranks that it waits for (liveness.hpp).
+#include <algorithm>
+
+#include "comm/host/world.hpp"
+
+namespace hdpcomm {
+namespace {
+
+Clock::duration durationOf(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(std::min(seconds, 1e9)));
+}
+
+std::string describeRecord(const FlightRecord& record) {
+  const char* state = record.state == FlightRecord::State::kDone     ? " ended"
+                      : record.state == FlightRecord::State::kFailed ? " failed"
+                                                                     : " under way";
+  return std::string(opName(record.call.op)) + " #" + std::to_string(record.seq) + state;
+}
+
+}  // namespace
+
+void World::goByLiveness(bool on) {
+  refuseInChild();
+  std::lock_guard lock(mutex_);
+  if (on && over()) throwUnusable();
+  by_liveness_ += on ? 1 : -1;
+  if (on) tellLocked();
+}
+
+void World::tick() {
+  refuseInChild();
+  std::lock_guard lock(mutex_);
+  if (over()) throwUnusable();
+  liveness_.tick(Clock::now());
+  tellLocked();
+}
+
+uint64_t World::beginActivity(const std::string& what, double limit_s) {
+  refuseInChild();
+  std::lock_guard lock(mutex_);
+  if (over()) throwUnusable();
+  const auto now = Clock::now();
+  const uint64_t activity = liveness_.begin(what, durationOf(limit_s), now);
+  tellLocked();
+  publishPulseLocked(now);  // a process that is stopped in the activity has named it
+  return activity;
+}
+
+void World::endActivity(uint64_t activity) {
+  refuseInChild();
+  std::lock_guard lock(mutex_);
+  liveness_.end(activity, Clock::now());
+}
+
+// From now on the progress thread tells the others when this rank moved: one that tells nothing is
+// given the plain timeout.
+void World::tellLocked() {
+  if (std::exchange(tells_, true)) return;
+  publishPulseLocked(Clock::now());
+  ensureProgressThread();
+}
+
+void World::publishPulseLocked(Clock::time_point now) {
+  liveness_.look(static_cast<uint64_t>(next_seq_) + transport_->moves(), now);
+  Pulse pulse = ownPulseLocked(now);
+  if (waiters_.load(std::memory_order_relaxed) > 0 && !liveness_.busy(now) && !queue_.empty()) {
+    const Work& blocking = blocking_ != nullptr ? *blocking_ : *queue_.back();
+    const auto slowest = slowestLocked(awaitedLocked(blocking), now);
+    if (slowest) {
+      pulse.moved = std::max(pulse.moved, slowest->moved);
+      pulse.culprit = slowest->culprit;
+      pulse.culprit_moved = slowest->culprit_moved;
+      pulse.doing = slowest->doing;
+    }
+  }
+  transport_->publishPulse(pulse);
+}
+
+Pulse World::ownPulseLocked(Clock::time_point now) const {
+  const auto moved = liveness_.moved(now);
+  std::string doing = liveness_.activity(now);
+  if (doing.empty() && next_seq_ == 0) doing = "joined";
+  if (doing.empty()) {
+    const auto last = recorder_.last();
+    doing = last ? describeRecord(*last) : "operation #" + std::to_string(next_seq_ - 1);
+  }
+  return {moved, moved, rank(), doing};
+}
+
+// The ranks without which the operation cannot go on.
+std::vector<int> World::awaitedLocked(const Work& work) const {
+  for (const auto& each : queue_) {
+    if (each.get() != &work && each->allPosted()) continue;
+    // A step's own requests end before the next step is posted.
+    const bool step = each->completion_.pending > 0;
+    return transport_->awaited(step ? &each->completion_ : &each->deferred_);
+  }
+  return {};
+}
+
+// The pulse of the rank that has not moved for longest. A rank that tells nothing has never moved.
+std::optional<Pulse> World::slowestLocked(const std::vector<int>& ranks, Clock::time_point now) {
+  std::optional<Pulse> slowest;
+  for (const int awaited : ranks) {
+    Pulse pulse = awaited == rank()
+                      ? ownPulseLocked(now)
+                      : transport_->pulse(awaited).value_or(Pulse{{}, {}, awaited, {}});
+    if (pulse.culprit == rank() && awaited != rank()) {
+      pulse.culprit = awaited;
+      pulse.culprit_moved = pulse.moved;
+      pulse.doing = "waits for rank " + std::to_string(rank()) + ", directly or through others";
+    }
+    if (!slowest || pulse.moved < slowest->moved) slowest = std::move(pulse);
+  }
+  return slowest;
+}
+
+// Until when the operation may wait as the awaited ranks are known to live.
+Clock::time_point World::livesUntilLocked(const Work& work, Clock::time_point start,
+                                          Clock::time_point now) {
+  const auto slowest = slowestLocked(awaitedLocked(work), now);
+  if (by_liveness_ == 0 || !slowest) return Clock::time_point::min();
+  return std::min(slowest->moved + durationOf(timeout_s_), start + durationOf(longest_wait_s_));
+}
+
+// What the error of an operation that went by liveness tells; none if the awaited ranks tell
+// nothing.
+std::optional<World::Stuck> World::stuckLocked(const Work& work, Clock::time_point now) {
+  const auto slowest = slowestLocked(awaitedLocked(work), now);
+  if (by_liveness_ == 0 || !slowest || slowest->doing.empty()) return std::nullopt;
+  if (now < slowest->moved + durationOf(timeout_s_)) {
+    return Stuck{slowest->culprit,
+                 "the ranks that it awaits still move, but no wait is longer than " +
+                     std::to_string(longest_wait_s_) + " s: raise HDPCOMM_LONGEST_WAIT_S"};
+  }
+  const std::chrono::duration<double> still = now - slowest->culprit_moved;
+  return Stuck{slowest->culprit, "rank " + std::to_string(slowest->culprit) +
+                                     " has not moved for " + std::to_string(still.count()) +
+                                     " s; last: " + slowest->doing +
+                                     ": look at what it does, let it declare what takes long "
+                                     "(Communicator.busy), or raise timeout="};
+}
+
+}  // namespace hdpcomm
