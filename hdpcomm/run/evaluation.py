@@ -13,8 +13,9 @@ from torch import nn
 
 from hdpcomm.data import BatchReader, Corpus
 from hdpcomm.errors import Error
-from hdpcomm.train import IGNORE, pack_shard
+from hdpcomm.train import IGNORE, Fetch, pack_shard
 from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.reading import declared
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -44,7 +45,7 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-BatchLoss = Callable[[Sequence[int], BatchReader], torch.Tensor]
+BatchLoss = Callable[[Sequence[int], Fetch], torch.Tensor]
 """(lengths, reader) of a batch to this rank's part of it, as :meth:`hdpcomm.parallel.PipelineTrainer.evaluate`."""
 
 
@@ -73,7 +74,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for ids in _batches(corpus, tokens_per_step):
-                reader = BatchReader(corpus, ids)
+                reader = declared(BatchReader(corpus, ids), comm)
                 lengths = [int(corpus.lengths[sequence]) for sequence in ids]
                 if batch_loss is not None:
                     total += batch_loss(lengths, reader)
@@ -89,7 +90,7 @@ def evaluate(
 
 
 def _batch_loss(
-    model: nn.Module, plan: StepPlan, comm: Communicator, reader: BatchReader, device: torch.device
+    model: nn.Module, plan: StepPlan, comm: Communicator, reader: Fetch, device: torch.device
 ) -> torch.Tensor:
     """(summed loss, tokens with a label) of this rank's micro-batches."""
     total = torch.zeros(2, dtype=torch.float64)
@@ -97,6 +98,7 @@ def _batch_loss(
         group = cast("Communicator", comm.subset(micro_batch.ranks))
         packed = pack_shard(micro_batch, reader, comm=group, device=device)
         loss = micro_batch_loss(model, packed, group)
+        comm.tick()
         total += torch.stack((loss.double(), (packed.labels != IGNORE).sum().double())).cpu()
     return total
 

@@ -301,7 +301,12 @@ class _Run:
         }
 
     def advance(self, stopping: StopRequest | None) -> None:
-        """Runs the steps that are left, and saves and evaluates on the way."""
+        """Runs the steps that are left, and saves and evaluates on the way. Ranks wait for those that read, plan or
+        save (:meth:`hdpcomm.comm.Communicator.liveness_deadlines`)."""
+        with self.comm.liveness_deadlines():
+            self._advance(stopping)
+
+    def _advance(self, stopping: StopRequest | None) -> None:
         for step in range(self.first_step, self.config.steps):
             for policy in self.trainers:
                 self._step(policy, step)
@@ -319,13 +324,15 @@ class _Run:
         if not self.stopped_by and self.done > self.first_step:
             self._evaluate()
         if self.folder is not None:
-            self.folder.wait()
+            with self.comm.busy("saves a checkpoint"):
+                self.folder.wait()
 
     def _step(self, policy: str, step: int) -> None:
         trainer, watching = self.trainers[policy], self.watching
         for group in trainer.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
-        planned = next(self.plans[policy])
+        with self.comm.busy("waits for the plan of a step, and for its data"):
+            planned = next(self.plans[policy])
         taken = time.perf_counter()
         metrics = trainer.step(planned, self.batches.fetch(step, policy))
         self.steps[policy].append(metrics)
@@ -399,7 +406,8 @@ class _Run:
             "loader": self.batches.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
-        self.folder.save(self.done, {"policies": state, "generators": generators}, facts)
+        with self.comm.busy("saves a checkpoint"):
+            self.folder.save(self.done, {"policies": state, "generators": generators}, facts)
 
     def _load(self, found: Checkpoint) -> None:
         same_ranks = found.facts["ranks"] == self.comm.size

@@ -86,6 +86,7 @@ class HybridDataParallel:
         self._counts: Counter[str] = Counter()
         self._comm: Communicator | None = None
         self._evaluates = False
+        self._compiled = False
         super().__init__(*args, **kwargs)
         this = cast(Any, self)
         _refuse(this)
@@ -105,6 +106,21 @@ class HybridDataParallel:
         model = cast(Any, self).model
         share_values(self.comm, (*model.parameters(), *model.buffers()))
         return prepared
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the base; ranks wait for those that read data or save, see
+        :meth:`hdpcomm.comm.Communicator.liveness_deadlines`."""
+        with self.comm.liveness_deadlines():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the base."""
+        with self.comm.busy("reads data"):
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self.comm.busy("saves a checkpoint"):
+            return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:
         """The labelled tokens of a step, over its accumulation and all ranks; ``None`` after the last step."""
@@ -134,13 +150,17 @@ class HybridDataParallel:
         batch = gather_sequences(sequences_of(inputs), self.comm)
         plan = self._plan(batch.lengths)
         loss = torch.zeros((), dtype=torch.float64)
-        for micro_batch in plan.for_rank(self.comm.rank):
-            group = cast("Communicator", self.comm.subset(micro_batch.ranks))
-            packed = pack_shard(micro_batch, batch.fetch, comm=group, device=this.args.device)
-            with this.compute_loss_context_manager():
-                total = micro_batch_loss(self._adapted, packed, group)
-            (total / num_items_in_batch).backward()  # type: ignore[no-untyped-call]
-            loss += total.detach().double().cpu()
+        first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
+        with first:
+            for micro_batch in plan.for_rank(self.comm.rank):
+                group = cast("Communicator", self.comm.subset(micro_batch.ranks))
+                packed = pack_shard(micro_batch, batch.fetch, comm=group, device=this.args.device)
+                with this.compute_loss_context_manager():
+                    total = micro_batch_loss(self._adapted, packed, group)
+                (total / num_items_in_batch).backward()  # type: ignore[no-untyped-call]
+                loss += total.detach().double().cpu()
+                self.comm.tick()
+        self._compiled = True
         if this.accelerator.sync_gradients:
             self._reduce_gradients(model)
         self.comm.all_reduce(loss)

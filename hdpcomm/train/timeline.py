@@ -76,7 +76,8 @@ class Timeline:
         self._waited, self._sent, self._stall_s = stats["wait_ns"], stats["bytes_sent"], self._stalled()
 
     def end(self, phase: str, index: int = -1) -> None:
-        """Ends a span now."""
+        """Ends a span now, which also tells the others that this rank has got on."""
+        self._comm.tick()
         now, stats, stalled = time.perf_counter(), self._comm.stats(), self._stalled()
         processor = processor_seconds()
         self.spans.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.reading import declared
 from hdpcomm.train.replicas import check_replicas, share_values
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
@@ -120,6 +122,8 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self.check_replicas = check_replicas
         self.num_steps = 0
+        self._compiled = False
+        """Whether a step has made what kernels and compilers make at their first call."""
         self._bytes_elsewhere = 0
         """Bytes a step that this rank sends by other ways than ``comm``."""
         if offload is None and planner.memory.offloadable:
@@ -165,10 +169,16 @@ class Trainer:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
             Mismatch: ranks made different plans (their lengths, planner or cost model differ), or hold other weights
                 where ``check_replicas`` looks; names them.
-            PeerLost, CommTimeout: another rank died or does not answer.
+            PeerLost, CommTimeout: another rank died, or has not moved for ``comm.timeout`` seconds. Inside of a step
+                deadlines go by liveness (:meth:`hdpcomm.comm.Communicator.liveness_deadlines`): a rank moves while
+                ``fetch`` reads, for at most half an hour a call, and with every micro-batch and operation.
             Error: the loss is not finite; the parameters are as they were before the step.
         """
         check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
+        with self.comm.liveness_deadlines():
+            return self._step(lengths, declared(fetch, self.comm))
+
+    def _step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
         counts = self.comm.stats()
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
@@ -182,8 +192,10 @@ class Trainer:
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         sharded = self.gradients if isinstance(self.gradients, ShardedParameters) else None
-        with offloading:
+        first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
+        with offloading, first:
             loss = self._run_all(planned, fetch, scale, offloading)
+        self._compiled = True
         if sharded is not None:
             sharded.start()
         self._synchronize()
