@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.parallel.agreement import check_same_mesh
+from hdpcomm.parallel.checkpoint import NamesInModel, mesh_parts, own_of_parts, take_what_is_no_tensor, whole_model
 from hdpcomm.parallel.gradients import MeshGradients, ParameterCopies
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.sharded import MeshShardedParameters
@@ -21,8 +22,9 @@ from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.replicas import check_replicas, share_values
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
-from hdpcomm.train.sharded_state import load_sharded_state, sharded_state
+from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
 from hdpcomm.train.shards import empty_shard
+from hdpcomm.train.tensor_part import TensorPart
 from hdpcomm.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -110,14 +112,42 @@ class MeshTrainer(Trainer):
         """
         return {**self.parts.joined(self._own_state()), "num_steps": self.num_steps}
 
+    def whole_model(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model by their names there, in host memory, on the first rank of the
+        mesh; the others get an empty dict. One tensor at a time is gathered. Collective over the mesh."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        model = get_model_state_dict(self.model)
+        return whole_model(model, self.parts, self._names(model), self.mesh)
+
     def checkpoint_state(self) -> dict[str, Any]:
-        """What :meth:`state_dict` gives, also with a sharded optimizer."""
-        return self.state_dict()
+        """As :meth:`state_dict`, but of each tensor only what this rank holds of it, live, as a
+        :class:`hdpcomm.train.tensor_part.TensorPart`: nothing is gathered. What checkpoints are written from by all
+        ranks together, and read into; then give it to :meth:`load_state_dict`. Collective over the mesh.
+        """
+        own = self._own_live_state()
+        return {**mesh_parts(own, self.parts, self._names(own["model"]), self.mesh), "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
-        self._load_own(self.parts.cut({name: value for name, value in state.items() if name != "num_steps"}))
+        """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model, or of
+        :meth:`checkpoint_state` what is not in place already. Local."""
+        if any(isinstance(each, TensorPart) for each in state["model"].values()):
+            own = own_of_parts(state, self._names(self.model.state_dict()))
+            if isinstance(self.gradients, ShardedParameters):
+                load_sharded_state(self.gradients, self.optimizer, self.model, own)
+            else:
+                take_what_is_no_tensor(own, self.model, self.optimizer)
+        else:
+            self._load_own(self.parts.cut(self._own_of_whole(state)))
         self.num_steps = int(state["num_steps"])
+
+    def _names(self, model: Mapping[str, Any]) -> NamesInModel:
+        """Of this rank's module, whose state ``model`` is."""
+        return NamesInModel({name: name for name in model}, {})
+
+    def _own_of_whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of a state of the whole model that this rank has a part of, by its own names. Local."""
+        return {name: value for name, value in state.items() if name != "num_steps"}
 
     def _own_state(self) -> dict[str, Any]:
         """This rank's ``model`` and ``optimizer``, and ``masters`` if there are any, by its own names. Collective over
@@ -129,6 +159,15 @@ class MeshTrainer(Trainer):
             return {"model": get_model_state_dict(self.model), **state}
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
+
+    def _own_live_state(self) -> dict[str, Any]:
+        """The same of what this rank holds itself. Local."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        if not isinstance(self.gradients, ShardedParameters):
+            return self._own_state()
+        model = get_model_state_dict(self.model)
+        return {"model": model, **own_parts(self.gradients, self.optimizer, self.model)}
 
     def _load_own(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`_own_state` gave. Local."""

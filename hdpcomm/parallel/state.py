@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch import nn
 
 from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel.checkpoint import NamesInModel, told_by_all
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 
-__all__ = ["state_of_stages", "whole_state"]
+__all__ = ["names_in_model", "state_of_stages", "whole_state"]
 
 _TIED = ("head.weight", "embedding.weight")
 """The copy on the last stage, and the name under which an optimizer of the whole model knows the one weight."""
@@ -92,6 +92,15 @@ def state_of_stages(
     }
 
 
+def names_in_model(stages: Sequence[LlamaStage], model: Mapping[str, Any]) -> NamesInModel:
+    """Of this rank's stages.
+
+    Args:
+        model: the state of their module.
+    """
+    return NamesInModel(_names(stages, model), dict.fromkeys(_copied(stages), _TIED[1]))
+
+
 def _names(stages: Sequence[LlamaStage], model: Mapping[str, Any]) -> dict[str, str]:
     """By the names of this rank's module, those in the model."""
     if len(stages) == 1:
@@ -115,7 +124,7 @@ def _gather(
     }
     found: dict[str, Any] = {}
     all_groups = []
-    for stage, (told, theirs) in enumerate(_told(comm, [facts, groups])):
+    for stage, (told, theirs) in enumerate(told_by_all(comm, [facts, groups])):
         all_groups.append(theirs)
         for name, fact in told.items():
             if not isinstance(fact, list):
@@ -127,13 +136,3 @@ def _gather(
             comm.broadcast(whole, stage)
             found[name] = tensor if stage == comm.rank else whole
     return found, all_groups
-
-
-def _told(comm: Communicator, own: Any) -> list[Any]:
-    """What each rank tells, as JSON. Collective over ``comm``."""
-    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
-    everyone = torch.empty(comm.size, int(sizes.max()), dtype=torch.uint8)
-    comm.all_gather(everyone, torch.nn.functional.pad(data, (0, everyone.shape[1] - len(data))))
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes.tolist(), strict=True)]

@@ -14,6 +14,7 @@ from hdpcomm.parallel.tensor import own_part
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.parallel.mesh import Mesh
 
 __all__ = ["TensorParts"]
 
@@ -30,6 +31,7 @@ class TensorParts:
         self._shards: dict[str, tuple[TensorShard, Communicator]] = {}
         self._parameters: dict[int, int] = {}
         self._experts: set[int] = set()
+        self._of_experts: set[str] = set()
         for prefix, module in modules.items():
             tensor: TensorGroup | None = getattr(module, "tensor", None)
             expert = getattr(module, "expert", None)
@@ -37,6 +39,8 @@ class TensorParts:
             for group in (tensor, expert):
                 if group is not None:
                     self._shards |= {prefix + name: (shard, group.comm) for name, shard in group.shards.items()}
+            if expert is not None:
+                self._of_experts |= {prefix + name for name in expert.shards}
             for name, parameter in module.named_parameters():
                 if tensor is not None and name in tensor.shards:
                     self._parameters[id(parameter)] = tensor.shards[name].parts
@@ -60,10 +64,33 @@ class TensorParts:
         """The ids of the parameters of which an expert rank has the part of its own experts."""
         return self._experts
 
+    def place(self, name: str, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The shape of the whole tensor of which this rank has a part of ``shape``, and where it begins. Local."""
+        whole, offsets = list(shape), [0] * len(shape)
+        if name in self._shards:
+            shard, _ = self._shards[name]
+            offsets[shard.dim] = shard.part * whole[shard.dim]
+            whole[shard.dim] *= shard.parts
+        return whole, offsets
+
+    def is_of_expert(self, name: str) -> bool:
+        """Whether an expert rank has the part of its own experts. Local."""
+        return name in self._of_experts
+
+    def is_first(self, name: str, mesh: Mesh) -> bool:
+        """Whether this rank is the first of the tensor ranks that have the same part. Local."""
+        cut = name in self._shards and name not in self._of_experts
+        parts = self._shards[name][0].parts if cut else 1
+        return bool(mesh.tensor_rank % (mesh.tensor // parts) == 0)
+
     def joined(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's ``model``, ``optimizer`` and ``masters`` by name, with whole tensors. Collective over the tensor
         and the expert ranks."""
         return self._changed(state, _joined)
+
+    def joined_tensor(self, name: str, part: Tensor) -> Tensor:
+        """One of them, contiguous. Collective over the tensor or the expert ranks, if it is cut among them."""
+        return _joined(part, *self._shards[name]) if name in self._shards else part.detach().contiguous()
 
     def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What :meth:`joined` was given on this rank, from whole tensors. Local."""

@@ -17,7 +17,7 @@ from hdpcomm.parallel.mesh_trainer import MeshTrainer
 from hdpcomm.parallel.pipeline import OffloadContext, StageRunner
 from hdpcomm.parallel.program import Action, make_program
 from hdpcomm.parallel.stages import LlamaStage
-from hdpcomm.parallel.state import state_of_stages, whole_state
+from hdpcomm.parallel.state import names_in_model, state_of_stages, whole_state
 from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.plan_check import check_same_plan
@@ -27,6 +27,7 @@ from hdpcomm.train.sharded import BUCKET_BYTES
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
+    from hdpcomm.parallel.checkpoint import NamesInModel
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan, Tree
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
     from hdpcomm.train.activation_profile import OffloadedStep
@@ -106,10 +107,11 @@ class PipelineTrainer(MeshTrainer):
         whole = whole_state(self.parts.joined(self._own_state()), self.stages, self.mesh)
         return {**whole, "num_steps": self.num_steps}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of what :meth:`state_dict` gave, here or for the whole model. Local."""
-        self._load_own(self.parts.cut(state_of_stages(self.model, self.stages, self.optimizer, state)))
-        self.num_steps = int(state["num_steps"])
+    def _names(self, model: Mapping[str, Any]) -> NamesInModel:
+        return names_in_model(self.stages, model)
+
+    def _own_of_whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return state_of_stages(self.model, self.stages, self.optimizer, state)
 
     def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
         """(summed loss, labels) of the sequences whose last stage is on this rank, fp64 ``[2]``; nothing is trained.

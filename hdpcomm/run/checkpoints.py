@@ -5,8 +5,8 @@ the disk and then renamed. So a process that is killed while it saves leaves the
 checkpoint that was cut short or changed afterwards is recognised. The tensors are in the format of
 torch.distributed.checkpoint, which other tools read, too.
 
-Where the optimizer is sharded, each rank writes its part into a hidden folder beside that one, from which the process
-that writes the rest takes it before it renames.
+Where the optimizer is sharded, or the model is on a mesh, each rank writes its part into a hidden folder beside that
+one, from which the process that writes the rest takes it before it renames.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class CheckpointFolder:
             if now - started > self._patience_s or now - grown > _SILENCE_S:
                 raise Error(
                     f"rank {part.suffix[1:]} has not written its part within {self._patience_s:g} s (all ranks of "
-                    "a sharded optimizer write to this folder, so it must be the same one on all hosts)"
+                    "a sharded optimizer or a mesh write to this folder, so it must be the same one on all hosts)"
                 )
             time.sleep(_POLL_S)
         files: dict[str, list[int]] = json.loads((part / _META).read_text())
@@ -319,20 +319,21 @@ def _copied_parts(value: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, each in value.items():
         if isinstance(each, TensorPart):
-            found[key] = each.copy()
+            if each.written:
+                found[key] = each.copy()
         elif isinstance(each, Mapping) and (inner := _copied_parts(each)):
             found[key] = inner
     return found
 
 
 def _copied(value: Any) -> Any:
-    """The same structure with tensors of its own, in host memory."""
+    """The same structure with tensors of its own, in host memory, without the parts that other writers write."""
     if isinstance(value, TensorPart):
         return value.copy()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(each) for key, each in value.items() if not isinstance(each, TensorPart) or each.written}
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(each) for each in value)
     return value

@@ -423,7 +423,7 @@ class _Run:
     def result(self) -> RunResult:
         trainer = self.trainers[self.config.policies[0]]
         if isinstance(trainer, MeshTrainer):
-            state, parameters = trainer.state_dict()["model"], trainer.num_parameters()
+            state, parameters = trainer.whole_model(), trainer.num_parameters()
         else:
             state, parameters = trainer.model.state_dict(), sum(p.numel() for p in trainer.model.parameters())
         weights = {name: tensor.detach().cpu() for name, tensor in state.items()}
@@ -445,9 +445,9 @@ class _Run:
 def _checkpoint_folder(
     comm: Communicator, saving: Saving, config: RunConfig, stack: ExitStack
 ) -> CheckpointFolder | None:
-    """Where this rank writes, if it does: rank 0, and every rank that has its own part of a sharded optimizer's state
-    (on a mesh each rank has the whole of it). Collective."""
-    session, folder, writers = secrets.token_hex(8), None, comm.size if config.zero and not config.on_mesh else 1
+    """Where this rank writes, if it does: rank 0, and every rank that has its own part of a sharded optimizer's state,
+    or of the model. Collective."""
+    session, folder, writers = secrets.token_hex(8), None, comm.size if config.zero or config.on_mesh else 1
     if comm.rank == 0:
         folder = CheckpointFolder(saving.folder, keep=saving.keep, writers=writers, session=session)
     session = from_rank(comm, session)

@@ -160,7 +160,9 @@ class ShardedParameters:
         start = min(max(begin - offset, 0), parameter.numel())
         stop = min(max(begin + bucket.part - offset, 0), parameter.numel())
         values = part[offset + start - begin : offset + stop - begin] if start < stop else part[:0]
-        return values.view(parameter.shape) if bucket.parts == 1 else TensorPart(parameter.shape, start, values)
+        return (
+            values.view(parameter.shape) if bucket.parts == 1 else TensorPart.of_range(parameter.shape, start, values)
+        )
 
     # --- one step, in this order -----------------------------------------------------------------------------------
 

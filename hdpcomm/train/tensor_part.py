@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,26 +17,40 @@ __all__ = ["TensorPart", "boxes"]
 
 
 class TensorPart:
-    """The elements from ``start`` on, in row-major order, of a tensor of which other ranks have the rest.
-
-    torch's checkpoints know parts as boxes, so it is handed over as a few of these; a file with the boxes of all ranks
-    holds the whole tensor, of which any other parts can be read.
+    """Some boxes of a tensor of which other ranks have the rest; a file with the boxes of all ranks holds the whole
+    tensor, of which any other boxes can be read.
 
     Args:
         shape: of the whole tensor.
-        values: ``[n]`` contiguous, the elements ``start`` to ``start + n``; reading writes into it. May be empty.
+        parts: where each box begins in it, and its elements, which reading writes into. There may be none.
+        written: False: another rank has the same elements and writes them; this one only reads them.
     """
 
-    def __init__(self, shape: Sequence[int], start: int, values: Tensor) -> None:
+    def __init__(
+        self, shape: Sequence[int], parts: Iterable[tuple[Sequence[int], Tensor]], *, written: bool = True
+    ) -> None:
         self._shape = torch.Size(shape)
-        self._boxes: list[tuple[torch.Size, Tensor]] = []
-        self.start = start
-        self.values = values
-        place = 0
+        self._boxes = [(torch.Size(offsets), tensor) for offsets, tensor in parts]
+        self.written = written
+
+    @classmethod
+    def of_range(cls, shape: Sequence[int], start: int, values: Tensor) -> TensorPart:
+        """The elements ``start`` to ``start + n`` in row-major order, as a few boxes.
+
+        Args:
+            values: ``[n]`` contiguous; may be empty.
+        """
+        parts, place = [], 0
         for offsets, sizes in boxes(shape, start, start + values.numel()):
             count = math.prod(sizes)
-            self._boxes.append((torch.Size(offsets), values[place : place + count].view(sizes)))
+            parts.append((offsets, values[place : place + count].view(sizes)))
             place += count
+        return cls(shape, parts)
+
+    def within(self, shape: Sequence[int], offsets: Sequence[int], *, written: bool) -> TensorPart:
+        """The same elements, where this one's whole tensor is itself a box of one of ``shape``, from ``offsets`` on."""
+        moved = (([a + b for a, b in zip(place, offsets, strict=True)], tensor) for place, tensor in self._boxes)
+        return TensorPart(shape, moved, written=written)
 
     def size(self) -> torch.Size:
         """Of the whole tensor."""
@@ -44,7 +58,8 @@ class TensorPart:
 
     def copy(self) -> TensorPart:
         """The same part with memory of its own, in host memory."""
-        return TensorPart(self._shape, self.start, self.values.detach().to("cpu", copy=True))
+        copies = ((place, tensor.detach().to("cpu", copy=True)) for place, tensor in self._boxes)
+        return TensorPart(self._shape, copies, written=self.written)
 
     def box(self, offsets: Sequence[int] | None) -> Tensor:
         """The box that begins at ``offsets``."""
@@ -56,14 +71,15 @@ class TensorPart:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self.values)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, box.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self._shape),
+                tensor_data=TensorWriteData(
+                    chunk=box, properties=TensorProperties.create_from_tensor(tensor), size=self._shape
+                ),
             )
-            for box in self.__create_chunk_list__()
+            for box, (_, tensor) in zip(self.__create_chunk_list__(), self._boxes, strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -43,10 +43,16 @@ def states(writers: int, seed: int, fill: float | None = None) -> list[dict[str,
         bounds = cuts(whole.numel(), writers, seed + place)
         for state, (start, stop) in zip(found, itertools.pairwise(bounds), strict=True):
             values = whole[start:stop].clone() if fill is None else torch.full((stop - start,), fill)
-            state["parts"][str(place)] = TensorPart(shape, start, values)
+            state["parts"][str(place)] = TensorPart.of_range(shape, start, values)
     for state in found:
         state |= {"whole": torch.full((3,), 5.0 if fill is None else fill), "step": 7 if fill is None else -1}
     return found
+
+
+def elements(part: TensorPart) -> torch.Tensor:
+    """In the order of its boxes."""
+    boxes_of_it = [part.box(chunk.offsets).flatten() for chunk in part.__create_chunk_list__()]
+    return torch.cat(boxes_of_it) if boxes_of_it else torch.empty(0)
 
 
 def saved(path: Path, writers: int, seed: int) -> CheckpointFolder:
@@ -67,7 +73,7 @@ def test_other_ranks_read_what_they_need(tmp_path: Path, writers: int, readers: 
     for reader, state in enumerate(states(readers, seed=2, fill=-1.0)):
         found.load_into(state)
         for name, part in state["parts"].items():
-            assert torch.equal(part.values, wanted[reader]["parts"][name].values)
+            assert torch.equal(elements(part), elements(wanted[reader]["parts"][name]))
         assert torch.equal(state["whole"], torch.full((3,), 5.0))
         assert state["step"] == 7
     plain = {"parts": {str(place): torch.zeros(shape) for place, shape in enumerate(SHAPES)}}
@@ -80,13 +86,13 @@ def test_other_ranks_read_what_they_need(tmp_path: Path, writers: int, readers: 
 def test_a_part_of_another_shape_does_not_fit(tmp_path: Path) -> None:
     saved(tmp_path, 2, seed=3)
     with pytest.raises(InvalidUsage, match=r"does not fit this run .*Size mismatch"):
-        open_checkpoint(tmp_path / "step-4").load_into({"parts": {"3": TensorPart((5, 5), 2, torch.zeros(4))}})
+        open_checkpoint(tmp_path / "step-4").load_into({"parts": {"3": TensorPart.of_range((5, 5), 2, torch.zeros(4))}})
 
 
 def test_a_copy_is_of_the_moment_of_saving(tmp_path: Path) -> None:
     live = torch.ones(4)
     folder = CheckpointFolder(tmp_path, keep=1)
-    folder.save(1, {"x": TensorPart((2, 2), 0, live)}, {})
+    folder.save(1, {"x": TensorPart.of_range((2, 2), 0, live)}, {})
     live.zero_()
     folder.wait()
     read = {"x": torch.zeros(2, 2)}
@@ -153,7 +159,31 @@ def test_the_first_writer_waits_for_a_slow_one(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_would_not_be_whole_is_an_error(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "a", {"x": TensorPart((2, 3), 0, torch.zeros(2))})
-    write_tensors(tmp_path / "b", {"x": TensorPart((2, 3), 3, torch.zeros(3))}, rank=1)
+    write_tensors(tmp_path / "a", {"x": TensorPart.of_range((2, 3), 0, torch.zeros(2))})
+    write_tensors(tmp_path / "b", {"x": TensorPart.of_range((2, 3), 3, torch.zeros(3))}, rank=1)
     with pytest.raises(Error, match="the ranks wrote 5 of the 6 elements of x"):
         join_files(tmp_path / "a", [tmp_path / "b"])
+
+
+def test_tensors_cut_by_columns_and_then_by_rows(tmp_path: Path) -> None:
+    """Two ranks have the left columns, each a range; two have the right ones, which one writes and both read."""
+    whole = torch.arange(35.0).view(7, 5)
+    left, right = whole[:, :3].contiguous(), whole[:, 3:].contiguous()
+    parts = [
+        TensorPart.of_range((7, 3), 0, left.flatten()[:10].clone()).within((7, 5), (0, 0), written=True),
+        TensorPart.of_range((7, 3), 10, left.flatten()[10:].clone()).within((7, 5), (0, 0), written=True),
+        TensorPart((7, 5), [((0, 3), right.clone())]),
+        TensorPart((7, 5), [((0, 3), torch.zeros(7, 2))], written=False),
+    ]
+    folders = [CheckpointFolder(tmp_path, keep=1, rank=rank, writers=4, session="s") for rank in range(4)]
+    for folder, part in zip(folders, parts, strict=True):
+        folder.save(1, {"x": part, "inner": {"y": part}}, {})
+    for folder in folders:
+        folder.wait()
+    found = open_checkpoint(tmp_path / "step-1")
+    plain = {"x": torch.zeros(7, 5), "inner": {"y": torch.zeros(7, 5)}}
+    found.load_into(plain)
+    assert torch.equal(plain["x"], whole)
+    assert torch.equal(plain["inner"]["y"], whole)
+    found.load_into({"x": parts[3]})
+    assert torch.equal(parts[3].box(torch.Size((0, 3))), right)
