@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.ranks.run.test_elastic import SIZE, TOLD, losses, ranks_of, started, wait_for_steps
+from tests.ranks.run.test_elastic import SIZE, TOLD, losses, ranks_of, wait_for_steps
+from tests.warm_python import Python, run_python
 
 if not os.environ.get("HDPCOMM_RAY_TESTS"):
     pytest.skip("run by make ray", allow_module_level=True)
@@ -52,7 +51,7 @@ def test_the_other_goes_on_with_the_losses_of_threads(
         return ["-m", "hdpcomm.cli.main", "train", "--data", str(data), *SIZE, *limits, *run]
 
     options = ["--save-every", "3", "--keep", "100"]
-    process = started(command(out, *options, "--loader", "ray", "--elastic", "--ranks", "2"))
+    process = Python(command(out, *options, "--loader", "ray", "--elastic", "--ranks", "2"))
     wait_for_steps(process, out, 5)
     ranks_of(process, 2)[dies].kill()
     _, errors = process.communicate(timeout=200)
@@ -66,6 +65,6 @@ def test_the_other_goes_on_with_the_losses_of_threads(
     (by_hand / "checkpoints").mkdir(parents=True)
     shutil.copytree(out / f"checkpoints/step-{step}", by_hand / f"checkpoints/step-{step}")
     again = command(by_hand, *options, "--loader", "threads", "--ranks", "1", "--resume", "auto")
-    subprocess.run([sys.executable, *again], check=True, capture_output=True, timeout=150)
+    run_python(again, timeout=150, check=True)
     assert losses(by_hand) == found[first:]
     assert not [each for each in psutil.process_iter(["ppid"]) if each.info["ppid"] == process.pid]
