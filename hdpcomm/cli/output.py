@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import write_whole
 
 MOST = 1 << 53
 
@@ -141,17 +141,4 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that a reader sees either the old one or the complete new one."""
-    if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
-        path.write_text(text)
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode())

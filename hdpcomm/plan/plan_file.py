@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import write_whole
 from hdpcomm.plan.plan_checks import check_values
 from hdpcomm.plan.table import COLUMNS, PlanTable
 from hdpcomm.plan.tree import TreeFragment
@@ -51,21 +51,7 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
         InvalidUsage: it cannot be written.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
-            with path.open("wb") as file:
-                file.writelines(parts)
-            return
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.writelines(parts)
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(name, 0o666 & ~umask)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, *parts)
     except OSError as error:
         raise InvalidUsage(f"cannot write the plan {path}: {error.strerror or error}") from error
 

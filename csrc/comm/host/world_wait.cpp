@@ -20,7 +20,7 @@ namespace {
 // wake a thread for each would cost more than a short message does.
 constexpr auto kGrace = std::chrono::microseconds(500);
 
-// Of the progress thread, where it has nothing to move.
+// How long the progress thread sleeps where it has nothing to move.
 constexpr auto kNap = std::chrono::milliseconds(100);
 
 constexpr double kLongestS = 1e9;  // what a clock of nanoseconds can hold, and some
