@@ -3,8 +3,9 @@
 ``python -m hdpcomm train`` takes 7 s of processor time for its first steps, and all but 1 s of it goes into imports:
 torch in the command and again in the fork server of its ranks. A process that starts here has them from the fork server
 of the tests. All else is as with ``subprocess``: a process of its own with its arguments, environment, outputs, signals
-and exit code, and its ranks are children of a fork server of its own. Tests of how a process starts, or of what it
-imports, start a new interpreter.
+and exit code, and its ranks are children of a fork server of its own. The Python programs that it starts, torchrun's
+ranks above all, are its children and have imported torch, too. Tests of how a process starts, or of what it imports,
+start a new interpreter.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
+
+from tests.warm_children import fork_python_programs
 
 __all__ = ["PRELOAD", "Python", "run_python"]
 
@@ -148,10 +151,6 @@ def _main(
     err: Connection,
     namespaces_of: int | None,
 ) -> None:
-    import torch
-
-    os.environ.clear()
-    os.environ.update(environment)
     if namespaces_of is not None:
         _enter(namespaces_of)
     os.chdir(cwd)
@@ -159,14 +158,50 @@ def _main(
     os.dup2(err.fileno(), 2)
     out.close()
     err.close()
+    _leave_the_fork_server()
+    if arguments[:2] == ["-m", "torch.distributed.run"]:
+        fork_python_programs(_run_child)
+    _run(arguments, environment)
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> None:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:  # was read when torch was imported
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    _leave_the_fork_server()
     try:
         _execute(arguments)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # multiprocessing ends its processes without
+
+
+def _run_child(arguments: list[str], environment: dict[str, str]) -> None:
+    """A whole process, to its end."""
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    code = 0
+    try:
+        _run(arguments, environment)
+        threading._shutdown()  # type: ignore[attr-defined]
+    except SystemExit as error:
+        if not isinstance(code := error.code or 0, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _enter(process: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,26 @@ CODES = {
     "arguments": "import sys; print(sys.argv)",
     "its place": "import os; print(os.getcwd(), sorted(os.environ))",
     "its name": "print(__name__)",
+    "its parent": "import os; print(os.getppid() == int(os.environ.get('PARENT', os.getppid())))",
+    "an error": "1 / 0",
+    "an interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)",
+    "a termination": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(60)",
 }
+STARTS = """
+import json, os, subprocess, sys
+from tests.warm_children import fork_python_programs
+from tests.warm_python import _run_child
+
+fork_python_programs(_run_child)
+environment = {**os.environ, "PARENT": str(os.getpid())}
+done = [
+    subprocess.run(
+        [sys.executable, "-u", *arguments], capture_output=True, text=True, env=environment, start_new_session=True
+    )
+    for arguments in json.loads(sys.argv[1])
+]
+print(json.dumps([(one.returncode, one.stdout, one.stderr.splitlines()[-1:]) for one in done]))
+"""
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -34,7 +54,27 @@ def test_as_a_new_interpreter(name: str, tmp_path: Path) -> None:
         new = subprocess.run(
             [sys.executable, *arguments], capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path
         )
-        assert (done.returncode, done.stdout, done.stderr) == (new.returncode, new.stdout, new.stderr)
+        assert (done.returncode, done.stdout, _last(done)) == (new.returncode, new.stdout, _last(new))
+
+
+def test_programs_that_it_starts(tmp_path: Path) -> None:
+    """As torchrun starts its ranks: each a child in a session of its own."""
+    top = Path(__file__).parents[2]
+    (tmp_path / "module.py").write_text(CODES["arguments"])
+    asked = [["-c", code, "-x"] for name, code in CODES.items() if name not in ("its place", "an exit code")]
+    asked += [["-m", "module", "-x"], [str(tmp_path / "module.py"), "-x"], ["-c", CODES["an exit code"]]]
+    found = run_python(
+        ["-c", f"import sys; sys.path.append({str(top)!r})\n{STARTS}", json.dumps(asked)], timeout=60, cwd=tmp_path
+    )
+    assert not found.stderr
+    for arguments, (code, out, last) in zip(asked, json.loads(found.stdout), strict=True):
+        new = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert (code, out, last) == (new.returncode, new.stdout, _last(new)), arguments
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The last line of stderr: those before it name the files and lines that lead to an error."""
+    return done.stderr.splitlines()[-1:]
 
 
 def test_one_that_does_not_end() -> None:
