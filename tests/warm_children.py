@@ -75,7 +75,7 @@ def _executed_by(server: socket.socket) -> Callable[..., None]:
     return execute_child
 
 
-_NONE = (None, False, (), [], -1)
+_NONE: tuple[object, ...] = (None, False, (), [], -1)
 
 
 def _read(source: socket.socket, count: int) -> bytes:
