@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,24 @@ from hdpcomm.cli.main import COMMANDS
 
 TOP = Path(__file__).resolve().parents[3]
 WITHOUT = "import sys\nsys.modules['rich'] = sys.modules['matplotlib'] = None\n"
-MAIN = "from hdpcomm.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+# Each command in a fork of one process that has imported main: that takes a second.
+FORKS = """
+import json, os, tempfile
+from hdpcomm.cli.main import main
+
+done = []
+for arguments in json.loads(sys.argv[1]):
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    if (child := os.fork()) == 0:
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        sys.exit(main(arguments))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for file in files:
+        file.seek(0)
+    done.append([code, *(file.read() for file in files)])
+print(json.dumps(done))
+"""
 ROOMS = (
     "attention",
     "comm",
@@ -51,27 +69,37 @@ def test_all_rooms_are_imported() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        *([command, "--help"] for command in COMMANDS),
-        ["plan", *SMALL],
-        ["simulate", *SMALL],
-        ["perf", "all_reduce", "--ranks", "2", "-b", "1K", "-e", "1K", "-n", "2", "-w", "1"],
-    ],
-    ids=" ".join,
-)
-def test_commands_that_draw_nothing(arguments: list[str]) -> None:
-    done = run(MAIN, *arguments)
+SILENT = [
+    ["--help"],
+    *([command, "--help"] for command in COMMANDS),
+    ["plan", *SMALL],
+    ["simulate", *SMALL],
+    ["perf", "all_reduce", "--ranks", "2", "-b", "1K", "-e", "1K", "-n", "2", "-w", "1"],
+]
+
+
+def commands(*arguments: list[str]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each."""
+    done = run(FORKS, json.dumps(arguments))
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    return [(code, out, error) for code, out, error in json.loads(done.stdout)]
+
+
+@pytest.fixture(scope="module")
+def silent() -> list[tuple[int, str, str]]:
+    return commands(*SILENT)
+
+
+@pytest.mark.parametrize("place", range(len(SILENT)), ids=[" ".join(arguments) for arguments in SILENT])
+def test_commands_that_draw_nothing(silent: list[tuple[int, str, str]], place: int) -> None:
+    code, out, error = silent[place]
+    assert code == 0, error
+    assert out
 
 
 def test_what_draws_names_what_is_missing(tmp_path: Path) -> None:
-    done = run(MAIN, "plan", *SMALL, "--plot", str(tmp_path / "plan.png"))
-    assert done.returncode == 1
-    assert "matplotlib" in done.stderr
-    done = run(MAIN, "report", str(tmp_path))
-    assert done.returncode == 6
-    assert done.stderr == "hdpcomm: error: hdpcomm report draws with matplotlib; pip install 'hdpcomm[plot]'\n"
+    plan, report = commands(["plan", *SMALL, "--plot", str(tmp_path / "plan.png")], ["report", str(tmp_path)])
+    assert plan[0] == 1
+    assert "matplotlib" in plan[2]
+    assert report[0] == 6
+    assert report[2] == "hdpcomm: error: hdpcomm report draws with matplotlib; pip install 'hdpcomm[plot]'\n"
