@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 from tests.warm_children import fork_python_programs
 
-__all__ = ["PRELOAD", "Python", "run_python"]
+__all__ = ["PRELOAD", "Python", "fork_server_here", "run_child", "run_python"]
 
 # Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made.
 PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
@@ -160,7 +160,7 @@ def _main(
     err.close()
     _leave_the_fork_server()
     if arguments[:2] == ["-m", "torch.distributed.run"]:
-        fork_python_programs(_run_child)
+        fork_python_programs(run_child)
     _run(arguments, environment)
 
 
@@ -183,19 +183,19 @@ def _run(arguments: list[str], environment: dict[str, str]) -> None:
         atexit._run_exitfuncs()  # multiprocessing ends its processes without
 
 
-def _run_child(arguments: list[str], environment: dict[str, str]) -> None:
+def run_child(arguments: list[str], environment: dict[str, str]) -> None:
     """A whole process, to its end."""
     if arguments[0] == "-u":
-        arguments = arguments[1:]
+        del arguments[0]
         sys.stdout.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     code = 0
     try:
         _run(arguments, environment)
         threading._shutdown()  # type: ignore[attr-defined]
     except SystemExit as error:
-        if not isinstance(code := error.code or 0, int):
-            print(code, file=sys.stderr)
-            code = 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = int(error.code is not None) if not isinstance(error.code, int) else error.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -217,6 +217,16 @@ def _enter(process: int) -> None:
         os._exit(code if code >= 0 else 128 - code)
 
 
+def fork_server_here() -> None:
+    """Starts the fork server of this process, as a fork of it: in place of a new interpreter that imports PRELOAD."""
+    util: Any = multiprocessing.util
+    new_interpreter, util.spawnv_passfds = util.spawnv_passfds, _fork_instead
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = new_interpreter
+
+
 def _leave_the_fork_server() -> None:
     """Ranks of this process come from a fork server of its own, which is forked from it, too."""
     server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
@@ -233,8 +243,8 @@ def _fork_instead(path: bytes, arguments: list[str], fds: Sequence[int]) -> int:
     del path
     if pid := os.fork():
         return pid
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
         if fd > 2 and fd not in fds:
             with contextlib.suppress(OSError):  # the one of this list

@@ -29,9 +29,9 @@ CODES = {
 STARTS = """
 import json, os, subprocess, sys
 from tests.warm_children import fork_python_programs
-from tests.warm_python import _run_child
+from tests.warm_python import run_child
 
-fork_python_programs(_run_child)
+fork_python_programs(run_child)
 environment = {**os.environ, "PARENT": str(os.getpid())}
 done = [
     subprocess.run(
