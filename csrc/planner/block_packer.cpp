@@ -43,16 +43,16 @@ std::vector<MicroBatch> collectPlaced(const Problem& problem, const std::vector<
   std::vector<MicroBatch> batches = placedBatches(problem, jobs, packing.placements);
   const int64_t capacity = problem.cost().memory().capacity;
   // The sequences of each slot, in the order of the jobs.
-  std::vector<int32_t> ends(packing.slots.size() + 1, 0);
-  for (const int32_t slot : packing.slot_of) ++ends[slot + 1];
+  std::vector<int32_t> ends(packing.short_jobs.slots.size() + 1, 0);
+  for (const int32_t slot : packing.short_jobs.slot_of) ++ends[slot + 1];
   std::partial_sum(ends.begin(), ends.end(), ends.begin());
-  std::vector<int32_t> sequences(packing.slot_of.size());
+  std::vector<int32_t> sequences(packing.short_jobs.slot_of.size());
   for (size_t i = 0; i < sequences.size(); ++i) {
-    sequences[ends[packing.slot_of[i]]++] = jobs[packing.first_short + i].sequence;
+    sequences[ends[packing.short_jobs.slot_of[i]]++] = jobs[packing.short_jobs.first + i].sequence;
   }
   int32_t begin = 0;
-  for (size_t which = 0; which < packing.slots.size(); ++which) {
-    const Slot& slot = packing.slots[which];
+  for (size_t which = 0; which < packing.short_jobs.slots.size(); ++which) {
+    const Slot& slot = packing.short_jobs.slots[which];
     double start = slot.start;
     const std::vector<int32_t> own(sequences.begin() + begin, sequences.begin() + ends[which]);
     begin = ends[which];

@@ -4,40 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
-#include <map>
 #include <utility>
 #include <vector>
 
 #include "planner/block_list.hpp"
 #include "planner/plan.hpp"
-#include "planner/round_queue.hpp"
+#include "planner/short_filler.hpp"
 
 namespace hdpcomm::planner {
-
-struct Job {
-  int32_t sequence = 0;
-  int min_size = 1;
-  int fastest = 0;  // 0: not computed yet
-  Load load;
-  double min_size_s = 0;  // predicted time on min_size ranks
-};
-
-// Ranks that wait until the last rank of their group is free; smaller jobs may run there meanwhile.
-struct Gap {
-  double start = 0;
-  double until = 0;
-  int first = 0;
-  int count = 0;
-  double speed = 1;
-};
-
-// Where one rank runs short sequences one after the other, from `start` on.
-struct Slot {
-  double start = 0;
-  int rank = 0;
-};
 
 struct Placement {
   int32_t job = 0;
@@ -48,15 +23,13 @@ struct Placement {
 // Where all jobs of a run are.
 struct Packing {
   std::vector<Placement> placements;
-  size_t first_short = 0;        // the job from which on all are in slots
-  std::vector<int32_t> slot_of;  // of each short job
-  std::vector<Slot> slots;
+  ShortJobs short_jobs;
 };
 
 class BlockPacker {
  public:
   BlockPacker(const Problem& problem, std::vector<Job>& jobs)
-      : problem_(problem), cost_(problem.cost()), jobs_(jobs) {}
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs), filler_(cost_, jobs) {}
 
   // Places all jobs and returns the makespan; placements() and slots() hold the result. With
   // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
@@ -76,8 +49,8 @@ class BlockPacker {
       if (placeInGap(next) || placeInBlock(next)) continue;
       if (placeAnywhere(next) >= limit) return limit;
     }
-    if (leastEnd(next) >= limit) return limit;
-    return placeShort(next, limit);
+    if (filler_.leastEnd(next, gaps_, blocks_) >= limit) return limit;
+    return filler_.place(next, gaps_, blocks_, limit);
   }
 
   // Places the first jobs in waves that follow each other, each over all ranks: `counts` jobs to
@@ -114,10 +87,7 @@ class BlockPacker {
   }
 
   // The result of the last run, which this takes away.
-  Packing take() {
-    return {std::exchange(placements_, {}), first_short_, std::exchange(slot_of_, {}),
-            std::exchange(slots_, {})};
-  }
+  Packing take() { return {std::exchange(placements_, {}), filler_.take()}; }
 
  private:
   static constexpr int kMaxProbes = 400;  // blocks tried for one job; fewer with more ranks:
@@ -164,7 +134,7 @@ class BlockPacker {
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
       blocks_.insert({ready[rank], rank, 1, speed(rank)});
     }
-    return placeShort(next, std::numeric_limits<double>::infinity());
+    return filler_.place(next, gaps_, blocks_, std::numeric_limits<double>::infinity());
   }
 
   // One block for all neighbouring ranks of equal speed, free from the start.
@@ -381,98 +351,15 @@ class BlockPacker {
     if (block.count > 0) blocks_.insert(block);
   }
 
-  // What placeShort(next) cannot end before: the last rank of a block, and the mean of all ranks if
-  // the gaps are filled without rest.
-  double leastEnd(size_t next) const {
-    double last = 0;
-    double free_area = 0;  // in seconds of ranks, up to the last one
-    for (const Block& block : blocks_) last = std::max(last, block.ready);
-    for (const Block& block : blocks_)
-      free_area += (last - block.ready) * block.count * block.speed;
-    for (const Gap& gap : gaps_) free_area += (gap.until - gap.start) * gap.count * gap.speed;
-    const double capacity = static_cast<double>(cost_.memory().capacity);
-    for (; next < jobs_.size(); ++next) {
-      const Job& job = jobs_[next];
-      free_area -= job.min_size_s - cost_.params().fixed * (1 - job.load.tokens / capacity);
-    }
-    return free_area >= 0 ? last : last - free_area / problem_.ranks();
-  }
-
-  // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the ranks
-  // that end them first. Returns the makespan of all jobs; a run that cannot end before `limit` is
-  // given up.
-  double placeShort(size_t next, double limit) {
-    slots_.clear();
-    first_short_ = next;
-    slot_of_.resize(jobs_.size() - next);
-    using Entry = RoundQueue::Entry;
-    std::vector<Entry> gap_entries;  // the time left at full speed and the slot, both negated
-    for (const Gap& gap : gaps_) {
-      for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
-        const double left = (gap.until - gap.start) * gap.speed;
-        gap_entries.push_back({-left, -static_cast<int32_t>(slots_.size())});
-        slots_.push_back({gap.start, rank});
-      }
-    }
-    RoundQueue gap_slots(std::move(gap_entries));
-    double makespan = 0;
-    std::map<int, std::vector<Entry>, std::greater<>> tails;  // by speed class, fast ones first
-    for (const Block& block : blocks_) {
-      std::vector<Entry>& tail = tails[speedClass(block.speed)];
-      makespan = std::max(makespan, block.ready);
-      for (int rank = block.first; rank < block.first + block.count; ++rank) {
-        tail.push_back({block.ready, static_cast<int32_t>(slots_.size())});
-        slots_.push_back({block.ready, rank});
-      }
-    }
-    std::vector<RoundQueue>
-        classes;  // time ready and slot of the ranks of about the same speed each
-    for (auto& [unused, tail] : tails) classes.emplace_back(std::move(tail));
-    const CostParams& params = cost_.params();
-    const double capacity = static_cast<double>(cost_.memory().capacity);
-    for (; next < jobs_.size(); ++next) {
-      const Job& job = jobs_[next];
-      const double time = job.min_size_s - params.fixed * (1 - job.load.tokens / capacity);
-      if (!gap_slots.empty() && -gap_slots.top().first >= job.min_size_s) {
-        const auto [negative_left, slot] = gap_slots.top();
-        slot_of_[next - first_short_] = -slot;
-        gap_slots.replaceTop({negative_left + time, slot});
-        continue;
-      }
-      RoundQueue* ranks = nullptr;
-      double first_end = std::numeric_limits<double>::infinity();
-      for (RoundQueue& candidates : classes) {
-        const auto& [ready, slot] = candidates.top();
-        const double end = ready + time / speed(slots_[slot].rank);
-        if (end >= first_end) continue;
-        first_end = end;
-        ranks = &candidates;
-      }
-      const int32_t slot = ranks->top().second;
-      slot_of_[next - first_short_] = slot;
-      ranks->replaceTop({first_end, slot});
-      makespan = std::max(makespan, first_end);
-      if (makespan >= limit) return limit;
-    }
-    return makespan;
-  }
-
-  // Speeds that differ by a few per cent only are in one class.
-  static int speedClass(double speed) {
-    return speed == 1 ? 0 : static_cast<int>(std::floor(16 * std::log2(speed)));
-  }
-
   const Problem& problem_;
   const CostModel& cost_;
   std::vector<Job>& jobs_;
+  ShortFiller filler_;
   double target_ = 0;
   bool fill_ = false;
   BlockList blocks_;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
-  size_t first_short_ = 0;
-  std::vector<int32_t> slot_of_;
-  std::vector<Slot> slots_;
   std::vector<double> speed_limits_;
 };
 
