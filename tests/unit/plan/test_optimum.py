@@ -1,6 +1,7 @@
 """Bound <= optimum <= plan on steps that are small enough to try every plan.
 
-HDPCOMM_PLAN_CASES=N tries N steps of each kind (default 250); docs/planner.md has the figures of a long run.
+HDPCOMM_PLAN_CASES=N tries N steps of each kind (default 250), a thousand in each test, so that a long run meets no time
+limit; docs/planner.md has its figures.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 
 CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
+PARTS = -(-CASES // 1000)
+
+parts = pytest.mark.parametrize(
+    ("part", "cases"), [(part, CASES // PARTS) for part in range(PARTS)], ids=[f"part{part}" for part in range(PARTS)]
+)
 
 
 def tiny_case(
@@ -135,8 +141,9 @@ def percentile(ratios: list[float], share: float) -> float:
 
 @pytest.mark.parametrize("nodes", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
-def test_bound_optimum_plan(nodes: bool, offload: bool) -> None:
-    ratios = compare(1, CASES, nodes=nodes, offload=offload)
+@parts
+def test_bound_optimum_plan(nodes: bool, offload: bool, part: int, cases: int) -> None:
+    ratios = compare(1 + 100 * part, cases, nodes=nodes, offload=offload)
     print(f"nodes {nodes} offload {offload}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
     print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
     assert statistics.mean(ratios) <= 1.01
@@ -144,35 +151,40 @@ def test_bound_optimum_plan(nodes: bool, offload: bool) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_bound_optimum_plan_with_speeds(offload: bool) -> None:
-    ratios = compare(4, CASES // 2, nodes=True, offload=offload, speeds=True)
+@parts
+def test_bound_optimum_plan_with_speeds(offload: bool, part: int, cases: int) -> None:
+    ratios = compare(4 + 100 * part, cases // 2, nodes=True, offload=offload, speeds=True)
     print(f"speeds, offload {offload}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
     print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
     assert statistics.mean(ratios) <= 1.01
     assert percentile(ratios, 0.95) <= 1.02
 
 
-def test_bound_optimum_plan_with_pipelines_of_different_speeds() -> None:
-    ratios = compare(5, CASES // 4, nodes=True, pipeline=True, speeds=True)
+@parts
+def test_bound_optimum_plan_with_pipelines_of_different_speeds(part: int, cases: int) -> None:
+    ratios = compare(5 + 100 * part, cases // 4, nodes=True, pipeline=True, speeds=True)
     print(f"pipelines, speeds: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
     print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
     assert percentile(ratios, 0.95) <= 1.05
 
 
-def test_bound_optimum_plan_with_pipelines() -> None:
+@parts
+def test_bound_optimum_plan_with_pipelines(part: int, cases: int) -> None:
     """The plans are simulated, so the optimum is that of the schedule that runs, with 2 to 4 stages."""
-    ratios = compare(2, CASES // 4, nodes=True, pipeline=True) + compare(3, CASES // 8, offload=True, pipeline=True)
+    ratios = compare(2 + 100 * part, cases // 4, nodes=True, pipeline=True)
+    ratios += compare(3 + 100 * part, cases // 8, offload=True, pipeline=True)
     ratios.sort()
     print(f"pipelines: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
     print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
     assert percentile(ratios, 0.95) <= 1.05
 
 
-def test_bound_optimum_plan_of_pipelines_with_several_micro_batches() -> None:
+@parts
+def test_bound_optimum_plan_of_pipelines_with_several_micro_batches(part: int, cases: int) -> None:
     """What is idle around long micro-batches counts: the bound is near the optimum, and so is the plan."""
-    rng = random.Random(6)
+    rng = random.Random(6 + 100 * part)
     ratios, tightness = [], []
-    while len(ratios) < CASES // 3:
+    while len(ratios) < cases // 3:
         lengths, cluster, cost, memory = case = tiny_pipeline_case(rng)
         planner = Planner(None, cluster, "balanced", cost, memory=memory)
         try:
