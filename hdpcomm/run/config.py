@@ -167,7 +167,6 @@ class RunConfig:
         others = {
             "recompute auto": self.recompute == "auto",
             "ddp": "ddp" in self.policies,
-            "learn-costs": self.learn_costs,
         }
         wrong = [name for name, used in others.items() if used]
         if wrong and self.on_mesh:

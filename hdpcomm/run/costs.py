@@ -43,6 +43,7 @@ __all__ = [
     "measure_costs",
     "measure_memory",
     "measure_offload",
+    "same_mesh",
     "within_memory",
 ]
 
@@ -111,7 +112,7 @@ def measure_costs(
     Raises: InvalidUsage for a calibration of another model.
     """
     pool = host_memory(comm, config)
-    if found is not None and _mesh_sizes(found.facts["config"]) == _mesh_sizes(asdict(config)):
+    if found is not None and same_mesh(found, config):
         facts: dict[str, Any] = dict(found.facts)
         memory, processor = facts.get("memory_model"), facts.get("processor_model")
         return Costs(
@@ -222,6 +223,12 @@ def _weights_put_off(config: RunConfig) -> float:
     """:attr:`CostModel.weights` of the layers that are not recomputed, which compute theirs at once."""
     recomputed = sum(int(each) for each in stage_recompute(config)) if isinstance(config.recompute, int) else 0
     return (1 - recomputed / config.model.layers) / 3
+
+
+def same_mesh(found: Checkpoint, config: RunConfig) -> bool:
+    """Whether a checkpoint's run had devices with as much of the model each, so that its costs are those of this one.
+    Local."""
+    return _mesh_sizes(found.facts["config"]) == _mesh_sizes(asdict(config))
 
 
 def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:

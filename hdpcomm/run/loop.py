@@ -31,6 +31,7 @@ from hdpcomm.run.costs import (
     calibration_of_run,
     make_planner,
     measure_costs,
+    same_mesh,
     within_memory,
 )
 from hdpcomm.run.evaluation import Evaluation, evaluate
@@ -293,7 +294,7 @@ class _Run:
         )
 
     def _learning(self, found: Checkpoint | None) -> dict[str, PlanLearning]:
-        known = {} if found is None else found.facts.get("learned") or {}
+        known = {} if found is None or not same_mesh(found, self.config) else found.facts.get("learned") or {}
         return {
             policy: PlanLearning(trainer, self.plans[policy], known.get(policy))
             for policy, trainer in self.trainers.items()
@@ -341,7 +342,8 @@ class _Run:
         costs, times = step_costs(
             trainer.timeline.spans, planned.plan, self.comm, seconds=metrics.seconds, spec=self.spec,
             device=self.comm.device, stall_s=stall_s, cost_model=trainer.planner.cost_model,
-            stage_bytes=trainer.boundary_bytes if isinstance(trainer, MeshTrainer) else None,
+            mesh=trainer.mesh if isinstance(trainer, MeshTrainer) else None,
+            stage_bytes=trainer.boundary_bytes if isinstance(trainer, MeshTrainer) else 0,
             loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.learning:

@@ -20,6 +20,7 @@ from hdpcomm.train.timeline import Span
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.parallel import Mesh
     from hdpcomm.plan import ModelSpec
 
 __all__ = ["gather_json", "memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]
@@ -35,24 +36,25 @@ def step_costs(
     device: torch.device,
     stall_s: float,
     cost_model: CostModel,
-    stage_bytes: int | None = None,
+    mesh: Mesh | None = None,
+    stage_bytes: int = 0,
     loading: LoadingCosts | None = None,
 ) -> tuple[dict[str, float], list[RankTimes]]:
-    """Figures of a step beside those of StepMetrics, and what each micro-batch took on each rank (nothing for the
-    stages of pipelines); equal on all ranks. Collective over ``comm``: one all-gather.
+    """Figures of a step beside those of StepMetrics, and what each micro-batch took on each rank of the plan; equal on
+    all ranks. Collective over ``comm``: one all-gather.
 
     ``exposed_s``: seconds that a rank (on average) waited for keys, values and gradients that no compute hid;
     ``idle_s``: for other ranks to end their micro-batches; ``compute_s``, ``optimizer_s``: what is left of these
     phases;
     ``ring_bytes``, ``gradient_bytes``: sent by all ranks together; ``stall_s``: for copies of offloaded activations;
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
-    ``stage_bytes``: between the stages of pipelines, only where this rank's are given;
+    ``stage_bytes``: between the stages of pipelines, only on a ``mesh``, where this rank's are given;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
     ``passes_processor_s``: processor time of all ranks together up to there (on a GPU that of launches);
     ``loader_stall_s``, ``loader_bytes``, ``loader_ready``, ``loader_restarts``: of the loader service, if there is one:
     seconds that a rank waited for it, bytes that came to all ranks, fewest steps that were ready, servers that were
     started again;
-    ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; not of pipelines.
+    ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; on a mesh the HDP rank.
     """
     groups = dict(zip(plan.table.index.tolist(), plan.table.group_sizes().tolist(), strict=True))
     ring = idle = reducing = compute = optimizer = processor = 0.0
@@ -63,7 +65,7 @@ def step_costs(
         if span.phase == "micro-batch":
             ring += span.wait_s
             compute += span.end_s - span.start_s - span.wait_s
-            if groups[span.index] > 1 or stage_bytes is not None:
+            if groups[span.index] > 1 or mesh is not None:
                 ring_bytes += span.bytes_sent
             else:  # buckets of gradients that leave while the last micro-batch runs
                 gradient_bytes += span.bytes_sent
@@ -73,21 +75,17 @@ def step_costs(
             reducing += span.wait_s
             optimizer += span.end_s - span.start_s - span.wait_s
             gradient_bytes += span.bytes_sent
-    between = stage_bytes or 0
-    ring_bytes = max(0, ring_bytes - between)
-    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor]
+    ring_bytes = max(0, ring_bytes - stage_bytes)
+    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, stage_bytes, processor]
     own.append(memory_bytes(device))
-    if stage_bytes is None:
-        told = times_of(spans, plan, comm.rank)
-    else:  # the plan's ranks are pipelines
-        told = [max((span.end_s for span in spans if span.phase == "micro-batch"), default=0.0)]
+    told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
     loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready, loading.restarts]
     sent = torch.tensor([*loaded, *own, *told], dtype=torch.float64)
     everything = sent.new_empty(comm.size, len(sent))
     comm.all_gather(everything, sent)
     load_rows, everything = everything[:, : len(loaded)], everything[:, len(loaded) :]
     rows = everything[:, : len(own)]
-    times = [] if stage_bytes is not None else rank_times(everything[:, len(own) :], plan)
+    times = rank_times(everything[:, len(own) :], plan, None if mesh is None else mesh.positions)
     ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor, _ = rows.sum(
         0
     ).tolist()
@@ -108,10 +106,9 @@ def step_costs(
     if loading is not None:
         costs["loader_stall_s"], costs["loader_bytes"] = load_rows[:, 0].mean().item(), load_rows[:, 1].sum().item()
         costs["loader_ready"], costs["loader_restarts"] = load_rows[:, 2].min().item(), load_rows[:, 3].max().item()
-    if stage_bytes is not None:
+    if mesh is not None:
         costs["stage_bytes"] = between
-    else:
-        costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(plan, times, cost_model)
+    costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(plan, times, cost_model)
     peak = device_peak_flops(device)
     if spec is not None and peak is not None and seconds:
         costs["mfu"] = training_flops(spec, plan.table.lengths.tolist()) / (seconds * size * peak)

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostLearner, CostModel, PlanAhead, Planner, RankTimes, StepPlan
 from hdpcomm.train.timeline import Span
@@ -20,26 +22,43 @@ __all__ = ["PlanLearning", "rank_times", "slowest_rank", "times_of"]
 
 
 def times_of(spans: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
-    """This rank's figures of its micro-batches: seconds of compute of each, then of waiting, of equal number on all
-    ranks of the plan; then when its last one ended. Local.
+    """This device's figures of its micro-batches: seconds of compute of each, over all of its passes, then of waiting
+    for its ring, of equal number on all ranks of the plan; then when its last pass ended. Local.
 
-    What waits for copies of offloaded activations is neither.
+    What tensor ranks wait for each other inside layers is compute. Waiting for copies of offloaded activations, for
+    other stages of a pipeline, and for ranks that share experts is neither.
+
+    Args:
+        rank: of the plan; on a mesh the HDP rank.
     """
-    most = max((len(plan.for_rank(rank)) for rank in range(plan.num_ranks)), default=0)
-    known = {span.index: span for span in spans if span.phase == "micro-batch"}
-    compute, waits = [0.0] * most, [0.0] * most
-    for place, batch in enumerate(plan.for_rank(rank)):
-        if (span := known.get(batch.index)) is not None:
-            compute[place] = max(0.0, span.end_s - span.start_s - span.wait_s - span.stall_s)
-            waits[place] = span.wait_s
-    return [*compute, *waits, max((span.end_s for span in known.values()), default=0.0)]
+    most = max((len(plan.for_rank(each)) for each in range(plan.num_ranks)), default=0)
+    places = {batch.index: place for place, batch in enumerate(plan.for_rank(rank))}
+    compute, waits, end = [0.0] * most, [0.0] * most, 0.0
+    for span in spans:
+        if span.phase != "micro-batch":
+            continue
+        end = max(end, span.end_s)
+        if (place := places.get(span.index)) is not None:
+            compute[place] += max(0.0, span.end_s - span.start_s - span.wait_s - span.stall_s + span.shared_s)
+            waits[place] += max(0.0, span.wait_s - span.shared_s - span.apart_s)
+    return [*compute, *waits, end]
 
 
-def rank_times(rows: Tensor, plan: StepPlan) -> list[RankTimes]:
-    """The figures of all ranks, from what each one got of :func:`times_of`: ``[ranks, figures]``. Local."""
+def rank_times(rows: Tensor, plan: StepPlan, positions: Tensor | None = None) -> list[RankTimes]:
+    """The figures of the plan's ranks, from what each device got of :func:`times_of`: ``[devices, figures]``. Local.
+
+    Of the stages and tensor ranks of an HDP rank, the device that computed longest in the step counts: the others of
+    its pipeline wait for it.
+
+    Args:
+        positions: of a mesh (:attr:`hdpcomm.parallel.Mesh.positions`); default: each rank is one device.
+    """
     half = (rows.shape[1] - 1) // 2
     found = []
-    for rank, row in enumerate(rows.tolist()):
+    devices = torch.arange(len(rows)).view(1, -1, 1) if positions is None else positions
+    for rank in range(plan.num_ranks):
+        own = rows[devices[:, rank].flatten()]
+        row = own[int(own[:, :half].sum(1).argmax())].tolist()
         count = len(plan.for_rank(rank))
         found.append(RankTimes(tuple(row[:count]), tuple(row[half : half + count])))
     return found

