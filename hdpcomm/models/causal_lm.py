@@ -158,7 +158,12 @@ class AdaptedCausalLM(nn.Module):
         if self.tensor is not None:
             hidden = self.tensor.gather(hidden, tokens.shape[0], partial=not labelled)
         hidden = hidden[:count]
-        return hidden, [] if self._router is None else [x[:count] for x in out.router_logits]
+        if self._router is None:
+            return hidden, []
+        logits = out.router_logits
+        if self.tensor is not None:
+            logits = [self.tensor.gather(x, tokens.shape[0], partial=False) for x in logits]
+        return hidden, [x[:count] for x in logits]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)

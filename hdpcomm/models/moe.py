@@ -17,7 +17,7 @@ from hdpcomm.models.router_loss import router_loss
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["MixtureOfExperts", "refuse_trees", "router_losses"]
+__all__ = ["MixtureOfExperts", "expert_blocks", "holds_experts", "refuse_trees", "router_losses"]
 
 
 class MixtureOfExperts(nn.Module):
@@ -59,6 +59,20 @@ class MixtureOfExperts(nn.Module):
             gate, up = nn.functional.linear(part, gate_up).chunk(2, dim=-1)
             made.append(nn.functional.linear(swiglu(gate, up), out))
         return torch.cat(made)
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether it is a module of transformers 5 with one tensor for all experts of a layer. Local.
+
+    They are marked by ``@use_experts_implementation``: forward(hidden_states, top_k_index, top_k_weights).
+    """
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and any(True for _ in module.parameters())
+
+
+def expert_blocks(model: nn.Module) -> set[str]:
+    """Names of the modules that have experts (:func:`holds_experts`), a router, and maybe experts for all tokens: what
+    they give for a token depends on that token only. Local."""
+    return {name.rpartition(".")[0] for name, module in model.named_modules() if holds_experts(module)}
 
 
 def refuse_trees(packs: Iterable[object]) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention.pack_context import find_pack
+from hdpcomm.comm.wait_meter import metered
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
-from hdpcomm.models.moe import MixtureOfExperts
+from hdpcomm.models.moe import MixtureOfExperts, holds_experts
 from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.models.tensor_group import TensorShard
 from hdpcomm.parallel.mesh import Mesh
@@ -52,7 +53,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
         return model
     if getattr(model, "expert", None) is not None:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
-    group = ExpertGroup(mesh.expert_comm)
+    group = ExpertGroup(metered(mesh.expert_comm))
     layers = _layers(model, mesh.expert)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
     share_values(group.comm, (*model.parameters(), *model.buffers()))
@@ -109,8 +110,7 @@ def _transformers_layers(model: AdaptedCausalLM) -> Iterator[tuple[str, nn.Modul
     for place, module in model.named_modules():
         parameters = dict(module.named_parameters())
         experts = getattr(module, "num_experts", None)
-        # Marked by transformers' @use_experts_implementation: forward(hidden_states, top_k_index, top_k_weights).
-        if not parameters or not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+        if not holds_experts(module):
             continue
         if any(parameter.dim() < 2 or parameter.shape[0] != experts for parameter in parameters.values()):
             raise InvalidUsage(

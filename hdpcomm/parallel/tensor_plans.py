@@ -12,6 +12,7 @@ from torch import nn
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama, LlamaConfig
 from hdpcomm.models.mixers import mixers_of
+from hdpcomm.models.moe import expert_blocks
 from hdpcomm.parallel.stages import LlamaStage
 
 __all__ = ["Region", "TensorPlan", "check_sizes", "tensor_plan"]
@@ -109,7 +110,8 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
         raise InvalidUsage(
             f"{name} has linear or state-space layers, which tensor parallelism does not cut; train it without"
         )
-    regions = tuple(_regions(decoder, styles, size, _tokens_of_rope))
+    experts = tuple(f"{place}." for place in expert_blocks(decoder))
+    regions = tuple(_regions(decoder, styles, size, _tokens_of_rope, whole=experts))
     embedding = causal_lm.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
         raise InvalidUsage(
@@ -118,6 +120,7 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
         )
     cut = {id(layer) for region in regions for layer, _ in region.columns.values()} | {id(embedding), id(head)}
     cut |= {id(region.row) for region in regions}
+    cut |= {id(module) for place, module in decoder.named_modules() if place.startswith(experts)}
     for place, module in causal_lm.named_modules():
         if id(module) not in cut and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             raise InvalidUsage(
@@ -127,19 +130,24 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     return TensorPlan(regions, embedding, head)
 
 
-def _regions(model: nn.Module, styles: Mapping[str, str], size: int, tokens_of: TokensOf) -> Iterator[Region]:
-    unknown = sorted({style for style in styles.values() if style not in _STYLES})
+def _regions(
+    model: nn.Module, styles: Mapping[str, str], size: int, tokens_of: TokensOf, *, whole: tuple[str, ...] = ()
+) -> Iterator[Region]:
+    """``whole``: beginnings of names of what is not cut, whatever the styles say."""
+    named = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if not name.startswith(whole)]
+    asked = {styles[pattern] for pattern in map(_pattern, named) if pattern in styles}
+    unknown = sorted(asked.difference(_STYLES))
     if unknown:
         raise InvalidUsage(
             f"the tensor parallel plan of {type(model).__name__} asks for {', '.join(unknown)}, and only "
-            f"{', '.join(_STYLES)} are known here (no experts, no fused projections); train it without"
+            f"{', '.join(_STYLES)} are known here (no fused projections); train it without"
         )
     for place, parent in model.named_modules():
         found: dict[str, dict[str, nn.Linear]] = {"colwise": {}, "rowwise": {}}
         for name, child in parent.named_children():
             path = f"{place}.{name}" if place else name
-            style = styles.get(re.sub(r"\b\d+\b", "*", path))
-            if style not in found:
+            style = styles.get(_pattern(path))
+            if style not in found or path.startswith(whole):
                 continue
             if type(child) is not nn.Linear:
                 raise InvalidUsage(
@@ -159,6 +167,11 @@ def _regions(model: nn.Module, styles: Mapping[str, str], size: int, tokens_of: 
         parts = _parts(place, found["colwise"], row, head_dim, size)
         columns = {name: (layer, parts[name]) for name, layer in found["colwise"].items()}
         yield Region(place, parent, columns, row, _no_tokens if head_dim is None else tokens_of)
+
+
+def _pattern(name: str) -> str:
+    """As plans write the names of modules and parameters."""
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def _parts(
