@@ -173,7 +173,11 @@ def test_a_port_of_mpich_itself(tmp_path: Path) -> None:
     script = tmp_path / "script.sh"
     script.write_text('#!/bin/sh\n"$@"\nexit $?\n')
     script.chmod(0o755)
-    code = "from hdpcomm.comm.launchers import *; print(*rank_and_size(), *local_place(*rank_and_size()), *master())"
+    code = (
+        "import sys; from hdpcomm.comm.launchers import *\n"
+        "place = [*rank_and_size(), *local_place(*rank_and_size()), *master()]\n"
+        "sys.stdout.write(' '.join(map(str, place)) + chr(10))"  # in one piece: the other rank writes, too
+    )
     told = [
         subprocess.run(
             ["mpiexec.hydra", "-n", "2", *wrapper, sys.executable, "-c", code],
