@@ -33,6 +33,10 @@ void bindCommunicator(py::module_& module) {
       .def_property_readonly("ranks",
                              [](const Communicator& c) { return py::tuple(py::cast(c.ranks())); })
       .def_property_readonly("hash", &Communicator::hash)
+      .def(
+          "waited_s",
+          [](const Communicator& comm) { return comm.world().waitedSeconds(comm.sharedRanks()); },
+          py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("world", &Communicator::sharedWorld)
       .def(
           "resync",

@@ -197,7 +197,13 @@ void bindStream(py::module_& module) {
             engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
           },
           py::arg("timeout"))
-      .def("stats", &StreamEngine::stats, Unlocked());
+      .def("stats", &StreamEngine::stats, Unlocked())
+      .def(
+          "waited_s",
+          [](StreamEngine& engine, const Communicator& comm) {
+            return engine.waitedSeconds(comm.sharedRanks());
+          },
+          py::arg("comm"), Unlocked());
 }
 
 }  // namespace hdpcomm

@@ -65,6 +65,13 @@ class Membership:
         """
         return self._core.world.stats()
 
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited in operations of this communicator since the first such question.
+
+        A part of ``stats()["wait_ns"]``. Each ``subset()`` is a communicator of its own, also on the same ranks. Local.
+        """
+        return self._core.waited_s()
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor from which messages go out fastest: with the shm transport, other processes map it.
 

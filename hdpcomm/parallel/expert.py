@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention.pack_context import find_pack
-from hdpcomm.comm.wait_meter import metered
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
@@ -53,7 +52,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
         return model
     if getattr(model, "expert", None) is not None:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
-    group = ExpertGroup(metered(mesh.expert_comm))
+    group = ExpertGroup(mesh.expert_comm)
     layers = _layers(model, mesh.expert)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
     share_values(group.comm, (*model.parameters(), *model.buffers()))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.comm.wait_meter import waited_s
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.parallel.agreement import check_same_mesh
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from hdpcomm.train.activation_profile import OffloadedStep
     from hdpcomm.train.shards import Fetch
 
-__all__ = ["MeshTrainer", "waited_for"]
+__all__ = ["MeshTrainer"]
 
 
 class MeshTrainer(Trainer):
@@ -301,7 +300,7 @@ class MeshTrainer(Trainer):
         return micro_batch_loss(self.model, empty_shard(self._device), alone, self._loss)
 
     def _seconds_waited(self) -> tuple[float, float]:
-        return waited_for(self.model, "tensor"), waited_for(self.model, "expert")
+        return self.mesh.tensor_comm.waited_s(), self.mesh.expert_comm.waited_s()
 
     def _run_each(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
         total = torch.zeros(2, dtype=torch.float64)
@@ -321,9 +320,3 @@ class MeshTrainer(Trainer):
     def _once(self, total: Tensor) -> Tensor:
         """Counted by one of the tensor ranks, which all have it."""
         return total if self.mesh.tensor_rank == 0 else torch.zeros_like(total)
-
-
-def waited_for(model: nn.Module, group: str) -> float:
-    """Seconds that this rank has waited inside a model's layers for those that share them."""
-    found = getattr(model, group, None)
-    return 0.0 if found is None else waited_s(found.comm)

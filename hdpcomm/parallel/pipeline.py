@@ -49,7 +49,6 @@ class StageRunner:
         loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
         offload: surrounds forward passes.
         weights: where backward passes leave the gradients of weights, if they are split.
-        pipeline: this rank's pipeline, ``mesh.pipeline_comm``.
         on_pass: called after each pass with the index of its micro-batch.
     """
 
@@ -65,12 +64,11 @@ class StageRunner:
         loss: Callable[..., Tensor] | None,
         offload: OffloadContext,
         on_pass: Callable[[Pass], None],
-        pipeline: Communicator,
         weights: WeightGradients | None = None,
     ) -> None:
         self.chunks, self.mesh, self.planned, self.fetch = chunks, mesh, planned, fetch
         self.scale, self.loss, self.offload, self.on_pass = scale, loss, offload, on_pass
-        self.weights, self.pipeline = weights, pipeline
+        self.weights = weights
         self.total = torch.zeros(2, dtype=torch.float64)
         """Summed loss and labels of the micro-batches whose last stage is here."""
         self.bytes_sent = 0
@@ -94,7 +92,7 @@ class StageRunner:
 
         Under ``torch.no_grad()`` the program must have no backward passes.
         """
-        pipeline = self.pipeline
+        pipeline = self.mesh.pipeline_comm
         for action in program:
             if action.kind == RUN:
                 self._run(action.done)

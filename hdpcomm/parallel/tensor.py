@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.comm.wait_meter import metered
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM
 from hdpcomm.models.self_check import check_same_logits, few_logits
@@ -49,7 +48,7 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     if getattr(model, "tensor", None) is not None:
         raise InvalidUsage("this model has been cut by tensor_parallel() already; give it once")
     plan = tensor_plan(model, mesh.tensor)
-    group = TensorGroup(metered(mesh.tensor_comm))
+    group = TensorGroup(mesh.tensor_comm)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
     share_values(group.comm, (*model.parameters(), *model.buffers()))
     wanted = few_logits(model) if checked else None

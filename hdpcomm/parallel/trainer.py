@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.comm.wait_meter import metered, waited_s
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.agreement import check_same_stages, checked_stages
 from hdpcomm.parallel.mesh import Mesh
-from hdpcomm.parallel.mesh_trainer import MeshTrainer, waited_for
+from hdpcomm.parallel.mesh_trainer import MeshTrainer
 from hdpcomm.parallel.pipeline import OffloadContext, StageRunner
 from hdpcomm.parallel.program import Action, make_program
 from hdpcomm.parallel.stages import LlamaStage
@@ -86,7 +85,6 @@ class PipelineTrainer(MeshTrainer):
         self._schedule: PipelineSchedule | None = None
         self._planned: PlannedWaves | None = None
         """What the schedule is for."""
-        self._other_stages = metered(mesh.pipeline_comm)
         self._weights: WeightGradients | None = None
         """What split backward passes leave for later."""
         if planner.cluster.split_backward:
@@ -197,12 +195,11 @@ class PipelineTrainer(MeshTrainer):
         return StageRunner(
             self.stages, self.mesh, planned, self._batches, fetch,
             scale=scale, loss=self._loss, offload=offload, on_pass=on_pass, weights=self._weights,
-            pipeline=self._other_stages,
         )  # fmt: skip
 
     def _seconds_waited(self) -> tuple[float, float]:
-        shared, experts = (sum(waited_for(each, group) for each in self.stages) for group in ("tensor", "expert"))
-        return shared, experts + waited_s(self._other_stages)
+        shared, experts = super()._seconds_waited()
+        return shared, experts + self.mesh.pipeline_comm.waited_s()
 
     def _after_pass(self, done: Pass) -> None:
         if done.backward:

@@ -51,8 +51,14 @@ Stats World::stats() {
   refuseInChild();
   std::lock_guard lock(mutex_);
   Stats stats = transport_->stats();
-  stats["wait_ns"] = static_cast<uint64_t>(waited_ / std::chrono::nanoseconds(1));
+  stats["wait_ns"] = static_cast<uint64_t>(waited_.total() / std::chrono::nanoseconds(1));
   return stats;
+}
+
+double World::waitedSeconds(const Ranks& ranks) {
+  refuseInChild();
+  std::lock_guard lock(mutex_);
+  return std::chrono::duration<double>(waited_.of(ranks)).count();
 }
 
 std::shared_ptr<std::byte> World::allocate(size_t bytes) {

@@ -20,6 +20,7 @@
 #include "comm/host/deadlock.hpp"
 #include "comm/host/liveness.hpp"
 #include "comm/host/work.hpp"
+#include "comm/wait_counts.hpp"
 
 namespace hdpcomm {
 
@@ -57,6 +58,8 @@ class World {
   // far, all threads together. The first few microseconds of each operation are not counted: it
   // polls without reading the clock.
   Stats stats();
+  // The same in operations of the communicator with this list, since the first such question.
+  double waitedSeconds(const Ranks& ranks);
   // See Transport::allocate().
   std::shared_ptr<std::byte> allocate(size_t bytes);
 
@@ -160,7 +163,7 @@ class World {
                                      Clock::time_point now);
   std::optional<Stuck> stuckLocked(const Work& work, Clock::time_point now);
 
-  void stopWaitingLocked(Clock::time_point start);
+  void stopWaitingLocked(const Work& work, Clock::time_point start);
   // These two leave the work in the queue until dropEndedLocked().
   void fail(Work& work, const Error& given);
   void finish(Work& work, Work::State state);
@@ -229,7 +232,7 @@ class World {
   std::unique_ptr<std::condition_variable> progress_wanted_ =
       std::make_unique<std::condition_variable>();
   std::atomic<int> waiters_{0};
-  Clock::duration waited_{0};
+  WaitCounts waited_;
   int background_works_ = 0;
   bool in_grace_ = false;  // the progress thread wakes soon by itself
   bool stop_ = false;

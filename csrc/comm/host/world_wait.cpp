@@ -315,19 +315,19 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
     waitSlowly(work, start, deadline, by_liveness, check_interrupt);
   } catch (...) {
     std::lock_guard lock(mutex_);
-    stopWaitingLocked(start);
+    stopWaitingLocked(work, start);
     throw;
   }
   std::lock_guard lock(mutex_);
-  stopWaitingLocked(start);
+  stopWaitingLocked(work, start);
   if (work.state_ == Work::State::kFailed) throw *work.error_;
 }
 
 // Under the lock, so that the progress thread does not miss it between its check and its sleep.
-void World::stopWaitingLocked(Clock::time_point start) {
+void World::stopWaitingLocked(const Work& work, Clock::time_point start) {
   const auto now = Clock::now();
   liveness_.endWait(now);
-  waited_ += now - start;
+  waited_.add(work.ranks(), now - start);
   blocking_ = nullptr;
   waiters_.fetch_sub(1, std::memory_order_relaxed);
   if (background_works_ > 0 && !in_grace_) progress_wanted_->notify_one();

@@ -310,8 +310,13 @@ size_t StreamEngine::scratchBytes() const {
 Stats StreamEngine::stats() const {
   const std::lock_guard lock(mutex_);
   Stats stats = mover_->stats();
-  stats["wait_ns"] = wait_ns_.load(std::memory_order_relaxed);
+  stats["wait_ns"] = static_cast<uint64_t>(waited_.total() / std::chrono::nanoseconds(1));
   return stats;
+}
+
+double StreamEngine::waitedSeconds(const Ranks& ranks) {
+  const std::lock_guard lock(mutex_);
+  return std::chrono::duration<double>(waited_.of(ranks)).count();
 }
 
 }  // namespace hdpcomm

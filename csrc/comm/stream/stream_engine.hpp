@@ -21,6 +21,7 @@
 
 #include "comm/host/communicator.hpp"
 #include "comm/stream/stream_work.hpp"
+#include "comm/wait_counts.hpp"
 #include "transport/stream/call_board.hpp"
 #include "transport/stream/pacer.hpp"
 #include "transport/stream/stream_mover.hpp"
@@ -84,6 +85,8 @@ class StreamEngine final : public WorldPart {
 
   // The mover's counts, and `wait_ns`: nanoseconds that host threads have waited for operations.
   Stats stats() const;
+  // See World::waitedSeconds().
+  double waitedSeconds(const Ranks& ranks);
   void abort(const std::string& reason) override;
   void close(const std::string& reason) override;
 
@@ -171,7 +174,6 @@ class StreamEngine final : public WorldPart {
   std::shared_ptr<EventPool> events_;
   const std::unique_ptr<StreamMover> mover_;
   std::map<uintptr_t, device::Pacer> pacers_;  // of the streams that operations were called on
-  std::atomic<uint64_t> wait_ns_{0};           // relaxed: a count
   OwnedStream host_stream_;
   OwnedStream background_stream_;  // collectives in the background
   OwnedStream control_stream_;     // sets flags that the others wait for
@@ -183,6 +185,7 @@ class StreamEngine final : public WorldPart {
   std::vector<WorkPtr> released_;  // failed, until their streams have drained
   bool release_due_ = false;       // failed, and the mover's release() was not called yet
   int64_t next_seq_ = 0;
+  WaitCounts waited_;
   FlightRecorder recorder_;
   std::optional<Error> failed_;
   mutable bool device_lost_ = false;

@@ -67,13 +67,14 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
   raiseFailure(*work);
   const auto start = Clock::now();
   struct CountWait {  // however the wait ends
-    std::atomic<uint64_t>& wait_ns;
+    StreamEngine& engine;
+    const StreamWork& work;
     Clock::time_point start;
     ~CountWait() {
-      wait_ns.fetch_add(static_cast<uint64_t>((Clock::now() - start) / std::chrono::nanoseconds(1)),
-                        std::memory_order_relaxed);
+      const std::lock_guard lock(engine.mutex_);
+      engine.waited_.add(work.ranks_, Clock::now() - start);
     }
-  } const count{wait_ns_, start};
+  } const count{*this, *work, start};
   const double limit = std::min(timeout_s, 1e9);
   const auto left = [&] { return std::max(0.0, limit - secondsBetween(start, Clock::now())); };
   try {

@@ -97,6 +97,10 @@ class DeviceCommunicator(Communicator):
             found |= {name: devices[name] for name in ("nccl_groups", "nccl_puts", "predicted_buffer_bytes")}
         return found
 
+    def waited_s(self) -> float:
+        """See :meth:`Communicator.waited_s`."""
+        return super().waited_s() + self._devices.engine.waited_s(self._core)
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor on this rank's device. Raises: InvalidUsage for a negative size."""
         check_shape("empty()", shape, dtype)

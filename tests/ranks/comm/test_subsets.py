@@ -101,6 +101,36 @@ def test_stats_count_the_time_that_a_rank_waited(transport: str, async_op: bool)
     assert late[2] == 0
 
 
+def waits_in_one_of_two(async_op: bool) -> tuple[float, float, float]:
+    with hdp.init(timeout=20.0) as world:
+        one, other = (world.subset([0, 1]) for _ in range(2))
+        assert one is not None
+        assert other is not None
+        assert one.waited_s() == other.waited_s() == 0.0
+        x = torch.ones(4)
+        world.barrier()
+        before = world.stats()["wait_ns"]
+        if world.rank == 0:
+            time.sleep(0.3)
+        work = one.all_reduce(x, async_op=async_op)
+        if async_op:
+            assert work is not None
+            work.wait()
+        return one.waited_s(), other.waited_s(), (world.stats()["wait_ns"] - before) * 1e-9
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("transport", ["shm", "sim"])
+def test_each_communicator_counts_its_own_waiting(transport: str, async_op: bool) -> None:
+    """Also where two have the same ranks."""
+    late, on_time = run_threads(waits_in_one_of_two, 2, async_op, transport=transport)
+    assert on_time[0] > 0.05
+    assert late[0] < on_time[0]
+    for waited, elsewhere, everywhere in (late, on_time):
+        assert elsewhere == 0.0
+        assert waited <= everywhere + 1e-6
+
+
 def churn(count: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     world = hdp.init()
     process = psutil.Process()
