@@ -7,19 +7,6 @@ constexpr double kAboutAsLong = 0.5;  // of the longest sequence; shorter ones f
 constexpr double kMostUnits = 64;     // of a rank; with more of them little is left over
 constexpr int kTargets = 9;
 
-// Packs of sequences that are all about equally short, by falling work.
-std::vector<std::vector<int32_t>> packsOf(const Problem& problem) {
-  auto packs = packBestFit(problem.lengths(), problem.byLength(), problem.cost().memory().capacity);
-  const auto squares = [&](const std::vector<int32_t>& pack) {
-    double sum = 0;
-    for (const int32_t sequence : pack) sum += problem.own(sequence).squares;
-    return sum;
-  };
-  std::stable_sort(packs.begin(), packs.end(),
-                   [&](const auto& a, const auto& b) { return squares(a) > squares(b); });
-  return packs;
-}
-
 }  // namespace
 
 std::optional<Plan> planNested(const Problem& problem, double lower_bound, double limit) {
@@ -32,29 +19,19 @@ std::optional<Plan> planNested(const Problem& problem, double lower_bound, doubl
   const bool packed = 2 * jobs.front().load.tokens <= static_cast<double>(cost.memory().capacity);
   if (packed && !all) return {};
 
-  std::vector<std::vector<int32_t>> packs;
   std::vector<NestedBlocks::Unit> units;
   double others_s = 0;
-  if (packed) {
-    packs = packsOf(problem);
-    for (const auto& pack : packs) {
-      Load load;
-      for (const int32_t sequence : pack) load += problem.own(sequence);
-      units.push_back({load, 1});
-    }
-  } else {
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      if (i < long_ones) {
-        units.push_back({jobs[i].load, jobs[i].min_size});
-      } else {
-        if (jobs[i].min_size > 1) return {};
-        others_s += cost.leastWork(jobs[i].load);
-      }
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    if (i < long_ones) {
+      units.push_back({jobs[i].load, jobs[i].min_size});
+    } else {
+      if (jobs[i].min_size > 1) return {};
+      others_s += cost.leastWork(jobs[i].load);
     }
   }
   if (static_cast<double>(units.size()) > kMostUnits * problem.ranks()) return {};
 
-  NestedBlocks blocks(cost, std::move(units), others_s);
+  NestedBlocks blocks(cost, std::move(units), others_s, limit, packed);
   BlockPacker packer(problem, jobs);
   std::optional<Plan> best;
   double low = lower_bound;
@@ -64,11 +41,18 @@ std::optional<Plan> planNested(const Problem& problem, double lower_bound, doubl
     if (blocks.fit(target)) {
       high = target;
       std::vector<double> ready;
-      std::vector<Placement> placements = blocks.place(ready);
+      const std::vector<NestedBlocks::Micro> placed = blocks.place(ready);
+      std::vector<Placement> placements;
+      for (const NestedBlocks::Micro& micro : placed) placements.push_back(micro.placement);
       Plan plan;
       if (packed) {
         std::vector<MicroBatch> batches = placedBatches(problem, jobs, placements);
-        for (size_t i = 0; i < batches.size(); ++i) batches[i].sequences = packs[placements[i].job];
+        for (size_t i = 0; i < batches.size(); ++i) {
+          batches[i].sequences.clear();
+          for (const int32_t unit : placed[i].units) {
+            batches[i].sequences.push_back(jobs[unit].sequence);
+          }
+        }
         plan = finishPlan(problem, std::move(batches));
       } else {
         const double makespan = packer.runPlaced(std::move(placements), ready, long_ones);

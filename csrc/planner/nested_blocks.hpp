@@ -1,7 +1,7 @@
-// Plans for long sequences of about the same length, of which a whole number of waves leaves ranks
-// idle. A block of neighbouring ranks runs waves of groups, the larger ones first: 27 sequences on
-// 5 ranks are two waves of one group of 5 ranks, then five waves of 5 groups of one rank. With the
-// target time, the numbers of ranks and waves vary from block to block.
+// Plans for sequences of about the same length, of which a whole number of waves leaves ranks idle.
+// Blocks of neighbouring ranks run them in the patterns of block_patterns.hpp: 27 sequences on 5
+// ranks are five waves of one rank each, then two of all 5. With the target time, the numbers of
+// ranks and sequences vary from block to block.
 #pragma once
 
 #include <algorithm>
@@ -13,125 +13,11 @@
 #include <vector>
 
 #include "planner/block_packer.hpp"
+#include "planner/block_patterns.hpp"
 
 namespace hdpcomm::planner {
 
-// Waves of groups of one size, over all ranks of a part of a block.
-struct GroupWaves {
-  int size = 1;
-  int waves = 1;
-};
-
-// Neighbouring ranks that run waves of groups, the smallest size first; each divides the next one.
-struct BlockPart {
-  int ranks = 1;
-  std::vector<GroupWaves> stages;
-};
-
-// What a block of ranks runs within the target time: `count` sequences of one length.
-struct BlockPattern {
-  int ranks = 1;
-  int count = 0;
-  double used = 0;  // seconds, mean over the ranks
-  std::vector<BlockPart> parts;
-};
-
-// All patterns that are worth a try for sequences of one length.
-class BlockPatterns {
- public:
-  // `node`: ranks of a node, or of the cluster where links are all alike.
-  BlockPatterns(const CostModel& cost, int node, int max_ranks)
-      : cost_(cost), node_(node), max_ranks_(max_ranks) {}
-
-  std::vector<BlockPattern> find(const Load& load, int min_size, double target) {
-    load_ = load;
-    min_size_ = min_size;
-    target_ = target;
-    found_.clear();
-    inside_.assign(std::max(node_, 1) + 1, {});
-    const int most = std::min(max_ranks_, std::max(kMostRanks, 3 * min_size));
-    for (int ranks = min_size; ranks <= most; ++ranks) {
-      divisors_.clear();
-      for (int size = min_size; size <= ranks; ++size) {
-        if (ranks % size == 0 && liesInNodes(size, ranks)) divisors_.push_back(size);
-      }
-      part_ = {ranks, {}};
-      extend(0, target, 0);
-    }
-    if (node_ < cost_.cluster().ranks) joinInside();
-    return std::move(found_);
-  }
-
- private:
-  static constexpr int kMostRanks = 24;
-  static constexpr size_t kMostStages = 3;
-
-  bool liesInNodes(int size, int ranks) const {
-    return size == 1 || size > node_ || ranks <= node_ || (node_ % size == 0 && ranks % node_ == 0);
-  }
-
-  // Adds waves of the divisors from `next` on to the part, in all ways that leave less than two
-  // waves of each size.
-  void extend(size_t next, double left, int count) {
-    for (size_t i = next; i < divisors_.size(); ++i) {
-      const int size = divisors_[i];
-      const int most = static_cast<int>(left * (1 + 1e-9) / cost_.seconds(load_, size));
-      const bool last = size == part_.ranks;
-      if (!last && part_.stages.size() + 1 == kMostStages) continue;
-      for (int waves = most; waves > 0 && waves >= most - (last ? 0 : 1); --waves) {
-        part_.stages.push_back({size, waves});
-        const double rest = left - waves * cost_.seconds(load_, size);
-        const int sum = count + part_.ranks / size * waves;
-        last ? keep(sum, target_ - rest) : extend(i + 1, rest, sum);
-        part_.stages.pop_back();
-      }
-    }
-  }
-
-  void keep(int count, double used) {
-    const BlockPattern pattern{part_.ranks, count, used, {part_}};
-    if (part_.ranks < node_) {
-      BlockPattern& best = inside_[part_.ranks];
-      if (count > best.count || (count == best.count && used < best.used)) best = pattern;
-      if (node_ % part_.ranks != 0 && node_ < cost_.cluster().ranks) return;  // lies badly in nodes
-    }
-    found_.push_back(pattern);
-  }
-
-  // The best combination of smaller parts that fill a node.
-  void joinInside() {
-    std::vector<BlockPattern> best(node_ + 1);
-    for (int ranks = 1; ranks <= node_; ++ranks) {
-      best[ranks] = best[ranks - 1];
-      for (int own = 1; own <= std::min(ranks, node_ - 1); ++own) {
-        const BlockPattern& part = inside_[own];
-        const BlockPattern& rest = best[ranks - own];
-        if (part.count == 0 || part.count + rest.count <= best[ranks].count) continue;
-        BlockPattern joined = rest;
-        joined.count += part.count;
-        joined.used += part.used * own / node_;
-        joined.parts.push_back(part.parts.front());
-        best[ranks] = std::move(joined);
-      }
-    }
-    BlockPattern& whole = best[node_];
-    whole.ranks = node_;
-    if (whole.count > 0 && node_ <= max_ranks_) found_.push_back(std::move(whole));
-  }
-
-  const CostModel& cost_;
-  const int node_;
-  const int max_ranks_;
-  Load load_;
-  int min_size_ = 1;
-  double target_ = 0;
-  std::vector<int> divisors_;
-  BlockPart part_;
-  std::vector<BlockPattern> inside_;  // the best one of each number of ranks below a node
-  std::vector<BlockPattern> found_;
-};
-
-// Places sequences, or packs of short ones, by falling length.
+// Places sequences by falling length.
 class NestedBlocks {
  public:
   struct Unit {
@@ -139,8 +25,16 @@ class NestedBlocks {
     int min_size = 1;
   };
 
-  // `others_s`: seconds of a rank for the sequences that are not placed here.
-  NestedBlocks(const CostModel& cost, std::vector<Unit> units, double others_s)
+  // What runs together: the first unit and, if packed, some of those after it.
+  struct Micro {
+    Placement placement;
+    std::vector<int32_t> units;
+  };
+
+  // `others_s`: seconds of a rank for the sequences that are not placed here. `limit`: the longest
+  // target. `packed`: micro-batches may have several units.
+  NestedBlocks(const CostModel& cost, std::vector<Unit> units, double others_s, double limit,
+               bool packed)
       : cost_(cost), units_(std::move(units)), others_s_(others_s) {
     const Cluster& cluster = cost.cluster();
     const CostParams& params = cost.params();
@@ -150,21 +44,23 @@ class NestedBlocks {
     const auto count = static_cast<int>(units_.size());
     while (count / copies_ > kMaxRows && cluster.ranks / (2 * copies_) >= 1) copies_ *= 2;
     rows_ = (count + copies_ - 1) / copies_;
+    findClasses(limit, packed);
   }
 
   // Whether all units can end about at the target, with time left for the others; if so, place()
   // tells where they run.
   bool fit(double target) {
     const int ranks = cost_.cluster().ranks / copies_;
-    findPatterns(target, ranks);
+    patterns_.clear();
+    for (const BlockPatterns& each : classes_) patterns_.push_back(each.find(target));
     for (const double idle : {1.0, 0.3, 0.0}) {
       if (cover(target, idle, ranks)) return true;
     }
     return false;
   }
 
-  // The placements of all units. `ready`: when each rank is free.
-  std::vector<Placement> place(std::vector<double>& ready) const {
+  // The micro-batches of all units. `ready`: when each rank is free.
+  std::vector<Micro> place(std::vector<double>& ready) const {
     std::vector<int> order(blocks_.size());
     std::iota(order.begin(), order.end(), 0);
     const auto rank_order = [&](int block) {
@@ -175,15 +71,15 @@ class NestedBlocks {
     std::stable_sort(order.begin(), order.end(),
                      [&](int a, int b) { return rank_order(a) < rank_order(b); });
     ready.assign(cost_.cluster().ranks, 0.0);
-    std::vector<Placement> placements;
+    std::vector<Micro> placed;
     int first = 0;
     for (const int block : order) {
       for (int copy = 0; copy < copies_; ++copy) {
-        placeBlock(blocks_[block], copy, first, ready, placements);
+        placeBlock(blocks_[block], copy, first, ready, placed);
         first += blocks_[block].pattern->ranks;
       }
     }
-    return placements;
+    return placed;
   }
 
  private:
@@ -196,23 +92,20 @@ class NestedBlocks {
   };
 
   // Rows of about the same length have the same patterns, those of the longest one.
-  void findPatterns(double target, int ranks) {
-    BlockPatterns finder(cost_, node_, ranks);
-    patterns_.clear();
-    class_of_.assign(rows_, 0);
+  void findClasses(double limit, bool packed) {
+    const int ranks = cost_.cluster().ranks / copies_;
+    const Unit* longest = nullptr;
     for (int row = 0; row < rows_; ++row) {
-      const Unit& unit = units_[row * copies_];
-      const auto classes = static_cast<int>(patterns_.size());
-      const bool same =
-          row > 0 && unit.load.squares == class_squares_ && unit.min_size == class_min_size_;
-      const bool near =
-          row > 0 && row * kMaxClasses < classes * rows_ && unit.min_size == class_min_size_;
+      const Unit& unit = units_[static_cast<size_t>(row) * copies_];
+      const auto classes = static_cast<int>(classes_.size());
+      const bool known = longest != nullptr && unit.min_size == longest->min_size;
+      const bool same = known && unit.load.squares == longest->load.squares;
+      const bool near = known && row * kMaxClasses < classes * rows_;
       if (!same && !near) {
-        patterns_.push_back(finder.find(unit.load, unit.min_size, target));
-        class_squares_ = unit.load.squares;
-        class_min_size_ = unit.min_size;
+        classes_.emplace_back(cost_, unit.load, unit.min_size, node_, ranks, limit, packed);
+        longest = &unit;
       }
-      class_of_[row] = static_cast<int>(patterns_.size()) - 1;
+      class_of_.push_back(static_cast<int>(classes_.size()) - 1);
     }
   }
 
@@ -245,27 +138,39 @@ class NestedBlocks {
     return taken <= ranks && used * copies_ + others_s_ <= target * cost_.cluster().ranks;
   }
 
-  // The larger groups first: they get the longest units.
+  // The larger groups get the longer units.
   void placeBlock(const PlacedBlock& block, int copy, int first, std::vector<double>& ready,
-                  std::vector<Placement>& placements) const {
+                  std::vector<Micro>& placed) const {
+    std::vector<BlockTimes::Group> groups;
+    block.pattern->times->appendGroups(block.pattern->ranks, block.pattern->count, first, groups);
+    std::vector<int> by_size(groups.size());
+    std::iota(by_size.begin(), by_size.end(), 0);
+    std::stable_sort(by_size.begin(), by_size.end(),
+                     [&](int a, int b) { return groups[a].size > groups[b].size; });
+    std::vector<int> row_of(groups.size());
     int row = block.row;
-    for (const BlockPart& part : block.pattern->parts) {
-      for (auto stage = part.stages.rbegin(); stage != part.stages.rend(); ++stage) {
-        for (int wave = 0; wave < stage->waves; ++wave) {
-          for (int begin = first; begin < first + part.ranks; begin += stage->size, ++row) {
-            const size_t unit = static_cast<size_t>(row) * copies_ + copy;
-            if (row >= rows_ || unit >= units_.size()) continue;
-            const auto from = ready.begin() + begin;
-            const double start = *std::max_element(from, from + stage->size);
-            const int node = cost_.cluster().ranks_per_node;
-            const bool one_node = begin / node == (begin + stage->size - 1) / node;
-            std::fill_n(from, stage->size,
-                        start + cost_.seconds(units_[unit].load, stage->size, one_node));
-            placements.push_back({static_cast<int32_t>(unit), start, {{begin, stage->size}}});
-          }
-        }
+    for (const int group : by_size) {
+      row_of[group] = row;
+      row += groups[group].count;
+    }
+    const int node = cost_.cluster().ranks_per_node;
+    for (size_t i = 0; i < groups.size(); ++i) {
+      const auto [begin, size, count] = groups[i];
+      Micro micro;
+      Load load;
+      for (int own = row_of[i]; own < std::min(rows_, row_of[i] + count); ++own) {
+        const size_t unit = static_cast<size_t>(own) * copies_ + copy;
+        if (unit >= units_.size()) continue;
+        micro.units.push_back(static_cast<int32_t>(unit));
+        load += units_[unit].load;
       }
-      first += part.ranks;
+      if (micro.units.empty()) continue;
+      const auto from = ready.begin() + begin;
+      const double start = *std::max_element(from, from + size);
+      const bool one_node = begin / node == (begin + size - 1) / node;
+      std::fill_n(from, size, start + cost_.seconds(load, size, one_node));
+      micro.placement = {micro.units.front(), start, {{begin, size}}};
+      placed.push_back(std::move(micro));
     }
   }
 
@@ -275,10 +180,9 @@ class NestedBlocks {
   int node_ = 1;
   int copies_ = 1;  // blocks of the same pattern; each copy has one unit of a row
   int rows_ = 0;
-  double class_squares_ = 0;
-  int class_min_size_ = 0;
-  std::vector<std::vector<BlockPattern>> patterns_;  // of each class of rows
-  std::vector<int> class_of_;
+  std::vector<BlockPatterns> classes_;               // of rows of about the same length
+  std::vector<int> class_of_;                        // of each row
+  std::vector<std::vector<BlockPattern>> patterns_;  // of each class, for the target
   std::vector<PlacedBlock> blocks_;
 };
 
