@@ -1,7 +1,7 @@
 // Part of the lower bound (docs/planner.md, claims 12 and 13): which sequences a rank can run one
-// after the other within a time, and which ones the ranks can run side by side. Both are whole
-// numbers, which counts where the longest sequences are of about the same length. Each sequence
-// gets a weight; any weights give a bound, so a few are tried.
+// after the other within a time, and how many run side by side. Both are whole numbers, which
+// counts where the longest sequences are of about the same length. Each sequence gets a weight; any
+// weights give a bound, and those of a linear program the best one.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "planner/covering_program.hpp"
 #include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
@@ -54,34 +55,15 @@ class Configurations {
 
   // The largest time, from `low` on, that is proved to be too short; `low` if none is.
   double improve(double low, const std::function<Charges(double)>& charges) {
-    std::vector<std::pair<double, Weights>> found;
-    const double first = low * (1 + kLeastGain);
-    if (!prepare(first, charges(first))) return low;
-    for (const double clip : {1.0, 0.75, 0.5, 0.25}) {
-      for (const double equal : {-0.5, 0.0, 1.0, 4.0}) {
-        for (const double others : {1.0, 0.9, 0.75, 0.5}) {
-          if (others_.tokens == 0 && others < 1) continue;
-          if (classes_.size() == 1 && (clip < 1 || equal != 0)) continue;
-          const Weights weights{clip, equal, others};
-          const double excess = excessOf(first, weights);
-          if (excess > 1 + 1e-9) found.push_back({-excess, weights});
-        }
-      }
-    }
-    if (found.empty()) return low;
-    std::sort(found.begin(), found.end(),
-              [](const auto& a, const auto& b) { return a.first < b.first; });
-    if (found.size() > kKept) found.resize(kKept);
-    low = first;
+    const auto tooShort = [&](double time) { return prepare(time, charges(time)) && prove(); };
+    if (low <= 0 || !tooShort(low * (1 + kLeastGain))) return low;
+    low *= 1 + kLeastGain;
     double high = low * kMostGain;
+    double step = low * kFirstGain;
     while (high - low > kLeastGain * low) {
-      const double middle = 0.5 * (low + high);
-      const bool prepared = prepare(middle, charges(middle));
-      const bool too_short =
-          prepared && std::any_of(found.begin(), found.end(), [&](const auto& each) {
-            return excessOf(middle, each.second) > 1 + 1e-9;
-          });
-      (too_short ? low : high) = middle;
+      const double middle = std::min(low + step, 0.5 * (low + high));
+      (tooShort(middle) ? low : high) = middle;
+      step *= 2;
     }
     return low;
   }
@@ -95,15 +77,16 @@ class Configurations {
   static constexpr int kMaxRanks = 512;  // the same, of the ranks
   static constexpr double kMaxStack = 40;
   static constexpr double kLeastGain = 5e-4;
+  static constexpr double kFirstGain = 2e-3;
   static constexpr double kMostGain = 1.5;
-  static constexpr size_t kKept = 4;
+  static constexpr int kMaxSteps = 150;
+  static constexpr size_t kMaxKnots = 14;
 
-  // How sequences are weighed: as those of the class at the share `clip` from the shortest one if
-  // longer, by their work plus `equal` times the mean of it; the others by their work times this.
+  // What is counted of a micro-batch: on each of its ranks, or its work as a part of a chain of
+  // micro-batches that follow each other, of which there are only as many as run side by side.
   struct Weights {
-    double clip = 1;
-    double equal = 0;
-    double others = 1;
+    double chained = 0;          // 0: on each rank; else the share of the work, below 1
+    std::vector<double> prices;  // of the knots; then of the others
   };
 
   // From `first` to `last` ranks, at least so many seconds.
@@ -117,11 +100,27 @@ class Configurations {
     Load load;  // of its shortest sequence
     double count = 0;
     std::vector<Sizes> sizes;
-    double work = 0;  // least rank-seconds
+    double work = 0;   // least rank-seconds
+    size_t knot = 0;   // the last one up to it
+    double share = 0;  // of the next knot in its price
+  };
+
+  // A class whose price is free; those of classes between two knots lie on a line.
+  struct Knot {
+    size_t at = 0;
+    double demand = 0;
+  };
+
+  // The best micro-batch that takes so many cells of the time.
+  struct Found {
+    double gain = 0;
+    size_t in_class = 0;
+    size_t size = 0;
   };
 
   // Finds the sizes that each class may have. False if there is nothing to be gained.
   bool prepare(double time, const Charges& charges) {
+    time_ = time;
     if (cost_.cluster().ranks < 2 || count_ < 2) return false;
     others_work_ = others_.tokens > 0 ? leastWork(others_, charges.held) : 0;
     double work = 0;
@@ -130,10 +129,37 @@ class Configurations {
       if (each.sizes.empty()) return false;
       work += each.work * each.count;
     }
-    mean_work_ = work / count_;
+    placeKnots();
     const Class& shortest = classes_.back();
     return work >= kLeastShare * (work + others_work_) &&
            shortest.sizes.front().seconds * kMaxStack >= time;
+  }
+
+  // Knots at both ends of each range of classes with the same least size, and between them.
+  void placeKnots() {
+    const auto least = [&](size_t at) { return classes_[at].sizes.front().first; };
+    size_t ranges = 1;
+    for (size_t i = 1; i < classes_.size(); ++i) ranges += least(i) != least(i - 1);
+    const bool cut = 3 * ranges <= kMaxKnots;
+    const size_t stride = std::max<size_t>(1, classes_.size() / (kMaxKnots - 2 * ranges * cut));
+    knots_.clear();
+    for (size_t i = 0; i < classes_.size(); ++i) {
+      const bool first = i == 0 || (cut && least(i) != least(i - 1));
+      const bool last = i + 1 == classes_.size() || (cut && least(i) != least(i + 1));
+      if (first || last || i - knots_.back().at >= stride) knots_.push_back({i, 0});
+    }
+    size_t knot = 0;
+    for (size_t i = 0; i < classes_.size(); ++i) {
+      while (knot + 1 < knots_.size() && knots_[knot + 1].at <= i) ++knot;
+      Class& each = classes_[i];
+      each.knot = knot;
+      each.share = i == knots_[knot].at
+                       ? 0
+                       : static_cast<double>(i - knots_[knot].at) /
+                             static_cast<double>(knots_[knot + 1].at - knots_[knot].at);
+      knots_[knot].demand += each.count * (1 - each.share);
+      if (each.share > 0) knots_[knot + 1].demand += each.count * each.share;
+    }
   }
 
   double leastWork(const Load& load, double held) const {
@@ -192,71 +218,149 @@ class Configurations {
            leastWork({other.tokens * other.tokens, other.tokens}, held) * (1 - 1e-12);
   }
 
+  // Whether some weights prove the time to be too short, best those that proved the last one.
+  bool prove() {
+    if (proof_.prices.size() == numPrices(proof_) && excessOf(proof_) > 1 + 1e-9) return true;
+    const bool few = chains() <= kMaxSideBySide && ranks_ <= kMaxRanks;
+    for (const double chained : {0.0, 0.5, 0.3, 0.7}) {
+      if (chained > 0 && !few) break;
+      Weights weights;
+      weights.chained = chained;
+      if (!find(weights)) continue;
+      proof_ = std::move(weights);
+      return true;
+    }
+    return false;
+  }
+
+  size_t numPrices(const Weights& weights) const {
+    return knots_.size() + (weights.chained == 0 && others_.tokens > 0);
+  }
+
+  // How many micro-batches with a long sequence can run at a time.
+  int chains() const { return ranks_ / classes_.back().sizes.front().first; }
+
+  // The rank-seconds that are left to the long sequences.
+  double roomForWork() const { return ranks_ * time_ - others_work_; }
+
+  // The least cost of the lists of micro-batches that a rank, or a chain, can run one after the
+  // other within the time, so that all sequences are run: above the ranks, or above 1, the time is
+  // too short. Its prices are the weights.
+  bool find(Weights& weights) {
+    const bool chained = weights.chained > 0;
+    if (chained && roomForWork() <= 0) return false;
+    std::vector<double> costs;
+    for (const Knot& knot : knots_) {
+      double least = std::numeric_limits<double>::infinity();
+      for (const Sizes& sizes : classes_[knot.at].sizes) {
+        const double often = std::floor(time_ / sizes.seconds);
+        least =
+            std::min(least, chained ? costOf(weights, sizes, often) / often : sizes.first / often);
+      }
+      costs.push_back(least);
+    }
+    const bool others = others_.tokens > 0 && !chained;
+    std::vector<double> demands;
+    for (const Knot& knot : knots_) demands.push_back(knot.demand);
+    if (others) {
+      demands.push_back(others_work_);
+      costs.push_back(1 / time_);
+    }
+    CoveringProgram program(demands, costs);
+    for (int step = 0; step < kMaxSteps; ++step) {
+      weights.prices = program.prices();
+      if (weights.prices.empty()) return false;
+      const double excess = excessOf(weights);
+      if (excess > 1 + 1e-9) return true;
+      if (excess <= 0) return false;  // some micro-batches take next to no time
+      if (program.cost() <= (chained ? 1 : ranks_)) return false;
+      if (!program.enter(bestList(weights))) return false;
+    }
+    return false;
+  }
+
+  // Of a list of micro-batches in a chain.
+  double costOf(const Weights& weights, const Sizes& sizes, double often) const {
+    return (1 - weights.chained) / chains() +
+           weights.chained * often * sizes.first * sizes.seconds / roomForWork();
+  }
+
   // The weights of all sequences over what the ranks can run within the time; above 1: too short.
-  double excessOf(double time, const Weights& weights) {
-    const auto clip = static_cast<size_t>((1 - weights.clip) * (classes_.size() - 1) + 0.5);
-    const double least_work = classes_.back().work;
-    double all = weights.others * others_work_;
-    gains_.clear();
+  double excessOf(const Weights& weights) {
+    const bool chained = weights.chained > 0;
+    double all = 0;
+    for (size_t i = 0; i < knots_.size(); ++i) all += knots_[i].demand * weights.prices[i];
+    if (!chained && others_.tokens > 0) all += others_work_ * weights.prices.back();
+    const double most = fillTime(weights);
+    return chained ? all / (chains() * most + weights.chained) : all / (ranks_ * most);
+  }
+
+  double fillOf(const Weights& weights) const {
+    return weights.chained == 0 && others_.tokens > 0 ? weights.prices.back() : 0;
+  }
+
+  // The most weight of a list of micro-batches of a rank, or of a chain, within the time; finds
+  // most_ and kept_.
+  double fillTime(const Weights& weights) {
+    const double cell = time_ / kCells;
+    best_.assign(kCells + 1, {});
     for (size_t i = 0; i < classes_.size(); ++i) {
       const Class& each = classes_[i];
-      const double work = classes_[std::max(i, clip)].work;
-      const double gain = std::max(work + weights.equal * mean_work_, 0.1 * least_work);
-      gains_.push_back(gain);
-      all += gain * each.count;
-    }
-    const double fill = others_.tokens > 0 ? weights.others : 0;
-    return std::max(all / (ranks_ * mostInTime(time, fill)), all / (time * mostSideBySide(fill)));
-  }
-
-  // The most weight that a rank gets within the time, for its share of each micro-batch.
-  double mostInTime(double time, double fill) {
-    const double cell = time / kCells;
-    std::vector<double> best(kCells + 1, 0.0);  // by the cells that a micro-batch takes
-    for (size_t i = 0; i < classes_.size(); ++i) {
-      for (const Sizes& sizes : classes_[i].sizes) {
+      double price = weights.prices[each.knot];
+      if (each.share > 0) {
+        price += each.share * (weights.prices[each.knot + 1] - weights.prices[each.knot]);
+      }
+      for (size_t k = 0; k < each.sizes.size(); ++k) {
+        const Sizes& sizes = each.sizes[k];
         const auto cells = static_cast<int>(sizes.seconds / cell * (1 - 1e-9));
         if (cells == 0) return std::numeric_limits<double>::infinity();
-        if (cells <= kCells) best[cells] = std::max(best[cells], gains_[i] / sizes.first);
+        if (cells > kCells) continue;
+        const double gain = weights.chained > 0 ? price - weights.chained * sizes.first *
+                                                              sizes.seconds / roomForWork()
+                                                : price / sizes.first;
+        if (gain > best_[cells].gain) best_[cells] = {gain, i, k};
       }
     }
-    std::vector<double> most(kCells + 1);
-    for (int x = 0; x <= kCells; ++x) most[x] = fill * cell * x;
-    double largest = 0;
+    const double fill = fillOf(weights);
+    most_.resize(kCells + 1);
+    for (int x = 0; x <= kCells; ++x) most_[x] = fill * cell * x;
+    kept_.clear();
     for (int cells = 1; cells <= kCells; ++cells) {
-      if (best[cells] <= largest) continue;
-      largest = best[cells];
-      if (largest <= fill * cell * cells) continue;
+      const double gain = best_[cells].gain;
+      if (gain <= most_[cells]) continue;  // shorter ones in its place are worth no less
+      kept_.push_back(cells);
       for (int begin = cells; begin <= kCells; begin += cells) {
         const int end = std::min(begin + cells, kCells + 1);
-        const double* const from = most.data() + begin - cells;
-        double* const to = most.data() + begin;
-        for (int x = 0; x < end - begin; ++x) to[x] = std::max(to[x], from[x] + largest);
+        const double* const from = most_.data() + begin - cells;
+        double* const to = most_.data() + begin;
+        for (int x = 0; x < end - begin; ++x) to[x] = std::max(to[x], from[x] + gain);
       }
     }
-    return most[kCells];
+    return most_[kCells];
   }
 
-  // The most weight a second that the ranks get at any one time.
-  double mostSideBySide(double fill) {
-    const int least = classes_.back().sizes.front().first;
-    if (least * kMaxSideBySide < ranks_ || ranks_ > kMaxRanks) {
-      return std::numeric_limits<double>::infinity();
-    }
-    std::vector<double> best(ranks_ + 1, 0.0);  // by ranks
-    for (size_t i = 0; i < classes_.size(); ++i) {
-      for (const Sizes& sizes : classes_[i].sizes) {
-        best[sizes.first] = std::max(best[sizes.first], gains_[i] / sizes.seconds);
+  // The list that fillTime() found.
+  CoveringProgram::Column bestList(const Weights& weights) const {
+    const double cell = time_ / kCells;
+    CoveringProgram::Column column{1, std::vector<double>(weights.prices.size(), 0.0)};
+    if (weights.chained > 0) column.cost = (1 - weights.chained) / chains();
+    int x = kCells;
+    for (size_t i = kept_.size(); i-- > 0;) {
+      const Found& found = best_[kept_[i]];
+      while (x >= kept_[i] && most_[x] <= (most_[x - kept_[i]] + found.gain) * (1 + 1e-13)) {
+        x -= kept_[i];
+        const Class& each = classes_[found.in_class];
+        const Sizes& sizes = each.sizes[found.size];
+        const double covers = weights.chained > 0 ? 1.0 : 1.0 / sizes.first;
+        column.covers[each.knot] += covers * (1 - each.share);
+        if (each.share > 0) column.covers[each.knot + 1] += covers * each.share;
+        if (weights.chained > 0) {
+          column.cost += weights.chained * sizes.first * sizes.seconds / roomForWork();
+        }
       }
     }
-    std::vector<double> most(ranks_ + 1);
-    for (int x = 0; x <= ranks_; ++x) most[x] = fill * x;
-    for (int x = least; x <= ranks_; ++x) {
-      for (int size = least; size <= x; ++size) {
-        most[x] = std::max(most[x], most[x - size] + best[size]);
-      }
-    }
-    return most[ranks_];
+    if (weights.chained == 0 && others_.tokens > 0) column.covers.back() = cell * x;
+    return column;
   }
 
   const CostModel& cost_;
@@ -267,8 +371,12 @@ class Configurations {
   Load others_;                 // sums over the shorter ones
   Load longest_other_, shortest_other_;
   double others_work_ = 0;
-  double mean_work_ = 0;
-  std::vector<double> gains_;  // of each class
+  double time_ = 0;
+  Weights proof_;  // of the last time that was too short
+  std::vector<Knot> knots_;
+  std::vector<Found> best_;   // by cells
+  std::vector<double> most_;  // weight, by cells
+  std::vector<int> kept_;     // cells of what is in lists
 };
 
 }  // namespace hdpcomm::planner

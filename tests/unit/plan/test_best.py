@@ -122,6 +122,27 @@ def test_sequences_that_cannot_run_side_by_side_raise_the_bound() -> None:
     assert planner.plan([300] * 5).makespan_s == pytest.approx(3 * one, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "count", "most"), [(32, 9, 0.015), (32, 11, 0.025), (256, 84, 0.003), (4096, 1342, 0.01)]
+)
+def test_whole_numbers_of_waves_are_in_the_bound(ranks: int, count: int, most: float) -> None:
+    """On 32 ranks, two sequences of 13 ranks or more run at a time, so one of two chains has 5 of 9 and 6 of 11."""
+    planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=ranks, capacity=8192, ranks_per_node=8))
+    plan = planner.plan([100_000] * count)
+    planner.validate(plan, [100_000] * count)
+    assert 0 <= plan.gap <= most
+
+
+def test_packs_of_a_block_need_not_be_full() -> None:
+    """18.1 sequences a rank, at most four to a pack: five packs a rank end much later than four, one of two, and a few
+    single ones on several ranks."""
+    planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=256, capacity=8192, ranks_per_node=8))
+    plan = planner.plan([1812] * 4629)
+    planner.validate(plan, [1812] * 4629)
+    assert plan.gap <= 0.02
+    assert {1, 2, 4} <= {len(batch.sequences) for batch in plan.micro_batches}
+
+
 def test_a_pack_shares_the_overlap_of_its_longest_sequence() -> None:
     """The short sequence alone needs 10 ranks; beside the long one it needs no more than that one does."""
     memory = MemoryModel(1000, offloadable=0.94, copy_s=1e-9 / 3 * 1e5, host_tokens=1e9)
