@@ -13,6 +13,7 @@
 
 #include "planner/configurations.hpp"
 #include "planner/pass_times.hpp"
+#include "planner/pipeline_configurations.hpp"
 #include "planner/pipeline_ramps.hpp"
 #include "planner/pipeline_windows.hpp"
 #include "planner/plan.hpp"
@@ -84,6 +85,7 @@ class Bound {
       const double middle = 0.5 * (low + high);
       (possible(middle) ? high : low) = middle;
     }
+    if (windows_) return byPipelineConfigurations(low);
     return stages_ > 1 || !speeds_.empty() || problem_.hasTrees() ? low : byConfigurations(low);
   }
 
@@ -96,6 +98,11 @@ class Bound {
                                               workBeyondOne(load, size, limits);
                                      }};
     });
+  }
+
+  double byPipelineConfigurations(double low) const {
+    PipelineConfigurations found(problem_, leastCompute());
+    return found.improve(low, [this](double time) { return mostHeld(time / stages_); });
   }
 
   // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds.

@@ -67,8 +67,12 @@ class ShapeSearch {
     for (const double top : tops) {
       if (stages_ * top >= best_.makespan) continue;
       for (const int count : {4, 14}) {
-        for (const int beside : {0, 4})
-          attempt({count, stages_, stages_, Shape::kSlack, top, beside});
+        for (const int beside : {0, 4}) {
+          Shape shape{count, stages_, stages_};
+          shape.top = top;
+          shape.beside = beside;
+          attempt(shape);
+        }
       }
     }
   }
@@ -90,6 +94,13 @@ class ShapeSearch {
         attempt(changed([&](Shape& shape) { shape.slack = slack; }));
       }
       if (!by_levels_) break;  // each attempt is a whole simulation
+      // Few waves of long sequences: lower ones take more ranks, so the ramps are to be less steep.
+      for (const double growth : {1.1, 1.2, 1.3, 1.5}) {
+        attempt(changed([&](Shape& shape) { shape.growth = growth; }));
+      }
+      for (const double last : {0.45, 0.6, 0.75, 0.9}) {
+        attempt(changed([&](Shape& shape) { shape.last = last; }));
+      }
       if (shape_.top <= 0) continue;
       for (const double factor : {0.98, 0.99, 1.01, 1.02}) {
         attempt(changed([&](Shape& shape) { shape.top *= factor; }));

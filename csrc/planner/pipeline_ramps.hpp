@@ -17,16 +17,21 @@ class PipelineRamps {
   PipelineRamps(const CostModel& cost, double least, double most, double shortest)
       : fixed_(cost.params().fixed), shortest_(shortest) {
     const int others = cost.cluster().pipeline - 1;
-    const std::vector<double> rising = ramp(others, least, 1 - least);
-    const std::vector<double> falling = ramp(others, 1 - most, most);
+    rising_ = ramp(others, least, 1 - least);
+    falling_ = ramp(others, 1 - most, most);
     for (int count = 1; count <= kMost; ++count) {
       double sum = 0;
-      for (int i = 0; i < count; ++i) {
-        sum += 1 / (1 / rising[i] + 1 / falling[count - 1 - i]);
-      }
+      for (int i = 0; i < count; ++i) sum += height(i, count);
       sums_.push_back(sum);
     }
   }
+
+  // The longest micro-batches, for each second by which the way of the first ones down the stages
+  // makes the pipeline idle, and counted from the end, the way of the last ones back.
+  double rising(int i) const { return rising_[i]; }
+  double falling(int i) const { return falling_[i]; }
+  // Of any number of them, for a second of both.
+  double highest() const { return std::min(rising_.back(), falling_.back()); }
 
   // The most seconds of work, without what each micro-batch costs, that a rank does within `time`.
   double mostWork(double time) const {
@@ -41,6 +46,10 @@ class PipelineRamps {
   }
 
  private:
+  double height(int i, int count) const {
+    return 1 / (1 / rising_[i] + 1 / falling_[count - 1 - i]);
+  }
+
   // The longest micro-batches, one after the other, of which none makes the pipeline idle for more
   // than a second: `own` of its time is passed on `others` times, while `before` of as many shorter
   // ones run.
@@ -57,6 +66,7 @@ class PipelineRamps {
 
   const double fixed_;
   const double shortest_;
+  std::vector<double> rising_, falling_;
   std::vector<double> sums_;  // by number of micro-batches: their seconds for a second of idle time
 };
 

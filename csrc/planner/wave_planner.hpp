@@ -22,6 +22,8 @@ struct Shape {
   int waves = 1;
   int up = 0;             // waves that are lower than the highest ones at the start,
   int down = 0;           // and at the end
+  double growth = 1.5;    // of those at the start, from one to the next
+  double last = 0.45;     // height of the last one over that of the highest ones
   double slack = kSlack;  // of the heights over their work
   // Seconds of a wave of the longest sequences, beyond those; 0: none. The ranks that these take
   // run only the `beside` highest of the other waves.
@@ -30,11 +32,11 @@ struct Shape {
 };
 
 inline std::vector<double> relativeHeights(const Shape& shape) {
-  constexpr double kGrowth = 1.5;
-  constexpr double kLast = 0.45;
   std::vector<double> heights;
-  for (int i = 1; i <= shape.up; ++i) heights.push_back(std::pow(kGrowth, -i));
-  for (int i = 1; i <= shape.down; ++i) heights.push_back(1 - (1 - kLast) * i / shape.down);
+  for (int i = 1; i <= shape.up; ++i) heights.push_back(std::pow(shape.growth, -i));
+  for (int i = 1; i <= shape.down; ++i) {
+    heights.push_back(1 - (1 - shape.last) * i / shape.down);
+  }
   while (static_cast<int>(heights.size()) < shape.waves) heights.push_back(1);
   std::sort(heights.begin(), heights.end(), std::greater<>());
   return heights;

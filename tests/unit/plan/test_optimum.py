@@ -203,6 +203,54 @@ def test_bound_optimum_plan_of_pipelines_with_several_micro_batches(part: int, c
     assert statistics.mean(tightness) <= 1.06
 
 
+def alike_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
+    """Sequences of about the same length on a few pipelines, often beside one or two short ones: see claim 20."""
+    ranks, stages, capacity = rng.choice([1, 2, 2, 3]), rng.randint(2, 6), rng.choice([32, 100])
+    count = {1: rng.choice([4, 5]), 2: rng.choice([3, 3, 4]), 3: 3}[ranks]
+    longest = int(capacity * rng.choice([0.4, 0.7, 1, 1, ranks]))
+    lengths = [max(1, longest - rng.randint(0, longest // rng.choice([5, 10, 10**9]))) for _ in range(count)]
+    for i in range(rng.choice([0, 0, 1, 2])):
+        lengths[i] = rng.randint(1, max(1, longest // 3))
+    _, _, cost, memory = tiny_case(rng, nodes=ranks > 1, offload=rng.random() < 0.3, pipeline=True)
+    memory = replace(memory, capacity=capacity)
+    node = rng.randint(1, ranks)
+    return lengths, ClusterSpec(ranks=ranks, ranks_per_node=node, capacity=capacity, pipeline=stages), cost, memory
+
+
+def test_bound_optimum_plan_of_pipelines_with_sequences_that_are_alike() -> None:
+    rng = random.Random(7)
+    ratios, tightness = [], []
+    while len(ratios) < CASES // 3:
+        lengths, cluster, cost, memory = case = alike_case(rng)
+        planner = Planner(None, cluster, "balanced", cost, memory=memory)
+        try:
+            plan = planner.plan(lengths)
+            best = pipeline_optimum(lengths, cluster, cost, memory)
+        except (InvalidUsage, TooManyNodes):
+            continue
+        assert plan.lower_bound_s <= best * (1 + 1e-9), case
+        assert best <= plan.makespan_s * (1 + 1e-6), case
+        ratios.append(plan.makespan_s / best)
+        tightness.append(best / plan.lower_bound_s)
+    print(f"pipelines, alike: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(sorted(ratios), 0.95):.4f}, optimum / bound {statistics.mean(tightness):.4f}")
+    assert percentile(sorted(ratios), 0.95) <= 1.05
+    assert statistics.mean(tightness) <= 1.06
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("forward", [0.25, 1 / 3, 0.6])
+def test_bound_of_equal_micro_batches(stages: int, forward: float) -> None:
+    """Links are so slow that each sequence runs on one rank: n after each other take n + p - 1 times as long as one."""
+    cost = CostModel(1e-6, 1e-3, 1e-3, kv_intra=1e-1, kv_inter=1e-1, forward=forward, forward_transfer=forward)
+    cluster = ClusterSpec(ranks=16, ranks_per_node=8, capacity=100, pipeline=stages)
+    lengths = [100] * (16 * 5)
+    plan = Planner(None, cluster, cost_model=cost, memory=MemoryModel(100)).plan(lengths)
+    best = (5 + stages - 1) * cost.seconds([100], 1)
+    assert plan.makespan_s == pytest.approx(best)
+    assert 0.99 * best <= plan.lower_bound_s <= best * (1 + 1e-9)
+
+
 def test_the_passes_of_two_micro_batches_may_both_be_short() -> None:
     """The first micro-batch is on the ranks where its forward pass is fastest, and the last one where its backward pass
     is: together less than any of them takes."""
