@@ -251,6 +251,11 @@ class PipelineConfigurations {
     other_s_ = 0;
     if (others_work_ > 0) other_s_ = cost_.params().fixed + densest_ * held_;
     fillTables(longest);
+    // What was possible with other weights may be possible with these.
+    if (found_.high > 0) {
+      const Box box{found_.low * time, found_.high * time, found_.less * time, found_.more * time};
+      if (most(box) >= needed_) return false;
+    }
     boxes_ = 0;
     const double others = (stages_ - 1) * other_s_;
     return !mayFit({0, time, 0, time + others});
@@ -334,7 +339,10 @@ class PipelineConfigurations {
     if (most(box) < needed_) return false;
     const double width = box.high - box.low;
     const double height = others_work_ > 0 ? box.more - box.less : 0;
-    if (std::max(width, height) <= kLeaf * time_) return true;
+    if (std::max(width, height) <= kLeaf * time_) {
+      found_ = {box.low / time_, box.high / time_, box.less / time_, box.more / time_};
+      return true;
+    }
     Box first = box, second = box;
     if (width >= height) {
       first.high = second.low = 0.5 * (box.low + box.high);
@@ -447,6 +455,7 @@ class PipelineConfigurations {
   int most_ = 0;        // micro-batches with long ones on a rank
   double cell_ = 0;
   int boxes_ = 0;
+  Box found_;  // the last one that was not ruled out, in shares of the time
   size_t first_price_ = 3;
   std::array<std::vector<double>, kPrices.size()> forward_, backward_;  // by price, by cell
 };
