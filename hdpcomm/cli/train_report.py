@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hdpcomm.data import CorpusSummary
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
 from hdpcomm.run.model import model_facts
+from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.train import StepMetrics, totals
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         f"{_model_text(config)} of {result.parameters:,} parameters on {_ranks_text(result.ranks)} "
         f"({result.transport}), capacity {config.capacity:,} tokens a rank"
     )
-    if result.step_memory is not None:
+    if result.step_memory:
         console.print(_memory_text(config, result))
     console.print(_steps_table(policy, result.steps[policy]))
     console.print(_policies_table(result))
@@ -164,14 +165,17 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
 
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:
-    """What the memory model has chosen."""
-    memory, recompute = result.step_memory, int(result.recompute)
-    assert memory is not None
+    """What the memory model has chosen; of a pipeline, on the device that is fullest."""
     ratio = 1.0 if config.offload_bytes else 0.0
-    taken = memory.peak_bytes(config.capacity, recompute, ratio)
+    by_device = recompute_by_device(replace(config, recompute=result.recompute, memory_bytes=0))
+    taken, states = max(
+        (memory.peak_bytes(config.capacity, recompute, ratio), memory.states)
+        for memory, recompute in zip(result.step_memory, by_device, strict=True)
+    )
+    where = f" ({', '.join(map(str, by_device))} on the devices of a pipeline)" if len(by_device) > 1 else ""
     return (
-        f"{recompute} of {memory.layers} layers are recomputed: {config.capacity:,} tokens then take "
-        f"{size_text(taken)} of {size_text(config.memory_bytes)}, {size_text(memory.states)} of it states"
+        f"{sum(by_device)} of {config.model.layers} layers are recomputed{where}: {config.capacity:,} tokens then take "
+        f"{size_text(taken)} of {size_text(config.memory_bytes)}, {size_text(states)} of it states"
     )
 
 

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.specs import ModelSpec
 
-__all__ = ["Line", "StepMemory"]
+__all__ = ["Line", "StepMemory", "most_in_flight"]
 
 _CHUNK_BYTES = 16 << 20
 """Of the loss, see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+
+
+def most_in_flight(pipeline: int, chunks: int, device: int) -> float:
+    """Most micro-batches whose activations a device of a pipeline holds at once under 1F1B, or interleaved 1F1B with
+    ``chunks`` stages a device; those of one stage of several count in part (arXiv 2104.04473, section 2.2)."""
+    if chunks == 1:
+        return float(pipeline - device)
+    return (2 * (pipeline - device - 1) + (chunks - 1) * pipeline + 1) / chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,9 @@ class StepMemory:
         chunk: tokens whose logits exist at a time.
         update: what the optimizer's step adds to the states.
         resident: layers at the end that offload leaves alone.
+        in_flight: micro-batches whose activations the device holds at once, the one that it works on among them: above
+            1 on a device of a pipeline (:func:`most_in_flight`). Tokens are those of one.
+        messages: bytes a token of what is under way between this device and other stages.
     """
 
     layers: int
@@ -59,6 +70,8 @@ class StepMemory:
     chunk: int = 1
     update: float = 0.0
     resident: int = 2
+    in_flight: float = 1.0
+    messages: float = 0.0
 
     def offloadable(self, recompute: int = 0) -> float:
         """Bytes a token that go to host memory at an offload ratio of 1, with ``recompute`` layers recomputed."""
@@ -83,7 +96,8 @@ class StepMemory:
             kept = (self.layers - recompute) * self.layer_input
             inputs = min(recompute, max(0, self.layers - self.resident)) * self.layer_input
             most = max(most, self.recomputed.at(tokens) - (kept + ratio * inputs) * tokens)
-        return most
+        others = (self.in_flight - 1) * (self.forward.token - self.layer_input - saved)
+        return most + (others + self.messages) * tokens
 
     def peak_bytes(self, tokens: float, recompute: int = 0, ratio: float = 0.0) -> float:
         """The most that a step takes; arguments of :meth:`activation_bytes`."""

@@ -18,8 +18,10 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import calibration_facts, host_memory, measure_memory, measure_offload
+from hdpcomm.run.costs import calibration_facts, host_memory, measure_offload
+from hdpcomm.run.memory import measure_memory
 from hdpcomm.run.model import model_spec, new_model
+from hdpcomm.run.pipelines import device_recompute
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
 from hdpcomm.train.profile import processor_costs, profile_samples
 
@@ -53,7 +55,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         )
     topology = measure_topology(world)
     comm = by_host(world)
-    model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute)
+    model = new_model(config.model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     samples = tuple(profile_samples(model.to(config.parameter_dtype), comm, longest=config.capacity, repeats=_REPEATS))
     cost = CostModel.fit(samples)
@@ -121,7 +123,7 @@ def _slowest(comm: Communicator, call: Callable[[], object]) -> float:
 def _memory(comm: Communicator, config: RunConfig, model: torch.nn.Module) -> MemoryModel:
     if (pool := host_memory(comm, config)) is not None:
         return measure_offload(comm, config, model, pool, config.capacity)
-    step = measure_memory(comm, config)
+    (step,) = measure_memory(comm, config)
     recompute = config.recompute if isinstance(config.recompute, int) else step.layers * (config.recompute == "full")
     tokens = float(config.capacity)
     line = (step.activation_bytes(tokens, recompute) - step.activation_bytes(tokens / 2, recompute)) / (tokens / 2)

@@ -37,7 +37,7 @@ class RunConfig:
         dtype: of the parameters, ``fp32`` or ``bf16`` (with master weights in fp32).
         zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`; ``auto``: the
             fewest layers with which ``capacity`` tokens, a part of them in host memory if there is offload, fit into
-            ``memory_bytes``.
+            ``memory_bytes``. A tuple: a number for each stage of a pipeline.
         learn_costs: plans follow what the steps before took, and ranks that are slow get less work
             (:class:`hdpcomm.plan.CostLearner`).
         memory_bytes: device memory of a rank for a step, states included; 0: not limited.
@@ -64,7 +64,7 @@ class RunConfig:
     offload_bytes: int = 0
     dtype: str = "fp32"
     zero: int = 0
-    recompute: str | int = "none"
+    recompute: str | int | tuple[int, ...] = "none"
     schedule: Schedule = field(default_factory=Schedule)
     eval_every: int = 0
     memory_bytes: int = 0
@@ -127,7 +127,9 @@ class RunConfig:
                 f"recompute is {self.recompute!r} and the memory of a rank {self.memory_bytes} bytes; give recompute "
                 "'auto' (--recompute auto) with the bytes to stay below (--memory), or neither"
             )
-        if self.recompute not in ("none", "full", "auto", *range(layers + 1)):
+        if isinstance(self.recompute, tuple):
+            self._check_recompute_of_stages(self.recompute)
+        elif self.recompute not in ("none", "full", "auto", *range(layers + 1)):
             raise InvalidUsage(
                 f"recompute is {self.recompute!r}; give 'none', 'full' or a number of layers from 0 to {layers}"
             )
@@ -148,7 +150,12 @@ class RunConfig:
                 "split_backward was given and pipeline is 1, where no stage waits for another: give --pipeline 2 or "
                 "more, or no --split-backward"
             )
-        if self.split_backward and self.recompute in ("full", "auto", self.model.layers):
+        if self.split_backward and self.recompute == "auto":
+            raise InvalidUsage(
+                "split_backward and recompute 'auto' were given, and what split backward passes keep is not in the "
+                "memory model; give a number of layers (--recompute N), or leave out --split-backward"
+            )
+        if self.split_backward and self.recompute in ("full", self.model.layers):
             raise InvalidUsage(
                 "split_backward was given and all layers are recomputed, whose gradients of weights cannot be put off: "
                 "it would change nothing; recompute fewer layers, or leave out --split-backward"
@@ -164,13 +171,17 @@ class RunConfig:
             what = "expert ranks"
         if self.calibration is not None and self.pipeline * self.tensor > 1:
             raise InvalidUsage(f"a calibration is that of ranks without {what}; leave out --calibration or {option}")
-        others = {
-            "recompute auto": self.recompute == "auto",
-            "ddp": "ddp" in self.policies,
-        }
-        wrong = [name for name, used in others.items() if used]
-        if wrong and self.on_mesh:
-            raise InvalidUsage(f"{what} do not go together with {', '.join(wrong)} yet: leave out either")
+        if "ddp" in self.policies and self.on_mesh:
+            raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
+
+    def _check_recompute_of_stages(self, counts: tuple[int, ...]) -> None:
+        stages = self.pipeline * self.chunks
+        layers = self.model.layers // stages
+        if self.pipeline == 1 or len(counts) != stages or any(count not in range(layers + 1) for count in counts):
+            raise InvalidUsage(
+                f"recompute is {counts} for a pipeline with {stages} stages of {layers} layers; give a number of "
+                f"layers, or {stages} numbers from 0 to {layers}, where there is more than one stage"
+            )
 
     def _check_expert(self) -> None:
         if isinstance(self.model, LlamaConfig) and (not self.model.experts or self.model.experts % self.expert):

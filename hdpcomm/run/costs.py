@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +17,12 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import Mesh, expert_parallel, tensor_parallel
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Planner
-from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
+from hdpcomm.run.memory import PROFILE_TOKENS
 from hdpcomm.run.model import model_facts, new_model
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, stage_recompute
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
-from hdpcomm.train.memory_profile import profile_memory
 from hdpcomm.train.profile import processor_costs, profile_samples
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from hdpcomm.run.checkpoints import Checkpoint
 
 __all__ = [
-    "PROFILE_TOKENS",
     "SMALLEST_OFFLOAD",
     "Costs",
     "calibration_facts",
@@ -41,13 +38,10 @@ __all__ = [
     "host_memory",
     "make_planner",
     "measure_costs",
-    "measure_memory",
     "measure_offload",
     "same_mesh",
-    "within_memory",
 ]
 
-PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
 _ONE_DEVICE = {"pipeline": 1, "chunks": 1, "tensor": 1, "expert": 1}
 
 
@@ -69,34 +63,6 @@ class Costs:
     processor_model: CostModel | None = None
 
 
-def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int, StepMemory | None]:
-    """The configuration with ``recompute="auto"`` resolved, the tokens that a rank then holds without offload, and the
-    memory model that says so. Collective.
-
-    Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
-    """
-    if config.recompute != "auto":
-        return config, config.capacity, None
-    memory = measure_memory(comm, config)
-    limit, ratio = config.memory_bytes, 1.0 if config.offload_bytes else 0.0
-    recompute = memory.fewest_recomputed(limit, config.capacity, ratio)
-    resident = min(config.capacity, memory.capacity(limit, recompute))
-    return replace(config, recompute=recompute, memory_bytes=0), resident, memory
-
-
-def measure_memory(comm: Communicator, config: RunConfig) -> StepMemory:
-    """What a step of the run's model, or of one stage, takes on a rank's device, whatever is recomputed. Collective."""
-    model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute="none")
-    return profile_memory(
-        model.to(config.parameter_dtype),
-        comm,
-        partial(torch.optim.AdamW, lr=config.learning_rate),
-        tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
-        zero=config.zero,
-        dtype=config.dtype_with_masters,
-    )
-
-
 def measure_costs(
     comm: Communicator, config: RunConfig, *, longest: int, capacity: int, found: Checkpoint | None = None
 ) -> Costs:
@@ -106,7 +72,7 @@ def measure_costs(
     Costs are those of one device, so those of a checkpoint with another mesh are measured anew.
 
     Args:
-        config, capacity: from :func:`within_memory`.
+        config, capacity: from :func:`hdpcomm.run.memory.within_memory`.
         longest: tokens of the longest sequence; at most ``PROFILE_TOKENS`` and the capacity are measured on a rank.
 
     Raises: InvalidUsage for a calibration of another model.
@@ -221,7 +187,7 @@ def make_planner(
 
 def _weights_put_off(config: RunConfig) -> float:
     """:attr:`CostModel.weights` of the layers that are not recomputed, which compute theirs at once."""
-    recomputed = sum(int(each) for each in stage_recompute(config)) if isinstance(config.recompute, int) else 0
+    recomputed = 0 if isinstance(config.recompute, str) else sum(int(each) for each in stage_recompute(config))
     return (1 - recomputed / config.model.layers) / 3
 
 

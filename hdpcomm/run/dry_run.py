@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hdpcomm.comm.topology import by_host
 from hdpcomm.data import BatchSampler, Corpus
-from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.recompute import recomputed_layers
-from hdpcomm.plan import Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import make_planner, measure_costs, measure_memory, within_memory
+from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.loop import check_limits
+from hdpcomm.run.memory import measure_memory, within_memory
 from hdpcomm.run.model import new_model
+from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Predicted most bytes of a rank over the planned steps.
+    """Predicted most bytes of a rank over the planned steps; of a pipeline, on the device that is fullest.
 
     Attributes:
         states: parameters, gradients, master weights and the optimizer.
@@ -61,20 +61,14 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
 
     Nothing is trained or written. Raises: InvalidUsage as :func:`hdpcomm.run.train`.
     """
-    for name in ("tensor", "expert"):
-        if getattr(config, name) > 1:
-            raise InvalidUsage(
-                f"{name} is {getattr(config, name)}, and a dry run measures the memory of whole layers: leave out "
-                f"--dry-run or --{name}"
-            )
     comm = by_host(comm)
     check_limits(corpus, config, ranks=comm.size)
     config, capacity, found = within_memory(comm, config)
-    step_memory = found or measure_memory(comm, config)
+    devices = found or measure_memory(comm, config)
     costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
-    model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
+    model = new_model(config.model, device=comm.device, seed=config.seed, recompute="none", check=False)
     parameters = sum(p.numel() for p in model.parameters())
-    recompute = min(recomputed_layers(model), config.stage_model.layers)
+    recompute = recompute_by_device(config)
     sampler = BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
     batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
     reports: dict[str, list[StepReport]] = {}
@@ -82,10 +76,27 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     for policy in config.policies:
         planner = make_planner(comm, corpus, config, costs, policy)
         reports[policy] = [simulate_step(planner, lengths) for lengths in batches]
-        memory[policy] = _memory(reports[policy], planner, step_memory, recompute)
-    return DryRun(comm.size, parameters, step_memory.line(recompute).token, reports, memory)
+        most = [
+            max(float(report.rank_peak_tokens[rank]) for report in reports[policy])
+            for rank in range(planner.cluster.ranks)
+        ]
+        memory[policy] = [rank_memory(tokens, config.capacity, devices, recompute) for tokens in most]
+    token_bytes = max(each.line(count).token for each, count in zip(devices, recompute, strict=True))
+    return DryRun(comm.size, parameters, token_bytes, reports, memory)
 
 
-def _memory(reports: list[StepReport], planner: Planner, memory: StepMemory, recompute: int) -> list[RankMemory]:
-    most = [max(float(report.rank_peak_tokens[rank]) for report in reports) for rank in range(planner.cluster.ranks)]
-    return [RankMemory(round(tokens), memory.states, memory.activation_bytes(tokens, recompute)) for tokens in most]
+def rank_memory(tokens: float, capacity: int, devices: Sequence[StepMemory], recompute: Sequence[int]) -> RankMemory:
+    """Of the devices of a rank, the one that is fullest. Local.
+
+    Args:
+        tokens: the most that the first device holds at once, of all micro-batches in flight.
+        capacity: the most of one micro-batch.
+        devices, recompute: of each device, what it takes and how many layers it recomputes.
+    """
+    found = []
+    one = min(tokens, float(capacity))
+    for memory, count in zip(devices, recompute, strict=True):
+        held = tokens * memory.in_flight / devices[0].in_flight
+        here = replace(memory, in_flight=max(1.0, held / one if one else 1.0))
+        found.append(RankMemory(round(held), memory.states, here.activation_bytes(one, count)))
+    return max(found, key=lambda each: each.states + each.activations)

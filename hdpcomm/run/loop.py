@@ -32,12 +32,12 @@ from hdpcomm.run.costs import (
     make_planner,
     measure_costs,
     same_mesh,
-    within_memory,
 )
 from hdpcomm.run.evaluation import Evaluation, evaluate
+from hdpcomm.run.memory import within_memory
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_model
-from hdpcomm.run.pipelines import mesh_trainer
+from hdpcomm.run.pipelines import mesh_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.step_times import PlanLearning
@@ -113,7 +113,8 @@ class RunResult:
         saved: the last checkpoint, if there is one.
         evaluations: by policy, those of this call.
         state: rank 0: the weights of the first policy's model, by name; elsewhere empty.
-        recompute, step_memory: what ``recompute="auto"`` has become, and the memory model that said so.
+        recompute, step_memory: what ``recompute="auto"`` has become, and the memory of a rank that said so, or of each
+            device of a pipeline.
     """
 
     ranks: int
@@ -125,8 +126,8 @@ class RunResult:
     saved: Path | None = None
     evaluations: dict[str, list[Evaluation]] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    recompute: str | int = "none"
-    step_memory: StepMemory | None = None
+    recompute: str | int | tuple[int, ...] = "none"
+    step_memory: tuple[StepMemory, ...] = ()
 
 
 def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: int) -> None:
@@ -276,7 +277,8 @@ class _Run:
         if config.on_mesh:
             comm = comm if self.messages is None else recorded(comm, self.messages)
             return mesh_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
-        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
+        (recompute,) = stage_recompute(config)
+        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=recompute, check=False)
         if isinstance(planner, WholeSequencePlanner):
             group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
             return DataParallelTrainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import Planner
 
-__all__ = ["SMALLEST_OFFLOAD", "device_recompute", "mesh_trainer", "stage_recompute"]
+__all__ = ["SMALLEST_OFFLOAD", "device_recompute", "mesh_trainer", "recompute_by_device", "stage_recompute"]
 
 SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
 
@@ -43,7 +43,8 @@ def mesh_trainer(
         "dtype": config.dtype_with_masters,
     }
     if config.pipeline == 1:
-        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=config.recompute, check=False)
+        (recompute,) = stage_recompute(config)
+        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=recompute, check=False)
         expert_parallel(model, mesh)
         tensor_parallel(model, mesh)
         offload = None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
@@ -68,12 +69,22 @@ def stage_recompute(config: RunConfig) -> list[str | int]:
     stages = config.pipeline * config.chunks
     if isinstance(config.recompute, str):
         return [config.recompute] * stages
+    if isinstance(config.recompute, tuple):
+        return list(config.recompute)
     layers = config.model.layers // stages
     return [min(layers, max(0, config.recompute - stage * layers)) for stage in range(stages)]
 
 
 def device_recompute(config: RunConfig) -> str | int:
-    """The same for the layers on the first device of a pipeline."""
+    """The same for the layers on the device of a pipeline that recomputes most."""
     if isinstance(config.recompute, str):
         return config.recompute
-    return sum(int(each) for each in stage_recompute(config)[:: config.pipeline])
+    return max(recompute_by_device(config))
+
+
+def recompute_by_device(config: RunConfig) -> list[int]:
+    """Of each device of a pipeline, or of a rank, how many layers are recomputed."""
+    layers = config.model.layers // (config.pipeline * config.chunks)
+    whole = {"none": 0, "full": layers if config.pipeline > 1 else config.model.layers}
+    counts = [whole[each] if isinstance(each, str) else each for each in stage_recompute(config)]
+    return [sum(counts[device :: config.pipeline]) for device in range(config.pipeline)]

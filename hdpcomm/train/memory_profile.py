@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.linear_cross_entropy import default_chunk_tokens
+from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.recompute import recomputed_layers, set_recompute
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.offload.layers import find_layers
@@ -29,6 +30,8 @@ __all__ = ["profile_memory"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _DOUBLINGS = 6
+_CHANGE = 2e-3  # of bytes a token, from some tokens to twice as many
+_EXPERTS_CHANGE = 0.05
 _CHUNK = 16
 """Tokens whose logits exist at a time in the passes, so that they are not the most of them."""
 _SEQUENCE = 256
@@ -45,11 +48,13 @@ def profile_memory(
     tokens: int,
     zero: int = 0,
     dtype: torch.dtype | None = None,
+    everyone: Communicator | None = None,
 ) -> StepMemory:
     """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, one and all layers recomputed.
 
-    Collective over ``comm``: with more than one rank the passes are those of one sequence on all of them, so that the
-    buffers of the ring are counted. Gradients are dropped; the model recomputes afterwards what it did before.
+    Collective over ``everyone``: with more than one rank in ``comm`` the passes are those of one sequence on all of
+    them, so that the buffers of the ring are counted. Gradients are dropped; the model recomputes afterwards what it
+    did before.
 
     Args:
         model: in the type that it will be trained in (``dtype`` if that is given).
@@ -57,6 +62,8 @@ def profile_memory(
         tokens: of a rank, in the longer of the first passes; some hundreds are enough. Doubled until bytes a token
             are steady, since gradients of the embedding and the last layer may be the most of a short pass.
         zero, dtype: as the trainer gets them.
+        everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
+            stage of a pipeline gets figures of its own.
 
     Raises:
         InvalidUsage: fewer than 8 tokens, or a model without a list of layers.
@@ -67,6 +74,8 @@ def profile_memory(
     before = recomputed_layers(model)
     inputs: list[int] = []
     before_that: Tensor | None = None
+    # How many rows come to the experts of a rank is never quite the same.
+    change = _EXPERTS_CHANGE if isinstance(getattr(model, "expert", None), ExpertGroup) else _CHANGE
     hook = layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(_largest(args, kwargs)), with_kwargs=True
     )
@@ -92,8 +101,9 @@ def profile_memory(
             layer = kept.token - fewer.token + layer_input
             working = recomputed.token - (len(layers) - 1) * layer_input - layer
             slopes = torch.tensor([kept.token, backward.token, recomputed.token])
-            steady = before_that is not None and torch.allclose(slopes, before_that, rtol=2e-3)
-            if steady and working > 0 and backward.token > len(layers) * layer + working / 2:
+            steady = before_that is not None and torch.allclose(slopes, before_that, rtol=change)
+            steady = steady and working > 0 and backward.token > len(layers) * layer + working / 2
+            if _all_agree(everyone or comm, steady):
                 break
             tokens, before_that = 2 * tokens, slopes  # what does not grow with the tokens was the most
     finally:
@@ -101,7 +111,7 @@ def profile_memory(
         set_recompute(model, before)
         model.zero_grad(set_to_none=True)
     logits, usual, narrow = _logits(model)
-    states, update = _state_bytes(model, optimizer, parts=comm.size if zero else 1, zero=zero, dtype=dtype)
+    states, update = _state_bytes(model, optimizer, ranks=comm.size if zero else 1, zero=zero, dtype=dtype)
     found = torch.tensor(
         [
             kept.fixed + narrow, kept.token + layer_input, backward.fixed, backward.token, recomputed.fixed,
@@ -123,6 +133,13 @@ def profile_memory(
         chunk=usual,
         update=update,
     )
+
+
+def _all_agree(comm: Communicator, own: bool) -> bool:
+    """Whether all ranks say so. Collective."""
+    least = torch.tensor([int(own)])
+    comm.all_reduce(least, "min")
+    return bool(least)
 
 
 def _peaks(model: nn.Module, comm: Communicator, tokens: int) -> tuple[int, int]:
@@ -172,21 +189,36 @@ def _logits(model: nn.Module) -> tuple[float, int, float]:
 
 
 def _state_bytes(
-    model: nn.Module, optimizer: MakeOptimizer, *, parts: int, zero: int, dtype: torch.dtype | None
+    model: nn.Module, optimizer: MakeOptimizer, *, ranks: int, zero: int, dtype: torch.dtype | None
 ) -> tuple[float, float]:
-    """What a trainer keeps between steps, and the most that its optimizer's step adds."""
+    """What a trainer keeps between steps, and the most that its optimizer's step adds.
+
+    Args:
+        ranks: among which the optimizer's state is cut; that of experts among those that hold the same ones.
+    """
     trained = trained_parameters(model.parameters())
     wide = torch.float64 if torch.float64 in {p.dtype for p in trained} or dtype == torch.float64 else torch.float32
     sharded = bool(zero) or dtype is not None
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     weights = sum(t.numel() * (dtype or t.dtype if t.is_floating_point() else t.dtype).itemsize for t in held)
     count = sum(p.numel() for p in trained)
-    narrow = sum(p.numel() for p in trained if (dtype or p.dtype) != wide) if sharded else 0
+    parts = _parts(model, ranks)
+    own = sum(p.numel() / parts[id(p)] for p in trained)
+    narrow = sum(p.numel() / parts[id(p)] for p in trained if (dtype or p.dtype) != wide) if sharded else 0
     kept, added = _needs(optimizer, wide)
     largest = max(p.numel() for p in trained)
-    part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / parts if sharded else largest
-    states = weights + count * wide.itemsize + narrow * wide.itemsize / parts + kept * count / parts
-    return states, added * part
+    part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / min(parts.values()) if sharded else largest
+    return weights + count * wide.itemsize + narrow * wide.itemsize + kept * own, added * part
+
+
+def _parts(model: nn.Module, ranks: int) -> dict[int, int]:
+    """By parameter, among how many ranks its optimizer's state is cut."""
+    found = dict.fromkeys(map(id, model.parameters()), ranks)
+    for module in model.modules():
+        if ranks > 1 and isinstance(group := getattr(module, "expert", None), ExpertGroup):
+            own = dict(module.named_parameters(remove_duplicate=False))
+            found |= {id(own[name]): ranks // group.comm.size for name in group.shards if name in own}
+    return found
 
 
 def _needs(optimizer: MakeOptimizer, dtype: torch.dtype) -> tuple[float, float]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["forward_backward", "processor_costs", "profile_cost_model", "profile_samples"]
 
 _REPEATS = 3
+_STRIDE = 7919  # between the numbers of neighbouring tokens; prime, so that all numbers come
 
 
 def profile_cost_model(
@@ -165,7 +166,7 @@ def forward_backward(
     device = next(model.parameters()).device
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     rank, size = group.rank, group.size
-    whole = torch.arange(sum(lengths)) % 2
+    whole = torch.arange(sum(lengths)) * _STRIDE % _vocabulary(model)
     packed = PackedShard(
         tokens=shard(whole, cu_seqlens, rank=rank, size=size).to(device),
         labels=shard(next_token_labels(whole), cu_seqlens, rank=rank, size=size).to(device),
@@ -173,6 +174,15 @@ def forward_backward(
         cu_seqlens=cu_seqlens,
     )
     return _forward_backward(model, group, packed, context)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """How many different tokens to use: routers send equal ones to the same experts."""
+    for name in ("last_layer", "embedding"):
+        weight = getattr(getattr(model, name, None), "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.shape[0] > 1:
+            return weight.shape[0]
+    return 2
 
 
 def _forward_backward(

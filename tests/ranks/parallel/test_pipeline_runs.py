@@ -183,10 +183,13 @@ def test_recomputed_layers_are_those_of_the_model():
 def test_a_dry_run_plans_pipelines(data):
     def rank():
         with hdp.init() as comm:
-            return dry_run(comm, open_corpus([data], context=300), RunConfig(model=MODEL, capacity=300, pipeline=2))
+            config = RunConfig(model=MODEL, capacity=300, pipeline=2, tensor=2)
+            return dry_run(comm, open_corpus([data], context=300), config)
 
-    for found in run_threads(rank, 2):
-        assert len(found.memory["balanced"]) == 1  # one HDP rank
+    for found in run_threads(rank, 4):
+        [memory] = found.memory["balanced"]  # one HDP rank
+        assert 300 < memory.tokens <= 600  # of two micro-batches on the first device
+        assert min(memory.states, memory.activations) > 0
         report = found.reports["balanced"][0]
         assert set(report.spans[:, 1].tolist()) == {0, 1}
 
@@ -196,7 +199,8 @@ def test_a_dry_run_plans_pipelines(data):
     [
         (["--layers", "3"], "3 layers cannot be cut into 2 stages of as many layers each; give --layers as a multiple"),
         (["--ranks", "3"], "3 ranks cannot be pipelines of 2 stages"),
-        (["--recompute", "auto", "--memory", "1G"], "with recompute auto yet"),
+        (["--recompute", "auto", "--memory", "1K"], "with all 2 layers recomputed, and 1.02e-06 GB is the limit"),
+        (["--recompute", "auto", "--memory", "1G", "--split-backward"], "what split backward passes keep is not in"),
         (["--compare", "ddp"], "with ddp yet"),
         (["--split-backward", "--recompute", "full"], "all layers are recomputed, whose gradients of weights cannot"),
         (["--offload", "64M"], "a stage has 2 layers, of which the last two always stay.*give at least 6 layers"),
@@ -231,7 +235,6 @@ def test_recomputed_layers_of_interleaved_stages():
         (["--split-backward"], "split_backward was given and pipeline is 1"),
         (["--ranks", "3"], "3 ranks cannot be pipelines of 1 stages with 2 tensor ranks each"),
         (["--elastic", "--out", "somewhere"], "--tensor"),
-        (["--dry-run"], "a dry run measures the memory of whole layers"),
     ],
 )
 def test_the_command_refuses_what_tensor_ranks_cannot_share(data, capfd, monkeypatch, options, message):

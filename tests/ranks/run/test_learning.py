@@ -172,7 +172,6 @@ def test_what_other_devices_learned_is_not_taken_over(data: str, tmp_path: Path)
     [
         (4, {"pipeline": 2, "tensor": 2}),
         (4, {"pipeline": 2, "split_backward": True}),
-        (4, {"tensor": 2, "zero": 1}),
         (4, {"expert": 2, "pipeline": 2, "model": replace(CONFIG, experts=2, top_k=1)}),
     ],
 )

@@ -1,0 +1,73 @@
+"""The stages of a model on one device of a pipeline as one module, to measure what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from hdpcomm.attention import Tree
+    from hdpcomm.comm import Communicator
+    from hdpcomm.parallel.stages import LlamaStage
+
+__all__ = ["DeviceStages"]
+
+
+class DeviceStages(nn.Module):
+    """Runs one micro-batch through the stages of a device, one after the other. What other stages give is made up.
+
+    Called like a model with labels. Its loss is the model's if the last stage is here; else one whose gradient is as
+    large as what comes from the next stage.
+
+    Args:
+        stages: of one device, in order, cut for its tensor and expert ranks.
+
+    Attributes:
+        layers: of all stages, in order.
+    """
+
+    takes_labels = True
+
+    def __init__(self, stages: Sequence[LlamaStage]) -> None:
+        super().__init__()
+        self.stages = tuple(stages)
+        for place, stage in enumerate(stages):
+            self.add_module(f"stage{place}", stage)
+        self.layers = nn.ModuleList(block for stage in stages for block in stage.blocks)
+        self.tensor, self.expert = stages[0].tensor, stages[0].expert
+        if stages[0].first:
+            self.embedding = stages[0].embedding
+        if stages[-1].last:  # as models tell how their loss is computed
+            self.chunk_tokens = stages[-1].chunk_tokens
+            self.last_layer = stages[-1].head
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        cu_seqlens: Tensor | Tree,
+        comm: Communicator,
+        labels: Tensor,
+    ) -> Tensor:
+        """The loss of ``tokens: [local tokens]``. Collective over ``comm``, and the ranks that share layers."""
+        x, total = tokens, labels.new_zeros((), dtype=torch.float32)
+        where: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
+        for stage in self.stages:
+            if not stage.first and x.dtype == torch.int64:
+                x = self._given(stage, tokens.shape[0])
+            if stage.last:
+                stage.chunk_tokens = self.chunk_tokens
+            made = stage(x, **where, labels=labels if stage.last or stage.config.has_router_losses else None)
+            x, losses = made if isinstance(made, tuple) else (made, None)
+            if losses is not None:
+                total = total + losses
+        return total + (x if self.stages[-1].last else (x * x.detach()).sum())
+
+    def _given(self, stage: LlamaStage, tokens: int) -> Tensor:
+        """Rows that differ, since routers send equal ones to the same experts."""
+        x = stage.boundary(tokens)
+        return x.normal_(generator=torch.Generator(x.device).manual_seed(0)).requires_grad_()

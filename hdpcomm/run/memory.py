@@ -1,0 +1,99 @@
+"""What a step takes of the devices of a run, and how many layers to recompute so that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel.device_stages import DeviceStages
+from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
+from hdpcomm.run.config import RunConfig
+from hdpcomm.run.model import new_model
+from hdpcomm.run.step_record import gather_json
+from hdpcomm.train.memory_profile import profile_memory
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["PROFILE_TOKENS", "measure_memory", "within_memory"]
+
+PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
+
+
+def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int, tuple[StepMemory, ...]]:
+    """The configuration with ``recompute="auto"`` resolved, the tokens that a rank then holds without offload, and the
+    memory of each device of a pipeline that says so (nothing without "auto"). Collective.
+
+    Each device of a pipeline recomputes as few layers as it has to: the first one, which holds the activations of most
+    micro-batches, the most.
+
+    Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
+    """
+    if config.recompute != "auto":
+        return config, config.capacity, ()
+    memory = measure_memory(comm, config)
+    limit, ratio = config.memory_bytes, 1.0 if config.offload_bytes else 0.0
+    fewest = [each.fewest_recomputed(limit, config.capacity, ratio) for each in memory]
+    fitting = [each.capacity(limit, recompute) for each, recompute in zip(memory, fewest, strict=True)]
+    recompute = fewest[0] if config.pipeline == 1 else _by_stage(fewest, config)
+    return replace(config, recompute=recompute, memory_bytes=0), min(config.capacity, *fitting), memory
+
+
+def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
+    """Of each stage of the model: a device counts its layers from the first of its first stage."""
+    layers = config.model.layers // (config.pipeline * config.chunks)
+    chunks = range(config.chunks)
+    return tuple(min(layers, max(0, count - chunk * layers)) for chunk in chunks for count in by_device)
+
+
+def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, ...]:
+    """What a step of the run's model takes on each device of a pipeline, or on each rank where there is none, whatever
+    is recomputed; equal on every rank. Of the ranks that have the same layers, the most. Collective."""
+    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
+    own = profile_memory(
+        _on_device(comm, config, mesh),
+        mesh.hdp_comm,
+        partial(torch.optim.AdamW, lr=config.learning_rate),
+        tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
+        zero=config.zero,
+        dtype=config.dtype_with_masters,
+        everyone=comm,
+    )
+    rows = gather_json(comm, asdict(own))
+    found = []
+    for device, ranks in enumerate(mesh.positions.flatten(1).tolist()):
+        most = _largest([rows[rank] for rank in ranks])
+        lines = {name: Line(**most[name]) for name in ("forward", "backward", "recomputed")}
+        neighbours = 2 if config.chunks > 1 else (device > 0) + (device < config.pipeline - 1)
+        most["in_flight"] = most_in_flight(config.pipeline, config.chunks, device)
+        most["messages"] = most["layer_input"] * neighbours
+        found.append(StepMemory(**most | lines))
+    return tuple(found)
+
+
+def _largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each figure the largest."""
+    return {
+        name: _largest([row[name] for row in rows]) if isinstance(value, Mapping) else max(row[name] for row in rows)
+        for name, value in rows[0].items()
+    }
+
+
+def _on_device(comm: Communicator, config: RunConfig, mesh: Mesh) -> nn.Module:
+    """This rank's part of the model, as it will be trained. Collective over the ranks that share layers."""
+    if config.pipeline == 1:
+        model = new_model(config.model, device=comm.device, seed=config.seed, recompute="none")
+        return tensor_parallel(expert_parallel(model, mesh, check=False), mesh).to(config.parameter_dtype)
+    assert isinstance(config.model, LlamaConfig)  # the configuration was checked
+    whole = Llama(config.model, seed=config.seed).to(comm.device)
+    stages = split_llama(whole, mesh.pipeline * config.chunks)[mesh.stage :: mesh.pipeline]
+    for stage in stages:
+        tensor_parallel(expert_parallel(stage, mesh), mesh)
+    return DeviceStages(stages).to(config.parameter_dtype)
