@@ -13,7 +13,7 @@ from hdpcomm.parallel.gradients import CopyKind, ParameterCopies
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 
 if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+    from hdpcomm.comm import Communicator, Work
 
 __all__ = ["MeshShardedParameters"]
 
@@ -53,15 +53,23 @@ class MeshShardedParameters(ShardedParameters):
 
     def reduce(self, factor: float) -> None:
         """Ends the reductions; this rank's part of each bucket then holds ``factor`` times the sum over all ranks that
-        hold the same parameters."""
+        hold the same parameters.
+
+        The sum over the tensor ranks that hold a bucket alike starts when its own reduction has ended, while those of
+        later buckets go on.
+        """
+        self.start()
+        sums: list[Work] = []
+        for work, bucket in zip(self._works, self.buckets, strict=True):
+            work.wait()
+            if (alike := self._copies.tensor_comm(cast(CopyKind, bucket.kind))) is not None:
+                sums.append(alike.all_reduce(self._own_gradients(bucket), async_op=True))
+        for work in sums:
+            work.wait()
         super().reduce(factor)
         for bucket in self.buckets:
-            kind = cast(CopyKind, bucket.kind)
-            gradients = self._own_gradients(bucket)
-            if (alike := self._copies.tensor_comm(kind)) is not None:
-                alike.all_reduce(gradients)
-            if kind.tied:
-                self._copies.ends_comm().all_reduce(gradients)
+            if cast(CopyKind, bucket.kind).tied:
+                self._copies.ends_comm().all_reduce(self._own_gradients(bucket))
 
     def clip_(self, max_norm: float | None) -> float:
         """As of :class:`hdpcomm.train.ShardedParameters`; the norm is that of all stages, tensor ranks and experts."""

@@ -223,3 +223,44 @@ def test_a_state_without_a_parameter_is_refused():
 
     told = run_threads(rank, shape.ranks)
     assert any("no optimizer state for norm.weight; give that of a trainer of the same model" in each for each in told)
+
+
+class _NotedWork:
+    def __init__(self, work, events, event):
+        self._work, self._events, self._event = work, events, event
+
+    def wait(self):
+        self._events.append(self._event)
+        self._work.wait()
+
+
+def test_sums_of_tensor_ranks_start_while_later_buckets_are_reduced():
+    """Norms of tensor ranks are in buckets of their own: each sum starts before the next bucket is waited for."""
+    of_ranks = {}
+
+    def rank():
+        with hdp.init() as comm:
+            trainer = trainer_of(comm, SHAPES["hdp 2 tp 2"], zero=1, bucket_bytes=64)
+            gradients = trainer.gradients
+            events = of_ranks.setdefault(comm.rank, [])
+
+            def tensor_comm(kind, own=gradients._copies.tensor_comm):
+                if (found := own(kind)) is not None:
+                    events.append("sum")
+                return found
+
+            def start(place, own=gradients._start):
+                own(place)
+                gradients._works[place] = _NotedWork(gradients._works[place], events, place)
+
+            object.__setattr__(gradients._copies, "tensor_comm", tensor_comm)
+            gradients._start = start
+            trainer.step(BATCHES[0], fetch(0, DENSE))
+            return len(gradients.buckets), [bucket.kind.parts for bucket in gradients.buckets]
+
+    for place, (count, parts) in enumerate(run_threads(rank, 4)):
+        wanted = []
+        for bucket in range(count):
+            wanted += [bucket] if parts[bucket] == 2 else [bucket, "sum"]
+        assert 1 in parts[:-1]
+        assert of_ranks[place][: len(wanted)] == wanted
