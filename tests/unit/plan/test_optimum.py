@@ -204,7 +204,7 @@ def test_bound_optimum_plan_of_pipelines_with_several_micro_batches(part: int, c
 
 
 def alike_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
-    """Sequences of about the same length on a few pipelines, often beside one or two short ones: see claim 20."""
+    """Sequences of about the same length on a few pipelines, often beside one or two short ones: see claim 15."""
     ranks, stages, capacity = rng.choice([1, 2, 2, 3]), rng.randint(2, 6), rng.choice([32, 100])
     count = {1: rng.choice([4, 5]), 2: rng.choice([3, 3, 4]), 3: 3}[ranks]
     longest = int(capacity * rng.choice([0.4, 0.7, 1, 1, ranks]))
