@@ -310,7 +310,7 @@ def _join_torch(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, l
 def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
     joining.from_all("ready", "")  # torch's group waits for its ranks and does not notice when one dies
     store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
-    group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left)
+    group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left, connecting=joining.watching)
     GroupCarrier(group, link, owned=owned, secret=job_secret(), store=joining.store)
 
 

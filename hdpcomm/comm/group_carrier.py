@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -187,13 +188,16 @@ def _join_all() -> None:
 atexit.register(_join_all)
 
 
-def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any, bool]:
+def make_group(
+    store: Any, rank: int, size: int, *, timeout: float, connecting: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, bool]:
     """The group that carries the frames, and whether it is ours alone. Collective over all ranks of the store.
 
     A gloo group of our own over the interface that leads to the job's store (``GLOO_SOCKET_IFNAME`` names another). If
-    torch.distributed runs on MPI or UCC, a new group of that kind.
+    torch.distributed runs on MPI or UCC, a new group of that kind. ``connecting``: calls what it is given, which makes
+    gloo's connections.
 
-    Raises: CommTimeout, Error.
+    Raises: CommTimeout, Error, what ``connecting`` raises.
     """
     if dist.is_initialized() and dist.get_backend() in ("mpi", "ucc"):
         made = dist.new_group(backend=dist.get_backend())
@@ -202,16 +206,21 @@ def make_group(store: Any, rank: int, size: int, *, timeout: float) -> tuple[Any
     options._timeout = datetime.timedelta(seconds=timeout)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     where = {"interface": interface.split(",")[0]} if interface else {"hostname": own_address(store)}
-    try:
+
+    def connect() -> Any:
         with closed_in_children():
             options._devices = [dist.ProcessGroupGloo.create_device(**where)]
-            return dist.ProcessGroupGloo(store, rank, size, options), True
+            return dist.ProcessGroupGloo(store, rank, size, options)
+
+    started = time.monotonic()
+    try:
+        return connecting(connect), True
     except RuntimeError as error:
         text = _first_line(error)
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise CommTimeout(
-                f"rank {rank} did not connect to all ranks within {timeout} s over {where}: {text}; check that the "
-                "hosts reach each other there, or name another interface by GLOO_SOCKET_IFNAME",
+                f"rank {rank} did not connect to all ranks in {time.monotonic() - started:.1f} s over {where}: {text}; "
+                "check that the hosts reach each other there, or name another interface by GLOO_SOCKET_IFNAME",
                 rank=rank,
                 op="init",
             ) from error
