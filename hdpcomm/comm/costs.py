@@ -72,12 +72,12 @@ def load_costs(transport: str) -> dict[str, float]:
         if _core.settings().costs:
             raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
         return dict(_defaults(transport))
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidUsage(f"cannot read the costs in {path}: {error}; remove the file or set HDPCOMM_COSTS") from error
     try:
         stored = json.loads(text).get(transport, {})
         costs = {name: float(stored.get(name, default)) for name, default in _defaults(transport).items()}
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidUsage(f"{path} does not hold costs ({error}); remove it, or calibrate again") from error
     for name, value in costs.items():
         if not (math.isfinite(value) and value > 0):

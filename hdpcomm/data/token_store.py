@@ -139,7 +139,7 @@ def open_store(path: Path) -> TokenStore:
         )
     try:
         return _open(path, meta)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 

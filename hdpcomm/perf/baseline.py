@@ -49,7 +49,7 @@ def read(path: Path) -> dict[str, Any]:
     """The content of an older run's file. Raises InvalidUsage for a file that -J did not write."""
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidUsage(f"--baseline {path}: cannot be read: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("results"), list):
         raise InvalidUsage(f"--baseline {path}: is no result of -J (it has no list 'results')")

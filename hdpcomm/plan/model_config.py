@@ -14,6 +14,8 @@ from hdpcomm.plan.token_mixing import TokenMixing, delta_mixing, latent_mixing, 
 
 __all__ = ["ARCHITECTURES", "load_model", "model_from_config"]
 
+_MOST_LAYERS = 100_000  # each has an entry in a list
+
 
 class _Config:
     """The entries of a configuration; a missing or wrong one is an error that names it."""
@@ -40,7 +42,10 @@ class _Config:
 
     @property
     def layers(self) -> int:
-        return self.size("num_hidden_layers", "n_layer")
+        layers = self.size("num_hidden_layers", "n_layer")
+        if layers > _MOST_LAYERS:
+            raise InvalidUsage(f"num_hidden_layers is {layers}, expected at most {_MOST_LAYERS}")
+        return layers
 
     def layer_types(self, default: Callable[[int], str]) -> list[str]:
         """For each layer its type, by default that of its index."""
@@ -207,7 +212,7 @@ def model_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise InvalidUsage(
             f"the model_type {model_type!r} is unknown to the planner; known are {', '.join(sorted(ARCHITECTURES))}. "
             "Give a preset, or a --profile of measurements"

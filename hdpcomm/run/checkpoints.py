@@ -268,8 +268,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         file = path / Path(name).name
         try:
             found = _fingerprint(file)
-        except OSError as error:
-            raise InvalidUsage(f"{path}: damaged ({name}: {error.strerror}); use another checkpoint") from None
+        except (OSError, ValueError) as error:
+            told = error.strerror if isinstance(error, OSError) else error
+            raise InvalidUsage(f"{path}: damaged ({name!a}: {told}); use another checkpoint") from None
         if found != expected:
             raise InvalidUsage(
                 f"{path}: damaged ({name} has {found[0]} bytes with checksum {found[1]:#x}, expected {expected}); use "
