@@ -120,7 +120,7 @@ void FakeNccl::launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stre
                        .writes = {},
                        .cpu =
                            [=, bytes = in_bytes] {
-                             if (gives) std::memcpy(staged->in[own].data(), whole->in, bytes);
+                             if (gives && bytes > 0) std::memcpy(staged->in[own].data(), whole->in, bytes);
                            },
                        .cuda = nullptr,
                        .signals = {{&staged->given[own], 1}}},
@@ -137,7 +137,7 @@ void FakeNccl::launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stre
                              const std::vector<std::byte> result = combine(*whole, ins);
                              const size_t at =
                                  whole->op == OpCode::kReduceScatter ? own * bytes : 0;
-                             std::memcpy(whole->out, result.data() + at, bytes);
+                             if (bytes > 0) std::memcpy(whole->out, result.data() + at, bytes);
                            },
                        .cuda = nullptr,
                        .waits = std::move(all)},
