@@ -54,18 +54,19 @@ ray: $(DEVELOPER)
 	$(INSTALL) 'ray==$(shell sed -n 's/^ray==//p' constraints.txt)'
 	HDPCOMM_RAY_TESTS=1 $(BIN)/python -m pytest tests/ray_cluster -q
 
-# The tests with sanitizers (tools/sanitize.py says what they see). What races with something else shows now and then, so
-# ThreadSanitizer runs each file of tests/faults FAULT_RUNS times.
+# The tests with sanitizers (tools/sanitize.py says what they see), two files at a time. What races with something else
+# shows now and then, so ThreadSanitizer runs tests/faults FAULT_RUNS times, each time in new processes.
 THREADED := tests/unit/comm tests/unit/device tests/unit/nccl tests/unit/offload tests/ranks/comm tests/ranks/device tests/ranks/nccl
 FAULT_RUNS ?= 20
+SIDE_BY_SIDE = -n 2 --dist loadfile
 SECONDS ?= 60
 
 asan: $(DEVELOPER)
-	$(BIN)/python tools/sanitize.py address
+	$(BIN)/python tools/sanitize.py address $(SIDE_BY_SIDE) tests
 
 tsan: $(DEVELOPER)
-	$(BIN)/python tools/sanitize.py thread $(THREADED)
-	for file in tests/faults/test_*.py; do $(BIN)/python tools/sanitize.py thread --repeat $(FAULT_RUNS) $$file || exit 1; done
+	$(BIN)/python tools/sanitize.py thread $(SIDE_BY_SIDE) $(THREADED)
+	$(BIN)/python tools/sanitize.py thread --repeat $(FAULT_RUNS) $(SIDE_BY_SIDE) tests/faults
 
 # Hostile peers, SECONDS seconds each, with AddressSanitizer.
 fuzz: $(DEVELOPER)
