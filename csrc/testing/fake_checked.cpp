@@ -120,7 +120,8 @@ void FakeNccl::launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stre
                        .writes = {},
                        .cpu =
                            [=, bytes = in_bytes] {
-                             if (gives && bytes > 0) std::memcpy(staged->in[own].data(), whole->in, bytes);
+                             if (gives && bytes > 0)
+                               std::memcpy(staged->in[own].data(), whole->in, bytes);
                            },
                        .cuda = nullptr,
                        .signals = {{&staged->given[own], 1}}},
