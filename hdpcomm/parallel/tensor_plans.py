@@ -180,6 +180,11 @@ def _parts(
     """Into how many parts each layer is cut: KV heads that are fewer than the ranks are held by several each."""
     parts = {}
     for name, layer in columns.items():
+        if layer.out_features > row.in_features:
+            raise InvalidUsage(
+                f"{place}.{name} has {layer.out_features} columns where the layer of rows takes {row.in_features}: "
+                "several projections in one, which tensor parallelism does not cut; train it without"
+            )
         if head_dim is None:
             if layer.out_features % size:
                 raise InvalidUsage(
