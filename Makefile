@@ -22,7 +22,7 @@ train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 
 test: lint $(DEVELOPER)
 	.ci/spills
-	$(BIN)/python -m tests tests -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.packages-for-tests
 	$(BIN)/ruff check .

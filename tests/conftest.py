@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
 from tests.order import longest_first
-from tests.warm_python import PRELOAD, fork_server_here
+from tests.warm_python import PRELOAD
 
 torch.set_num_threads(1)
 
@@ -46,10 +45,7 @@ def pytest_configure() -> None:
     training rank of that process would import the rest for itself, 2 s of CPU."""
     if "PYTEST_XDIST_WORKER" in os.environ:  # who runs a few files may start none
         multiprocessing.set_forkserver_preload(["hdpcomm.comm.launch", *PRELOAD])
-        if "torch._dynamo" in sys.modules:  # it has imported them all: tests/__main__.py
-            fork_server_here()
-        else:
-            multiprocessing.forkserver.ensure_running()
+        multiprocessing.forkserver.ensure_running()
 
 
 # What the user of this machine has calibrated chooses no algorithm of a test.

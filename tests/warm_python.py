@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 from tests.warm_children import fork_python_programs
 
-__all__ = ["PRELOAD", "Python", "fork_server_here", "run_child", "run_python"]
+__all__ = ["PRELOAD", "Python", "run_child", "run_python"]
 
 # Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made.
 PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
@@ -215,16 +215,6 @@ def _enter(process: int) -> None:
     if child := os.fork():
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
-
-
-def fork_server_here() -> None:
-    """Starts the fork server of this process, as a fork of it: in place of a new interpreter that imports PRELOAD."""
-    util: Any = multiprocessing.util
-    new_interpreter, util.spawnv_passfds = util.spawnv_passfds, _fork_instead
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        util.spawnv_passfds = new_interpreter
 
 
 def _leave_the_fork_server() -> None:
