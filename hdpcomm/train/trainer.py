@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,8 +133,13 @@ class Trainer:
                 "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
             )
         self.offload = offload
+        waited = weakref.WeakMethod(
+            self._seconds_waited
+        )  # a trainer ends, and gives back its model, with its last user
         self.timeline = Timeline(
-            comm, lambda: 0.0 if offload is None else offload.stats().host_wait_s, self._seconds_waited
+            comm,
+            lambda: 0.0 if offload is None else offload.stats().host_wait_s,
+            lambda: (0.0, 0.0) if (method := waited()) is None else method(),
         )
         self._memory = planner.memory
         self._loss = loss
