@@ -23,7 +23,6 @@ CODES = {
     "its name": "print(__name__)",
     "its parent": "import os; print(os.getppid() == int(os.environ.get('PARENT', os.getppid())))",
     "an error": "1 / 0",
-    "an interrupt": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)",
     "a termination": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(60)",
 }
 STARTS = """
