@@ -16,6 +16,7 @@ __all__ = ["longest_first", "waits"]
 LONGEST = (
     "ranks/test_examples.py",
     "unit/kernels/test_kernels_emulated.py",
+    "ranks/parallel/test_mesh_memory.py",
     "ranks/parallel/test_pipeline_runs.py",
     "ranks/scale/test_hosts.py",
     "ranks/train/test_train_command.py",
