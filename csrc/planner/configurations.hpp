@@ -279,7 +279,7 @@ class Configurations {
     return false;
   }
 
-  // Of a list of micro-batches in a chain.
+  // What `often` micro-batches of these sizes in a chain cost.
   double costOf(const Weights& weights, const Sizes& sizes, double often) const {
     return (1 - weights.chained) / chains() +
            weights.chained * often * sizes.first * sizes.seconds / roomForWork();

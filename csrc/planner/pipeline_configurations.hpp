@@ -272,7 +272,7 @@ class PipelineConfigurations {
   const double shortest_;
   LongSequences long_;
   std::optional<PipelineRamps> ramps_;
-  // Of one time and one choice of weights:
+  // For the time and the weights that are being tried:
   double time_ = 0;
   double needed_ = 0;   // by a rank
   double other_s_ = 0;  // most seconds of a micro-batch without long ones

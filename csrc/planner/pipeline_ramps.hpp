@@ -30,7 +30,7 @@ class PipelineRamps {
   // makes the pipeline idle, and counted from the end, the way of the last ones back.
   double rising(int i) const { return rising_[i]; }
   double falling(int i) const { return falling_[i]; }
-  // Of any number of them, for a second of both.
+  // The longest of any number of micro-batches, for each such second.
   double highest() const { return std::min(rising_.back(), falling_.back()); }
 
   // The most seconds of work, without what each micro-batch costs, that a rank does within `time`.
