@@ -129,10 +129,12 @@ def dies_with_a_child(folder: str, transport: str) -> None:
     comm = hdp.init(transport, timeout=LONG_S)
     comm.barrier()
     if comm.rank == 1:
+        wait_for(Path(folder, "met"))  # its last message of the barrier is sent by then
         if os.fork() == 0:
             wait_for(Path(folder, "told"))
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
+    Path(folder, "met").touch()
     error = caught(lambda: comm.recv(torch.zeros(1), 1))
     assert isinstance(error, hdp.PeerLost), error
     Path(folder, "told").touch()
