@@ -53,6 +53,7 @@ WAITING = (
     "faults/test_paths_errors.py",
     "faults/test_nccl_errors.py",
     "faults/test_liveness.py",
+    "faults/test_device_liveness.py",
     "faults/test_fuzz.py",
     "faults/test_desync.py",
     "faults/test_who_may_join.py",

@@ -17,7 +17,7 @@ struct StreamHandle {
 
   void wait(double timeout_s) const {
     const py::gil_scoped_release release;
-    engine->waitFor(work, timeout_s > 0 ? timeout_s : engine->timeout(), checkSignals);
+    engine->waitFor(work, timeout_s, checkSignals);
   }
   void waitOn(uintptr_t stream) const {
     const py::gil_scoped_release release;
@@ -194,7 +194,7 @@ void bindStream(py::module_& module) {
           "synchronize",
           [](StreamEngine& engine, double timeout_s) {
             const py::gil_scoped_release release;
-            engine.waitForAll(timeout_s > 0 ? timeout_s : engine.timeout(), checkSignals);
+            engine.waitForAll(timeout_s, checkSignals);
           },
           py::arg("timeout"))
       .def("stats", &StreamEngine::stats, Unlocked())

@@ -19,6 +19,13 @@ int64_t systemNs() {
 
 }  // namespace
 
+std::string describe(const FlightRecord& record) {
+  const char* state = record.state == FlightRecord::State::kDone     ? " ended"
+                      : record.state == FlightRecord::State::kFailed ? " failed"
+                                                                     : " under way";
+  return std::string(opName(record.call.op)) + " #" + std::to_string(record.seq) + state;
+}
+
 uint64_t FlightRecorder::ticks() {
 #if defined(__x86_64__)
   return __rdtsc();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -28,6 +29,9 @@ struct FlightRecord {
   bool sends = false;  // a message: from this rank
 };
 static_assert(sizeof(FlightRecord) == 64);
+
+// "all_reduce #17 ended"
+std::string describe(const FlightRecord& record);
 
 // Not thread-safe: used under the lock of the world or engine whose operations it records.
 class FlightRecorder {

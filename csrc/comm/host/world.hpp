@@ -89,6 +89,30 @@ class World {
   uint64_t beginActivity(const std::string& what, double limit_s);
   void endActivity(uint64_t activity);
 
+  // For a part whose operations go by liveness, too. Whether operations called now do:
+  bool goesByLiveness() const noexcept { return by_liveness_.load(std::memory_order_relaxed) > 0; }
+  // Whether the others are told anything: if not, the part need not tell the following.
+  bool tells() const noexcept { return tells_.load(std::memory_order_relaxed); }
+  // The ranks that the part's operations wait for now, its last operation, and a count of moves.
+  struct PartMoves {
+    std::vector<int> awaited;
+    std::string last;
+    uint64_t count = 0;
+  };
+  void tellOfPart(PartMoves moves);
+  // The calling thread waits in an operation of the part.
+  void beginWait();
+  void endWait();
+  // Until when an operation that began at `start` may wait for these ranks, as they move.
+  Clock::time_point livesUntil(const std::vector<int>& awaited, Clock::time_point start);
+  // Who keeps an operation that went by liveness from going on, for its error; none if the awaited
+  // ranks tell nothing.
+  struct Stuck {
+    int rank;
+    std::string text;
+  };
+  std::optional<Stuck> stuck(const std::vector<int>& awaited);
+
   // What kAuto goes by; must be equal on all ranks.
   void setCosts(const TransportCosts& costs);
   // The node of each rank, and what kAuto goes by between nodes; equal on all ranks.
@@ -150,18 +174,14 @@ class World {
                      std::optional<Clock::time_point> by_liveness);
 
   // world_liveness.cpp
-  struct Stuck {
-    int rank;
-    std::string text;
-  };
   void tellLocked();
   void publishPulseLocked(Clock::time_point now);
   Pulse ownPulseLocked(Clock::time_point now) const;
   std::vector<int> awaitedLocked(const Work& work) const;
   std::optional<Pulse> slowestLocked(const std::vector<int>& ranks, Clock::time_point now);
-  Clock::time_point livesUntilLocked(const Work& work, Clock::time_point start,
+  Clock::time_point livesUntilLocked(const std::vector<int>& awaited, Clock::time_point start,
                                      Clock::time_point now);
-  std::optional<Stuck> stuckLocked(const Work& work, Clock::time_point now);
+  std::optional<Stuck> stuckLocked(const std::vector<int>& awaited, Clock::time_point now);
 
   void stopWaitingLocked(const Work& work, Clock::time_point start);
   // These two leave the work in the queue until dropEndedLocked().
@@ -197,8 +217,10 @@ class World {
   bool several_submitters_ = false;  // no thread that waits keeps the rank from going on
   Work* blocking_ = nullptr;         // for which that thread sleeps
   Liveness liveness_;
-  int by_liveness_ = 0;  // goByLiveness() calls without their end
-  bool tells_ = false;   // whether the progress thread tells when this rank moved
+  std::atomic<int> by_liveness_{0};  // goByLiveness() calls without their end
+  std::atomic<bool> tells_{false};   // whether the progress thread tells when this rank moved
+  PartMoves part_moves_;
+  Clock::time_point part_moved_;  // when their count last changed
   double timeout_s_;
   double longest_wait_s_;
   int pid_;

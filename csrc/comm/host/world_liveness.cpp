@@ -11,13 +11,6 @@ Clock::duration durationOf(double seconds) {
       std::chrono::duration<double>(std::min(seconds, 1e9)));
 }
 
-std::string describeRecord(const FlightRecord& record) {
-  const char* state = record.state == FlightRecord::State::kDone     ? " ended"
-                      : record.state == FlightRecord::State::kFailed ? " failed"
-                                                                     : " under way";
-  return std::string(opName(record.call.op)) + " #" + std::to_string(record.seq) + state;
-}
-
 }  // namespace
 
 void World::goByLiveness(bool on) {
@@ -53,10 +46,40 @@ void World::endActivity(uint64_t activity) {
   liveness_.end(activity, Clock::now());
 }
 
+void World::tellOfPart(PartMoves moves) {
+  std::lock_guard lock(mutex_);
+  if (moves.count != part_moves_.count) {
+    part_moved_ = Clock::now();
+    liveness_.tick(part_moved_);
+  }
+  part_moves_ = std::move(moves);
+}
+
+void World::beginWait() {
+  std::lock_guard lock(mutex_);
+  liveness_.beginWait();
+}
+
+void World::endWait() {
+  std::lock_guard lock(mutex_);
+  part_moved_ = Clock::now();
+  liveness_.endWait(part_moved_);
+}
+
+Clock::time_point World::livesUntil(const std::vector<int>& awaited, Clock::time_point start) {
+  std::lock_guard lock(mutex_);
+  return livesUntilLocked(awaited, start, Clock::now());
+}
+
+std::optional<World::Stuck> World::stuck(const std::vector<int>& awaited) {
+  std::lock_guard lock(mutex_);
+  return stuckLocked(awaited, Clock::now());
+}
+
 // From now on the progress thread tells the others when this rank moved: one that tells nothing is
 // given the plain timeout.
 void World::tellLocked() {
-  if (std::exchange(tells_, true)) return;
+  if (tells_.exchange(true)) return;
   publishPulseLocked(Clock::now());
   ensureProgressThread();
 }
@@ -64,9 +87,14 @@ void World::tellLocked() {
 void World::publishPulseLocked(Clock::time_point now) {
   liveness_.look(static_cast<uint64_t>(next_seq_) + transport_->moves(), now);
   Pulse pulse = ownPulseLocked(now);
-  if (waiters_.load(std::memory_order_relaxed) > 0 && !liveness_.busy(now) && !queue_.empty()) {
-    const Work& blocking = blocking_ != nullptr ? *blocking_ : *queue_.back();
-    const auto slowest = slowestLocked(awaitedLocked(blocking), now);
+  if (!liveness_.busy(now)) {
+    std::vector<int> awaited = part_moves_.awaited;
+    if (waiters_.load(std::memory_order_relaxed) > 0 && !queue_.empty()) {
+      const Work& blocking = blocking_ != nullptr ? *blocking_ : *queue_.back();
+      const auto more = awaitedLocked(blocking);
+      awaited.insert(awaited.end(), more.begin(), more.end());
+    }
+    const auto slowest = slowestLocked(awaited, now);
     if (slowest) {
       pulse.moved = std::max(pulse.moved, slowest->moved);
       pulse.culprit = slowest->culprit;
@@ -80,10 +108,11 @@ void World::publishPulseLocked(Clock::time_point now) {
 Pulse World::ownPulseLocked(Clock::time_point now) const {
   const auto moved = liveness_.moved(now);
   std::string doing = liveness_.activity(now);
+  if (doing.empty() && part_moved_ >= moved) doing = part_moves_.last;
   if (doing.empty() && next_seq_ == 0) doing = "joined";
   if (doing.empty()) {
     const auto last = recorder_.last();
-    doing = last ? describeRecord(*last) : "operation #" + std::to_string(next_seq_ - 1);
+    doing = last ? describe(*last) : "operation #" + std::to_string(next_seq_ - 1);
   }
   return {moved, moved, rank(), doing};
 }
@@ -116,19 +145,20 @@ std::optional<Pulse> World::slowestLocked(const std::vector<int>& ranks, Clock::
   return slowest;
 }
 
-// Until when the operation may wait as the awaited ranks are known to live.
-Clock::time_point World::livesUntilLocked(const Work& work, Clock::time_point start,
+// Until when an operation may wait as the awaited ranks are known to live.
+Clock::time_point World::livesUntilLocked(const std::vector<int>& awaited, Clock::time_point start,
                                           Clock::time_point now) {
-  const auto slowest = slowestLocked(awaitedLocked(work), now);
-  if (by_liveness_ == 0 || !slowest) return Clock::time_point::min();
+  const auto slowest = slowestLocked(awaited, now);
+  if (!slowest) return Clock::time_point::min();
   return std::min(slowest->moved + durationOf(timeout_s_), start + durationOf(longest_wait_s_));
 }
 
 // What the error of an operation that went by liveness tells; none if the awaited ranks tell
 // nothing.
-std::optional<World::Stuck> World::stuckLocked(const Work& work, Clock::time_point now) {
-  const auto slowest = slowestLocked(awaitedLocked(work), now);
-  if (by_liveness_ == 0 || !slowest || slowest->doing.empty()) return std::nullopt;
+std::optional<World::Stuck> World::stuckLocked(const std::vector<int>& awaited,
+                                               Clock::time_point now) {
+  const auto slowest = slowestLocked(awaited, now);
+  if (!slowest || slowest->doing.empty()) return std::nullopt;
   if (now < slowest->moved + durationOf(timeout_s_)) {
     return Stuck{slowest->culprit,
                  "the ranks that it awaits still move, but no wait is longer than " +

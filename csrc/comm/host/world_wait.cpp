@@ -62,7 +62,10 @@ void World::giveUpLateLocked(Clock::time_point now) {
     if (!work->background_ || work->state_ == Work::State::kQueued || ended(*work)) continue;
     if (!work->seen_) work->seen_ = now;
     if (now < std::max(*work->seen_ + timeout, work->allowed_)) continue;
-    work->allowed_ = std::max(work->allowed_, livesUntilLocked(*work, *work->seen_, now));
+    if (goesByLiveness()) {
+      const auto until = livesUntilLocked(awaitedLocked(*work), *work->seen_, now);
+      work->allowed_ = std::max(work->allowed_, until);
+    }
     if (now >= work->allowed_) fail(*work, timeoutError(*work, now - *work->seen_, now));
   }
   dropEndedLocked();
@@ -138,7 +141,9 @@ Error World::timeoutError(const Work& work, Clock::duration waited,
   } else if (work.state_ == Work::State::kQueued) {
     text += " behind operations that have not ended";
   }
-  const auto stuck = by_liveness ? stuckLocked(work, *by_liveness) : std::nullopt;
+  const auto stuck = by_liveness && goesByLiveness()
+                         ? stuckLocked(awaitedLocked(work), *by_liveness)
+                         : std::nullopt;
   text += ": " + (stuck ? stuck->text : "look for a rank that did not call it, or raise timeout=");
   return Error(ErrorKind::kTimeout, text,
                {.rank = rank(),
@@ -367,8 +372,8 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         std::lock_guard lock(mutex_);
         checkHealthLocked(now);
         if (ended(work)) return;
-        if (by_liveness && now >= deadline) {
-          deadline = std::max(deadline, livesUntilLocked(work, start, now));
+        if (by_liveness && now >= deadline && goesByLiveness()) {
+          deadline = std::max(deadline, livesUntilLocked(awaitedLocked(work), start, now));
         }
         if (now >= deadline) {
           const auto at = by_liveness ? std::optional(now) : std::nullopt;

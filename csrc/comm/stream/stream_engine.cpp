@@ -35,18 +35,17 @@ std::shared_ptr<StreamEngine> StreamEngine::start(const Communicator& comm, Devi
   device->annotateAcquire(board->key());
   board->opened();
   return std::shared_ptr<StreamEngine>(
-      new StreamEngine(std::move(device), std::move(board), std::move(mover), comm.size(),
-                       comm.rank(), comm.world().timeout()),
+      new StreamEngine(std::move(device), std::move(board), std::move(mover), comm.world()),
       endEngine);
 }
 
 StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
-                           std::unique_ptr<StreamMover> mover, int num_ranks, int rank,
-                           double timeout_s)
+                           std::unique_ptr<StreamMover> mover, World& world)
     : device_(std::move(device)),
-      num_ranks_(num_ranks),
-      rank_(rank),
-      timeout_s_(timeout_s),
+      world_(&world),
+      num_ranks_(world.size()),
+      rank_(world.rank()),
+      timeout_s_(world.timeout()),
       board_(std::move(board)),
       events_(std::make_shared<EventPool>(device_)),
       mover_(std::move(mover)),
@@ -55,7 +54,7 @@ StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
       background_stream_(device_, device_->createStream()),
       control_stream_(device_, device_->createStream()),
       probe_(device_, device_->createEvent()),
-      peers_(static_cast<size_t>(num_ranks)),
+      peers_(static_cast<size_t>(world.size())),
       recorder_(Settings::read().flight_records),
       watcher_([this] { watch(); }) {}
 
@@ -94,12 +93,14 @@ StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream 
   auto work = std::make_shared<StreamWork>(call, std::move(ranks), events_);
   work->seq_ = next_seq_++;
   work->captured_ = device_->isCapturing(caller);
+  work->by_liveness_ = world_->goesByLiveness();
   if (!work->captured_ && running_.size() >= 64) collectEnded();
   return work;
 }
 
 void StreamEngine::end(StreamWork& work, StreamWork::State state) {
   work.state_ = state;
+  ++num_ended_;
   recorder_.end(work.flight_, state == StreamWork::State::kDone ? FlightRecord::State::kDone
                                                                 : FlightRecord::State::kFailed);
 }

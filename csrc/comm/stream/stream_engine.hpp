@@ -2,8 +2,9 @@
 //
 // The host only enqueues; it never waits between the steps of an operation. A thread of the engine
 // checks what streams cannot: whether both sides called the same, whether the peers live, and the
-// deadline. When one of these checks fails, the engine sets the flags that its streams wait for
-// until they have drained, and from then on refuses device operations (docs/stream-transport.md).
+// deadline, which follows from the moves of the awaited ranks where the world goes by liveness.
+// When one of these checks fails, the engine sets the flags that its streams wait for until they
+// have drained, and from then on refuses device operations (docs/stream-transport.md).
 #pragma once
 
 #include <algorithm>
@@ -48,7 +49,6 @@ class StreamEngine final : public WorldPart {
   const char* name() const { return mover_->name(); }
   // See StreamMover::zoneFor.
   StreamMover::Zone zoneFor(int source) const { return mover_->zoneFor(source); }
-  double timeout() const { return timeout_s_; }
   size_t scratchBytes() const;
   size_t arenaBytes() const { return mover_->arenaBytes(); }
   // `peer`: global rank.
@@ -70,10 +70,11 @@ class StreamEngine final : public WorldPart {
   // Later work of `stream` comes after the operation. Throws the operation's error if it has
   // failed.
   void waitOn(StreamWork& work, Stream stream);
-  // The host waits; throws the operation's error. Past the deadline the engine fails.
+  // The host waits; throws the operation's error. Past the deadline the engine fails. A timeout of
+  // 0 or less: the world's, or by liveness if the operation was called so.
   void waitFor(const std::shared_ptr<StreamWork>& work, double timeout_s,
                const World::InterruptCheck& check);
-  // The host waits for all operations so far.
+  // The host waits for all operations so far. The timeout is as in waitFor().
   void waitForAll(double timeout_s, const World::InterruptCheck& check);
   // True when the work has ended, well or not: no stream uses its buffers any more.
   bool test(StreamWork& work);
@@ -115,7 +116,7 @@ class StreamEngine final : public WorldPart {
   }
 
   StreamEngine(DevicePtr device, std::shared_ptr<device::CallBoard> board,
-               std::unique_ptr<StreamMover> mover, int num_ranks, int rank, double timeout_s);
+               std::unique_ptr<StreamMover> mover, World& world);
 
   // stream_engine.cpp
   WorkPtr begin(const Call& call, Ranks ranks, Stream caller);
@@ -149,13 +150,21 @@ class StreamEngine final : public WorldPart {
   void failWork(StreamWork& work, const Error& error);
   Error withContext(const Error& error, const StreamWork& work) const;
   Error errorOf(const std::exception& failure) const;
-  Error timeoutOf(const StreamWork& work, double seconds) const;
   bool releasing() const { return failed_ && (release_due_ || !released_.empty()); }
   bool releaseOnce();
   void checkHealth();
   void watch();
 
+  // stream_deadlines.cpp
+  std::optional<Error> checkDeadline(StreamWork& work, Clock::time_point start,
+                                     Clock::time_point now);
+  std::vector<int> awaitedBy(const StreamWork& work) const;
+  void tellMoves();
+  Error timeoutOf(const StreamWork& work, double seconds, bool by_liveness) const;
+
   // stream_waits.cpp
+  class HostWait;
+  bool endsWithin(Event event, double seconds, const World::InterruptCheck& check);
   bool conclude(const WorkPtr& work, bool check_lives);
   void raiseFailure(StreamWork& work);
   bool awaitDrained(StreamWork& work);
@@ -167,6 +176,7 @@ class StreamEngine final : public WorldPart {
   bool settle();
 
   const DevicePtr device_;
+  World* world_;  // null after close(), which comes before the world's end
   const int num_ranks_;
   const int rank_;
   const double timeout_s_;
@@ -185,6 +195,7 @@ class StreamEngine final : public WorldPart {
   std::vector<WorkPtr> released_;  // failed, until their streams have drained
   bool release_due_ = false;       // failed, and the mover's release() was not called yet
   int64_t next_seq_ = 0;
+  uint64_t num_ended_ = 0;
   WaitCounts waited_;
   FlightRecorder recorder_;
   std::optional<Error> failed_;

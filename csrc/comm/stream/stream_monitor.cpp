@@ -98,14 +98,6 @@ Error StreamEngine::errorOf(const std::exception& failure) const {
                    " could not go on with its device operations: " + failure.what());
 }
 
-Error StreamEngine::timeoutOf(const StreamWork& work, double seconds) const {
-  return withContext(Error(ErrorKind::kTimeout,
-                           "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) +
-                               " s in " + describe(work.call_) + " (ranks " + listOf(*work.ranks_) +
-                               "): look for a rank that did not call it, or raise timeout="),
-                     work);
-}
-
 // A device that has failed throws on every call; the work that it held never ends well.
 bool StreamEngine::ended(const StreamWork& work) const {
   if (!work.submitted_ || device_lost_) return false;
@@ -214,11 +206,8 @@ std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point no
 
 std::optional<Error> StreamEngine::checkWork(StreamWork& work, Clock::time_point now) {
   if (std::optional<Error> loss = lossOf(work, now)) return loss;
-  if (!work.started_) {
-    if (device_->query(work.begin_.get())) work.started_ = now;
-  } else if (const double seconds = secondsBetween(*work.started_, now); seconds > timeout_s_) {
-    return timeoutOf(work, seconds);
-  }
+  if (work.started_) return checkDeadline(work, *work.started_, now);
+  if (device_->query(work.begin_.get())) work.started_ = now;
   return std::nullopt;
 }
 
@@ -251,6 +240,7 @@ void StreamEngine::fail(const Error& error) {
   board_->fail(rank_, error, valid_posts);
   released_.swap(running_);
   for (Peer& peer : peers_) peer.expected.clear();
+  tellMoves();
   wake_.notify_all();
 }
 
@@ -273,9 +263,8 @@ StreamMover::WaitCheck StreamEngine::waitCheckOf(StreamWork& work) {
     if (failed_) throw work.error_ ? *work.error_ : *failed_;
     const auto now = Clock::now();
     if (const std::optional<Error> loss = lossOf(work, now)) throw *loss;
-    if (const double seconds = secondsBetween(start, now); seconds > timeout_s_) {
-      throw timeoutOf(work, seconds);
-    }
+    if (const std::optional<Error> late = checkDeadline(work, start, now)) throw *late;
+    tellMoves();
   };
 }
 
@@ -285,6 +274,7 @@ void StreamEngine::checkHealth() {
     return;
   }
   compareCalls();
+  tellMoves();
   try {
     mover_->checkHealth();
   } catch (const Error& error) {  // the mover has failed; the device itself goes on

@@ -104,6 +104,8 @@ void StreamEngine::close(const std::string& reason) {
   wake_.notify_all();
   watcher_.join();
   lock.lock();
+  tellMoves();
+  world_ = nullptr;
   settle();
 }
 

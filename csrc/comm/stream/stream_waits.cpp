@@ -10,8 +10,51 @@ using device::BoardState;
 
 // Polls of the board, before a waiting host sleeps between polls.
 constexpr int kYields = 1000;
+// What is left of a deadline that has passed.
+constexpr double kLeastS = 1e-9;
 
 }  // namespace
+
+// A host thread in waitFor(): its deadline, and what others hear of it.
+class StreamEngine::HostWait {
+ public:
+  HostWait(StreamEngine& engine, const StreamWork& work, double timeout_s)
+      : engine_(engine), work_(work), by_liveness_(!(timeout_s > 0) && work.by_liveness_) {
+    const double limit = timeout_s > 0 ? timeout_s : engine.timeout_s_;
+    limit_s_ = std::min(limit, 1e9);
+    const std::lock_guard lock(engine_.mutex_);
+    told_ = engine_.world_ != nullptr && engine_.world_->tells();
+    if (told_) engine_.world_->beginWait();
+  }
+  ~HostWait() {
+    const std::lock_guard lock(engine_.mutex_);
+    engine_.waited_.add(work_.ranks_, Clock::now() - start_);
+    if (told_ && engine_.world_ != nullptr) engine_.world_->endWait();
+  }
+  HostWait(const HostWait&) = delete;
+  HostWait& operator=(const HostWait&) = delete;
+
+  bool byLiveness() const { return by_liveness_; }
+  double seconds() const { return secondsBetween(start_, Clock::now()); }
+  // Seconds until the deadline, which the moves of the awaited ranks put off.
+  double left() {
+    if (const double seconds = limit_s_ - this->seconds(); seconds > 0) return seconds;
+    if (!by_liveness_) return 0;
+    const std::lock_guard lock(engine_.mutex_);
+    if (engine_.world_ == nullptr) return 0;
+    const auto until = engine_.world_->livesUntil(engine_.awaitedBy(work_), start_);
+    limit_s_ = std::max(limit_s_, secondsBetween(start_, until));
+    return std::max(0.0, limit_s_ - this->seconds());
+  }
+
+ private:
+  StreamEngine& engine_;
+  const StreamWork& work_;
+  const Clock::time_point start_ = Clock::now();
+  const bool by_liveness_;
+  bool told_ = false;
+  double limit_s_ = 0;
+};
 
 void StreamEngine::waitOn(StreamWork& work, Stream stream) {
   const std::lock_guard lock(mutex_);
@@ -57,6 +100,17 @@ bool StreamEngine::awaitDrained(StreamWork& work) {
   return !work.stuck_;
 }
 
+bool StreamEngine::endsWithin(Event event, double seconds, const World::InterruptCheck& check) {
+  if (seconds <= 0) return device_->query(event);
+  try {
+    device_->synchronize(event, seconds, check);
+    return true;
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout) throw;
+    return false;
+  }
+}
+
 void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
                            const World::InterruptCheck& check) {
   if (work->captured_) {
@@ -65,28 +119,18 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
         "host: wait for the graph's replay");
   }
   raiseFailure(*work);
-  const auto start = Clock::now();
-  struct CountWait {  // however the wait ends
-    StreamEngine& engine;
-    const StreamWork& work;
-    Clock::time_point start;
-    ~CountWait() {
-      const std::lock_guard lock(engine.mutex_);
-      engine.waited_.add(work.ranks_, Clock::now() - start);
-    }
-  } const count{*this, *work, start};
-  const double limit = std::min(timeout_s, 1e9);
-  const auto left = [&] { return std::max(0.0, limit - secondsBetween(start, Clock::now())); };
+  HostWait wait(*this, *work, timeout_s);
   try {
     for (const OwnedEvent& end : work->ends_) {
-      if (const double seconds = left(); seconds > 0) {
-        device_->synchronize(end.get(), seconds, check);
-      } else if (!device_->query(end.get())) {
-        throw Error(ErrorKind::kTimeout, "its streams have not ended");
+      for (bool ended = false; !ended;) {
+        ended = endsWithin(end.get(), wait.left(), check);
+        if (!ended && wait.left() == 0) {
+          throw Error(ErrorKind::kTimeout, "its streams have not ended");
+        }
       }
     }
     for (int polls = 0; !conclude(work, polls >= kYields); ++polls) {
-      if (left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
+      if (wait.left() == 0) throw Error(ErrorKind::kTimeout, "nobody agreed");
       if (polls % kYields == kYields - 1 && check) check();
       polls < kYields ? std::this_thread::yield()
                       : std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -96,7 +140,7 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
     raiseFailure(*work);
     std::unique_lock lock(mutex_);
     const bool late = error.kind() == ErrorKind::kTimeout;
-    failWork(*work, late ? timeoutOf(*work, secondsBetween(start, Clock::now())) : error);
+    failWork(*work, late ? timeoutOf(*work, wait.seconds(), wait.byLiveness()) : error);
     lock.unlock();
     awaitDrained(*work);
   } catch (...) {  // Ctrl-C
@@ -157,8 +201,11 @@ void StreamEngine::waitForAll(double timeout_s, const World::InterruptCheck& che
     works = running_;
   }
   const auto start = Clock::now();
+  const double limit = timeout_s > 0 ? timeout_s : timeout_s_;
   for (const WorkPtr& work : works) {
-    waitFor(work, std::max(0.0, timeout_s - secondsBetween(start, Clock::now())), check);
+    const bool by_liveness = !(timeout_s > 0) && work->by_liveness_;
+    const double left = limit - secondsBetween(start, Clock::now());
+    waitFor(work, by_liveness ? 0 : std::max(kLeastS, left), check);
   }
 }
 

@@ -46,6 +46,7 @@ class StreamWork {
   OwnedEvent begin_;              // where the caller's stream was
   std::vector<OwnedEvent> ends_;  // all of them done: the operation is
   bool captured_ = false;         // into a graph: the engine does not watch it
+  bool by_liveness_ = false;      // its deadline moves with the ranks that it waits for
   bool submitted_ = false;        // all of it is enqueued
   bool ends_missing_ = false;     // not all of `ends_` could be recorded: it ends with the device
 
@@ -57,6 +58,7 @@ class StreamWork {
   std::optional<Error> error_;
   int uncompared_ = 0;                          // entries that the peers have yet to show
   std::optional<Clock::time_point> started_;    // when `begin_` was first seen done
+  Clock::time_point allowed_;                   // by liveness: until then at least
   std::optional<Clock::time_point> loss_seen_;  // when a member was first seen to be gone
 };
 

@@ -1,0 +1,72 @@
+// Deadlines of device operations, and what the others hear of them (comm/host/liveness.hpp).
+#include <algorithm>
+
+#include "comm/stream/stream_engine.hpp"
+
+namespace hdpcomm {
+
+// The deadline of an operation without one of its own, counted from `start`.
+std::optional<Error> StreamEngine::checkDeadline(StreamWork& work, Clock::time_point start,
+                                                 Clock::time_point now) {
+  const double seconds = secondsBetween(start, now);
+  if (seconds <= timeout_s_ || now < work.allowed_) return std::nullopt;
+  if (work.by_liveness_ && world_ != nullptr) {
+    work.allowed_ = world_->livesUntil(awaitedBy(work), start);
+    if (now < work.allowed_) return std::nullopt;
+  }
+  return timeoutOf(work, seconds, work.by_liveness_);
+}
+
+// The ranks without which the operation cannot go on: this one, while its stream has not come to
+// it; those that have not called it; if all have, all of them, since their streams may be behind.
+std::vector<int> StreamEngine::awaitedBy(const StreamWork& work) const {
+  if (!work.started_) return {rank_};
+  std::vector<int> members;
+  std::vector<int> missing;
+  for (const StreamWork::Share& share : work.shares_) {
+    if (share.peer == rank_) continue;
+    const auto& expected = peers_[static_cast<size_t>(share.peer)].expected;
+    const bool called =
+        share.expects > 0
+            ? std::none_of(expected.begin(), expected.end(),
+                           [&](const Expected& each) { return each.work.get() == &work; })
+            : board_->accepted(rank_, share.peer) >= share.posted + share.posts;
+    members.push_back(share.peer);
+    if (!called) missing.push_back(share.peer);
+  }
+  return missing.empty() ? members : missing;
+}
+
+// What the others hear of this rank's device operations (comm/host/liveness.hpp).
+void StreamEngine::tellMoves() {
+  if (world_ == nullptr || !world_->tells()) return;
+  World::PartMoves moves{.awaited = {}, .last = {}, .count = next_seq_ + num_ended_};
+  for (const WorkPtr& work : running_) {
+    if (!work->submitted_ || failed_) continue;
+    if (ended(*work)) {
+      ++moves.count;
+    } else if (work->started_) {
+      const std::vector<int> awaited = awaitedBy(*work);
+      moves.awaited.insert(moves.awaited.end(), awaited.begin(), awaited.end());
+    }
+  }
+  const auto last = recorder_.last();
+  moves.last =
+      last ? describe(*last) : "device operation #" + std::to_string(next_seq_ - 1) + " called";
+  world_->tellOfPart(std::move(moves));
+}
+
+Error StreamEngine::timeoutOf(const StreamWork& work, double seconds, bool by_liveness) const {
+  const auto stuck =
+      by_liveness && world_ != nullptr ? world_->stuck(awaitedBy(work)) : std::nullopt;
+  const std::string hint =
+      stuck ? stuck->text : "look for a rank that did not call it, or raise timeout=";
+  return withContext(
+      Error(ErrorKind::kTimeout,
+            "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) + " s in " +
+                describe(work.call_) + " (ranks " + listOf(*work.ranks_) + "): " + hint,
+            {.rank = rank_, .peer = stuck ? stuck->rank : -1, .op = {}, .ranks = {}, .seq = -1}),
+      work);
+}
+
+}  // namespace hdpcomm
