@@ -131,6 +131,7 @@ def _lines(found: Calibration) -> list[str]:
         lines.append(
             f"  between hosts a token's KV takes {cost.kv_inter:.3g} s a ring step, a message "
             f"{cost.latency_inter:.3g} s"
+            + (f"; the ranks of a host share {cluster.nics} network interface(s)" if cluster.nics else "")
         )
     lines.append(
         f"  copies {device.d2h_bandwidth / 1e9:.2f} GB/s to host memory, {device.h2d_bandwidth / 1e9:.2f} back; "

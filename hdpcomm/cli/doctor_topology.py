@@ -75,6 +75,8 @@ def _lines(topology: Topology) -> list[str]:
         lines.append(f"  {host.name}: ranks {list(host.ranks)}, {host.cores} cores, GPUs: {gpus}, links: {links}")
     for name, cost in (("inside a host", topology.intra), ("between hosts", topology.inter)):
         lines.append(f"  {name:<15}{_cost(cost)}")
+    if topology.nics is not None:
+        lines.append(f"  the ranks of a host share {topology.nics} network interface{'s' * (topology.nics > 1)}")
     return lines
 
 

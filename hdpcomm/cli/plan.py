@@ -65,7 +65,10 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=count, help="ranks that share the fast link (default: nodes of 8 devices)"
     )
     cluster.add_argument(
-        "--nics", type=count, help="network interfaces that the ranks of a node share (default: each has its own)"
+        "--nics",
+        type=count,
+        help="network interfaces that the ranks of a node share (default: as measured in the file of --cluster, else "
+        "each has its own)",
     )
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
     cluster.add_argument("--pipeline", type=count, default="1", help="devices of a rank's pipeline (default 1)")
@@ -195,6 +198,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         return _calibrated_planners(options, policies)
     options.ranks = options.ranks or _RANKS
     model = _model(options.model)
+    measured = load_cluster(Path(options.cluster)) if options.cluster.endswith(".json") else None
     cluster = ClusterSpec(
         ranks=options.ranks,
         capacity=options.capacity,
@@ -204,10 +208,10 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         chunks=options.chunks,
         split_backward=options.split_backward,
         expert=options.expert,
-        nics=options.nics,
+        nics=options.nics or (measured.nics if measured else None),
         offload=options.offload,
         speeds=_speeds(options.slow_ranks, options.ranks),
-        device=load_cluster(Path(options.cluster)).device if options.cluster.endswith(".json") else options.cluster,
+        device=measured.device if measured else options.cluster,
     )
     cost = read_profile(options.profile) if options.profile else None
     if options.context is None and not options.lengths:

@@ -38,6 +38,7 @@ __all__ = [
 
 _FACT_BYTES = 4096  # length of a rank's description of its host
 _PAIRS = 3  # as many are measured inside and between hosts
+_LARGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,18 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The hosts of a world, and message costs inside (``intra``) and between hosts; ``None`` where no such pair is."""
+    """The hosts of a world, and message costs inside (``intra``) and between hosts; ``None`` where no such pair is.
+
+    Attributes:
+        nics: network interfaces that the ranks of a host share: how much more all of them send to the next host at
+            once than one alone does. ``None`` where each rank has its own, and where no two ranks share a host.
+    """
 
     transport: str
     hosts: tuple[Host, ...]
     intra: LinkCost | None
     inter: LinkCost | None
+    nics: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -99,7 +106,7 @@ class Topology:
                 changes |= {f"{name}_bandwidth": cost.bandwidth, f"{name}_latency_s": cost.latency_s}
         measured = dataclasses.replace(DEVICES[device], name=f"{device}, links measured", **changes)
         smallest = min(len(host.ranks) for host in self.hosts)
-        return ClusterSpec(ranks=self.ranks, ranks_per_node=smallest, device=measured)
+        return ClusterSpec(ranks=self.ranks, ranks_per_node=smallest, nics=self.nics, device=measured)
 
 
 def host_facts() -> dict[str, object]:
@@ -216,7 +223,35 @@ def measure_topology(comm: Communicator) -> Topology:
     pairs = [(a, b) for a in range(comm.size) for b in range(a + 1, comm.size)]
     intra = [pair for pair in pairs if node_of_rank[pair[0]] == node_of_rank[pair[1]]]
     inter = [pair for pair in pairs if node_of_rank[pair[0]] != node_of_rank[pair[1]]]
-    return Topology(comm.transport, tuple(hosts), _measure(comm, intra), _measure(comm, inter))
+    nics = _measure_nics(comm, [host.ranks for host in hosts])
+    return Topology(comm.transport, tuple(hosts), _measure(comm, intra), _measure(comm, inter), nics)
+
+
+def _measure_nics(comm: Communicator, hosts: list[tuple[int, ...]]) -> int | None:
+    """See :attr:`Topology.nics`. Messages go round the hosts, of one rank each and of as many as each host has."""
+    local = min(len(ranks) for ranks in hosts)
+    if len(hosts) == 1 or local == 1:
+        return None
+    out, back = (torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=comm.device) for _ in range(2))
+    place = next((number, ranks.index(comm.rank)) for number, ranks in enumerate(hosts) if comm.rank in ranks)
+    before, after = (hosts[(place[0] + step) % len(hosts)] for step in (-1, 1))
+
+    def seconds(senders: int) -> float:
+        found = []
+        for _ in range(4):
+            comm.barrier()
+            started = time.perf_counter()
+            if place[1] < senders:
+                comm.exchange([(out, after[place[1]])], [(back, before[place[1]])])
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize(comm.device)
+            found.append(time.perf_counter() - started)
+        slowest = torch.tensor(found[1:], dtype=torch.float64)
+        comm.all_reduce(slowest, "max")
+        return float(slowest.min())
+
+    nics = max(1, round(local * seconds(1) / seconds(local)))
+    return nics if nics < local else None
 
 
 def _measure(comm: Communicator, pairs: list[tuple[int, int]]) -> LinkCost | None:
@@ -247,7 +282,7 @@ def _ping_pong(comm: Communicator, peer: int, *, first: bool) -> tuple[float, fl
                 comm.recv(buffer, peer)
         return (time.perf_counter() - started) / 2
 
-    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(16 << 20, dtype=torch.uint8)
+    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
     latency = statistics.median([one_way(small) for _ in range(35)][5:])
     bandwidth = large.numel() / min([one_way(large) for _ in range(4)][1:])
     return latency, bandwidth

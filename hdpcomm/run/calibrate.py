@@ -38,7 +38,8 @@ _COPY_BYTES = 4 << 20
 def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     """Measures the model of ``config`` on these ranks. Collective over the whole world; equal on every rank.
 
-    Compute, ring exchange inside hosts and between them, with compute beside it, by micro-batches of up to
+    Links, and how many network interfaces the ranks of a host share; ring exchange inside hosts and between them,
+    with compute beside it, by micro-batches of up to
     ``config.capacity`` tokens a rank; activations; copies to and from host memory; the reduction of the gradients and
     the optimizer. All ranks work at once, as in training. Takes about as long as 20 micro-batches of that capacity.
 
@@ -67,6 +68,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         capacity=config.capacity,
         offload=config.offload_bytes > 0,
         cores=shared_cores(comm) if comm.device.type == "cpu" else None,
+        nics=topology.nics,
     )
     device = _device(comm, config, topology, spec, cost)
     device = _as_measured(device, spec, cluster, reduction_s, optimizer_s)

@@ -54,6 +54,7 @@ class Costs:
         memory: with offload only.
         pool: pinned host memory of this rank, with offload only.
         processor_model: of :class:`hdpcomm.plan.Calibration`; ``None`` where it was not measured.
+        nics: network interfaces of a host, by a calibration; ``None``: none that its ranks share, or nobody has looked.
     """
 
     cost_model: CostModel
@@ -61,6 +62,7 @@ class Costs:
     memory: MemoryModel | None = None
     pool: PinnedPool | None = None
     processor_model: CostModel | None = None
+    nics: int | None = None
 
 
 def measure_costs(
@@ -87,6 +89,7 @@ def measure_costs(
             MemoryModel(**memory) if memory else None,
             pool,
             CostModel(**processor) if processor else None,
+            facts.get("nics"),
         )
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
@@ -117,7 +120,14 @@ def _calibrated(
         capacity=capacity,
         host_tokens=config.offload_bytes / (calibration.memory.token_bytes or 1.0),
     )
-    return Costs(calibration.cost_model, capacity, memory if pool else None, pool, calibration.processor_model)
+    return Costs(
+        calibration.cost_model,
+        capacity,
+        memory if pool else None,
+        pool,
+        calibration.processor_model,
+        calibration.cluster.nics,
+    )
 
 
 def calibration_facts(config: RunConfig) -> dict[str, Any]:
@@ -174,7 +184,7 @@ def make_planner(
         split_backward=config.split_backward,
         expert=config.expert,
         offload=config.offload_bytes > 0,
-        nics=1 if comm.device.type == "cpu" else None,  # processes on CPUs send over their host's one interface
+        nics=costs.nics or (1 if comm.device.type == "cpu" else None),  # processes on CPUs share one, unless measured
         # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
         cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline * config.tensor == 1 else None,
     )

@@ -407,6 +407,7 @@ class _Run:
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
             "processor_model": None if processor is None else asdict(processor),
+            "nics": self.costs.nics,
             "loader": self.batches.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }

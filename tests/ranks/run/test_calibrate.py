@@ -71,6 +71,22 @@ def test_runs_take_it(found: Calibration, tmp_path: Path, monkeypatch: pytest.Mo
         assert first == again  # the same costs, so the same plans, to the bit
 
 
+def test_plans_know_the_interfaces_that_it_measured(found: Calibration, tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text("text " * 90)
+
+    def nics(config: RunConfig) -> int | None:
+        with hdp.init() as comm:
+            corpus = open_corpus([str(tmp_path)], context=200, comm=comm)
+            costs = run_costs.measure_costs(comm, config, longest=corpus.longest, capacity=128)
+            return run_costs.make_planner(comm, corpus, config, costs, "balanced").cluster.nics
+
+    measured = replace(found, cluster=replace(found.cluster, nics=2))
+    measured.save(tmp_path / "calibration.json")
+    for calibration, expected in ((found, 1), (Calibration.load(tmp_path / "calibration.json"), 2)):
+        known = replace(CONFIG, calibration=calibration)
+        assert run_threads(lambda: nics(known), 2, timeout=100.0) == [expected] * 2  # noqa: B023
+
+
 def test_another_model_is_refused(found: Calibration) -> None:
     def check(config: RunConfig, ranks: int = 2, local: int = 2) -> None:
         run_costs.check_calibration(found, config, ranks=ranks, ranks_per_node=local)

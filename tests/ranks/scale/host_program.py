@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm import bootstrap
+from hdpcomm.comm.topology import measure_topology
 from hdpcomm.torch_backend import communicator
 from tests.ranks.attention.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
@@ -52,6 +53,13 @@ def everything(folder: Path) -> None:
             write(folder, f"ring{ring.rank}", on_rank(RING, ring))
         traffic(world, folder)
         write(folder, f"transport{world.rank}", world.transport)
+
+
+def interfaces(folder: Path) -> None:
+    """What the ranks find that they share, and what a planner gets of it."""
+    with hdp.init(timeout=60) as world:
+        topology = measure_topology(world)
+        write(folder, f"nics{world.rank}", (topology.nics, topology.to_cluster("h100").nics))
 
 
 def cut(folder: Path) -> None:

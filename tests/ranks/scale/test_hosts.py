@@ -61,6 +61,13 @@ def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]
             assert wire <= 1.1 * minimum + 100_000, (op, ranks, wire)  # and the barriers
 
 
+def test_the_ranks_of_a_host_share_its_interface(two: Hosts, tmp_path: Path) -> None:
+    two.limit(2000)  # less than one rank of this machine could send
+    two.ranks([PROGRAM, "interfaces", str(tmp_path)], [0, 0, 1, 1])
+    two.finish(90)
+    assert [load(tmp_path, f"nics{rank}") for rank in range(4)] == [(1, 1)] * 4
+
+
 def test_the_backend_of_torch_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
     environment = {"HDPCOMM_SECRET": "a secret of sixteen characters"}
     two.ranks([PROGRAM, "torch_backend", str(tmp_path)], [0, 0, 1, 1], environment)

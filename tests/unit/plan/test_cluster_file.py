@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.comm.topology import Host, LinkCost, Topology, host_facts
-from hdpcomm.plan import DEVICES, ClusterSpec, load_cluster, save_cluster
+from hdpcomm.plan import DEVICES, ClusterSpec, StepPlan, load_cluster, save_cluster
 
 TOPOLOGY = Topology(
     transport="shm+torch",
@@ -21,14 +22,16 @@ TOPOLOGY = Topology(
 
 def test_a_cluster_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    for cluster in (ClusterSpec(ranks=16, capacity=1000, ranks_per_node=8), TOPOLOGY.to_cluster("a100")):
+    shared = replace(TOPOLOGY, nics=1).to_cluster("a100")
+    for cluster in (ClusterSpec(ranks=16, capacity=1000, ranks_per_node=8), shared):
         save_cluster(cluster, path)
         loaded = load_cluster(path)
         assert loaded.hardware == cluster.hardware
-        assert (loaded.ranks, loaded.ranks_per_node, loaded.capacity) == (
+        assert (loaded.ranks, loaded.ranks_per_node, loaded.capacity, loaded.nics) == (
             cluster.ranks,
             cluster.ranks_per_node,
             cluster.capacity,
+            cluster.nics,
         )
 
 
@@ -45,11 +48,18 @@ def test_measured_links_replace_those_of_the_preset() -> None:
 
 
 def test_the_planner_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "cluster.json"
-    save_cluster(TOPOLOGY.to_cluster("h100"), path)
-    command = ["plan", "--cluster", str(path), "--ranks", "8", "--ranks-per-node", "2", "--tokens", "64k"]
-    assert main([*command, "--context", "32k", "--capacity", "16k"]) == 0
-    assert "policy balanced on 8 ranks" in capsys.readouterr().out
+    path, plan = tmp_path / "cluster.json", tmp_path / "plan.json"
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("32000\n")  # takes all eight ranks
+    rings = []
+    for nics in (None, 1):
+        save_cluster(replace(TOPOLOGY, nics=nics).to_cluster("h100"), path)
+        command = ["plan", "--cluster", str(path), "--ranks", "8", "--ranks-per-node", "2", "--lengths", str(lengths)]
+        assert main([*command, "--capacity", "4k", "--out", str(plan)]) == 0
+        assert "policy balanced on 8 ranks" in capsys.readouterr().out
+        rings.append(StepPlan.load(plan).micro_batches[0].ranks)
+    # Where the two ranks of a node share one interface, the ring leaves each node once.
+    assert rings == [(0, 2, 4, 6, 7, 5, 3, 1), (1, 0, 4, 5, 6, 7, 2, 3)]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"ranks": 4}', '{"ranks": 4, "device": {"name": "x"}}'])
