@@ -8,9 +8,11 @@ from hdpcomm.run.dry_run import DryRun, dry_run
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.files import RunFiles
-from hdpcomm.run.loop import RunResult, Saving, Watching, check_limits, train
+from hdpcomm.run.limits import check_limits
+from hdpcomm.run.loop import train
 from hdpcomm.run.metrics_log import MetricsLog, read_lines, read_metrics
 from hdpcomm.run.model import FolderModel, folder_model
+from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.schedule import Schedule
 
 __all__ = [

@@ -11,7 +11,7 @@ from hdpcomm.data import BatchSampler, Corpus
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
-from hdpcomm.run.loop import check_limits
+from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import measure_memory, within_memory
 from hdpcomm.run.model import new_model
 from hdpcomm.run.pipelines import recompute_by_device

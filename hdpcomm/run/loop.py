@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,11 @@ from torch import nn
 from hdpcomm.comm.topology import by_host
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank
-from hdpcomm.data.loader import check_budget
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.parallel import Mesh, MeshTrainer
-from hdpcomm.plan import Calibration, PlanAhead, PlannedStep, Planner
-from hdpcomm.plan.memory import StepMemory
-from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading, batch_sampler
+from hdpcomm.plan import PlanAhead, PlannedStep, Planner
+from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.costs import (
@@ -34,9 +31,11 @@ from hdpcomm.run.costs import (
     same_mesh,
 )
 from hdpcomm.run.evaluation import Evaluation, evaluate
+from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import within_memory
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_model
+from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.pipelines import mesh_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
@@ -48,118 +47,10 @@ from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanne
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["RunResult", "Saving", "Watching", "check_limits", "train"]
+__all__ = ["train"]
 
 _TRACED_STEPS = 50  # at most, with Watching.trace: a trace of more is too large to look at
 _LOOKED_AT = 10  # steps of a whole run of which the timeline is kept
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """Where a run keeps its checkpoints, and where it goes on from.
-
-    Attributes:
-        folder: of the checkpoints; made if need be.
-        every: steps between two; one more is made at the end, and when the run is asked to stop. 0: only these.
-        keep: how many of the newest stay.
-        resume: ``None``: start anew; ``"auto"``: the newest sound checkpoint of ``folder``, if there is any; else the
-            path of a checkpoint, or of a folder of checkpoints.
-    """
-
-    folder: Path
-    every: int = 0
-    keep: int = 3
-    resume: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise InvalidUsage(f"every is {self.every}; give the steps between two checkpoints, or 0")
-        if self.keep < 1:
-            raise InvalidUsage(f"keep is {self.keep}; at least 1 checkpoint has to stay")
-
-
-@dataclass(frozen=True, slots=True)
-class Watching:
-    """What a run tells while it runs. Functions are called on the rank that gave them, as things are done.
-
-    Attributes:
-        on_step: (policy, metrics, costs of :func:`hdpcomm.run.step_record.step_costs`) after every step.
-        on_evaluation: (policy, evaluation).
-        on_timeline: a step as planned and as measured, see :func:`hdpcomm.run.step_record.timeline_row`; about ten
-            times in a run.
-        timelines: whether timelines are collected; equal on every rank.
-        trace: collects the timeline of each of the first 50 steps of the call, with the messages of its rings; equal
-            on every rank.
-        on_costs: what the first policy's plans are made from, before the first step.
-    """
-
-    on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None
-    on_evaluation: Callable[[str, Evaluation], None] | None = None
-    on_timeline: Callable[[dict[str, Any]], None] | None = None
-    timelines: bool = False
-    trace: bool = False
-    on_costs: Callable[[Calibration], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Outcome of :func:`train`, equal on every rank but for the clock.
-
-    Attributes:
-        steps: by policy, in the order of ``RunConfig.policies``; those of this call, from ``first_step`` on.
-        parameters: of the model, tied ones counted once.
-        first_step: 0, or where the checkpoint was taken.
-        stopped_by: the signal that ended the run before its last step, or 0.
-        saved: the last checkpoint, if there is one.
-        evaluations: by policy, those of this call.
-        state: rank 0: the weights of the first policy's model, by name; elsewhere empty.
-        recompute, step_memory: what ``recompute="auto"`` has become, and the memory of a rank that said so, or of each
-            device of a pipeline.
-    """
-
-    ranks: int
-    transport: str
-    parameters: int
-    steps: dict[str, list[StepMetrics]]
-    first_step: int = 0
-    stopped_by: int = 0
-    saved: Path | None = None
-    evaluations: dict[str, list[Evaluation]] = field(default_factory=dict)
-    state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    recompute: str | int | tuple[int, ...] = "none"
-    step_memory: tuple[StepMemory, ...] = ()
-
-
-def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: int) -> None:
-    """Raises InvalidUsage if a sequence fits no batch, or not all ranks together; says which limit to raise. Local."""
-    devices = config.pipeline * config.tensor
-    if ranks % devices:
-        raise InvalidUsage(
-            f"{ranks} ranks cannot be pipelines of {config.pipeline} stages with {config.tensor} tensor ranks each: "
-            f"the number of ranks (--ranks) must be a multiple of {devices}"
-        )
-    ranks //= devices
-    if ranks % config.expert:
-        raise InvalidUsage(
-            f"{ranks} HDP ranks cannot be groups of {config.expert} that share experts: --ranks must be a multiple of "
-            f"{devices * config.expert}"
-        )
-    longest, room = corpus.longest, config.capacity * ranks
-    if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
-        raise InvalidUsage(
-            f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
-            f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
-            f"{-(-longest // config.capacity) * devices:,}, or lower --context to {room:,}"
-        )
-    if corpus.vocabulary > config.model.vocabulary:
-        raise InvalidUsage(
-            f"the data has tokens up to {corpus.vocabulary - 1:,} ({corpus.encoder_name}), and the model has a "
-            f"vocabulary of {config.model.vocabulary:,}; give the tokenizer that belongs to the model"
-        )
-    if isinstance(corpus, DocumentStream):
-        check_budget(corpus, config.tokens_per_step)
-    else:
-        batch_sampler(corpus, config)
 
 
 def train(

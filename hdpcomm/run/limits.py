@@ -1,0 +1,43 @@
+"""Whether a run's sequences fit its batches, its ranks and its model."""
+
+from __future__ import annotations
+
+from hdpcomm.data import Corpus, DocumentStream
+from hdpcomm.data.loader import check_budget
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.run.batches import batch_sampler
+from hdpcomm.run.config import RunConfig
+
+__all__ = ["check_limits"]
+
+
+def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: int) -> None:
+    """Raises InvalidUsage if a sequence fits no batch, or not all ranks together; says which limit to raise. Local."""
+    devices = config.pipeline * config.tensor
+    if ranks % devices:
+        raise InvalidUsage(
+            f"{ranks} ranks cannot be pipelines of {config.pipeline} stages with {config.tensor} tensor ranks each: "
+            f"the number of ranks (--ranks) must be a multiple of {devices}"
+        )
+    ranks //= devices
+    if ranks % config.expert:
+        raise InvalidUsage(
+            f"{ranks} HDP ranks cannot be groups of {config.expert} that share experts: --ranks must be a multiple of "
+            f"{devices * config.expert}"
+        )
+    longest, room = corpus.longest, config.capacity * ranks
+    if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
+        raise InvalidUsage(
+            f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
+            f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
+            f"{-(-longest // config.capacity) * devices:,}, or lower --context to {room:,}"
+        )
+    if corpus.vocabulary > config.model.vocabulary:
+        raise InvalidUsage(
+            f"the data has tokens up to {corpus.vocabulary - 1:,} ({corpus.encoder_name}), and the model has a "
+            f"vocabulary of {config.model.vocabulary:,}; give the tokenizer that belongs to the model"
+        )
+    if isinstance(corpus, DocumentStream):
+        check_budget(corpus, config.tokens_per_step)
+    else:
+        batch_sampler(corpus, config)

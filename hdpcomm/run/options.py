@@ -1,0 +1,94 @@
+"""What a run is asked to keep and to tell, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import Calibration
+from hdpcomm.plan.memory import StepMemory
+from hdpcomm.run.evaluation import Evaluation
+from hdpcomm.train import StepMetrics
+
+__all__ = ["RunResult", "Saving", "Watching"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Where a run keeps its checkpoints, and where it goes on from.
+
+    Attributes:
+        folder: of the checkpoints; made if need be.
+        every: steps between two; one more is made at the end, and when the run is asked to stop. 0: only these.
+        keep: how many of the newest stay.
+        resume: ``None``: start anew; ``"auto"``: the newest sound checkpoint of ``folder``, if there is any; else the
+            path of a checkpoint, or of a folder of checkpoints.
+    """
+
+    folder: Path
+    every: int = 0
+    keep: int = 3
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise InvalidUsage(f"every is {self.every}; give the steps between two checkpoints, or 0")
+        if self.keep < 1:
+            raise InvalidUsage(f"keep is {self.keep}; at least 1 checkpoint has to stay")
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What a run tells while it runs. Functions are called on the rank that gave them, as things are done.
+
+    Attributes:
+        on_step: (policy, metrics, costs of :func:`hdpcomm.run.step_record.step_costs`) after every step.
+        on_evaluation: (policy, evaluation).
+        on_timeline: a step as planned and as measured, see :func:`hdpcomm.run.step_record.timeline_row`; about ten
+            times in a run.
+        timelines: whether timelines are collected; equal on every rank.
+        trace: collects the timeline of each of the first 50 steps of the call, with the messages of its rings; equal
+            on every rank.
+        on_costs: what the first policy's plans are made from, before the first step.
+    """
+
+    on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None
+    on_evaluation: Callable[[str, Evaluation], None] | None = None
+    on_timeline: Callable[[dict[str, Any]], None] | None = None
+    timelines: bool = False
+    trace: bool = False
+    on_costs: Callable[[Calibration], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Outcome of :func:`train`, equal on every rank but for the clock.
+
+    Attributes:
+        steps: by policy, in the order of ``RunConfig.policies``; those of this call, from ``first_step`` on.
+        parameters: of the model, tied ones counted once.
+        first_step: 0, or where the checkpoint was taken.
+        stopped_by: the signal that ended the run before its last step, or 0.
+        saved: the last checkpoint, if there is one.
+        evaluations: by policy, those of this call.
+        state: rank 0: the weights of the first policy's model, by name; elsewhere empty.
+        recompute, step_memory: what ``recompute="auto"`` has become, and the memory of a rank that said so, or of each
+            device of a pipeline.
+    """
+
+    ranks: int
+    transport: str
+    parameters: int
+    steps: dict[str, list[StepMetrics]]
+    first_step: int = 0
+    stopped_by: int = 0
+    saved: Path | None = None
+    evaluations: dict[str, list[Evaluation]] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    recompute: str | int | tuple[int, ...] = "none"
+    step_memory: tuple[StepMemory, ...] = ()
