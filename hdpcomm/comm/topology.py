@@ -60,7 +60,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What messages cost one way between ranks of one host, or of two; medians over the pairs that were measured.
+    """What messages cost one way between ranks of one host, or of two; medians over the pairs that were measured, from
+    device memory to device memory where the communicator has devices.
 
     Attributes:
         pairs: how many were measured.
@@ -243,8 +244,7 @@ def _measure_nics(comm: Communicator, hosts: list[tuple[int, ...]]) -> int | Non
             started = time.perf_counter()
             if place[1] < senders:
                 comm.exchange([(out, after[place[1]])], [(back, before[place[1]])])
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize(comm.device)
+            _await_device(comm)
             found.append(time.perf_counter() - started)
         slowest = torch.tensor(found[1:], dtype=torch.float64)
         comm.all_reduce(slowest, "max")
@@ -252,6 +252,11 @@ def _measure_nics(comm: Communicator, hosts: list[tuple[int, ...]]) -> int | Non
 
     nics = max(1, round(local * seconds(1) / seconds(local)))
     return nics if nics < local else None
+
+
+def _await_device(comm: Communicator) -> None:
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
 
 
 def _measure(comm: Communicator, pairs: list[tuple[int, int]]) -> LinkCost | None:
@@ -271,7 +276,8 @@ def _measure(comm: Communicator, pairs: list[tuple[int, int]]) -> LinkCost | Non
 
 
 def _ping_pong(comm: Communicator, peer: int, *, first: bool) -> tuple[float, float]:
-    """Seconds of 8 bytes one way (median of 30), and bytes/s of 16 MiB one way (the best of 3)."""
+    """Seconds of 8 bytes one way (median of 30), and bytes/s of 16 MiB one way (the best of 3); of the communicator's
+    device."""
 
     def one_way(buffer: torch.Tensor) -> float:
         started = time.perf_counter()
@@ -280,9 +286,10 @@ def _ping_pong(comm: Communicator, peer: int, *, first: bool) -> tuple[float, fl
                 comm.send(buffer, peer)
             else:
                 comm.recv(buffer, peer)
+        _await_device(comm)
         return (time.perf_counter() - started) / 2
 
-    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
+    small, large = (torch.zeros(n, dtype=torch.uint8, device=comm.device) for n in (8, _LARGE_BYTES))
     latency = statistics.median([one_way(small) for _ in range(35)][5:])
     bandwidth = large.numel() / min([one_way(large) for _ in range(4)][1:])
     return latency, bandwidth

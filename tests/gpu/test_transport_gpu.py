@@ -11,6 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard
+from hdpcomm.comm.topology import measure_topology
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.device.test_device_collectives import bits, messages
 from tests.ranks.device.test_device_peer_reads import WAYS, drawn
@@ -116,6 +117,19 @@ class Foreign:
     def __init__(self, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.x = x
         self.__cuda_array_interface__ = dict(x.__cuda_array_interface__) | {"stream": stream.cuda_stream, "version": 3}
+
+
+def topology() -> None:
+    with hdp.init() as comm:
+        kind = type(comm)
+        with mock.patch.object(kind, "send", autospec=True, side_effect=kind.send) as sent:
+            found = measure_topology(comm)
+        assert {call.args[1].device.type for call in sent.call_args_list} == {"cuda"}
+        assert found.transport == comm.transport
+
+
+def test_the_topology_measures_device_memory() -> None:
+    spawn(topology, 2, transport="cuda")
 
 
 def foreign_arrays() -> None:
