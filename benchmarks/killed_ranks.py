@@ -194,6 +194,7 @@ def kill_training(point: Point, home: Path) -> Outcome:
     draw = random.Random(point.seed)
     victim, steps = draw.randrange(TRAINING_RANKS), draw.randint(1, 6)
     log, out = home / "log.jsonl", home / "out"
+    told: list[int] = []
     arguments = ["train", "--ranks", str(TRAINING_RANKS), "--steps", "1000000", *MODEL, "--log", str(log)]
     if point.phase == "saving":
         arguments += ["--out", str(out), "--save-every", "1", "--trackers", "none", "--zero", draw.choice("01")]
@@ -201,11 +202,12 @@ def kill_training(point: Point, home: Path) -> Outcome:
     def kill_rank() -> float:
         end = time.monotonic() + HANG_S
         await_file(log, end)
-        while log.read_text().count("\n") < steps:
+        while steps_told(log) < steps:
             if time.monotonic() > end:
                 raise TimeoutError("the run made no steps")
             time.sleep(0.002)
         time.sleep(draw.random() * 0.2)
+        told.append(steps_told(log))
         ranks = next(each for child in psutil.Process().children() if len(each := child.children()) == TRAINING_RANKS)
         sorted(ranks, key=lambda rank: (rank.create_time(), rank.pid))[victim].kill()
         return time.monotonic()
@@ -219,15 +221,23 @@ def kill_training(point: Point, home: Path) -> Outcome:
     if code != 3 or f"rank {victim} ended by signal SIGKILL" not in said.getvalue():
         faults.append(f"hdpcomm train ended with {code} and said: {said.getvalue()}")
     if point.phase == "saving":
-        faults += checkpoint_faults(out / "checkpoints")
+        faults += checkpoint_faults(out / "checkpoints", told[0] - 2)
     return Outcome(ended - died, tuple(faults))
 
 
-def checkpoint_faults(folder: Path) -> list[str]:
-    """What is wrong with the checkpoints; those that are not whole go when the run is resumed."""
+def steps_told(log: Path) -> int:
+    return log.read_text().count("\n")
+
+
+def checkpoint_faults(folder: Path, expected: int) -> list[str]:
+    """What is wrong with the checkpoints; those that are not whole go when the run is resumed.
+
+    ``expected``: the step of the last one that must be whole. A step is told before its checkpoint begins, in the
+    background, and a checkpoint begins when the one before is whole: with three steps told, that is the first one.
+    """
     newest, damaged = newest_checkpoint(folder)
-    if newest is None:
-        damaged.append("there is no checkpoint")
+    if (0 if newest is None else newest.step) < expected:
+        damaged.append(f"the newest checkpoint is {newest and newest.path.name}, not step-{expected} or a later one")
     CheckpointFolder(folder, keep=3)
     return damaged + [f"left: {path.name}" for path in folder.iterdir() if not path.name.startswith("step-")]
 
@@ -278,18 +288,34 @@ def make_workplace() -> Path:
 
 
 def things_there(work: Path) -> Counter[str]:
-    """Shared memory, temporary files, processes, and what the launcher holds: descriptors and threads."""
-    things = Counter(f"shared memory /dev/shm/{name}" for name in os.listdir("/dev/shm"))
-    things.update(f"temporary {path.relative_to(work)}" for path in (work / "tmp").rglob("*"))
+    """Shared memory, temporary files, processes, and what the launcher holds: descriptors and threads. Shared memory
+    that a process of another program maps is that program's."""
+    things = Counter(f"temporary {path.relative_to(work)}" for path in (work / "tmp").rglob("*"))
     mark = f"{MARK}={work}".encode()
+    shared = {file.inode(): file.path for file in os.scandir("/dev/shm")}
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+            if process.pid != os.getpid() and mark not in environment_of(process.pid):
+                for inode in shared.keys() & (mapped(process.pid) if shared else ()):
+                    del shared[inode]
+            elif process.pid != os.getpid():
                 things[f"process {process.pid}"] += 1
                 things.update(descriptors(process.pid))
+    things.update(f"shared memory {path}" for path in shared.values())
     things.update(descriptors(os.getpid()))
     things.update(f"thread {thread.name}" for thread in threading.enumerate())
     return things
+
+
+def environment_of(pid: int) -> list[bytes]:
+    """What the environment of a process was when its program began."""
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def mapped(pid: int) -> set[int]:
+    """The inodes in /dev/shm that a process has in its memory; a semaphore's has another name there."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
 
 
 def descriptors(pid: int) -> Iterator[str]:

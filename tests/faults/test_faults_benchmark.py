@@ -51,6 +51,75 @@ def test_kills(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 1 + len(rows)
 
 
+# Semaphores are in /dev/shm; one that a process of another program holds, and one that nobody holds.
+OTHERS = """
+import _multiprocessing, sys
+held = _multiprocessing.SemLock(1, 1, 1, sys.argv[1], False)
+print("held", flush=True)
+sys.stdin.read()
+_multiprocessing.sem_unlink(sys.argv[1])
+"""
+LOOKS = """
+import os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import killed_ranks
+work = Path(sys.argv[2])
+(work / "tmp").mkdir()
+before = killed_ranks.things_there(work)
+killed_ranks.GONE_S = 0.2
+def start(name, **more):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "close_fds": True}
+    process = subprocess.Popen([sys.executable, "-c", sys.argv[3], name], env=os.environ | more, **pipes)
+    assert process.stdout.readline() == b"held\\n"
+    return process
+def looked():
+    return [thing for thing in killed_ranks.left(work, before) if "descriptor" not in thing]
+name = f"/mp-test-{os.getpid()}"
+others = start(name)
+print(looked())
+others.communicate()
+ours = start(name, **{killed_ranks.MARK: str(work)})
+print([thing.replace(str(ours.pid), "N").replace(str(os.getpid()), "N") for thing in looked()])
+ours.kill()
+ours.communicate()
+print([thing.replace(str(os.getpid()), "N") for thing in looked()])
+os.unlink(f"/dev/shm/sem.{name[1:]}")
+print(looked())
+"""
+
+
+def test_what_another_program_has_in_memory_is_not_left(tmp_path: Path) -> None:
+    done = run_python(["-c", LOOKS, str(SCRIPT.parent), str(tmp_path), OTHERS], timeout=60)
+    left = "shared memory /dev/shm/sem.mp-test-N"
+    assert done.stdout.splitlines() == ["[]", str(["process N", left]), str([left]), "[]"], done.stderr
+
+
+CHECKPOINTS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from hdpcomm.run.checkpoints import CheckpointFolder
+from killed_ranks import checkpoint_faults
+path = Path(sys.argv[2])
+folder = CheckpointFolder(path, keep=3)
+print(checkpoint_faults(path, 0), checkpoint_faults(path, 1))
+for step in (1, 2):
+    folder.save(step, {"x": torch.zeros(2)}, {})
+folder.wait()
+print(checkpoint_faults(path, 2), checkpoint_faults(path, 3))
+"""
+
+
+def test_a_checkpoint_is_missed_only_when_it_was_due(tmp_path: Path) -> None:
+    done = run_python(["-c", CHECKPOINTS, str(SCRIPT.parent), str(tmp_path)], timeout=60)
+    missed = [
+        f"the newest checkpoint is {name}, not step-{step} or a later one" for name, step in ((None, 1), ("step-2", 3))
+    ]
+    assert done.stdout.splitlines() == [f"[] {[one]}" for one in missed], done.stderr
+
+
 def test_bad_flags_say_so() -> None:
     done = run("--transports", "pigeon")
     assert done.returncode == 2
