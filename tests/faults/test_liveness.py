@@ -22,10 +22,11 @@ from hdpcomm import _core
 from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, wait_for
+from tests.faults.cases import LONG_S, caught, until, wait_for
 from tests.faults.test_unattended import on_threads
 
 TIMEOUT_S = 1.5
+PING, PONG = 5, 6  # kinds of frames
 LONG_WORK_S = 4.0
 
 
@@ -171,9 +172,10 @@ def on_hosts(
     program: Callable[[Communicator], None],
     change: Callable[[int, transport.Frame], None] = lambda *_: None,
     timeout: float = 2 * TIMEOUT_S,
+    wire: Wire | None = None,
 ) -> None:
     """Runs it on ranks that are threads: those with one number share a segment, the others exchange frames."""
-    wire = Wire(len(hosts), change)
+    wire = wire or Wire(len(hosts), change)
     segments = {host: transport.create_segment(len(hosts)) for host in set(hosts)}
 
     def run(rank: int) -> None:
@@ -224,16 +226,71 @@ def test_a_circle_through_hosts_ends() -> None:
 
     def program(comm: Communicator) -> None:
         with comm.liveness_deadlines():
+            comm.barrier()
             error = caught(lambda: comm.recv(torch.ones(3), (comm.rank + 1) % 3))
             done.wait(LONG_S)
         assert isinstance(error, hdp.CommTimeout | hdp.Aborted)
-        # Who has not heard yet what the others last did tells how long it has waited.
-        assert re.search(r"rank \d (has not moved for|waited) [\d.]+ s", str(error)), str(error)
+        assert re.search(r"rank \d has not moved for [\d.]+ s", str(error)), str(error)
 
     on_hosts([0, 0, 1], program)
 
 
-PONG = 6
+def test_a_rank_that_is_asked_all_the_time_asks_too() -> None:
+    """Only an answer tells what a rank did last; its questions do not."""
+    pings: list[list[bytes]] = [[], []]  # of each rank
+
+    def look(source: int, frame: transport.Frame) -> None:
+        if frame.head[4] == PING:
+            pings[source].append(bytes(frame.head))
+
+    wire, asked = Wire(2, look), threading.Event()
+
+    def ask() -> None:
+        """In the name of rank 1, many times as often as rank 0 would ask by itself."""
+        while not asked.wait(0.05):
+            if pings[1]:
+                frame = transport.Frame()
+                frame.head[:] = pings[1][0]
+                wire.links[0].deliver(1, frame)
+
+    def program(comm: Communicator) -> None:
+        with comm.liveness_deadlines():
+            work = comm.recv(torch.ones(3), 1 - comm.rank, async_op=True)
+            assert until(lambda: len(pings[0]) > 3)
+            comm.send(torch.ones(3), 1 - comm.rank)
+            work.wait()
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    try:
+        on_hosts([0, 1], program, timeout=LONG_S, wire=wire)
+    finally:
+        asked.set()
+        asks.join()
+
+
+def test_one_that_waits_for_a_rank_that_tells_nothing_says_so() -> None:
+    over = threading.Event()
+
+    def program(comm: Communicator) -> None:
+        if comm.rank == 0:
+            assert over.wait(LONG_S)
+            return
+        with comm.liveness_deadlines():
+            if comm.rank == 2:
+                error = caught(lambda: comm.recv(torch.ones(3), 0))
+                assert "rank 1 has not moved" not in str(error)
+                return
+            error = caught(lambda: comm.recv(torch.ones(3), 2))
+            over.set()
+        assert isinstance(error, hdp.CommTimeout)
+        assert error.peer == 2
+        last = "waits for rank 0, which tells nothing: look at"
+        assert re.search(rf"rank 2 has not moved for [\d.]+ s; last: {last}", str(error))
+
+    on_threads([LONG_S, TIMEOUT_S, LONG_S], program)
+
+
 HUGE = 2**63 + 5
 
 

@@ -95,7 +95,9 @@ void World::publishPulseLocked(Clock::time_point now) {
       awaited.insert(awaited.end(), more.begin(), more.end());
     }
     const auto slowest = slowestLocked(awaited, now);
-    if (slowest) {
+    if (slowest && slowest->doing.empty()) {
+      pulse.doing = "waits for rank " + std::to_string(slowest->culprit) + ", which tells nothing";
+    } else if (slowest) {
       pulse.moved = std::max(pulse.moved, slowest->moved);
       pulse.culprit = slowest->culprit;
       pulse.culprit_moved = slowest->culprit_moved;

@@ -86,7 +86,6 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
   if (peer.ended || !peer.loss.empty()) return false;
   peer.last_heard = Clock::now();
-  peer.awaits_pong = false;
   if (kind == Kind::kPing) {
     peer.pong_due = true;
     peer.peers_ping = header.number;
@@ -95,7 +94,7 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
     return true;
   }
   if (kind == Kind::kPong) {
-    takePulse(peer_rank, peer, *frame);
+    if (header.number == peer.ping) takePong(peer_rank, peer, *frame);
     return true;
   }
   peer.last_moved = peer.last_heard;
@@ -167,8 +166,11 @@ double FrameLink::silence(int peer_rank) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
   const auto now = Clock::now();
-  if (peer.awaits_pong) return std::chrono::duration<double>(now - peer.ping_time).count();
-  if (now - peer.last_heard < ping_after_ || closed_) return 0;
+  if (peer.awaits_pong) {
+    return std::chrono::duration<double>(now - std::max(peer.ping_time, peer.last_heard)).count();
+  }
+  // A ping of the peer's tells nothing about its moves: to be asked is no reason not to ask.
+  if (now - std::max(peer.last_answer, peer.last_moved) < ping_after_ || closed_) return 0;
   peer.awaits_pong = true;
   peer.ping_time = now;
   peer.ping_due = true;
@@ -201,9 +203,11 @@ FramePtr FrameLink::makePong(const Peer& peer) const {
 // The peer made its answer after the ping was asked for, so its last move was not before that time
 // less the age. To go by this time, and not by that of the arrival, keeps ranks that wait for each
 // other in a circle from making each other's moves later with each answer.
-void FrameLink::takePulse(int peer_rank, Peer& peer, Frame& frame) {
+void FrameLink::takePong(int peer_rank, Peer& peer, Frame& frame) {
+  peer.awaits_pong = false;
+  peer.last_answer = peer.last_heard;
   const Header header = framed::readHeader(frame);
-  if (header.detail != framed::kHasPulse || header.number != peer.ping) return;
+  if (header.detail != framed::kHasPulse) return;
   const auto before = [&](uint64_t age) {
     return peer.ping_time - std::chrono::milliseconds(static_cast<int64_t>(age));
   };

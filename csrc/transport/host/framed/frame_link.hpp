@@ -85,7 +85,8 @@ class FrameLink {
   void cutOff(int peer, const std::string& why);
   // Why the connection broke; empty while it holds.
   std::string lossOf(int peer) const;
-  // Seconds since an unanswered ping; sends one if the peer has been silent. 0: the peer answers.
+  // Seconds without a frame since an unanswered ping; sends one if the peer has told nothing for a
+  // while. 0: the peer answers.
   double silence(int peer);
   // What this rank tells about its moves in its answers to pings.
   void publishPulse(const Pulse& pulse);
@@ -109,8 +110,9 @@ class FrameLink {
     bool ended = false;  // its last frame has arrived
     bool pong_due = false;
     bool ping_due = false;
-    Clock::time_point last_heard = Clock::now();
-    Clock::time_point ping_time;  // when the unanswered ping was requested
+    Clock::time_point last_heard;   // any frame
+    Clock::time_point last_answer;  // to a ping
+    Clock::time_point ping_time;    // when the last ping was requested
     bool awaits_pong = false;
     uint32_t ping = 0;        // number of the last one
     uint32_t peers_ping = 0;  // of the peer's, which the next pong answers
@@ -119,7 +121,7 @@ class FrameLink {
   };
   void signal(std::unique_lock<std::mutex>& lock);
   FramePtr makePong(const Peer& peer) const;
-  void takePulse(int peer_rank, Peer& peer, Frame& frame);
+  void takePong(int peer_rank, Peer& peer, Frame& frame);
   void lose(std::unique_lock<std::mutex>& lock, Peer& peer, const std::string& what);
 
   int rank_;
@@ -130,7 +132,7 @@ class FrameLink {
   std::shared_ptr<const std::function<void()>> wake_;  // copied for each event
   uint32_t events_ = 0;
   std::optional<Pulse> own_pulse_;
-  Clock::duration ping_after_;  // without a frame from the peer
+  Clock::duration ping_after_;  // without an answer or a message from the peer
   bool closed_ = false;
 };
 
