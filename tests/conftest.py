@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
 from tests.order import longest_first
+from tests.patience import PATIENCE, be_patient
 from tests.warm_python import PRELOAD
 
 torch.set_num_threads(1)
@@ -43,6 +44,7 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 def pytest_configure() -> None:
     """The first launch of a process decides what its fork server has imported, and may be one of no training: each
     training rank of that process would import the rest for itself, 2 s of CPU."""
+    be_patient()
     if "PYTEST_XDIST_WORKER" in os.environ:  # who runs a few files may start none
         multiprocessing.set_forkserver_preload(["hdpcomm.comm.launch", *PRELOAD])
         multiprocessing.forkserver.ensure_running()
@@ -81,12 +83,12 @@ def ranks(_pools: dict[int, RankPool]) -> Iterator[Callable[..., list[Any]]]:
         if pool is None or not pool.healthy:
             pool = _pools[world_size] = RankPool(world_size, preload=PRELOAD)
         used[world_size] = pool
-        return pool.run(fn, *args, timeout=timeout)
+        return pool.run(fn, *args, timeout=timeout * PATIENCE)
 
     yield run
     for pool in used.values():
         if pool.healthy:
-            pool.run(_leaves_no_group, timeout=60)
+            pool.run(_leaves_no_group, timeout=60 * PATIENCE)
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def nothing_left_in_shm() -> Iterator[None]:
     """What the test puts into /dev/shm is gone after it; what a test beside it has there goes when that one ends."""
     before = set(os.listdir("/dev/shm"))
     yield
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 60 * PATIENCE
     while left := set(os.listdir("/dev/shm")) - before:
         assert time.monotonic() < limit, f"left in /dev/shm: {left}"
         time.sleep(0.1)

@@ -9,6 +9,7 @@ from hdpcomm import _core, testing
 from hdpcomm.comm.machine import Machine, joining_on
 from hdpcomm.testing import device_check
 from tests.native import _testing
+from tests.patience import PATIENCE
 
 __all__ = ["FakeMachine", "check", "planted_sites", "run_threads"]
 
@@ -72,7 +73,7 @@ def run_threads(
     world_size: int,
     *args: Any,
     transport: str = "shm",
-    timeout: float = 60.0,
+    timeout: float = 60.0 * PATIENCE,
     hosts: Sequence[int] = (),
     fake_nccl: _testing.FakeNccl | None = None,
     **machine: Any,

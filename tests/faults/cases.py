@@ -15,6 +15,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
+from tests.patience import PATIENCE
 
 LONG_S = 600.0
 """A deadline that no test reaches, since each is ended long before: errors of such worlds came of something else."""
@@ -59,7 +60,7 @@ def works_again(comm: hdp.Communicator) -> None:
 
 def wait_for(path: Path) -> None:
     """Until another rank has made the file, whatever the machine has to do meanwhile."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 60 * PATIENCE
     while not path.exists():
         assert time.monotonic() < until, f"{path} was not made"
         time.sleep(0.01)
@@ -74,7 +75,7 @@ def caught(call: Callable[[], Any]) -> hdp.Error:
 
 def until(condition: Callable[[], bool]) -> bool:
     """Whether ``condition`` has come true within 15 s, which is time enough on any machine."""
-    limit = time.monotonic() + 15
+    limit = time.monotonic() + 15 * PATIENCE
     while not condition():
         if time.monotonic() > limit:
             return False
@@ -84,7 +85,7 @@ def until(condition: Callable[[], bool]) -> bool:
 
 def until_it_fails(call: Callable[[], Any]) -> None:
     """Calls again and again; for what is found out by itself."""
-    limit = time.monotonic() + 15
+    limit = time.monotonic() + 15 * PATIENCE
     while time.monotonic() < limit:
         call()
         time.sleep(0.01)
