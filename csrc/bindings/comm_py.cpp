@@ -16,14 +16,20 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-void wait(const Handle& handle, double timeout_s) {
+void wait(const Handle& handle, double timeout_s, bool quiet) {
   const py::gil_scoped_release release;
+  if (quiet) handle.work->keepQuiet();
   handle.world->wait(*handle.work, timeout_s, kCheckSignals);
 }
 
 bool done(const Handle& handle) {
   const py::gil_scoped_release release;
   return handle.world->test(*handle.work);
+}
+
+bool heard(const Handle& handle) {
+  const py::gil_scoped_release release;
+  return handle.world->heard(*handle.work);
 }
 
 void bindCommunicator(py::module_& module) {
@@ -40,11 +46,11 @@ void bindCommunicator(py::module_& module) {
       .def_property_readonly("world", &Communicator::sharedWorld)
       .def(
           "resync",
-          [](const Communicator& c, double timeout_s) {
+          [](const Communicator& c, double timeout_s, bool quiet) {
             const py::gil_scoped_release release;
-            c.resync(timeout_s, kCheckSignals);
+            c.resync(timeout_s, kCheckSignals, quiet);
           },
-          py::arg("timeout"));
+          py::arg("timeout"), py::arg("quiet") = false);
 }
 
 // Memory of World::allocate(), as Python's buffer protocol gives it out.
@@ -209,8 +215,9 @@ void bindNames(py::module_& module) {
 void bindComm(py::module_& module) {
   module.attr("OUT_OF_STEP_ADVICE") = kOutOfStepAdvice;
   py::class_<Handle>(module, "Work")
-      .def("wait", &wait, py::arg("timeout") = -1.0)
+      .def("wait", &wait, py::arg("timeout") = -1.0, py::arg("quiet") = false)
       .def("done", &done)
+      .def("heard", &heard)
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
   bindFlight(module);

@@ -26,6 +26,8 @@ inline constexpr const char* kOutOfStepAdvice =
 // How errors that follow from another one name it.
 inline constexpr const char* kSince = " since: ";
 inline constexpr const char* kResyncAfter = " called resync() after: ";
+// How the error of an operation ends that another rank gave up; the number of that rank follows.
+inline constexpr const char* kToldBy = " (told by rank ";
 
 // The first error that the text of a refusal, or of a resync(), names; the text itself if it is no
 // such one.
@@ -130,10 +132,10 @@ inline bool noticeFits(uint8_t kind, int cause, int num_ranks) {
 // error concerns.
 inline Notice noticeFrom(int peer, int rank, ErrorKind kind, const std::string& text, int cause,
                          const GiveUp& ours) {
-  const bool told = text.find("(told by") != std::string::npos;
+  const bool told = text.find(kToldBy) != std::string::npos;
   // An error that concerns this rank concerns the peer when this rank raises it.
   const int concerned = cause == rank || cause < 0 ? peer : cause;
-  return {ours, Error(kind, told ? text : text + " (told by rank " + std::to_string(peer) + ")",
+  return {ours, Error(kind, told ? text : text + kToldBy + std::to_string(peer) + ")",
                       {.rank = rank, .peer = concerned, .op = {}, .ranks = {}, .seq = -1})};
 }
 

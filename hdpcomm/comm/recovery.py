@@ -79,7 +79,7 @@ def _round(core: _core.comm.Communicator, living: list[int], call: str, flag: bo
     world, ranks = core.world, core.ranks
     group = _core.comm.subset(core, [position for position, rank in enumerate(ranks) if rank in living])
     assert group is not None  # this rank is one of them
-    group[0].resync(left())
+    group[0].resync(left(), quiet=True)
     views = {rank: torch.zeros(world.size + 2, dtype=torch.uint8) for rank in living}
     mine = views[world.rank]
     mine[living] = 1
@@ -90,7 +90,7 @@ def _round(core: _core.comm.Communicator, living: list[int], call: str, flag: bo
         sends, recvs = [(mine, rank) for rank in others], [(views[rank], rank) for rank in others]
         work = _core.comm.exchange(world.communicator(), describe, sends, recvs, True)
         assert work is not None  # asynchronous
-        work.wait(left())
+        work.wait(left(), quiet=True)
     return views
 
 

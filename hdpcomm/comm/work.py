@@ -20,10 +20,11 @@ _dropped: collections.deque[tuple[Any, tuple[Any, ...]]] = collections.deque()
 def _report(handle: Any) -> None:
     """Warns of the error of an operation that has ended and that nobody waits for any more.
 
-    Not of Aborted, which follows from close() or from an error that was told before, nor for device operations, which
-    an error ends for good, so that the next one tells it.
+    Not where another operation has raised an error with the same cause: the death of that rank, or the same failure of
+    this rank or another one. Nor of Aborted, which follows from close() or from an error that was told before, nor for
+    device operations, which an error ends for good, so that the next one tells it.
     """
-    if not isinstance(handle, _core.comm.Work):
+    if not isinstance(handle, _core.comm.Work) or handle.heard():
         return
     try:
         handle.wait(-1.0)
@@ -54,7 +55,8 @@ class Work:
     """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of.
 
     One that nobody waits for is given up on all ranks concerned when it has run for the communicator's timeout. If the
-    Work was let go of, its error is a RuntimeWarning, at the latest when the next operation is started.
+    Work was let go of, its error is a RuntimeWarning, at the latest when the next operation is started, unless the
+    program has got an error with the same cause from another operation.
     """
 
     __slots__ = ("_buffers", "_handle")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,10 +42,8 @@ def run_with_survivors(
         try:
             return attempt(comm)
         except (Aborted, CommTimeout, PeerLost) as error:
-            with warnings.catch_warnings():  # what was under way is known to have failed
-                warnings.filterwarnings("ignore", message="an operation failed whose Work was dropped")
-                failure = error.with_traceback(None)  # whose frames hold the model
-                failure.__cause__ = failure.__context__ = None
+            failure = error.with_traceback(None)  # whose frames hold the model
+            failure.__cause__ = failure.__context__ = None
         living = comm.shrink()
         if living.size == comm.size:
             raise failure

@@ -211,10 +211,11 @@ std::shared_ptr<Work> Communicator::startExchange(std::span<const Message> sends
   return work;
 }
 
-void Communicator::resync(double timeout_s, const InterruptCheck& check_interrupt) const {
+void Communicator::resync(double timeout_s, const InterruptCheck& check_interrupt,
+                          bool quiet) const {
   Call call = callOfMessages();
   call.op = OpCode::kResync;
-  world_->resync(call, ranks_, timeout_s, check_interrupt);
+  world_->resync(call, ranks_, timeout_s, check_interrupt, quiet);
 }
 
 void Communicator::exchange(std::span<const Message> sends, std::span<const Message> recvs,

@@ -73,7 +73,7 @@ class Communicator {
   void exchange(std::span<const Message> sends, std::span<const Message> recvs, double timeout_s,
                 const InterruptCheck& check_interrupt) const;
   // Collective; see World::resync().
-  void resync(double timeout_s, const InterruptCheck& check_interrupt) const;
+  void resync(double timeout_s, const InterruptCheck& check_interrupt, bool quiet) const;
 
  private:
   Communicator(std::shared_ptr<World> world, Ranks ranks, int rank);

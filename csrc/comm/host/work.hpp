@@ -35,6 +35,8 @@ class Work {
   const Call& call() const { return call_; }
   const Ranks& ranks() const { return ranks_; }
   std::string describeCall() const { return describe(call_); }
+  // Who waits for it keeps its error from the program.
+  void keepQuiet() { quiet_ = true; }
 
  protected:
   friend class World;
@@ -72,11 +74,13 @@ class Work {
   Completion deferred_;    // of sends that may be in flight until the end
   State state_ = State::kQueued;
   std::optional<Error> error_;
+  uint64_t failed_in_ = 0;                 // a period of HeardFailures
   std::optional<Clock::time_point> seen_;  // background: when a health check first saw it run
   Clock::time_point allowed_ = Clock::time_point::min();  // the latest deadline of those who waited
   int64_t seq_ = -1;
   FlightRecorder::Entry flight_;
   bool background_ = false;
+  bool quiet_ = false;
 };
 
 // Runs a Schedule. `in` and `out` are its buffers.

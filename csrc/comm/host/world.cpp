@@ -202,6 +202,7 @@ void World::fail(Work& work, const Error& given) {
   context.ranks = *work.ranks_;
   context.seq = work.seq_;
   work.error_ = Error(error.kind(), error.what(), context);
+  work.failed_in_ = heard_.period();
   if (first_cause_.empty() && work.call_.op != OpCode::kResync && !hidesCause(error)) {
     first_cause_ = firstCause(error.what());
   }

@@ -18,6 +18,7 @@
 #include "base/process.hpp"
 #include "collective/cost.hpp"
 #include "comm/host/deadlock.hpp"
+#include "comm/host/heard_failures.hpp"
 #include "comm/host/liveness.hpp"
 #include "comm/host/work.hpp"
 #include "comm/wait_counts.hpp"
@@ -69,13 +70,16 @@ class World {
   // Waits until the work has ended; throws its error. A timeout of 0 or less: the world's. Past the
   // deadline the operation is given up on all ranks concerned.
   void wait(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
+  // Whether the work failed, and an operation has thrown an error to the caller that tells of this
+  // failure: this one or another.
+  bool heard(const Work& work);
   // Submits an operation and waits for it, on this thread alone; `work` may lie on the stack.
   void run(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
   // Collective over the given ranks: brings their pairs into step again (transport.hpp). Fails the
   // operations that are under way between them, and drops what was sent before. Deadline as for
-  // wait().
+  // wait(). `quiet`: the caller tells the program of no error (Work::quiet).
   void resync(const Call& call, const Ranks& ranks, double timeout_s,
-              const InterruptCheck& check_interrupt);
+              const InterruptCheck& check_interrupt, bool quiet);
   // True when the work has ended (an error is thrown by wait()). Never blocks.
   bool test(Work& work);
 
@@ -157,6 +161,7 @@ class World {
   void enqueueLocked(const std::shared_ptr<Work>& work);
   bool runAloneLocked(Work& work);
   bool spinLocked(Work& work);
+  [[noreturn]] void throwFailureLocked(const Work& work);
   void forgetLocked(Work& work);
   void failAllWithLocked(const std::vector<int>& ranks, const Error& error);
   std::string lastWordsLocked(const std::string& reason) const;
@@ -237,6 +242,7 @@ class World {
   bool closed_ = false;
   std::string abort_reason_;  // not empty after abort()
   std::string first_cause_;   // the first error since this rank was last in step with all others
+  HeardFailures heard_;
 
   std::shared_ptr<WorldPart> part_;
   std::shared_ptr<WorldListener> listener_;

@@ -155,6 +155,12 @@ Error World::timeoutError(const Work& work, Clock::duration waited,
                 .seq = -1});
 }
 
+bool World::heard(const Work& work) {
+  refuseInChild();
+  std::lock_guard lock(mutex_);
+  return work.state_ == Work::State::kFailed && heard_.has(*work.error_, work.failed_in_);
+}
+
 bool World::test(Work& work) {
   refuseInChild();
   std::lock_guard lock(mutex_);
@@ -196,8 +202,9 @@ void World::run(Work& work, double timeout_s, const InterruptCheck& check_interr
 }
 
 void World::resync(const Call& call, const Ranks& ranks, double timeout_s,
-                   const InterruptCheck& check_interrupt) {
+                   const InterruptCheck& check_interrupt, bool quiet) {
   const auto work = std::make_shared<ResyncWork>(call, ranks);
+  if (quiet) work->keepQuiet();
   {
     std::lock_guard lock(mutex_);
     if (over()) throwUnusable();
@@ -224,6 +231,7 @@ void World::resync(const Call& call, const Ranks& ranks, double timeout_s,
     if (transport_->outOfStep(peer)) return;
   }
   first_cause_.clear();
+  heard_.beginPeriod();
 }
 
 // The first error that this rank has met, or that a rank has told it of; empty if there is none.
@@ -300,8 +308,13 @@ bool World::spinLocked(Work& work) {
   for (int i = 0; i < spins_ && !ended(work); ++i) {
     if (transport_->progress()) postAllLocked();
   }
-  if (work.state_ == Work::State::kFailed) throw *work.error_;
+  if (work.state_ == Work::State::kFailed) throwFailureLocked(work);
   return work.state_ == Work::State::kDone;
+}
+
+void World::throwFailureLocked(const Work& work) {
+  if (!work.quiet_) heard_.add(*work.error_, work.failed_in_);
+  throw *work.error_;
 }
 
 void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check_interrupt) {
@@ -325,7 +338,7 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
   }
   std::lock_guard lock(mutex_);
   stopWaitingLocked(work, start);
-  if (work.state_ == Work::State::kFailed) throw *work.error_;
+  if (work.state_ == Work::State::kFailed) throwFailureLocked(work);
 }
 
 // Under the lock, so that the progress thread does not miss it between its check and its sleep.
