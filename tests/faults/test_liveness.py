@@ -9,7 +9,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,20 +69,33 @@ def test_one_that_ticks_is_waited_for_in_the_background_too() -> None:
     on_threads([TIMEOUT_S] * 2, program)
 
 
-def test_the_rank_at_the_end_of_the_chain_is_named() -> None:
-    done = threading.Barrier(3)
+def at_the_end_of_a_chain() -> Callable[[Communicator], None]:
+    """Rank 0 waits for rank 1, and that for rank 2, which does nothing. Rank 1 has the time to wait: had it given up
+    first, it would be the one that moved last."""
+    over = threading.Event()
 
     def program(comm: Communicator) -> None:
         with comm.liveness_deadlines():
             comm.barrier()
-            if comm.rank < 2:
-                error = caught(lambda: comm.recv(torch.ones(3), comm.rank + 1))
+            if comm.rank == 0:
+                try:
+                    error = caught(lambda: comm.recv(torch.ones(3), 1))
+                finally:
+                    over.set()
                 assert isinstance(error, hdp.CommTimeout)
                 assert error.peer == 2
                 assert re.search(r"rank 2 has not moved for [\d.]+ s; last: barrier #0 ended: look at", str(error))
-            done.wait(LONG_S)
+            elif comm.rank == 1:
+                comm.recv(torch.ones(3), 2)
+            else:
+                assert over.wait(LONG_S)
+                comm.send(torch.ones(3), 1)
 
-    on_threads([TIMEOUT_S] * 3, program)
+    return program
+
+
+def test_the_rank_at_the_end_of_the_chain_is_named() -> None:
+    on_threads([TIMEOUT_S, LONG_S, LONG_S], at_the_end_of_a_chain())
 
 
 def test_an_activity_over_its_limit_is_told() -> None:
@@ -172,14 +185,18 @@ def on_hosts(
     program: Callable[[Communicator], None],
     change: Callable[[int, transport.Frame], None] = lambda *_: None,
     timeout: float = 2 * TIMEOUT_S,
+    timeouts: Sequence[float] = (),
     wire: Wire | None = None,
 ) -> None:
-    """Runs it on ranks that are threads: those with one number share a segment, the others exchange frames."""
+    """Runs it on ranks that are threads: those with one number share a segment, the others exchange frames.
+
+    ``timeout``: of all ranks, or ``timeouts``: of each."""
     wire = wire or Wire(len(hosts), change)
     segments = {host: transport.create_segment(len(hosts)) for host in set(hosts)}
 
     def run(rank: int) -> None:
-        world = _core.comm.join_hosts(segments[hosts[rank]], wire.links[rank], hosts, "torch", timeout, LONG_S)
+        own_s = timeouts[rank] if timeouts else timeout
+        world = _core.comm.join_hosts(segments[hosts[rank]], wire.links[rank], hosts, "torch", own_s, LONG_S)
         with Communicator(world.communicator(), rank, len(hosts)) as comm:
             program(comm)
 
@@ -207,18 +224,7 @@ def test_a_busy_rank_of_another_host_is_waited_for(hosts: list[int]) -> None:
 
 
 def test_the_stuck_rank_is_named_through_hosts() -> None:
-    done = threading.Barrier(3)
-
-    def program(comm: Communicator) -> None:
-        with comm.liveness_deadlines():
-            comm.barrier()
-            if comm.rank < 2:
-                error = caught(lambda: comm.recv(torch.ones(3), comm.rank + 1))
-                assert isinstance(error, hdp.CommTimeout)
-                assert re.search(r"rank 2 has not moved for [\d.]+ s; last: barrier #0 ended: look at", str(error))
-            done.wait(LONG_S)
-
-    on_hosts([0, 0, 1], program)
+    on_hosts([0, 0, 1], at_the_end_of_a_chain(), timeouts=[2 * TIMEOUT_S, LONG_S, LONG_S])
 
 
 def test_a_circle_through_hosts_ends() -> None:
