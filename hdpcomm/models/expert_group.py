@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hdpcomm.models.routing import HostNumbers, Routing, kept_routing, routing_before
 from hdpcomm.models.tensor_group import TensorShard
 
 if TYPE_CHECKING:
@@ -68,24 +69,36 @@ class ExpertGroup:
     comm: Communicator
     shards: dict[str, TensorShard] = field(default_factory=dict)
 
-    def run(self, rows: Tensor, counts: Tensor, experts: RunExperts, load: ExpertLoad) -> Tensor:
-        """The results ``[rows, width]`` of the experts of all ranks. Collective over ``comm``.
+    def route(self, chosen: Tensor, counts: Tensor, load: ExpertLoad) -> Routing:
+        """Tells the ranks how many rows they will get. Collective over ``comm``; the host does not wait on a GPU.
 
         Args:
-            rows: ``[rows, width]``, sorted by expert.
-            counts: int64 ``[experts]`` on the rows' device, how many of them are for each. Copied to the host once.
+            chosen: int64 ``[tokens, top_k]``.
+            counts: int64 ``[experts]``, this rank's rows for each.
+            load: counts the rows.
         """
-        size = self.comm.size
-        local = counts.shape[0] // size
+        size, experts = self.comm.size, counts.shape[0]
+        local = experts // size
         received = torch.empty_like(counts)
         self.comm.all_to_all(received, counts)
         table = received.view(size, local)  # [source, own expert]
         load.add(counts, table.sum(0), self.comm.rank * local)
-        sizes = torch.cat((counts.view(size, local).sum(1), table.sum(1), table.sum(0))).tolist()
+        sizes = torch.cat((counts.view(size, local).sum(1), table.sum(1), table.sum(0)))
+        return Routing(chosen, experts, HostNumbers(sizes), received)
+
+    def run(self, rows: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
+        """The results ``[rows, width]`` of the experts of all ranks. Collective over ``comm``, forward and backward.
+
+        Args:
+            rows: ``[rows, width]``, sorted by expert.
+            routing: of :meth:`route`. Its sizes are waited for here, once for all passes that use it.
+        """
+        size = self.comm.size
+        sizes = routing.sizes.get()
         sends, gets, own = sizes[:size], sizes[size : 2 * size], sizes[2 * size :]
         arrived: Tensor = _Exchange.apply(rows, self.comm, sends, gets)  # type: ignore[no-untyped-call]
-        expert = torch.arange(local, device=rows.device).repeat(size)
-        expert = expert.repeat_interleave(received, output_size=arrived.shape[0])
+        expert = torch.arange(len(own), device=rows.device).repeat(size)
+        expert = expert.repeat_interleave(cast(Tensor, routing.received), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
         made = experts(arrived.index_select(0, order), expert[order], own)
         results: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
@@ -104,7 +117,9 @@ def mixture(
 ) -> Tensor:
     """The sum of the results of each token's experts, times their weights: ``[tokens, width]``, as ``x``.
 
-    Local without a group; with one, collective over its ranks in forward and in backward.
+    Local without a group; with one, collective over its ranks in forward and in backward. The host waits once for
+    counts of the device: not in backward passes, nor in recomputation (:class:`hdpcomm.models.routing.Routings`),
+    which takes the experts of the forward pass in place of ``chosen``.
 
     Args:
         x: ``[tokens, width]``; may be empty.
@@ -113,19 +128,30 @@ def mixture(
         load: counts the rows of each expert; its size is the number of experts.
         group: the ranks that share the experts; ``None``: all are on this one.
     """
-    flat = chosen.flatten()
+    routing = routing_before()
+    if routing is None:
+        routing = kept_routing(_route(chosen, load, group))
+    flat = routing.chosen.flatten().long()
     order = flat.argsort(stable=True)
-    counts = torch.zeros(load.routed.shape, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
     places = _inverse(order)
+    # Issued before the host waits for the counts, so that the device has something to do.
     rows: Tensor = _Spread.apply(x, order, places, chosen.shape[1])  # type: ignore[no-untyped-call]
     if group is None:
-        load.add(counts, counts, 0)
-        made = experts(rows, flat[order], counts.tolist())
+        made = experts(rows, flat[order], routing.sizes.get())
     else:
-        made = group.run(rows, counts, experts, load)
+        made = group.run(rows, routing, experts)
     each = made.index_select(0, places).view(*chosen.shape, made.shape[-1])
     return (each * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _route(chosen: Tensor, load: ExpertLoad, group: ExpertGroup | None) -> Routing:
+    flat = chosen.flatten()
+    counts = torch.zeros(load.routed.shape, dtype=torch.int64, device=chosen.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    if group is not None:
+        return group.route(chosen, counts, load)
+    load.add(counts, counts, 0)
+    return Routing(chosen, counts.shape[0], HostNumbers(counts))
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -155,7 +181,7 @@ class _Exchange(torch.autograd.Function):
     """Rows to the ranks and from them; ``sends`` and ``gets`` say how many for each and from each."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: Communicator, sends: list[int], gets: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, comm: Communicator, sends: Sequence[int], gets: Sequence[int]) -> Tensor:
         ctx.comm, ctx.sends, ctx.gets = comm, sends, gets
         return _exchanged(rows, comm, sends, gets)
 
@@ -165,7 +191,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(upstream[0], ctx.comm, ctx.gets, ctx.sends), None, None, None
 
 
-def _exchanged(rows: Tensor, comm: Communicator, sends: list[int], gets: list[int]) -> Tensor:
+def _exchanged(rows: Tensor, comm: Communicator, sends: Sequence[int], gets: Sequence[int]) -> Tensor:
     width = rows.shape[1]
     arrived = rows.new_empty(sum(gets), width)
     comm.all_to_all(arrived, rows.contiguous(), [n * width for n in gets], [n * width for n in sends])

@@ -13,6 +13,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.lean import swiglu
 from hdpcomm.models.router_loss import router_loss
+from hdpcomm.models.routing import chosen_before
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -47,7 +48,9 @@ class MixtureOfExperts(nn.Module):
         """
         logits = self.router(x)
         shares = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        weights, chosen = shares.topk(self.top_k, dim=-1)
+        before = chosen_before()
+        chosen = shares.detach().topk(self.top_k, dim=-1).indices if before is None else before
+        weights = shares.gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
         return mixture(x, chosen, weights, self._run, self.load, self.group), logits
 

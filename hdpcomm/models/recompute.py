@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import carry_pack
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.routing import Routings
 from hdpcomm.offload.layers import find_layers
 
 __all__ = ["is_recomputed", "recomputed_layers", "set_recompute"]
@@ -30,7 +33,30 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=carry_pack, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=_carry, **kwargs)
+
+
+class _Both:
+    """Two blocks at once; may be entered again and again, as each of them may."""
+
+    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+        self._outer.__exit__(kind, error, trace)
+
+
+def _carry() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a layer's forward pass and its recomputation run in: one pack, and one routing of each layer of experts."""
+    (first, again), routings = carry_pack(), Routings()
+    return _Both(first, routings.forward()), _Both(again, routings.again())
 
 
 def recomputed_layers(model: nn.Module) -> int:

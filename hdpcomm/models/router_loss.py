@@ -57,8 +57,9 @@ def router_loss(
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     device, experts = router_logits[0].device, router_logits[0].shape[-1]
     lengths = torch.from_numpy(as_cu_seqlens(cu_seqlens)).diff().to(device)
-    counts = local_cu_seqlens(cu_seqlens, rank=rank, size=size).diff().to(device)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
+    counts = local_cu_seqlens(cu_seqlens, rank=rank, size=size).diff()
+    # On the host, where the counts are: a device would tell it the size of the result, and it would wait.
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts).to(device)
     wide = torch.promote_types(router_logits[0].dtype, torch.float32)
     groups = [[logits] for logits in router_logits] if by_layer else [router_logits]
     stats = torch.zeros(len(lengths), 1 + len(groups) * experts, dtype=torch.float64, device=device)
