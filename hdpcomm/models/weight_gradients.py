@@ -34,11 +34,13 @@ class WeightGradients:
     def watch(self, layers: Iterable[nn.Module]) -> int:
         """Lets linear layers inside of these put their weight gradients off; returns how many do. Local.
 
-        Call it after :func:`hdpcomm.parallel.tensor_parallel` and :func:`hdpcomm.models.set_recompute`.
+        Call it after :func:`hdpcomm.parallel.tensor_parallel` and :func:`hdpcomm.models.set_recompute`, and again after
+        another call of that: it leaves alone what it watched of layers that are recomputed now.
         """
         watched = 0
         for layer in layers:
             if is_recomputed(layer):
+                self.leave([layer])
                 continue
             for module in layer.modules():
                 own = vars(module).get("forward")
@@ -50,6 +52,15 @@ class WeightGradients:
                     continue
                 watched += 1
         return watched
+
+    def leave(self, layers: Iterable[nn.Module]) -> None:
+        """Linear layers inside of these are as they were before :meth:`watch`. Local."""
+        for module in (module for layer in layers for module in layer.modules()):
+            own = vars(module).get("forward")
+            if isinstance(own, RowLinear) and own.product == self.product:
+                own.product = nn.functional.linear
+            elif isinstance(own, _LaterLinear) and own.gradients is self:
+                del module.forward
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x: [..., inputs]`` times the transposed weight ``[outputs, inputs]``; differentiable. Local."""
@@ -99,10 +110,10 @@ class _LaterLinear:
     """The forward of a linear layer."""
 
     def __init__(self, linear: nn.Linear, gradients: WeightGradients) -> None:
-        self._linear, self._gradients = linear, gradients
+        self._linear, self.gradients = linear, gradients
 
     def __call__(self, x: Tensor) -> Tensor:
-        made = self._gradients.product(x, self._linear.weight)
+        made = self.gradients.product(x, self._linear.weight)
         return made if self._linear.bias is None else made + self._linear.bias
 
 

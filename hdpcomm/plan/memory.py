@@ -57,6 +57,9 @@ class StepMemory:
         in_flight: micro-batches whose activations the device holds at once, the one that it works on among them: above
             1 on a device of a pipeline (:func:`most_in_flight`). Tokens are those of one.
         messages: bytes a token of what is under way between this device and other stages.
+        owed: bytes a token that a layer that is not recomputed keeps after a split backward pass, for the gradients of
+            its weights; 0: backward passes are whole.
+        owing: micro-batches that owe these gradients at once, beside those in flight.
     """
 
     layers: int
@@ -72,6 +75,8 @@ class StepMemory:
     resident: int = 2
     in_flight: float = 1.0
     messages: float = 0.0
+    owed: float = 0.0
+    owing: float = 0.0
 
     def offloadable(self, recompute: int = 0) -> float:
         """Bytes a token that go to host memory at an offload ratio of 1, with ``recompute`` layers recomputed."""
@@ -87,17 +92,20 @@ class StepMemory:
             ratio: share of the tokens whose activations go to host memory.
         """
         saved = recompute * (self.layer - self.layer_input) + ratio * self.offloadable(recompute)
+        owed = (self.layers - recompute) * self.owed
         chunk = math.ceil(tokens / math.ceil(tokens / self.chunk)) if tokens > 0 else 0  # chunks are of equal size
         most = self.forward.at(tokens) + chunk * self.logits - saved * tokens
         if recompute < self.layers:
-            most = max(most, self.backward.at(tokens) - saved * tokens)
+            back = min(ratio * self.offloadable(recompute), owed)  # what gradients are owed for stays on the device
+            most = max(most, self.backward.at(tokens) + (back - saved) * tokens)
         if recompute:
-            # The recomputed layer, and the inputs of those before it, of which offload has taken some.
+            # The recomputed layer, and the inputs of those before it, of which offload has taken some; the layers after
+            # it owe gradients, if backward passes are split.
             kept = (self.layers - recompute) * self.layer_input
             inputs = min(recompute, max(0, self.layers - self.resident)) * self.layer_input
-            most = max(most, self.recomputed.at(tokens) - (kept + ratio * inputs) * tokens)
-        others = (self.in_flight - 1) * (self.forward.token - self.layer_input - saved)
-        return most + (others + self.messages) * tokens
+            most = max(most, self.recomputed.at(tokens) + (owed - kept - ratio * inputs) * tokens)
+        others = (self.in_flight - 1) * max(self.forward.token - self.layer_input - saved, owed)
+        return most + (others + self.owing * owed + self.messages) * tokens
 
     def peak_bytes(self, tokens: float, recompute: int = 0, ratio: float = 0.0) -> float:
         """The most that a step takes; arguments of :meth:`activation_bytes`."""

@@ -150,11 +150,6 @@ class RunConfig:
                 "split_backward was given and pipeline is 1, where no stage waits for another: give --pipeline 2 or "
                 "more, or no --split-backward"
             )
-        if self.split_backward and self.recompute == "auto":
-            raise InvalidUsage(
-                "split_backward and recompute 'auto' were given, and what split backward passes keep is not in the "
-                "memory model; give a number of layers (--recompute N), or leave out --split-backward"
-            )
         if self.split_backward and self.recompute in ("full", self.model.layers):
             raise InvalidUsage(
                 "split_backward was given and all layers are recomputed, whose gradients of weights cannot be put off: "

@@ -97,6 +97,10 @@ def rank_memory(tokens: float, capacity: int, devices: Sequence[StepMemory], rec
     one = min(tokens, float(capacity))
     for memory, count in zip(devices, recompute, strict=True):
         held = tokens * memory.in_flight / devices[0].in_flight
-        here = replace(memory, in_flight=max(1.0, held / one if one else 1.0))
+        here = replace(
+            memory,
+            in_flight=max(1.0, held / one if one else 1.0),
+            owing=memory.owing * tokens / devices[0].in_flight / one if one else 0.0,
+        )
         found.append(RankMemory(round(held), memory.states, here.activation_bytes(one, count)))
     return max(found, key=lambda each: each.states + each.activations)

@@ -65,6 +65,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
         zero=config.zero,
         dtype=config.dtype_with_masters,
         everyone=comm,
+        split_backward=config.split_backward,
     )
     rows = gather_json(comm, asdict(own))
     found = []
@@ -73,6 +74,8 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
         lines = {name: Line(**most[name]) for name in ("forward", "backward", "recomputed")}
         neighbours = 2 if config.chunks > 1 else (device > 0) + (device < config.pipeline - 1)
         most["in_flight"] = most_in_flight(config.pipeline, config.chunks, device)
+        if config.split_backward:  # each device may hold as many as the first one, the others when they owe gradients
+            most["owing"] = most_in_flight(config.pipeline, config.chunks, 0) - most["in_flight"]
         most["messages"] = most["layer_input"] * neighbours
         found.append(StepMemory(**most | lines))
     return tuple(found)

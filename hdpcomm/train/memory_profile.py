@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.linear_cross_entropy import default_chunk_tokens
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.recompute import recomputed_layers, set_recompute
+from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan.memory import Line, StepMemory
@@ -49,6 +50,7 @@ def profile_memory(
     zero: int = 0,
     dtype: torch.dtype | None = None,
     everyone: Communicator | None = None,
+    split_backward: bool = False,
 ) -> StepMemory:
     """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, one and all layers recomputed.
 
@@ -64,6 +66,8 @@ def profile_memory(
         zero, dtype: as the trainer gets them.
         everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
             stage of a pipeline gets figures of its own.
+        split_backward: backward passes leave weight gradients for later
+            (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
 
     Raises:
         InvalidUsage: fewer than 8 tokens, or a model without a list of layers.
@@ -80,6 +84,8 @@ def profile_memory(
         lambda _, args, kwargs: inputs.append(_largest(args, kwargs)), with_kwargs=True
     )
     shorter: dict[int, tuple[int, int]] = {}  # peaks of half the tokens, by layers recomputed
+    later = WeightGradients() if split_backward else None
+    owed = 0.0
     try:
         for _ in range(_DOUBLINGS):
             chunk = min(_CHUNK, tokens // 4)
@@ -89,14 +95,16 @@ def profile_memory(
                 lines = {}
                 for recompute in dict.fromkeys((0, 1, len(layers))):
                     set_recompute(model, recompute)
-                    half = shorter.get(recompute) or _peaks(model, comm, tokens // 2)
+                    if later is not None:
+                        later.watch(layers)
+                    half = shorter.get(recompute) or _peaks(model, comm, tokens // 2, later)[:2]
                     inputs.clear()
-                    whole = _peaks(model, comm, tokens)
+                    *whole, left = _peaks(model, comm, tokens, later)
                     if recompute == 0:
-                        layer_input = inputs[-1] / tokens
+                        layer_input, owed = inputs[-1] / tokens, left / tokens / len(layers)
                     lines[recompute] = tuple(map(partial(_line, tokens), half, whole))
                     if chunk == _CHUNK:  # else the next passes have larger ones
-                        shorter[recompute] = whole
+                        shorter[recompute] = whole[0], whole[1]
                 (kept, backward), (fewer, _), (_, recomputed) = lines[0], lines[1], lines[len(layers)]
             layer = kept.token - fewer.token + layer_input
             working = recomputed.token - (len(layers) - 1) * layer_input - layer
@@ -108,6 +116,8 @@ def profile_memory(
             tokens, before_that = 2 * tokens, slopes  # what does not grow with the tokens was the most
     finally:
         hook.remove()
+        if later is not None:
+            later.leave(layers)
         set_recompute(model, before)
         model.zero_grad(set_to_none=True)
     logits, usual, narrow = _logits(model)
@@ -115,7 +125,7 @@ def profile_memory(
     found = torch.tensor(
         [
             kept.fixed + narrow, kept.token + layer_input, backward.fixed, backward.token, recomputed.fixed,
-            recomputed.token, layer, layer_input,
+            recomputed.token, layer, layer_input, owed,
         ],
         dtype=torch.float64,
     )  # fmt: skip
@@ -132,6 +142,7 @@ def profile_memory(
         logits=logits,
         chunk=usual,
         update=update,
+        owed=values[8],
     )
 
 
@@ -142,13 +153,17 @@ def _all_agree(comm: Communicator, own: bool) -> bool:
     return bool(least)
 
 
-def _peaks(model: nn.Module, comm: Communicator, tokens: int) -> tuple[int, int]:
-    """Bytes that are kept at the end of the forward pass, and the most of both passes."""
+def _peaks(model: nn.Module, comm: Communicator, tokens: int, later: WeightGradients | None) -> tuple[int, int, int]:
+    """Bytes that are kept at the end of the forward pass, the most of both passes, and what is left for ``later``."""
     kept: list[int] = []
     pack = [min(_SEQUENCE, tokens - start) * comm.size for start in range(0, tokens, _SEQUENCE)]
-    with MemoryMeter(next(model.parameters()).device) as meter:
+    with MemoryMeter(next(model.parameters()).device) as meter, nullcontext() if later is None else later.put_off(0):
         forward_backward(model, comm, pack, context=_noting_at_end(meter, kept))
-    return kept[0], meter.peak
+    if later is None:
+        return kept[0], meter.peak, 0
+    owed = later.held_bytes
+    later.forget()
+    return kept[0], meter.peak, owed
 
 
 def _line(tokens: int, half: int, whole: int) -> Line:

@@ -43,8 +43,9 @@ def measured_and_predicted(config):
         memory = measure_memory(comm, replace(config, recompute="none"))
         ranks = comm.size // config.pipeline // config.tensor
         cluster = ClusterSpec(
-            ranks, TOKENS, pipeline=config.pipeline, chunks=config.chunks, tensor=config.tensor, expert=config.expert
-        )
+            ranks, TOKENS, pipeline=config.pipeline, chunks=config.chunks, tensor=config.tensor, expert=config.expert,
+            split_backward=config.split_backward,
+        )  # fmt: skip
         planner = Planner(None, cluster, "static", CostModel(1e-9, 1e-6), context_ranks=ranks)
         trainer = mesh_trainer(comm, config, planner, None, adamw)
         lengths = [TOKENS * ranks] * 4
@@ -61,6 +62,7 @@ def measured_and_predicted(config):
     ("ranks", "options"),
     [
         (2, {"pipeline": 2, "chunks": 2}),
+        (2, {"pipeline": 2, "split_backward": True, "recompute": (1, 1)}),
         (4, {"pipeline": 2, "tensor": 2, "recompute": (1, 2)}),
         (4, {"pipeline": 2, "zero": 1, "dtype": "bf16"}),
         (2, {"expert": 2, "zero": 1, "model": replace(OWN, experts=4, top_k=2)}),
@@ -92,6 +94,7 @@ def limits_of(config, ranks):
     [
         (4, {"pipeline": 2, "tensor": 2}, 1),
         (2, {"pipeline": 2, "chunks": 2}, 2),
+        (2, {"pipeline": 2, "split_backward": True}, 1),
     ],
 )
 def test_each_stage_recomputes_what_it_has_to(data, plain, tmp_path, ranks, options, layers):  # noqa: F811
@@ -142,6 +145,16 @@ def test_micro_batches_in_flight():
     first = replace(step, in_flight=3.0, messages=2.0)
     assert first.peak_bytes(10) == step.peak_bytes(10) + 2 * 40 * 10 + 2 * 10
     assert first.peak_bytes(10, 4) == step.peak_bytes(10, 4) + 2 * (40 - 4 * 8) * 10 + 2 * 10
+    # Gradients are owed by micro-batches beside those in flight, and by these where they owe more than they held.
+    full = replace(first, owed=9.0, owing=1.0)
+    split = replace(full, in_flight=1.0)
+    assert full.peak_bytes(10, 4) == first.peak_bytes(10, 4)  # recomputed layers owe none
+    assert split.peak_bytes(10) == step.peak_bytes(10) + 4 * 9 * 10 + 2 * 10
+    assert replace(split, in_flight=2.0, owed=11.0).peak_bytes(10) == step.peak_bytes(10) + (44 + 44) * 10 + 2 * 10
+    assert split.peak_bytes(10, 3) == 1000 + max(42 - 24, 50 - 24, 30 + 9 - 2) * 10 + 9 * 10 + 2 * 10
+    alone = replace(step, resident=0, owed=9.0)  # offload takes 40 of the activations, 36 of which wait for gradients
+    assert alone.peak_bytes(10, 0, 1.0) == 1000 + (50 - 40 + 36) * 10
+    assert alone.peak_bytes(10, 0, 0.5) == 1000 + (50 - 20 + 20) * 10
     last = replace(step, states=5000.0)
     full = rank_memory(30.0, 10, [first, last], [0, 0])
     assert (full.tokens, full.states + full.activations) == (10, last.peak_bytes(10))

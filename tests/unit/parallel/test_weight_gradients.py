@@ -128,6 +128,17 @@ def test_recomputed_layers_keep_their_gradients():
     model = Llama(LlamaConfig(layers=3, hidden=8, heads=2, kv_heads=1, ffn=8))
     set_recompute(model, 2)
     assert WeightGradients().watch(model.blocks) == 7
+    later = WeightGradients()
+    model = Llama(LlamaConfig(layers=2, hidden=8, heads=2, kv_heads=1, ffn=8))
+    assert later.watch(model.blocks) == 14
+    set_recompute(model, 1)
+    assert later.watch(model.blocks) == 7  # and the first layer is as it was
+    linear = [module for module in model.modules() if type(module) is nn.Linear]
+    assert sum("forward" in vars(module) for module in linear) == 7
+    WeightGradients().leave(model.blocks)  # of another one
+    assert sum("forward" in vars(module) for module in linear) == 7
+    later.leave(model.blocks)
+    assert not any("forward" in vars(module) for module in linear)
     sparse = Llama(LlamaConfig(layers=1, hidden=8, heads=2, kv_heads=1, ffn=8, experts=2, top_k=1))
     assert WeightGradients().watch(sparse.blocks) == 5  # attention and the router
 
