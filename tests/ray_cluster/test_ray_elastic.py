@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,10 @@ def test_the_other_goes_on_with_the_losses_of_threads(
     options = ["--save-every", "3", "--keep", "100"]
     process = Python(command(out, *options, "--loader", "ray", "--elastic", "--ranks", "2"))
     wait_for_steps(process, out, 5)
+    limit = time.monotonic() + 100
+    while not (out / "checkpoints/step-3").is_dir():  # written beside the steps, so it may come after them
+        assert time.monotonic() < limit
+        time.sleep(0.01)
     ranks_of(process, 2)[dies].kill()
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
