@@ -52,14 +52,16 @@ class Routing:
         chosen: ``[tokens, top_k]``, the experts of each token; integers of any size.
         experts: of the layer.
         sizes: without a group the rows for each expert. With one, three lists one after the other: rows for each rank,
-            rows from each rank, and rows of each expert on this rank.
+            rows from each rank, and rows of each expert on this rank; ``None`` where the group's exchange is bounded.
         received: with a group, int64 ``[ranks x own experts]``: rows from each rank for each expert on this rank.
+        bounds: of a bounded exchange, the most rows that each rank can have for any one.
     """
 
     chosen: Tensor
     experts: int
-    sizes: HostNumbers
+    sizes: HostNumbers | None
     received: Tensor | None = None
+    bounds: tuple[int, ...] = ()
 
 
 class Routings:

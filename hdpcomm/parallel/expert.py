@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention.pack_context import find_pack
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.moe import MixtureOfExperts, holds_experts
@@ -25,7 +25,7 @@ __all__ = ["expert_parallel"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
+def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bool = False) -> Model:
     """Leaves on each rank of ``mesh.expert_comm`` its experts of every layer, and returns the model. Collective over
     it.
 
@@ -41,6 +41,9 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
             :func:`hdpcomm.models.adapt` whose experts are a module with one tensor for all of them (transformers 5:
             Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss).
         check: compares the logits of a few tokens with those of the whole model, for models of transformers.
+        bounded: messages have room for every row that could be for a rank: with n ranks, ``n x min(top_k, experts / n)
+            / top_k`` times the bytes, and as many rows of memory. Then the host waits for no counts of a GPU in types
+            that torch's grouped product has there (bf16). For ``Llama`` and its stages.
 
     Raises:
         InvalidUsage: the model has no experts that this knows, a number that the ranks do not divide, was cut before,
@@ -52,7 +55,13 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
         return model
     if getattr(model, "expert", None) is not None:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
-    group = ExpertGroup(mesh.expert_comm)
+    if bounded and not isinstance(model, (Llama, LlamaStage)):
+        raise InvalidUsage(
+            f"bounded was given for a {type(model).__name__}, whose own code computes the experts; it is for "
+            "hdpcomm.models.Llama and its stages: leave it out"
+        )
+    group = ExpertGroup(mesh.expert_comm, bounded=bounded)
+    _check_same(group)
     layers = _layers(model, mesh.expert)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
     share_values(group.comm, (*model.parameters(), *model.buffers()))
@@ -71,6 +80,15 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
         name = type(model).__name__
         check_same_logits(few_logits(model), wanted, f"{name} with its experts on {mesh.expert} ranks")
     return model
+
+
+def _check_same(group: ExpertGroup) -> None:
+    """Raises Mismatch unless all ranks exchange rows alike. Collective."""
+    bounded = torch.empty(group.comm.size, dtype=torch.int64)
+    group.comm.all_gather(bounded, torch.tensor([int(group.bounded)]))
+    if bool(bounded.any()) and not bool(bounded.all()):
+        given = dict(zip(group.comm.ranks, map(bool, bounded.tolist()), strict=True))
+        raise Mismatch(f"expert_parallel() got bounded by rank {given}; give all ranks the same", op="expert_parallel")
 
 
 def _layers(model: nn.Module, size: int) -> list[tuple[str, Any, dict[str, nn.Parameter]]]:
