@@ -136,7 +136,8 @@ def environment(kind: str, folder: Path) -> dict[str, str]:
         # A runtime of GCC up to 13 takes what lies before thread-local memory at the 16th byte of a page for a header
         # of an old glibc, and dies at the size that it reads there.
         "TSAN_OPTIONS": f"{common}:exitcode=66:abort_on_error=1:report_signal_unsafe=0:ignore_noninstrumented_modules=1"
-        f":intercept_tls_get_addr=0:suppressions={suppressions}",
+        # Tests of forked children may start threads there: TSan would end a child that does.
+        f":intercept_tls_get_addr=0:die_after_fork=0:suppressions={suppressions}",
         "TESTS_PATIENCE": str(PATIENCE),
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",

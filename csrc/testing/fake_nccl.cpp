@@ -68,6 +68,7 @@ void FakeNccl::label(int rank, const std::string& text) {
 }
 
 void FakeNccl::failNext(const std::string& function, int rank, int code) {
+  const auto held = lock();
   failures_[{function, rank}] = code;
 }
 
