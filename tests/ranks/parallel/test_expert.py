@@ -367,7 +367,7 @@ UNEQUAL = [((0, 1), (0,)), ((0,), (1,)), ((0,), (2, 6)), ((0,), (3,)), ((1,), (4
 """Pipelines of 5 and 2 micro-batches."""
 
 
-def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload=False):
+def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload=False, bounded=False):
     """As :func:`one_step`; parameters by their names in the model."""
     sequences = tokens_of(lengths, config)
     torch.set_num_threads(1)
@@ -376,7 +376,7 @@ def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload
         model = Llama(config, seed=SEED + 10 * mesh.hdp_rank + 100 * mesh.tensor_rank, dtype=torch.float64)
         stages = split_llama(model, 2 * planner.cluster.chunks)[mesh.stage :: 2]
         for stage in stages:
-            expert_parallel(stage, mesh)
+            expert_parallel(stage, mesh, bounded=bounded)
             tensor_parallel(stage, mesh)
             set_recompute(stage, recompute)
         options = {}
@@ -402,7 +402,7 @@ def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload
 
 @pytest.mark.parametrize(
     ("how", "chunks", "tensor"),
-    [("plain", 1, 1), ("recompute", 2, 1), ("offload", 1, 1), ("plain", 1, 2)],
+    [("plain", 1, 1), ("recompute", 2, 1), ("offload", 1, 1), ("plain", 1, 2), ("bounded", 1, 2)],
 )
 def test_beside_pipelines(how, chunks, tensor):
     config = dataclasses.replace(CONFIG, layers=2 * chunks, tied_embeddings=False)
