@@ -40,7 +40,8 @@ class CostSample:
 
     ``one_node``: whether all of them are on one node. ``processor_s``: what each of these ranks took of its processors,
     0 where nobody measured it; less than ``seconds`` where ranks wait, or share processors. ``expert``: above 1, of so
-    many ranks that share experts one had tokens, and the others ran their passes without any.
+    many ranks that share experts one had tokens, and the others ran their passes without any. ``weights_s``: of
+    ``seconds``, those of weight gradients that split backward passes left for later.
     """
 
     ranks: int
@@ -49,6 +50,7 @@ class CostSample:
     one_node: bool = True
     processor_s: float = 0.0
     expert: int = 1
+    weights_s: float = 0.0
 
 
 def _sample(given: CostSample | tuple[int, Sequence[int], float]) -> CostSample:
@@ -88,7 +90,8 @@ class CostModel:
             ranks of an expert group do together (``ClusterSpec.expert``). ``linear`` has all of it, as where all ranks
             of a group have as many tokens.
         weights: share of ``linear`` without ``experts`` that goes to the gradients of weights, which split backward
-            passes leave for later (``ClusterSpec.split_backward``): one of three matrix products.
+            passes leave for later (``ClusterSpec.split_backward``): at most one of three matrix products, less where a
+            stage has more than linear layers. :func:`hdpcomm.train.profile.weights_share` measures it.
     """
 
     attention: float

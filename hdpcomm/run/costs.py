@@ -20,10 +20,10 @@ from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Plann
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS
 from hdpcomm.run.model import model_facts, new_model
-from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, stage_recompute
+from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, recompute_by_device
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
-from hdpcomm.train.profile import processor_costs, profile_samples
+from hdpcomm.train.profile import processor_costs, profile_samples, weights_share
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -40,6 +40,7 @@ __all__ = [
     "measure_costs",
     "measure_offload",
     "same_mesh",
+    "weights_put_off",
 ]
 
 _ONE_DEVICE = {"pipeline": 1, "chunks": 1, "tensor": 1, "expert": 1}
@@ -97,9 +98,13 @@ def measure_costs(
     mesh = Mesh(comm, tensor=config.tensor, expert=config.expert)
     model = tensor_parallel(expert_parallel(model, mesh, check=False), mesh).to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
-    samples = profile_samples(model, mesh.hdp_comm, longest=longest, everyone=comm)
+    split = config.split_backward
+    samples = profile_samples(model, mesh.hdp_comm, longest=longest, everyone=comm, split_backward=split)
     memory = None if pool is None else measure_offload(comm, config, model, pool, capacity)
-    return Costs(CostModel.fit(samples), capacity, memory, pool, processor_costs(samples))
+    costs = CostModel.fit(samples)
+    if split:
+        costs = replace(costs, weights=weights_put_off(config, weights_share(samples, costs)))
+    return Costs(costs, capacity, memory, pool, processor_costs(samples))
 
 
 def measure_offload(
@@ -188,17 +193,22 @@ def make_planner(
         # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
         cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline * config.tensor == 1 else None,
     )
-    if config.split_backward:
-        costs = replace(costs, cost_model=replace(costs.cost_model, weights=_weights_put_off(config)))
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)
     return Planner(None, cluster, policy, costs.cost_model, context=corpus.longest, memory=costs.memory)
 
 
-def _weights_put_off(config: RunConfig) -> float:
-    """:attr:`CostModel.weights` of the layers that are not recomputed, which compute theirs at once."""
-    recomputed = 0 if isinstance(config.recompute, str) else sum(int(each) for each in stage_recompute(config))
-    return (1 - recomputed / config.model.layers) / 3
+def weights_put_off(config: RunConfig, measured: float) -> float:
+    """:attr:`CostModel.weights` of all devices together. Local.
+
+    ``measured``: of as many layers as a device has, where as many are recomputed, and put nothing off, as on the device
+    that recomputes most. If those are all, it tells nothing, and each other layer counts a third.
+    """
+    by_device = recompute_by_device(config)
+    layers = config.model.layers / config.pipeline
+    kept = layers - max(by_device)
+    mean = layers - sum(by_device) / len(by_device)
+    return measured * mean / kept if kept else mean / layers / 3
 
 
 def same_mesh(found: Checkpoint, config: RunConfig) -> bool:

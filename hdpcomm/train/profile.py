@@ -17,6 +17,8 @@ from hdpcomm.attention import positions, shard
 from hdpcomm.comm.topology import node_block
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
@@ -26,7 +28,7 @@ from hdpcomm.train.timeline import processor_seconds
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["forward_backward", "processor_costs", "profile_cost_model", "profile_samples"]
+__all__ = ["forward_backward", "processor_costs", "profile_cost_model", "profile_samples", "weights_share"]
 
 _REPEATS = 3
 _STRIDE = 7919  # between the numbers of neighbouring tokens; prime, so that all numbers come
@@ -60,11 +62,14 @@ def profile_samples(
     longest: int,
     repeats: int = _REPEATS,
     everyone: Communicator | None = None,
+    split_backward: bool = False,
 ) -> list[CostSample]:
     """The measurements of :func:`profile_cost_model`, equal on every rank: of each, the median of ``repeats``.
 
     Each turn measures all cases once, so that what else the machine does meanwhile falls on all of them alike. The
     median, and not the fastest, is what a step takes that has many micro-batches. Collective over ``everyone``.
+
+    ``split_backward``: backward passes leave weight gradients of the model's layers for later, which follow at once.
     """
     if longest < 1:
         raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
@@ -81,16 +86,21 @@ def profile_samples(
         for case in cases
     ]
     rings = max(place for place, case in enumerate(cases) if case.expert == 1)
+    later = WeightGradients() if split_backward else None
+    if later is not None:
+        later.watch(find_layers(model))
     for place in (rings, 0):  # warms up rings and kernels
-        _seconds(model, groups[place], cases[place].lengths, alone)
-    found: dict[int, list[tuple[float, float]]] = {}
+        _seconds(model, groups[place], cases[place].lengths, alone, later)
+    found: dict[int, list[tuple[float, float, float]]] = {}
     for _ in range(repeats):
         for place, (case, group) in enumerate(zip(cases, groups, strict=True)):
             everyone.barrier()
             begun = processor_seconds()
-            seconds = _seconds(model, group, case.lengths, alone)
-            found.setdefault(place, []).append((seconds, processor_seconds() - begun))
-    measured = torch.zeros(len(cases), 3, dtype=torch.float64)
+            seconds, of_weights = _seconds(model, group, case.lengths, alone, later)
+            found.setdefault(place, []).append((seconds, processor_seconds() - begun, of_weights))
+    if later is not None:
+        later.leave(find_layers(model))
+    measured = torch.zeros(len(cases), 4, dtype=torch.float64)
     for place, (case, group) in enumerate(zip(cases, groups, strict=True)):
         if group is not None and (case.ranks <= local or _on_several_hosts(group)):
             middle = [statistics.median(column) for column in zip(*found[place], strict=True)]
@@ -106,8 +116,9 @@ def profile_samples(
             one_node=case.ranks <= local,
             processor_s=processor / count if on_processors else 0.0,
             expert=case.expert,
+            weights_s=of_weights / count,
         )
-        for case, (seconds, processor, count) in zip(cases, measured.tolist(), strict=True)
+        for case, (seconds, processor, of_weights, count) in zip(cases, measured.tolist(), strict=True)
         if count
     ]
 
@@ -117,6 +128,15 @@ class _Case(NamedTuple):
     lengths: list[int]
     expert: int = 1
     """Above 1: of as many ranks one has tokens."""
+
+
+def weights_share(samples: Iterable[CostSample], costs: CostModel) -> float:
+    """:attr:`CostModel.weights` of split passes that were measured: of most tokens on one rank, 0 if there are none."""
+    alone = [sample for sample in samples if sample.ranks == 1 and sample.expert == 1]
+    tokens = max((sum(sample.lengths) for sample in alone), default=0)
+    longest = [sample.weights_s for sample in alone if sum(sample.lengths) == tokens]
+    dense = (costs.linear - costs.experts) * tokens
+    return min(1.0, statistics.median(longest) / dense) if dense > 0 else 0.0
 
 
 def processor_costs(samples: Iterable[CostSample]) -> CostModel | None:
@@ -152,11 +172,34 @@ def _on_several_hosts(group: Communicator) -> bool:
     return node_block(group) < group.size
 
 
-def _seconds(model: nn.Module, group: Communicator | None, lengths: list[int], alone: Communicator | None) -> float:
-    """``alone``: this rank, where one without a group runs a pass without tokens, since others need its experts."""
-    if group is not None:
-        return forward_backward(model, group, lengths)
-    return 0.0 if alone is None else _forward_backward(model, alone, empty_shard(alone.device))
+def _seconds(
+    model: nn.Module,
+    group: Communicator | None,
+    lengths: list[int],
+    alone: Communicator | None,
+    later: WeightGradients | None = None,
+) -> tuple[float, float]:
+    """Of both passes, and of these the part of the gradients that they have left for ``later``.
+
+    ``alone``: this rank, where one without a group runs a pass without tokens, since others need its experts.
+    """
+
+    def run() -> float:
+        if group is not None:
+            return forward_backward(model, group, lengths)
+        return 0.0 if alone is None else _forward_backward(model, alone, empty_shard(alone.device))
+
+    if later is None:
+        return run(), 0.0
+    with later.put_off(0):
+        seconds = run()
+    started = time.perf_counter()
+    later.compute(0)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    of_weights = time.perf_counter() - started
+    return seconds + of_weights, of_weights
 
 
 def forward_backward(

@@ -10,6 +10,10 @@ import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.models.llama import rope_tables, run_blocks
 from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.plan import CostModel, CostSample
+from hdpcomm.run import RunConfig
+from hdpcomm.run.costs import weights_put_off
+from hdpcomm.train.profile import profile_samples, weights_share
 
 WIDTH = 6
 
@@ -141,6 +145,38 @@ def test_recomputed_layers_keep_their_gradients():
     assert not any("forward" in vars(module) for module in linear)
     sparse = Llama(LlamaConfig(layers=1, hidden=8, heads=2, kv_heads=1, ffn=8, experts=2, top_k=1))
     assert WeightGradients().watch(sparse.blocks) == 5  # attention and the router
+
+
+def test_a_profile_of_split_passes_tells_what_is_put_off():
+    """The layers are as they were, and gradients are dropped."""
+    model = Llama(LlamaConfig(layers=2, hidden=32, heads=2, kv_heads=1, ffn=64))
+    with hdp.init() as comm:
+        samples = profile_samples(model, comm, longest=64, split_backward=True)
+        plain = profile_samples(model, comm, longest=64)
+    assert all(0 < sample.weights_s < sample.seconds for sample in samples)
+    assert all(sample.weights_s == 0 for sample in plain)
+    assert 0 <= weights_share(samples, CostModel.fit(samples)) <= 1
+    assert not any("forward" in vars(module) for module in model.modules() if type(module) is nn.Linear)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_share_of_weight_gradients_is_that_of_dense_layers_with_most_tokens():
+    samples = [CostSample(1, (60, 40), 5.0, weights_s=1.0), CostSample(1, (100,), 6.0, weights_s=2.0)]
+    samples += [CostSample(1, (10,), 6.0, weights_s=9.0), CostSample(2, (400,), 6.0, weights_s=9.0)]
+    samples += [CostSample(1, (400,), 6.0, weights_s=9.0, expert=2)]
+    assert weights_share(samples, CostModel(0.0, linear=0.08, experts=0.02)) == pytest.approx(1.5 / 6)
+    assert weights_share(samples, CostModel(0.0, linear=0.001)) == 1.0
+    assert weights_share(samples, CostModel(1.0, linear=0.0)) == weights_share([], CostModel(1.0, 1.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("recompute", "share"),
+    [("none", 0.3), (0, 0.3), (3, 0.3 * 2.5), ((1, 0), 0.3 * 3.5 / 3), (4, 1 / 6)],
+)
+def test_the_share_of_a_run_is_the_mean_of_its_devices(recompute, share):
+    """0.3 was measured with as many layers recomputed as on the device that recomputes most, of two with four each."""
+    config = RunConfig(model=LlamaConfig(layers=8), pipeline=2, split_backward=True, recompute=recompute)
+    assert weights_put_off(config, 0.3) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ffn"), [(4, 2, 96), (2, 2, 32), (4, 1, 128)])
