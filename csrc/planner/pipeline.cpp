@@ -23,10 +23,11 @@ class ShapeSearch {
         bound_(lower_bound) {}
 
   Plan run() {
-    best_.makespan = std::numeric_limits<double>::infinity();
+    best_.makespan = kForever;
     for (const int count : {1, 2, 3, 4, 6, 8, 11, 14, 18, 24, 32}) {
       if (count <= 4) attempt({count, 0, 0});
       if (count > 2) attempt({count, stages_, stages_});
+      if (count > 2) attemptRamps(count);
     }
     reserveRanks();
     descend();
@@ -36,8 +37,23 @@ class ShapeSearch {
  private:
   bool goodEnough() const { return best_.makespan <= bound_ * kGoodEnough; }
 
+  void attemptRamps(int count) {
+    Shape shape{count};
+    shape.ramps = 1;
+    shape.full = 0.85;
+    for (const int later : {0, count / 4}) {
+      shape.later = later;
+      for (const bool spread : {false, true}) {
+        shape.spread = spread;
+        attempt(shape);
+      }
+      if (!by_levels_) return;  // each attempt is a whole simulation
+    }
+  }
+
   void attempt(Shape shape) {
-    if (goodEnough() || shape.waves < 1) return;
+    if (goodEnough() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return;
+    if (shape == shape_ && best_.makespan < kForever) return;
     shape.up = std::min(shape.up, shape.waves / 3);
     shape.down = std::min(shape.down, shape.waves / 3);
     Plan found;
@@ -75,6 +91,22 @@ class ShapeSearch {
         }
       }
     }
+    // Of the longest one, two or three alone.
+    for (const int own : {1, 2, 3}) {
+      for (const double above : {1.0, 1.05, 1.12}) {
+        const double top = bound_ * above / stages_;
+        if (stages_ * top >= best_.makespan) break;
+        for (const int count : {8, 16}) {
+          for (const int beside : {2, 5}) {
+            Shape shape{count, stages_, stages_};
+            shape.top = top;
+            shape.beside = beside;
+            shape.own = own;
+            attempt(shape);
+          }
+        }
+      }
+    }
   }
 
   // Changes one thing at a time, as long as that helps.
@@ -84,22 +116,20 @@ class ShapeSearch {
       for (const int more : {-8, -4, -2, -1, 1, 2, 4, 8}) {
         attempt(changed([&](Shape& shape) { shape.waves += more; }));
       }
-      for (const int up : {0, 1, 2 * stages_}) {
-        attempt(changed([&](Shape& shape) {
-          shape.up = up;
-          shape.down = std::min(up, stages_);
-        }));
-      }
       for (const double slack : {0.01, 0.025, 0.06, 0.09}) {
         attempt(changed([&](Shape& shape) { shape.slack = slack; }));
       }
-      if (!by_levels_) break;  // each attempt is a whole simulation
-      // Few waves of long sequences: lower ones take more ranks, so the ramps are to be less steep.
-      for (const double growth : {1.1, 1.2, 1.3, 1.5}) {
-        attempt(changed([&](Shape& shape) { shape.growth = growth; }));
+      if (!by_levels_) {  // each attempt is a whole simulation
+        changeUp();
+        break;
       }
-      for (const double last : {0.45, 0.6, 0.75, 0.9}) {
-        attempt(changed([&](Shape& shape) { shape.last = last; }));
+      shape_.ramps > 0 ? changeRamps() : changeSlopes();
+      for (const double ramps : {0.0, 0.6, 0.8, 1.0, 1.2}) {
+        attempt(changed([&](Shape& shape) { shape.ramps = ramps; }));
+      }
+      attempt(changed([&](Shape& shape) { shape.spread = !shape.spread; }));
+      for (const double full : {0.0, 0.7, 0.85, 0.93}) {
+        attempt(changed([&](Shape& shape) { shape.full = full; }));
       }
       if (shape_.top <= 0) continue;
       for (const double factor : {0.98, 0.99, 1.01, 1.02}) {
@@ -111,6 +141,37 @@ class ShapeSearch {
     }
   }
 
+  void changeUp() {
+    for (const int up : {0, 1, 2 * stages_}) {
+      attempt(changed([&](Shape& shape) {
+        shape.up = up;
+        shape.down = std::min(up, stages_);
+      }));
+    }
+  }
+
+  // Few waves of long sequences: lower ones take more ranks, so the ramps are to be less steep.
+  void changeSlopes() {
+    changeUp();
+    for (const double growth : {1.1, 1.2, 1.3, 1.5}) {
+      attempt(changed([&](Shape& shape) { shape.growth = growth; }));
+    }
+    for (const double last : {0.45, 0.6, 0.75, 0.9}) {
+      attempt(changed([&](Shape& shape) { shape.last = last; }));
+    }
+  }
+
+  // A wave more or less on one side of the highest one, or on each.
+  void changeRamps() {
+    for (const int more : {-3, -2, -1, 1, 2, 3}) {
+      attempt(changed([&](Shape& shape) { shape.later += more; }));
+      attempt(changed([&](Shape& shape) {
+        shape.later += more;
+        shape.waves += more;
+      }));
+    }
+  }
+
   template <typename Change>
   Shape changed(const Change& change) const {
     Shape shape = shape_;
@@ -119,6 +180,7 @@ class ShapeSearch {
   }
 
   static constexpr double kGoodEnough = 1.001;  // of the bound
+  static constexpr double kForever = std::numeric_limits<double>::infinity();
 
   const Problem& problem_;
   WavePlanner waves_;

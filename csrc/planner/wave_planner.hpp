@@ -12,42 +12,22 @@
 
 #include "planner/block_packer.hpp"
 #include "planner/solo.hpp"
+#include "planner/wave_shape.hpp"
 
 namespace hdpcomm::planner {
 
-// How the heights of the waves rise and fall.
-struct Shape {
-  static constexpr double kSlack = 0.04;
-
-  int waves = 1;
-  int up = 0;             // waves that are lower than the highest ones at the start,
-  int down = 0;           // and at the end
-  double growth = 1.5;    // of those at the start, from one to the next
-  double last = 0.45;     // height of the last one over that of the highest ones
-  double slack = kSlack;  // of the heights over their work
-  // Seconds of a wave of the longest sequences, beyond those; 0: none. The ranks that these take
-  // run only the `beside` highest of the other waves.
-  double top = 0;
-  int beside = 0;
-};
-
-inline std::vector<double> relativeHeights(const Shape& shape) {
-  std::vector<double> heights;
-  for (int i = 1; i <= shape.up; ++i) heights.push_back(std::pow(shape.growth, -i));
-  for (int i = 1; i <= shape.down; ++i) {
-    heights.push_back(1 - (1 - shape.last) * i / shape.down);
-  }
-  while (static_cast<int>(heights.size()) < shape.waves) heights.push_back(1);
-  std::sort(heights.begin(), heights.end(), std::greater<>());
-  return heights;
-}
-
 // Micro-batches side by side on neighbouring places, fastest ranks first.
 struct Wave {
+  struct Wide {  // on several ranks
+    size_t job;
+    int size;
+    double seconds;
+  };
+
   int first = 0;
   int last = 0;  // the place after the last one
   double height = 0;
-  std::vector<MicroBatch> wide;             // on several ranks
+  std::vector<Wide> wide;
   int used = 0;                             // the place after their ranks
   std::vector<std::vector<int32_t>> packs;  // of the ranks from there on
 };
@@ -55,7 +35,10 @@ struct Wave {
 class WavePlanner {
  public:
   explicit WavePlanner(const Problem& problem)
-      : problem_(problem), cost_(problem.cost()), jobs_(makeJobs(problem)) {
+      : problem_(problem),
+        cost_(problem.cost()),
+        jobs_(makeJobs(problem)),
+        ramps_(cost_, forwardShare(cost_), forwardShare(cost_), 0) {
     for (const Job& job : jobs_) work_ += job.min_size * job.min_size_s;
     const Cluster& cluster = cost_.cluster();
     by_speed_.resize(problem.ranks());
@@ -108,14 +91,16 @@ class WavePlanner {
   std::vector<MicroBatch> plan(const Shape& shape, double limit) {
     used_.assign(jobs_.size(), false);
     waves_.clear();
+    full_ = shape.full;
+    spread_ = shape.spread;
     reserved_ = 0;
     double work = work_;
     if (shape.top > 0) {
-      work -= addTopWave(shape.top);
+      work -= addTopWave(shape.top, shape.own);
       if (waves_.back().wide.empty()) return {};
       if (reserved_ == problem_.ranks()) reserved_ = 0;
     }
-    const std::vector<double> heights = relativeHeights(shape);
+    const std::vector<double> heights = relativeHeights(shape, ramps_);
     double sum = 0;
     for (size_t i = 0; i < heights.size(); ++i) {
       sum += heights[i] * (static_cast<int>(i) < shape.beside ? ranks_ : othersSpeed());
@@ -133,10 +118,15 @@ class WavePlanner {
       if (waves_.back().wide.empty()) return {};  // it fits only on the reserved ranks
     }
     if (!fillPacks()) return {};
-    return ordered();
+    return ordered(limit);
   }
 
  private:
+  // For heights that are numbers even where a pass takes no time.
+  static double forwardShare(const CostModel& cost) {
+    return std::clamp(cost.params().forward, 0.05, 0.95);
+  }
+
   bool single(const Job& job, double height) const {
     return job.min_size == 1 && job.min_size_s <= height;
   }
@@ -155,26 +145,25 @@ class WavePlanner {
 
   // A wave of the longest sequences; reserves its ranks for it. Returns the work that it takes, in
   // seconds of a rank on the smallest sizes.
-  double addTopWave(double height) {
+  double addTopWave(double height, int most) {
     constexpr double kAboutAsLong = 0.6;
     unit_ = height;
     addWave(height, 0, problem_.ranks());
     Wave& wave = waves_.back();
     size_t kept = 0;
-    while (kept < wave.wide.size() && wave.wide[kept].start >= kAboutAsLong * wave.height) {
-      reserved_ += static_cast<int>(wave.wide[kept++].ranks.size());
+    while (kept < wave.wide.size() && static_cast<int>(kept) < most &&
+           wave.wide[kept].seconds >= kAboutAsLong * wave.height) {
+      reserved_ += wave.wide[kept++].size;
     }
     wave.wide.resize(kept);
     wave.last = wave.used = reserved_;
     wave.packs.clear();
     double work = 0;
-    size_t i = 0;
-    for (const MicroBatch& batch : wave.wide) {
-      while (jobs_[i].sequence != batch.sequences.front()) used_[i++] = false;
-      work += jobs_[i].min_size * jobs_[i].min_size_s;
-      ++i;
+    std::fill(used_.begin(), used_.end(), false);
+    for (const Wave::Wide& wide : wave.wide) {
+      used_[wide.job] = true;
+      work += jobs_[wide.job].min_size * jobs_[wide.job].min_size_s;
     }
-    std::fill(used_.begin() + static_cast<std::ptrdiff_t>(i), used_.end(), false);
     return work;
   }
 
@@ -200,17 +189,53 @@ class WavePlanner {
         if (++misses > kMaxMisses) break;
         continue;
       }
+      if (full_ > 0 && single(job, unit_) && cost_.seconds(job.load, size) < full_ * wave.height) {
+        continue;
+      }
       used_[i] = true;
-      MicroBatch batch;
-      batch.ranks = ringOrder(ranksFrom(wave.used, size), cost_.cluster());
-      batch.sequences = problem_.withRiders(job.sequence);
-      batch.start = cost_.seconds(job.load, size) / speeds_[wave.used + size - 1];
-      wave.height = std::max(wave.height, batch.start);
-      wave.used += size;
-      wave.wide.push_back(std::move(batch));
+      place(wave, i, size);
     }
+    if (spread_ && wave.used < last) spread(wave);
     wave.packs.resize(last - wave.used);
     waves_.push_back(std::move(wave));
+  }
+
+  // On the next ranks.
+  void place(Wave& wave, size_t job, int size) const {
+    const int last = wave.used + size - 1;
+    const double seconds = cost_.seconds(jobs_[job].load, size) / speeds_[last];
+    wave.height = std::max(wave.height, seconds);
+    wave.used += size;
+    wave.wide.push_back({job, size, seconds});
+  }
+
+  // Makes a wave lower by the ranks that its long sequences leave over.
+  void spread(Wave& wave) const {
+    if (wave.wide.empty() || wave.wide.size() > kMaxSpread) return;
+    double high = 0;
+    for (const Wave::Wide& wide : wave.wide) high = std::max(high, wide.seconds);
+    Wave best;
+    const auto fit = [&](double height) {
+      Wave found;
+      found.used = wave.first;
+      for (const Wave::Wide& wide : wave.wide) {
+        if (found.used == wave.last) return false;
+        const int size = sizeWithin(jobs_[wide.job], found.used, wave.last, height);
+        if (size == 0) return false;
+        place(found, wide.job, size);
+      }
+      best = std::move(found);
+      return true;
+    };
+    double low = 0.5 * high;
+    for (int i = 0; i < 10; ++i) {
+      const double middle = 0.5 * (low + high);
+      (fit(middle) ? high : low) = middle;
+    }
+    if (best.wide.empty()) return;
+    wave.wide = std::move(best.wide);
+    wave.used = best.used;
+    wave.height = best.height;
   }
 
   // Fewest ranks from place `first` to `last`, fastest ranks first, on which the job ends within
@@ -353,10 +378,10 @@ class WavePlanner {
 
   // The micro-batches of all waves, in the order that drains and fills a pipeline fastest. Reserved
   // ranks and the others have no micro-batch in common.
-  std::vector<MicroBatch> ordered() {
+  std::vector<MicroBatch> ordered(double limit) {
     for (Wave& wave : waves_) {
       wave.height = 0;
-      for (const MicroBatch& batch : wave.wide) wave.height = std::max(wave.height, batch.start);
+      for (const Wave::Wide& wide : wave.wide) wave.height = std::max(wave.height, wide.seconds);
       for (size_t k = 0; k < wave.packs.size(); ++k) {
         const auto& pack = wave.packs[k];
         Load load;
@@ -369,14 +394,21 @@ class WavePlanner {
                      [](const Wave& a, const Wave& b) { return a.height > b.height; });
     std::vector<MicroBatch> batches;
     for (const bool reserved : {true, false}) {
-      for (const size_t wave : orderOf(reserved)) take(waves_[wave], batches);
+      double seconds = 0;  // that the last stage works, at least
+      for (const Wave& wave : waves_) {
+        if ((wave.first < reserved_) == reserved) seconds += wave.height;
+      }
+      if (seconds > limit * kHopeless) return {};
+      const std::deque<size_t> order = orderOf(reserved, seconds);
+      if (seconds > limit * kHopeless) return {};
+      for (const size_t wave : order) take(waves_[wave], batches);
     }
     return batches;
   }
 
   // The waves of the reserved or of the other ranks, from the highest one outwards: each goes to
-  // the end where it costs less.
-  std::deque<size_t> orderOf(bool reserved) const {
+  // the end where it costs less. `seconds`: of a rank of these heights.
+  std::deque<size_t> orderOf(bool reserved, double& seconds) const {
     Solo solo(cost_.cluster().pipeline, cost_.params().forward);
     std::deque<double> times;
     std::deque<size_t> order;
@@ -386,7 +418,9 @@ class WavePlanner {
       const double front = solo.run(times);
       times.pop_front();
       times.push_back(waves_[w].height);
-      if (solo.run(times) <= front) {
+      const double back = solo.run(times);
+      seconds = std::min(front, back);
+      if (back <= front) {
         order.push_back(w);
       } else {
         times.pop_back();
@@ -398,30 +432,41 @@ class WavePlanner {
   }
 
   void take(Wave& wave, std::vector<MicroBatch>& batches) const {
-    for (size_t k = 0; k < wave.packs.size(); ++k) {
-      if (wave.packs[k].empty()) continue;
+    const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
       MicroBatch batch;
-      batch.ranks = {by_speed_[wave.used + k]};
-      batch.sequences = std::move(wave.packs[k]);
-      wave.wide.push_back(std::move(batch));
-    }
-    for (MicroBatch& batch : wave.wide) {
+      batch.ranks = ringOrder(ranksFrom(first, size), cost_.cluster());
+      batch.sequences = std::move(sequences);
       batch.start = static_cast<double>(batches.size());
       batches.push_back(std::move(batch));
+    };
+    int first = wave.first;
+    for (const Wave::Wide& wide : wave.wide) {
+      add(first, wide.size, problem_.withRiders(jobs_[wide.job].sequence));
+      first += wide.size;
+    }
+    for (size_t k = 0; k < wave.packs.size(); ++k) {
+      if (!wave.packs[k].empty()) {
+        add(wave.used + static_cast<int>(k), 1, std::move(wave.packs[k]));
+      }
     }
   }
 
   static constexpr int kMaxMisses = 64;
+  static constexpr size_t kMaxSpread = 64;
+  static constexpr double kHopeless = 1.05;  // of the limit, where waves as a whole take longer
   static constexpr size_t kMaxProbes = 8;
 
   const Problem& problem_;
   const CostModel& cost_;
-  std::vector<Job> jobs_;          // by falling length
+  std::vector<Job> jobs_;  // by falling length
+  const PipelineRamps ramps_;
   std::vector<int32_t> by_speed_;  // ranks, fastest first
   std::vector<double> speeds_;     // of these
   double ranks_ = 0;               // the sum of the speeds
   double work_ = 0;
   double unit_ = 0;
+  double full_ = 0;
+  bool spread_ = false;
   int reserved_ = 0;  // ranks, the first ones by place, for the longest sequences
   std::vector<bool> used_;
   std::vector<Wave> waves_;
