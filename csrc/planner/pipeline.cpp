@@ -53,9 +53,11 @@ class ShapeSearch {
 
   void attempt(Shape shape) {
     if (goodEnough() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return;
-    if (shape == shape_ && best_.makespan < kForever) return;
     shape.up = std::min(shape.up, shape.waves / 3);
     shape.down = std::min(shape.down, shape.waves / 3);
+    const Shape key = shape.withoutUnused();
+    if (std::find(tried_.begin(), tried_.end(), key) != tried_.end()) return;
+    tried_.push_back(key);
     Plan found;
     found.micro_batches = waves_.plan(shape, best_.makespan);
     if (found.micro_batches.empty()) return;
@@ -188,7 +190,8 @@ class ShapeSearch {
   const bool by_levels_;
   const double bound_;
   Plan best_;
-  Shape shape_;  // of the best plan
+  Shape shape_;               // of the best plan
+  std::vector<Shape> tried_;  // none is better than the best plan
 };
 
 }  // namespace

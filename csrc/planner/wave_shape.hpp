@@ -32,6 +32,19 @@ struct Shape {
   int own = std::numeric_limits<int>::max();  // most sequences in that wave
 
   bool operator==(const Shape&) const = default;
+
+  // Equal for shapes that make the same waves.
+  Shape withoutUnused() const {
+    Shape used = *this;
+    if (ramps > 0) {
+      used.up = used.down = 0;
+      used.growth = used.last = 0;
+    } else {
+      used.later = 0;
+    }
+    if (top <= 0) used.beside = used.own = 0;
+    return used;
+  }
 };
 
 inline std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ramps) {
