@@ -21,6 +21,7 @@ constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
 constexpr double kLongShare = 0.2;        // of the bound; sequences that take longer run in waves
 constexpr int kMaxWaveJobs = 8192;        // with more of them, blocks leave little over
 constexpr int kMaxWaveTrials = 16;
+constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the smallest sizes
 
 // Searches for the target time that gives the shortest plan: first the lower bound, then times
 // between it and the best makespan so far.
@@ -52,12 +53,11 @@ Plan planBlocks(const Problem& problem, double lower_bound) {
   return finishPlan(problem, collectPlaced(problem, jobs, packing));
 }
 
-// How many of the first `count` jobs run in each of `waves` waves of about equal numbers; more
-// waves where their smallest sizes do not fit.
-std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs, int count,
-                            int waves) {
+// How many of the jobs from `next` up to `count` run in each of `waves` waves of about equal
+// numbers; more waves where their smallest sizes do not fit.
+std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs, int next,
+                            int count, int waves) {
   std::vector<int> counts;
-  int next = 0;
   while (next < count) {
     const int left = std::max(1, waves - static_cast<int>(counts.size()));
     const int wanted = (count - next + left - 1) / left;
@@ -84,15 +84,33 @@ Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
   if (count == 0 || count > kMaxWaveJobs) return so_far;
   double best = so_far.makespan;
   Packing packing;
-  int fewest = static_cast<int>(waveCounts(problem, jobs, count, 1).size());
-  for (int tried = 0, waves = fewest; tried < kMaxWaveTrials && waves <= count; ++tried) {
-    const std::vector<int> counts = waveCounts(problem, jobs, count, waves);
-    const double makespan = packer.runWaves(counts);
-    if (makespan < best) {
+  const auto attempt = [&](const std::vector<int>& counts) {
+    for (const bool turned : {false, true}) {
+      const double makespan = packer.runWaves(counts, turned);
+      if (makespan >= best) continue;
       best = makespan;
       packing = packer.take();
     }
+  };
+  int fewest = static_cast<int>(waveCounts(problem, jobs, 0, count, 1).size());
+  for (int tried = 0, waves = fewest; tried < kMaxWaveTrials && waves <= count; ++tried) {
+    const std::vector<int> counts = waveCounts(problem, jobs, 0, count, waves);
+    attempt(counts);
     waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
+  }
+  // Waves on the smallest sizes, then one or some of fewer sequences.
+  std::vector<int> full = waveCounts(problem, jobs, 0, count, 1);
+  int left = full.back();
+  for (int dropped = 0; dropped < kMaxFewer && full.size() > 1; ++dropped) {
+    full.pop_back();
+    for (int waves = 1; waves <= kMaxFewer && waves <= left; ++waves) {
+      std::vector<int> counts = full;
+      for (const int each : waveCounts(problem, jobs, count - left, count, waves)) {
+        counts.push_back(each);
+      }
+      attempt(counts);
+    }
+    left += full.back();
   }
   if (best == so_far.makespan) return so_far;
   return finishPlan(problem, collectPlaced(problem, jobs, packing));
@@ -149,6 +167,7 @@ Plan planBalanced(const Problem& problem, const PolicyOptions& options, double l
   if (leastNaive(problem) < plan.makespan) take(planNaive(problem));
   if (leastPow2(problem) < plan.makespan) take(planPow2(problem));
   if (leastStatic(problem, options) < plan.makespan) take(planStatic(problem, options));
+  if (gap_left) plan = swapSequences(problem, std::move(plan));
   return gap_left && small ? refine(problem, std::move(plan), lower_bound) : plan;
 }
 

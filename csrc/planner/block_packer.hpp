@@ -54,25 +54,36 @@ class BlockPacker {
   }
 
   // Places the first jobs in waves that follow each other, each over all ranks: `counts` jobs to
-  // a wave, with the sizes that make the wave shortest. The other jobs have to be short.
-  double runWaves(const std::vector<int>& counts) {
+  // a wave, with the sizes that make the wave shortest. The other jobs have to be short. With
+  // `turned`, every other wave has its longest jobs at the other end, and the sizes of the last one
+  // make all of its jobs end together.
+  double runWaves(const std::vector<int>& counts, bool turned) {
     placements_.clear();
     gaps_.clear();
     std::vector<double> ready(problem_.ranks(), 0.0);
     size_t next = 0;
+    bool backwards = false;
     for (const int count : counts) {
       int first = 0;
-      for (const int size : waveSizes(next, count)) {
+      std::vector<int> sizes = waveSizes(next, count);
+      if (turned && &count == &counts.back())
+        sizes = levelSizes(next, std::move(sizes), backwards, ready);
+      for (int i = 0; i < count; ++i) {
+        const int place = backwards ? count - 1 - i : i;
+        const int size = sizes[place];
+        const size_t job = next + place;
         const auto begin = ready.begin() + first;
         const double start = *std::max_element(begin, begin + size);
         for (int rank = first; rank < first + size; ++rank) {
           if (ready[rank] < start) gaps_.push_back({ready[rank], start, rank, 1, speed(rank)});
         }
         const double slowest = cost_.cluster().slowest(first, size);
-        std::fill_n(begin, size, start + seconds(jobs_[next], first, size) / slowest);
-        placements_.push_back({static_cast<int32_t>(next++), start, {{first, size}}});
+        std::fill_n(begin, size, start + seconds(jobs_[job], first, size) / slowest);
+        placements_.push_back({static_cast<int32_t>(job), start, {{first, size}}});
         first += size;
       }
+      next += count;
+      backwards = turned && !backwards;
     }
     return fillUp(ready, next);
   }
@@ -93,6 +104,7 @@ class BlockPacker {
   static constexpr int kMaxProbes = 400;  // blocks tried for one job; fewer with more ranks:
   static constexpr int kProbedRanks = 1 << 14;
   static constexpr double kShortShare = 0.2;  // of the target time, up to which a job is short
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
 
   // Sizes of `count` jobs from `next` on that run side by side, with the least longest time.
   std::vector<int> waveSizes(size_t next, int count) {
@@ -125,6 +137,67 @@ class BlockPacker {
       }
     }
     return sizes;
+  }
+
+  // Sizes of jobs from `next` on, side by side on ranks that are free at different times, with
+  // which the last one of them ends as early as possible. `sizes` are some that fit; `backwards`:
+  // the last job comes first.
+  std::vector<int> levelSizes(size_t next, std::vector<int> sizes, bool backwards,
+                              const std::vector<double>& ready) const {
+    if (!cost_.cluster().speeds.empty()) return sizes;
+    const auto count = static_cast<int>(sizes.size());
+    // When the last job ends with the sizes that `choose` picks by place and first rank; never if
+    // it picks 0.
+    const auto run = [&](const auto& choose) {
+      double last = 0;
+      int first = 0;
+      for (int i = 0; i < count; ++i) {
+        const int place = backwards ? count - 1 - i : i;
+        const int size = choose(place, first);
+        if (size == 0 || first + size > problem_.ranks()) return kNever;
+        last = std::max(last, endAt(jobs_[next + place], first, size, ready));
+        first += size;
+      }
+      return last;
+    };
+    double high = run([&](int place, int) { return sizes[place]; });
+    double low = *std::min_element(ready.begin(), ready.end());
+    std::vector<int> tried(count);
+    for (int step = 0; step < 14; ++step) {
+      const double target = 0.5 * (low + high);
+      const double last = run([&](int place, int first) {
+        return tried[place] = sizeAt(jobs_[next + place], first, ready, target);
+      });
+      if (last < high) {
+        high = last;
+        sizes = tried;
+      } else {
+        low = target;
+      }
+    }
+    return sizes;
+  }
+
+  double endAt(const Job& job, int first, int size, const std::vector<double>& ready) const {
+    const auto begin = ready.begin() + first;
+    return *std::max_element(begin, begin + size) + seconds(job, first, size);
+  }
+
+  // The fewest ranks from `first` on with which the job ends by a target time; 0 if there are none.
+  int sizeAt(const Job& job, int first, const std::vector<double>& ready, double target) const {
+    constexpr int kMaxTries = 8;
+    int least = job.min_size;
+    for (int tried = 0; tried < kMaxTries; ++tried) {
+      const int left = problem_.ranks() - first;
+      if (least > left) return 0;
+      const auto begin = ready.begin() + first;
+      const double start = *std::max_element(begin, begin + least);
+      const int size = cost_.sizeWithin(job.load, least, left, target - start);
+      if (size == 0) return 0;
+      if (endAt(job, first, size, ready) <= target) return size;
+      least = std::max(size, least + 1);
+    }
+    return 0;
   }
 
   double speed(size_t rank) const noexcept { return cost_.cluster().speed(static_cast<int>(rank)); }

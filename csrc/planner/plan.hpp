@@ -99,6 +99,10 @@ Plan planPow2(const Problem& problem);
 // Improves a plan of few micro-batches by local search; never makes it longer.
 Plan refine(const Problem& problem, Plan plan, double lower_bound);
 
+// Swaps what micro-batches run so that ranks end together; never makes the plan longer. The
+// plan is one without a pipeline.
+Plan swapSequences(const Problem& problem, Plan plan);
+
 // --- shared by the policies ----------------------------------------------------------------------
 
 bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;

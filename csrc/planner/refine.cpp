@@ -5,29 +5,13 @@
 #include <cmath>
 #include <limits>
 
+#include "base/xorshift.hpp"
 #include "planner/level_order.hpp"
 #include "planner/plan.hpp"
 #include "planner/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
-
-class Random {  // xorshift64*
- public:
-  uint32_t below(size_t bound) {
-    return static_cast<uint32_t>((static_cast<uint64_t>(next()) * bound) >> 32);
-  }
-  double unit() { return next() * 0x1p-32; }
-
- private:
-  uint32_t next() {
-    state_ ^= state_ >> 12;
-    state_ ^= state_ << 25;
-    state_ ^= state_ >> 27;
-    return static_cast<uint32_t>((state_ * 0x2545F4914F6CDD1DULL) >> 32);
-  }
-  uint64_t state_ = 0x9E3779B97F4A7C15ULL;
-};
 
 struct Group {
   std::vector<int32_t> sequences;
@@ -280,7 +264,7 @@ class Annealer {
   const Problem& problem_;
   const CostModel& cost_;
   double bound_;
-  Random random_;
+  Xorshift random_;
   std::vector<std::pair<double, int>> ready_;  // (time, rank)
   std::vector<double> speed_limits_;
 };
