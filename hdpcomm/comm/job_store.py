@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -37,6 +38,7 @@ __all__ = ["JobStore"]
 
 _GOODBYE_S = 0.5
 _WAIT_S = 1.0  # that a question may wait at the server
+_SHARED_WAIT_S = 0.1  # where another thread may have a question, too
 
 
 class JobStore(dist.Store):  # type: ignore[misc, name-defined]
@@ -59,6 +61,8 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
         self._secret = secret or NO_SECRET
         self._rank = rank
         self._lock = threading.Lock()
+        self._next = threading.Lock()  # held by the thread that gets the connection next
+        self._shared = False  # two threads have asked at the same time
         self._socket: socket.socket | None = None
         self.set_timeout(datetime.timedelta(seconds=seconds))
         self._connect(time.monotonic() + seconds, seconds)
@@ -84,7 +88,7 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         until = self._until(timeout)
-        while not self.there_within(keys, min(_WAIT_S, until - time.monotonic())):
+        while not self.there_within(keys, min(_SHARED_WAIT_S if self._shared else _WAIT_S, until - time.monotonic())):
             if time.monotonic() > until:
                 raise CommTimeout(
                     f"rank {self._rank} waited in vain for {', '.join(keys)} in the job's store; look for the errors "
@@ -142,7 +146,7 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
         parts = [call.encode(), *([key.encode()] if key else [])]
         parts += [each if isinstance(each, bytes) else each.encode() for each in more]
         until = self._until()
-        with self._lock:
+        with self._turn():
             if self.broken:
                 raise RuntimeError(f"the connection to {self._where} is over: {self.broken}")
             try:
@@ -174,6 +178,18 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
             except BaseException:  # the answer would be taken for that of the next request
                 self.forget()
                 raise
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The connection is this thread's. Threads get it in turn: one that waits for a key, asking again and again,
+        would else keep it from one that wants to know whether the others live."""
+        self._shared = self._shared or self._lock.locked()
+        with self._next:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _receive(self, count: int) -> bytes:
         assert self._socket is not None
