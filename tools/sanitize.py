@@ -47,6 +47,9 @@ SKIPPED: dict[str, dict[str, str]] = {
         "tests/ranks/nccl/test_nccl_benchmark.py::test_without_two_gpus_the_script_says_so": (
             "a script of the shell: bash and dash call setjmp, which is null in a ThreadSanitizer that is loaded first"
         ),
+        "tests/faults/test_processes.py::test_a_forked_child_may_not_use_a_communicator": (
+            "ThreadSanitizer's runtime may wait for ever in the forked child of a process with several threads"
+        ),
         "tests/faults/test_flight_recorder.py::test_a_signal_writes_them_and_the_rank_goes_on": (
             "ThreadSanitizer holds signals back until the next call that it intercepts, and the core waits in a futex"
         ),
