@@ -117,8 +117,8 @@ def test_flags(script, capsys):
     batches = main.all_parts()
     assert [[part.name for part in batch] for batch in batches] == [
         ["build"], ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["ring4"], ["graph"],
-        ["test_attention", "test_device", "test_kernels", "test_nccl", "test_offload", "test_torch_backend",
-         "test_transport", "memcheck", "racecheck", "synccheck"],
+        ["test_attention", "test_device", "test_experts", "test_kernels", "test_nccl", "test_offload",
+         "test_torch_backend", "test_transport", "memcheck", "racecheck", "synccheck"],
         ["offload"], ["calibrate"],
     ]  # fmt: skip
     assert main.TOTAL_S < 540
