@@ -107,15 +107,18 @@ class World {
   // The calling thread waits in an operation of the part.
   void beginWait();
   void endWait();
-  // Until when an operation that began at `start` may wait for these ranks, as they move.
-  Clock::time_point livesUntil(const std::vector<int>& awaited, Clock::time_point start);
-  // Who keeps an operation that went by liveness from going on, for its error; none if the awaited
-  // ranks tell nothing.
+  // Who keeps an operation that went by liveness from going on, for its error.
   struct Stuck {
     int rank;
     std::string text;
   };
-  std::optional<Stuck> stuck(const std::vector<int>& awaited);
+  // Both by one look at the ranks, which may move at any time.
+  struct Allowed {
+    Clock::time_point until;
+    std::optional<Stuck> stuck;  // from then on; none if the awaited ranks tell nothing
+  };
+  // Until when an operation that began at `start` may wait for these ranks, as they move.
+  Allowed allowed(const std::vector<int>& awaited, Clock::time_point start);
 
   // What kAuto goes by; must be equal on all ranks.
   void setCosts(const TransportCosts& costs);
@@ -175,8 +178,7 @@ class World {
   void giveUpLateLocked(Clock::time_point now);
   void checkHealthLocked(Clock::time_point now);
   WaitRecord waitRecordLocked();
-  Error timeoutError(const Work& work, Clock::duration waited,
-                     std::optional<Clock::time_point> by_liveness);
+  Error timeoutError(const Work& work, Clock::duration waited, const std::optional<Stuck>& stuck);
 
   // world_liveness.cpp
   void tellLocked();
@@ -184,9 +186,8 @@ class World {
   Pulse ownPulseLocked(Clock::time_point now) const;
   std::vector<int> awaitedLocked(const Work& work) const;
   std::optional<Pulse> slowestLocked(const std::vector<int>& ranks, Clock::time_point now);
-  Clock::time_point livesUntilLocked(const std::vector<int>& awaited, Clock::time_point start,
-                                     Clock::time_point now);
-  std::optional<Stuck> stuckLocked(const std::vector<int>& awaited, Clock::time_point now);
+  Allowed allowedLocked(const std::vector<int>& awaited, Clock::time_point start,
+                        Clock::time_point now);
 
   void stopWaitingLocked(const Work& work, Clock::time_point start);
   // These two leave the work in the queue until dropEndedLocked().

@@ -66,14 +66,9 @@ void World::endWait() {
   liveness_.endWait(part_moved_);
 }
 
-Clock::time_point World::livesUntil(const std::vector<int>& awaited, Clock::time_point start) {
+World::Allowed World::allowed(const std::vector<int>& awaited, Clock::time_point start) {
   std::lock_guard lock(mutex_);
-  return livesUntilLocked(awaited, start, Clock::now());
-}
-
-std::optional<World::Stuck> World::stuck(const std::vector<int>& awaited) {
-  std::lock_guard lock(mutex_);
-  return stuckLocked(awaited, Clock::now());
+  return allowedLocked(awaited, start, Clock::now());
 }
 
 // From now on the progress thread tells the others when this rank moved: one that tells nothing is
@@ -147,31 +142,24 @@ std::optional<Pulse> World::slowestLocked(const std::vector<int>& ranks, Clock::
   return slowest;
 }
 
-// Until when an operation may wait as the awaited ranks are known to live.
-Clock::time_point World::livesUntilLocked(const std::vector<int>& awaited, Clock::time_point start,
-                                          Clock::time_point now) {
+World::Allowed World::allowedLocked(const std::vector<int>& awaited, Clock::time_point start,
+                                    Clock::time_point now) {
   const auto slowest = slowestLocked(awaited, now);
-  if (!slowest) return Clock::time_point::min();
-  return std::min(slowest->moved + durationOf(timeout_s_), start + durationOf(longest_wait_s_));
-}
-
-// What the error of an operation that went by liveness tells; none if the awaited ranks tell
-// nothing.
-std::optional<World::Stuck> World::stuckLocked(const std::vector<int>& awaited,
-                                               Clock::time_point now) {
-  const auto slowest = slowestLocked(awaited, now);
-  if (!slowest || slowest->doing.empty()) return std::nullopt;
-  if (now < slowest->moved + durationOf(timeout_s_)) {
-    return Stuck{slowest->culprit,
-                 "the ranks that it awaits still move, but no wait is longer than " +
-                     std::to_string(longest_wait_s_) + " s: raise HDPCOMM_LONGEST_WAIT_S"};
+  if (!slowest) return {start, std::nullopt};
+  const auto stops = slowest->moved + durationOf(timeout_s_);
+  const auto until = std::min(stops, start + durationOf(longest_wait_s_));
+  if (slowest->doing.empty()) return {until, std::nullopt};
+  if (now < stops) {
+    return {until, Stuck{slowest->culprit,
+                         "the ranks that it awaits still move, but no wait is longer than " +
+                             std::to_string(longest_wait_s_) + " s: raise HDPCOMM_LONGEST_WAIT_S"}};
   }
   const std::chrono::duration<double> still = now - slowest->culprit_moved;
-  return Stuck{slowest->culprit, "rank " + std::to_string(slowest->culprit) +
-                                     " has not moved for " + std::to_string(still.count()) +
-                                     " s; last: " + slowest->doing +
-                                     ": look at what it does, let it declare what takes long "
-                                     "(Communicator.busy), or raise timeout="};
+  return {until, Stuck{slowest->culprit, "rank " + std::to_string(slowest->culprit) +
+                                             " has not moved for " + std::to_string(still.count()) +
+                                             " s; last: " + slowest->doing +
+                                             ": look at what it does, let it declare what takes "
+                                             "long (Communicator.busy), or raise timeout="}};
 }
 
 }  // namespace hdpcomm

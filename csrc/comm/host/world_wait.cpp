@@ -62,11 +62,13 @@ void World::giveUpLateLocked(Clock::time_point now) {
     if (!work->background_ || work->state_ == Work::State::kQueued || ended(*work)) continue;
     if (!work->seen_) work->seen_ = now;
     if (now < std::max(*work->seen_ + timeout, work->allowed_)) continue;
+    std::optional<Stuck> stuck;
     if (goesByLiveness()) {
-      const auto until = livesUntilLocked(awaitedLocked(*work), *work->seen_, now);
-      work->allowed_ = std::max(work->allowed_, until);
+      const Allowed allowed = allowedLocked(awaitedLocked(*work), *work->seen_, now);
+      work->allowed_ = std::max(work->allowed_, allowed.until);
+      stuck = allowed.stuck;
     }
-    if (now >= work->allowed_) fail(*work, timeoutError(*work, now - *work->seen_, now));
+    if (now >= work->allowed_) fail(*work, timeoutError(*work, now - *work->seen_, stuck));
   }
   dropEndedLocked();
 }
@@ -128,7 +130,7 @@ WaitRecord World::waitRecordLocked() {
 }
 
 Error World::timeoutError(const Work& work, Clock::duration waited,
-                          std::optional<Clock::time_point> by_liveness) {
+                          const std::optional<Stuck>& stuck) {
   std::vector<int> awaited = transport_->awaited(&work.completion_);
   for (const int peer : transport_->awaited(&work.deferred_)) awaited.push_back(peer);
   std::sort(awaited.begin(), awaited.end());
@@ -141,9 +143,6 @@ Error World::timeoutError(const Work& work, Clock::duration waited,
   } else if (work.state_ == Work::State::kQueued) {
     text += " behind operations that have not ended";
   }
-  const auto stuck = by_liveness && goesByLiveness()
-                         ? stuckLocked(awaitedLocked(work), *by_liveness)
-                         : std::nullopt;
   text += ": " + (stuck ? stuck->text : "look for a rank that did not call it, or raise timeout=");
   return Error(ErrorKind::kTimeout, text,
                {.rank = rank(),
@@ -385,12 +384,14 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         std::lock_guard lock(mutex_);
         checkHealthLocked(now);
         if (ended(work)) return;
+        std::optional<Stuck> stuck;
         if (by_liveness && now >= deadline && goesByLiveness()) {
-          deadline = std::max(deadline, livesUntilLocked(awaitedLocked(work), start, now));
+          const Allowed allowed = allowedLocked(awaitedLocked(work), start, now);
+          deadline = std::max(deadline, allowed.until);
+          stuck = allowed.stuck;
         }
         if (now >= deadline) {
-          const auto at = by_liveness ? std::optional(now) : std::nullopt;
-          fail(work, timeoutError(work, now - start, at));
+          fail(work, timeoutError(work, now - start, stuck));
           dropEndedLocked();
           progressLocked();  // ends the operations that fail with it
           return;

@@ -1,5 +1,6 @@
 // Deadlines of device operations, and what the others hear of them (comm/host/liveness.hpp).
 #include <algorithm>
+#include <utility>
 
 #include "comm/stream/stream_engine.hpp"
 
@@ -10,11 +11,14 @@ std::optional<Error> StreamEngine::checkDeadline(StreamWork& work, Clock::time_p
                                                  Clock::time_point now) {
   const double seconds = secondsBetween(start, now);
   if (seconds <= timeout_s_ || now < work.allowed_) return std::nullopt;
+  std::optional<World::Stuck> stuck;
   if (work.by_liveness_ && world_ != nullptr) {
-    work.allowed_ = world_->livesUntil(awaitedBy(work), start);
+    World::Allowed allowed = world_->allowed(awaitedBy(work), start);
+    work.allowed_ = allowed.until;
     if (now < work.allowed_) return std::nullopt;
+    stuck = std::move(allowed.stuck);
   }
-  return timeoutOf(work, seconds, work.by_liveness_);
+  return timeoutOf(work, seconds, stuck);
 }
 
 // The ranks without which the operation cannot go on: this one, while its stream has not come to
@@ -56,9 +60,8 @@ void StreamEngine::tellMoves() {
   world_->tellOfPart(std::move(moves));
 }
 
-Error StreamEngine::timeoutOf(const StreamWork& work, double seconds, bool by_liveness) const {
-  const auto stuck =
-      by_liveness && world_ != nullptr ? world_->stuck(awaitedBy(work)) : std::nullopt;
+Error StreamEngine::timeoutOf(const StreamWork& work, double seconds,
+                              const std::optional<World::Stuck>& stuck) const {
   const std::string hint =
       stuck ? stuck->text : "look for a rank that did not call it, or raise timeout=";
   return withContext(

@@ -160,7 +160,8 @@ class StreamEngine final : public WorldPart {
                                      Clock::time_point now);
   std::vector<int> awaitedBy(const StreamWork& work) const;
   void tellMoves();
-  Error timeoutOf(const StreamWork& work, double seconds, bool by_liveness) const;
+  Error timeoutOf(const StreamWork& work, double seconds,
+                  const std::optional<World::Stuck>& stuck) const;
 
   // stream_waits.cpp
   class HostWait;

@@ -1,5 +1,6 @@
 // Hosts that wait for operations of a stream engine.
 #include <algorithm>
+#include <utility>
 
 #include "comm/stream/stream_engine.hpp"
 
@@ -34,7 +35,7 @@ class StreamEngine::HostWait {
   HostWait(const HostWait&) = delete;
   HostWait& operator=(const HostWait&) = delete;
 
-  bool byLiveness() const { return by_liveness_; }
+  const std::optional<World::Stuck>& stuck() const { return stuck_; }
   double seconds() const { return secondsBetween(start_, Clock::now()); }
   // Seconds until the deadline, which the moves of the awaited ranks put off.
   double left() {
@@ -42,8 +43,9 @@ class StreamEngine::HostWait {
     if (!by_liveness_) return 0;
     const std::lock_guard lock(engine_.mutex_);
     if (engine_.world_ == nullptr) return 0;
-    const auto until = engine_.world_->livesUntil(engine_.awaitedBy(work_), start_);
-    limit_s_ = std::max(limit_s_, secondsBetween(start_, until));
+    World::Allowed allowed = engine_.world_->allowed(engine_.awaitedBy(work_), start_);
+    limit_s_ = std::max(limit_s_, secondsBetween(start_, allowed.until));
+    stuck_ = std::move(allowed.stuck);
     return std::max(0.0, limit_s_ - this->seconds());
   }
 
@@ -54,6 +56,7 @@ class StreamEngine::HostWait {
   const bool by_liveness_;
   bool told_ = false;
   double limit_s_ = 0;
+  std::optional<World::Stuck> stuck_;  // when left() last looked
 };
 
 void StreamEngine::waitOn(StreamWork& work, Stream stream) {
@@ -140,7 +143,7 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
     raiseFailure(*work);
     std::unique_lock lock(mutex_);
     const bool late = error.kind() == ErrorKind::kTimeout;
-    failWork(*work, late ? timeoutOf(*work, wait.seconds(), wait.byLiveness()) : error);
+    failWork(*work, late ? timeoutOf(*work, wait.seconds(), wait.stuck()) : error);
     lock.unlock();
     awaitDrained(*work);
   } catch (...) {  // Ctrl-C
