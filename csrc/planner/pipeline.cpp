@@ -93,7 +93,7 @@ class ShapeSearch {
         }
       }
     }
-    // Of the longest one, two or three alone.
+    // Ranks of their own for the longest sequence alone, or for the two or three longest.
     for (const int own : {1, 2, 3}) {
       for (const double above : {1.0, 1.05, 1.12}) {
         const double top = bound_ * above / stages_;
