@@ -15,13 +15,19 @@ using Rank = FakeNccl::Rank;
 thread_local FakeNccl* current_fake = nullptr;
 thread_local std::vector<Rank*> grouped;  // ranks that called something in the open group
 thread_local int group_depth = 0;
+// Whose communicator this thread used last: the rank of its calls without a communicator.
+thread_local int last_rank = -1;
 
-Rank& rankOf(NcclComm comm) { return *reinterpret_cast<Rank*>(comm); }
+Rank& rankOf(NcclComm comm) {
+  auto& rank = *reinterpret_cast<Rank*>(comm);
+  last_rank = rank.rank;
+  return rank;
+}
 
 int failureOf(const char* function) {
   if (current_fake == nullptr) return kNcclSuccess;
   const auto held = current_fake->lock();
-  return current_fake->failureOf(function, -1);
+  return current_fake->failureOf(function, last_rank);
 }
 
 int getVersion(int* version) {

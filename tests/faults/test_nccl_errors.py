@@ -180,8 +180,7 @@ def test_a_call_of_nccl_fails(function: str, hosts: tuple[int, ...]) -> None:
         comm = hdp.init(timeout=20)
         still_works(comm)
         if comm.rank == 1:
-            # For a function without a communicator, the next call on any rank fails; here that is this rank's.
-            fake.fail_next(function, -1 if "Group" in function else 1, 3)
+            fake.fail_next(function, 1, 3)
         else:
             time.sleep(0.1)
         error = caught(lambda: comm.all_reduce(torch.zeros(9), algorithm=FAILING_CALLS[function]))
@@ -202,7 +201,7 @@ def test_a_failed_operation_lets_go_of_the_callers_stream(hosts: tuple[int, ...]
         comm = hdp.init(timeout=20)
         still_works(comm)
         if comm.rank == 1:
-            fake.fail_next("ncclGroupEnd", -1, 3)
+            fake.fail_next("ncclGroupEnd", 1, 3)
             error = caught(lambda: comm.all_reduce(torch.zeros(9), algorithm="ring"))
             assert isinstance(error, hdp.DeviceError)
             streams = comm.streams  # type: ignore[attr-defined]
