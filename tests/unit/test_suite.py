@@ -59,3 +59,37 @@ def test_one_process_at_a_time_waits(seed: int) -> None:
         done.append(node.sent.pop(0))
         dealt.mark_test_complete(node, done[-1])
     assert sorted(done) == list(range(len(items)))
+
+
+def test_a_process_that_dies_fails_one_test() -> None:
+    scheduling = pytest.importorskip("tests.scheduling", reason="needs pytest-xdist")
+    items = [f"tests/test_{file}.py::test_{test}" for file in range(4) for test in range(5)]
+    config: Any = SimpleNamespace(getvalue=lambda _: ["popen"] * 2, option=SimpleNamespace(loadscopereorder=False))
+    dealt = scheduling.OneWaits(config)
+    one, two, three = (Node(name) for name in ("one", "two", "three"))
+
+    def joins(node: Node) -> None:
+        dealt.add_node_collection(node, items)
+        dealt.schedule()
+
+    for node in (one, two):
+        dealt.add_node(node)
+        dealt.add_node_collection(node, items)
+    dealt.schedule()
+    dealt.mark_test_complete(one, one.sent.pop(0))
+    crashed = items[one.sent[0]]
+    again = {items[index] for index in one.sent[1:]}  # what it was sent and has not begun
+    assert dealt.remove_node(one) == crashed
+    dealt.add_node(three)  # it takes the place of the first, and collects while the second works on
+    ran = []
+    while two.sent:
+        ran.append(items[two.sent.pop(0)])
+        dealt.mark_test_complete(two, items.index(ran[-1]))
+        if len(ran) == 4:
+            joins(three)
+    while three.sent:
+        ran.append(items[three.sent.pop(0)])
+        dealt.mark_test_complete(three, items.index(ran[-1]))
+    assert again <= {*ran}
+    assert sorted([*ran, crashed, items[0]]) == sorted(items)
+    assert dealt.tests_finished
