@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "comm/stream/stream_engine.hpp"
+#include "transport/failures.hpp"
 
 namespace hdpcomm {
 namespace {
@@ -132,8 +133,8 @@ std::optional<Error> StreamEngine::departureError(const StreamWork& work,
   context.peer = share.peer;
   if (state == BoardState::kClosed) {
     text += " while rank " + std::to_string(rank_) + " waited for it in " + describe(work.call_);
-  } else if (context.rank != rank_ && text.find("(told by") == std::string::npos) {
-    text += " (told by rank " + std::to_string(share.peer) + ")";
+  } else if (context.rank != rank_ && text.find(kToldBy) == std::string::npos) {
+    text += kToldBy + std::to_string(share.peer) + ")";
   }
   return withContext(Error(last.kind(), text, context), work);
 }
@@ -148,7 +149,7 @@ const StreamWork::Share& StreamEngine::mostInformative(const StreamWork& work,
     if (state != BoardState::kFailed && state != BoardState::kClosed) return 4;
     const std::string text = board_->lastError(share.peer).what();
     const auto says = [&](const char* part) { return text.find(part) != std::string::npos; };
-    if (state == BoardState::kFailed) return says("(told by") ? 1 : 0;
+    if (state == BoardState::kFailed) return says(kToldBy) ? 1 : 0;
     return says("last words") ? 2 : 3;
   };
   const StreamWork::Share* best = &found;
