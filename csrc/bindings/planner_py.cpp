@@ -30,18 +30,6 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
   return load;
 }
 
-Plan solve(const Problem& problem, const std::string& policy, const PolicyOptions& options,
-           double lower_bound) {
-  if (policy == "static") return planner::planStatic(problem, options);
-  if (policy == "naive") return planner::planNaive(problem);
-  if (policy == "balanced" || policy == "pipeline") {
-    return planner::planBalanced(problem, options, lower_bound);
-  }
-  if (policy == "pow2") return planner::planPow2(problem);
-  throwInvalidUsage("policy is '" + policy +
-                    "', expected static, naive, balanced, pipeline or pow2");
-}
-
 // (columns, makespan, lower bound, idle share)
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
@@ -54,7 +42,8 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
     py::gil_scoped_release release;
     const Problem problem(std::move(lengths), cost, std::move(squares));
     lower_bound = planner::lowerBound(problem);
-    const Plan plan = solve(problem, policy, PolicyOptions{context, context_ranks}, lower_bound);
+    const PolicyOptions options{context, context_ranks};
+    const Plan plan = planner::planPolicy(problem, policy, options, lower_bound);
     columns.emplace(plan, problem.lengths(), ids);
     makespan = plan.makespan;
     idle_share = plan.idle_share;
@@ -135,25 +124,34 @@ py::dict simulateToDict(
 
 void bindPlanner(py::module_& module) {
   py::class_<CostModel>(module, "CostModel")
-      .def(py::init([](double attention, double piece, double linear, double fixed,
-                       double ring_step, double kv_intra, double kv_inter, double latency_intra,
-                       double latency_inter, double forward, double forward_transfer,
-                       int64_t capacity, double offloadable, double host_tokens, double copy,
-                       int ranks, int ranks_per_node, int pipeline, int chunks,
-                       std::vector<double> speeds, int nics, double put_off, bool split) {
-             return CostModel(
-                 CostParams{attention, piece, linear, fixed, ring_step, kv_intra, kv_inter,
-                            latency_intra, latency_inter, forward, forward_transfer, put_off},
-                 MemoryParams{capacity, offloadable, host_tokens, copy},
-                 Cluster{ranks, ranks_per_node, pipeline, chunks, nics, split, std::move(speeds)});
-           }),
-           py::kw_only(), py::arg("attention"), py::arg("piece"), py::arg("linear"),
-           py::arg("fixed"), py::arg("ring_step"), py::arg("kv_intra"), py::arg("kv_inter"),
-           py::arg("latency_intra"), py::arg("latency_inter"), py::arg("forward"),
-           py::arg("forward_transfer"), py::arg("capacity"), py::arg("offloadable"),
-           py::arg("host_tokens"), py::arg("copy"), py::arg("ranks"), py::arg("ranks_per_node"),
-           py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
-           py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false)
+      .def(
+          py::init([](double attention, double piece, double linear, double fixed, double ring_step,
+                      double kv_intra, double kv_inter, double latency_intra, double latency_inter,
+                      double forward, double forward_transfer, int64_t capacity, double offloadable,
+                      double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
+                      int chunks, std::vector<double> speeds, int nics, double put_off, bool split,
+                      int ring_peers) {
+            return CostModel(
+                CostParams{attention, piece, linear, fixed, ring_step, kv_intra, kv_inter,
+                           latency_intra, latency_inter, forward, forward_transfer, put_off},
+                MemoryParams{capacity, offloadable, host_tokens, copy},
+                Cluster{.ranks = ranks,
+                        .ranks_per_node = ranks_per_node,
+                        .pipeline = pipeline,
+                        .chunks = chunks,
+                        .nics = nics,
+                        .split = split,
+                        .ring_peers = ring_peers,
+                        .speeds = std::move(speeds)});
+          }),
+          py::kw_only(), py::arg("attention"), py::arg("piece"), py::arg("linear"),
+          py::arg("fixed"), py::arg("ring_step"), py::arg("kv_intra"), py::arg("kv_inter"),
+          py::arg("latency_intra"), py::arg("latency_inter"), py::arg("forward"),
+          py::arg("forward_transfer"), py::arg("capacity"), py::arg("offloadable"),
+          py::arg("host_tokens"), py::arg("copy"), py::arg("ranks"), py::arg("ranks_per_node"),
+          py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
+          py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false,
+          py::arg("ring_peers") = 0)
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node) {

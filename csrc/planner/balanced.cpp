@@ -155,11 +155,12 @@ Plan planBalanced(const Problem& problem, const PolicyOptions& options, double l
   const auto take = [&](Plan other) {
     if (other.makespan < plan.makespan) plan = std::move(other);
   };
-  if (!problem.cost().cluster().speeds.empty()) take(planBySpeed(problem, lower_bound));
+  const Cluster& cluster = problem.cost().cluster();
+  if (!cluster.speeds.empty() && !cluster.neighbours) take(planBySpeed(problem, lower_bound));
   const bool gap_left = plan.makespan > lower_bound * (1 + kGoodGap);
   const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;
   if (gap_left) take(planWaves(problem, lower_bound, plan));
-  if (gap_left && problem.cost().cluster().speeds.empty()) {
+  if (gap_left && cluster.speeds.empty()) {
     if (auto nested = planNested(problem, lower_bound, plan.makespan)) take(std::move(*nested));
   }
   if (gap_left && small) take(planUniform(problem));

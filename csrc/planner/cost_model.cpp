@@ -76,6 +76,10 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
     throwInvalidUsage("nics is " + std::to_string(cluster.nics) +
                       ", expected at least 1, or 0 where each rank has its own");
   }
+  if (cluster.ring_peers != 0 && cluster.ring_peers < 2) {
+    throwInvalidUsage("ring_peers is " + std::to_string(cluster.ring_peers) +
+                      ", expected at least 2, the neighbours in a ring, or 0 for any number");
+  }
   if (!cluster.speeds.empty() && cluster.speeds.size() != static_cast<size_t>(cluster.ranks)) {
     throwInvalidUsage(std::to_string(cluster.speeds.size()) + " speeds are given for " +
                       std::to_string(cluster.ranks) + " ranks: give one for each, or none");

@@ -39,6 +39,9 @@ struct Cluster {
   int chunks = 1;      // stages of the model on each of these
   int nics = 0;        // network interfaces that the ranks of a node share; 0: each has its own
   bool split = false;  // backward passes leave the gradients of weights to passes of their own
+  int ring_peers = 0;  // most ranks that a rank exchanges messages of rings with; 0: any number
+  // Groups are of neighbouring ranks only, and rings go there and back: at most four peers.
+  bool neighbours = false;
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
   // At most 1, which is the rank that the costs are those of; empty: all are alike.
   std::vector<double> speeds;

@@ -5,9 +5,11 @@
 // takes fewer ranks only as long as its time does not exceed the mean load of a rank.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <queue>
 
 #include "planner/plan.hpp"
+#include "planner/window_maxima.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -41,6 +43,17 @@ class GroupSizes {
   const CostModel& cost_;
   double mean_load_ = 0;
 };
+
+// Neighbouring ranks, those with the fewest micro-batches; `counts`: of each rank, which this
+// raises.
+std::vector<int32_t> takeNeighbours(int size, std::vector<int>& counts) {
+  const std::vector<int> most = windowMaxima(counts, size);
+  const auto first = std::min_element(most.begin(), most.end()) - most.begin();
+  std::vector<int32_t> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), static_cast<int32_t>(first));
+  std::fill_n(counts.begin() + first, size, most[first] + 1);
+  return ranks;
+}
 
 }  // namespace
 
@@ -84,13 +97,26 @@ Plan planNaive(const Problem& problem) {
     pieces.push_back({std::move(bin), 1});
   }
   using Entry = std::pair<int, int32_t>;  // (micro-batches, rank)
+  std::vector<int> counts(problem.ranks(), 0);
+  std::vector<MicroBatch> batches(pieces.size());
+  const bool neighbours = problem.cost().cluster().neighbours;
+  if (neighbours) {
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (pieces[i].size > 1) batches[i].ranks = takeNeighbours(pieces[i].size, counts);
+    }
+  }
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks;
-  for (int32_t rank = 0; rank < problem.ranks(); ++rank) ranks.push({0, rank});
-  std::vector<MicroBatch> batches;
+  for (int32_t rank = 0; rank < problem.ranks(); ++rank) ranks.push({counts[rank], rank});
   std::vector<Entry> taken;
-  for (Piece& piece : pieces) {
+  for (size_t which = 0; which < pieces.size(); ++which) {
+    Piece& piece = pieces[which];
+    MicroBatch& batch = batches[which];
+    batch.sequences = std::move(piece.sequences);
+    if (!batch.ranks.empty()) {
+      batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
+      continue;
+    }
     taken.clear();
-    MicroBatch batch;
     for (int i = 0; i < piece.size; ++i) {
       taken.push_back(ranks.top());
       ranks.pop();
@@ -99,8 +125,6 @@ Plan planNaive(const Problem& problem) {
     for (const auto& [count, rank] : taken) ranks.push({count + 1, rank});
     std::sort(batch.ranks.begin(), batch.ranks.end());
     batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
-    batch.sequences = std::move(piece.sequences);
-    batches.push_back(std::move(batch));
   }
   return finishPlan(problem, std::move(batches));
 }

@@ -67,6 +67,14 @@ Problem Problem::withSpeeds(std::vector<double> speeds) const {
   return other;
 }
 
+Problem Problem::onNeighbours() const {
+  Cluster cluster = cost_.cluster();
+  cluster.neighbours = true;
+  Problem other = *this;
+  other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
+  return other;
+}
+
 void Problem::findHost(int sequence) {
   if (cost_.memory().offloadable > 0) {
     if (host_.empty()) host_.assign(lengths_.size(), -1);

@@ -44,6 +44,8 @@ class Problem {
 
   // The same sequences on ranks of these speeds.
   Problem withSpeeds(std::vector<double> speeds) const;
+  // The same sequences in groups of neighbouring ranks (Cluster::neighbours).
+  Problem onNeighbours() const;
 
   const std::vector<int64_t>& lengths() const noexcept { return lengths_; }
   const CostModel& cost() const noexcept { return cost_; }
@@ -95,6 +97,11 @@ Plan planNaive(const Problem& problem);
 Plan planBalanced(const Problem& problem, const PolicyOptions& options, double lower_bound);
 Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound);
 Plan planPow2(const Problem& problem);
+
+// The plan of a policy by its name, in which no rank has more ring peers than the cluster allows:
+// if it would, of groups of neighbouring ranks. Raises InvalidUsage if these have more, too.
+Plan planPolicy(const Problem& problem, const std::string& policy, const PolicyOptions& options,
+                double lower_bound);
 
 // Improves a plan of few micro-batches by local search; never makes it longer.
 Plan refine(const Problem& problem, Plan plan, double lower_bound);

@@ -9,6 +9,7 @@
 #include "planner/level_order.hpp"
 #include "planner/plan.hpp"
 #include "planner/simulator.hpp"
+#include "planner/window_maxima.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -191,6 +192,7 @@ class Annealer {
 
   // Moves the ranks chosen for the group to the front of ready_ and returns the group's end time.
   double place(const Group& group) {
+    if (cost_.cluster().neighbours) return placeOnNeighbours(group);
     if (!cost_.cluster().speeds.empty()) return placeBySpeed(group);
     const int node = cost_.cluster().ranks_per_node;
     std::sort(ready_.begin(), ready_.end());
@@ -214,6 +216,30 @@ class Annealer {
       return inside;
     }
     return end;
+  }
+
+  // place() for groups of neighbouring ranks.
+  double placeOnNeighbours(const Group& group) {
+    const Cluster& cluster = cost_.cluster();
+    std::sort(ready_.begin(), ready_.end(),
+              [](const auto& a, const auto& b) { return a.second < b.second; });
+    std::vector<double> times;
+    for (const auto& [time, rank] : ready_) times.push_back(time);
+    const std::vector<double> starts = windowMaxima(times, group.size);
+    const int node = cluster.ranks_per_node;
+    double best = std::numeric_limits<double>::infinity();
+    int best_first = 0;
+    for (int first = 0; first < static_cast<int>(starts.size()); ++first) {
+      const bool one_node = first / node == (first + group.size - 1) / node;
+      const double end = starts[first] + cost_.seconds(group.load, group.size, one_node) /
+                                             cluster.slowest(first, group.size);
+      if (end >= best) continue;
+      best = end;
+      best_first = first;
+    }
+    std::rotate(ready_.begin(), ready_.begin() + best_first,
+                ready_.begin() + best_first + group.size);
+    return best;
   }
 
   // place() for ranks of different speeds: all of them, or only those that are fast enough.

@@ -44,7 +44,7 @@ std::vector<int32_t> ringOrder(std::vector<int32_t> ranks) { return thereAndBack
 
 std::vector<int32_t> ringOrder(std::vector<int32_t> ranks, const Cluster& cluster) {
   std::vector<int32_t> ring = thereAndBack(ranks);
-  if (messagesOnALink(ring, cluster) == 1) return ring;
+  if (cluster.neighbours || messagesOnALink(ring, cluster) == 1) return ring;
   return nodeAfterNode(ranks, cluster.ranks_per_node);
 }
 

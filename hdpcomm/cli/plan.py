@@ -70,6 +70,11 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         help="network interfaces that the ranks of a node share (default: as measured in the file of --cluster, else "
         "each has its own)",
     )
+    cluster.add_argument(
+        "--ring-peers",
+        type=count,
+        help="most ranks that a rank exchanges ring messages with in a step, 2 or more (default: any number)",
+    )
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
     cluster.add_argument("--pipeline", type=count, default="1", help="devices of a rank's pipeline (default 1)")
     cluster.add_argument(
@@ -217,7 +222,8 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     if options.context is None and not options.lengths:
         options.context = _default_context(Planner(model, cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
-    return [Planner(model, cluster, policy, cost, context=context) for policy in policies]
+    peers = options.ring_peers
+    return [Planner(model, cluster, policy, cost, context=context, ring_peers=peers) for policy in policies]
 
 
 def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:
@@ -249,7 +255,15 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
     cluster = replace(found.cluster, offload=options.offload, speeds=speeds)
 
     def planner(policy: str, context: int) -> Planner:
-        return Planner(found.model, cluster, policy, found.cost_model, context=context, memory=memory)
+        return Planner(
+            found.model,
+            cluster,
+            policy,
+            found.cost_model,
+            context=context,
+            memory=memory,
+            ring_peers=options.ring_peers,
+        )
 
     if options.context is None and not options.lengths:
         options.context = _default_context(planner("balanced", 0))
@@ -268,11 +282,13 @@ def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:
 
 
 def _compare(plans: Sequence[StepPlan]) -> str:
-    lines = [f"{'policy':<10} {'seconds':>10} {'idle':>7} {'gap':>8} {'micro-batches':>14} {'planned in':>11}"]
+    lines = [
+        f"{'policy':<10} {'seconds':>10} {'idle':>7} {'gap':>8} {'micro-batches':>14} {'peers':>6} {'planned in':>11}"
+    ]
     for plan in plans:
         lines.append(
             f"{plan.policy:<10} {plan.makespan_s:>10.4g} {100 * plan.idle_share:>6.1f}% {100 * plan.gap:>7.2f}% "
-            f"{len(plan.table):>14} {1e3 * plan.planning_s:>8.1f} ms"
+            f"{len(plan.table):>14} {plan.table.most_peers():>6} {1e3 * plan.planning_s:>8.1f} ms"
         )
     return "\n".join(lines)
 
@@ -308,8 +324,17 @@ def _plan(options: argparse.Namespace) -> int:
     if options.out:
         plans[0].save(options.out)
     if options.json:
-        compared = [{"policy": p.policy, "makespan_s": p.makespan_s, "idle_share": p.idle_share} for p in plans[1:]]
-        write_json(options.json, plans[0].to_dict() | {"compared": compared})
+        compared = [
+            {
+                "policy": p.policy,
+                "makespan_s": p.makespan_s,
+                "idle_share": p.idle_share,
+                "ring_peers": p.table.most_peers(),
+            }
+            for p in plans[1:]
+        ]
+        found = plans[0].to_dict() | {"ring_peers": plans[0].table.most_peers(), "compared": compared}
+        write_json(options.json, found)
     return 0
 
 

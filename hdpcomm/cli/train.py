@@ -166,6 +166,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         split_backward=options.split_backward,
         tensor=options.tensor,
         expert=options.expert,
+        ring_peers=options.ring_peers,
         learn_costs=options.learn_costs,
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
         check_replicas=options.check_replicas,

@@ -112,6 +112,9 @@ class TrainOptions:
         "of whole sequences, and show them side by side", str, nargs="+",
         choices=("static", "naive", "balanced", "ddp"),
     )  # fmt: skip
+    ring_peers: int | None = _option(
+        "ranks", None, "most ranks that a rank exchanges ring messages with in a step, 2 or more", count, metavar="N",
+    )  # fmt: skip
     learn_costs: bool = _option(
         "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
         "same bits", action="store_true",

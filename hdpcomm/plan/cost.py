@@ -405,8 +405,10 @@ def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float
     return capacity
 
 
-def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> core.CostModel:
-    """Both models in the form that the C++ solver takes."""
+def core_cost(
+    cost: CostModel, memory: MemoryModel, cluster: ClusterSpec, ring_peers: int | None = None
+) -> core.CostModel:
+    """Both models in the form that the C++ solver takes; ``ring_peers``: of :class:`hdpcomm.plan.Planner`."""
     values = asdict(cost)
     experts = values.pop("experts")
     put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
@@ -425,4 +427,5 @@ def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec) -> cor
         nics=cluster.nics or 0,
         put_off=put_off,
         split=cluster.split_backward,
+        ring_peers=ring_peers or 0,
     )

@@ -42,6 +42,9 @@ class Planner:
         context: longest sequence that a static mesh has to hold; 0: the longest of each step.
         context_ranks: size of the static groups; 0: the smallest divisor of the ranks that holds the context.
         memory: what a rank can hold; default :meth:`MemoryModel.of` (give measured figures of a run here).
+        ring_peers: the most ranks that a rank may exchange ring messages with in a step, 2 or more; ``None``: any
+            number. A plan that has no more than that anyway stays as it is. Else groups are of neighbouring ranks, of
+            which a rank has 4 at most; rings that leave each host once are made where there is room for their peers.
 
     Example:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
@@ -60,6 +63,7 @@ class Planner:
         context: int = 0,
         context_ranks: int = 0,
         memory: MemoryModel | None = None,
+        ring_peers: int | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise InvalidUsage(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
@@ -70,6 +74,8 @@ class Planner:
                 check_type("Planner", name, value, kind)
         check_whole("Planner", "context", context, least=0)
         check_whole("Planner", "context_ranks", context_ranks, least=0)
+        if ring_peers is not None:
+            check_whole("Planner", "ring_peers", ring_peers, least=2, most=(1 << 31) - 1)
         if cost_model is None:
             if model is None:
                 raise InvalidUsage("neither a model nor a cost_model is given: one of them has to say what tokens cost")
@@ -81,14 +87,17 @@ class Planner:
         self.memory = memory or MemoryModel.of(model, cluster)
         self.context = context
         self.context_ranks = context_ranks
+        self.ring_peers = ring_peers
         self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / cluster.ranks)
-        self._core = core_cost(cost_model, self.memory, cluster)
+        self._core = core_cost(cost_model, self.memory, cluster, ring_peers)
         self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
         resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
-        self._without_offload = core_cost(cost_model, resident, cluster) if self.memory.offloadable else None
+        self._without_offload = (
+            core_cost(cost_model, resident, cluster, ring_peers) if self.memory.offloadable else None
+        )
 
     def with_costs(self, cost_model: CostModel, cluster: ClusterSpec) -> Planner:
-        """A planner of the same policy and memory, by other costs and speeds."""
+        """A planner of the same policy, memory and limits, by other costs and speeds."""
         return Planner(
             self.model,
             cluster,
@@ -97,6 +106,7 @@ class Planner:
             context=self.context,
             context_ranks=self.context_ranks,
             memory=self.memory,
+            ring_peers=self.ring_peers,
         )
 
     @property
@@ -113,7 +123,8 @@ class Planner:
                 capacity is cut where that costs less than more ranks, or where it does not fit the cluster.
 
         Raises:
-            InvalidUsage: a length that is no whole number or below 1, or a sequence that the cluster cannot hold.
+            InvalidUsage: a length that is no whole number or below 1, a sequence that the cluster cannot hold, or a
+                policy that needs more ring peers than ``ring_peers``.
         """
         start = time.perf_counter()
         jobs = self._jobs(lengths)
@@ -254,10 +265,14 @@ class Planner:
         return (1 - self._spare) * core.lower_bound(self._core, jobs.tokens, squares=jobs.squares)
 
     def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
-        """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
+        """:meth:`StepPlan.validate` with this planner's memory, number of ranks and of ring peers."""
         check_type("validate()", "plan", plan, StepPlan)
         if plan.num_ranks != self.cluster.ranks:
             raise InvalidUsage(
                 f"the plan is for {plan.num_ranks} ranks, the cluster has {self.cluster.ranks}: plan again"
             )
         plan.validate(lengths, memory=self.memory)
+        if self.ring_peers is not None and (most := plan.table.most_peers()) > self.ring_peers:
+            raise InvalidUsage(
+                f"ranks have up to {most} ring peers in the plan, and ring_peers is {self.ring_peers}: plan again"
+            )

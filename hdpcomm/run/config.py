@@ -38,6 +38,7 @@ class RunConfig:
         zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`; ``auto``: the
             fewest layers with which ``capacity`` tokens, a part of them in host memory if there is offload, fit into
             ``memory_bytes``. A tuple: a number for each stage of a pipeline.
+        ring_peers: most ranks that a rank exchanges ring messages with in a step (:class:`hdpcomm.plan.Planner`).
         learn_costs: plans follow what the steps before took, and ranks that are slow get less work
             (:class:`hdpcomm.plan.CostLearner`).
         memory_bytes: device memory of a rank for a step, states included; 0: not limited.
@@ -73,6 +74,7 @@ class RunConfig:
     split_backward: bool = False
     tensor: int = 1
     expert: int = 1
+    ring_peers: int | None = None
     learn_costs: bool = False
     calibration: Calibration | None = None
     check_replicas: int = 100
@@ -109,6 +111,8 @@ class RunConfig:
             raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(known)}")
         if "ddp" in self.policies and (self.dtype != "fp32" or self.zero or self.offload_bytes):
             raise InvalidUsage("DDP keeps the whole optimizer in fp32: compare with it without dtype, zero and offload")
+        if self.ring_peers is not None and self.ring_peers < 2:
+            raise InvalidUsage(f"ring_peers is {self.ring_peers}; a rank of a ring has 2, give at least that")
         if self.check_replicas < 0:
             raise InvalidUsage(f"check_replicas is {self.check_replicas}; give a number of steps, or 0 for never")
         if self.offload_bytes < 0:

@@ -195,7 +195,15 @@ def make_planner(
     )
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)
-    return Planner(None, cluster, policy, costs.cost_model, context=corpus.longest, memory=costs.memory)
+    return Planner(
+        None,
+        cluster,
+        policy,
+        costs.cost_model,
+        context=corpus.longest,
+        memory=costs.memory,
+        ring_peers=config.ring_peers,
+    )
 
 
 def weights_put_off(config: RunConfig, measured: float) -> float:

@@ -163,6 +163,7 @@ def other_policies(planner: Planner, lengths: Sequence[int | Tree]) -> dict[str,
                 planner.cost_model,
                 context=planner.context,
                 memory=planner.memory,
+                ring_peers=planner.ring_peers,
             )
             plan = other.plan(lengths)
             found[policy] = {

@@ -1,0 +1,147 @@
+// Policies by name, and plans in which a rank has few ring peers. A plan that keeps the limit
+// anyway is taken as it is. Else the policy plans again with groups of neighbouring ranks, whose
+// rings give a rank four peers at most; rings then leave each node once only where the limit has
+// room for it.
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include "base/error.hpp"
+#include "planner/plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+using Edge = std::pair<int32_t, int32_t>;
+
+// Calls `use(a, b)` for both ranks of each link of a ring.
+template <typename Use>
+void forEachEdge(const std::vector<int32_t>& ring, const Use& use) {
+  for (size_t i = 0; i < ring.size() && ring.size() > 1; ++i) {
+    const int32_t next = ring[i + 1 < ring.size() ? i + 1 : 0];
+    use(ring[i], next);
+    use(next, ring[i]);
+  }
+}
+
+// The most ring peers of a rank.
+int mostPeers(const Plan& plan, int ranks) {
+  std::vector<Edge> edges;
+  for (const MicroBatch& batch : plan.micro_batches) {
+    forEachEdge(batch.ranks, [&](int32_t a, int32_t b) { edges.emplace_back(a, b); });
+  }
+  std::sort(edges.begin(), edges.end());
+  edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
+  std::vector<int> peers(ranks, 0);
+  for (const Edge& edge : edges) ++peers[edge.first];
+  return *std::max_element(peers.begin(), peers.end());
+}
+
+// The ring peers of each rank, at most so many.
+class Peers {
+ public:
+  Peers(int ranks, int limit) : of_(ranks), limit_(limit) {}
+
+  void add(const std::vector<int32_t>& ring) {
+    forEachEdge(ring, [&](int32_t a, int32_t b) { addOne(a, b); });
+  }
+  // Adds those of a ring, unless a rank would have too many.
+  bool tryToAdd(const std::vector<int32_t>& ring) {
+    std::vector<int32_t> changed;
+    bool room = true;
+    forEachEdge(ring, [&](int32_t a, int32_t b) {
+      if (!room || !addOne(a, b)) return;
+      changed.push_back(a);
+      room = static_cast<int>(of_[a].size()) <= limit_;
+    });
+    if (room) return true;
+    for (auto rank = changed.rbegin(); rank != changed.rend(); ++rank) of_[*rank].pop_back();
+    return false;
+  }
+
+ private:
+  bool addOne(int32_t rank, int32_t peer) {
+    std::vector<int32_t>& known = of_[rank];
+    if (std::find(known.begin(), known.end(), peer) != known.end()) return false;
+    known.push_back(peer);
+    return true;
+  }
+
+  std::vector<std::vector<int32_t>> of_;
+  const int limit_;
+};
+
+// Gives micro-batches the rings of `problem`, those that save most rank-seconds first, as long as
+// no rank has too many peers.
+Plan withBestRings(const Problem& problem, Plan plan) {
+  const Cluster& cluster = problem.cost().cluster();
+  Peers peers(problem.ranks(), cluster.ring_peers);
+  struct Change {
+    double saved_s;
+    size_t batch;
+    MicroBatch better;
+  };
+  std::vector<Change> changes;
+  for (size_t i = 0; i < plan.micro_batches.size(); ++i) {
+    const MicroBatch& batch = plan.micro_batches[i];
+    peers.add(batch.ranks);
+    MicroBatch better = batch;
+    std::sort(better.ranks.begin(), better.ranks.end());
+    better.ranks = ringOrder(std::move(better.ranks), cluster);
+    price(problem, better);
+    const double saved = (batch.predicted_s - better.predicted_s) * batch.ranks.size();
+    if (saved > 0) changes.push_back({saved, i, std::move(better)});
+  }
+  if (changes.empty()) return plan;
+  std::stable_sort(changes.begin(), changes.end(),
+                   [](const Change& a, const Change& b) { return a.saved_s > b.saved_s; });
+  std::vector<MicroBatch> batches = plan.micro_batches;
+  for (Change& change : changes) {
+    if (peers.tryToAdd(change.better.ranks)) batches[change.batch] = std::move(change.better);
+  }
+  Plan better = finishPlan(problem, std::move(batches));
+  return better.makespan < plan.makespan ? better : plan;
+}
+
+bool isBalanced(const std::string& policy) { return policy == "balanced" || policy == "pipeline"; }
+
+Plan planFreely(const Problem& problem, const std::string& policy, const PolicyOptions& options,
+                double lower_bound) {
+  if (policy == "static") return planStatic(problem, options);
+  if (policy == "naive") return planNaive(problem);
+  if (policy == "pow2") return planPow2(problem);
+  if (isBalanced(policy)) return planBalanced(problem, options, lower_bound);
+  throwInvalidUsage("policy is '" + policy +
+                    "', expected static, naive, balanced, pipeline or pow2");
+}
+
+}  // namespace
+
+Plan planPolicy(const Problem& problem, const std::string& policy, const PolicyOptions& options,
+                double lower_bound) {
+  Plan plan = planFreely(problem, policy, options, lower_bound);
+  const int limit = problem.cost().cluster().ring_peers;
+  if (limit == 0 || mostPeers(plan, problem.ranks()) <= limit) return plan;
+  std::optional<Plan> best;
+  plan = planFreely(problem.onNeighbours(), policy, options, lower_bound);
+  const int fewest = mostPeers(plan, problem.ranks());
+  if (fewest <= limit) best = withBestRings(problem, std::move(plan));
+  if (isBalanced(policy)) {
+    for (const char* other : {"naive", "pow2", "static"}) {
+      try {
+        Plan found = planPolicy(problem, other, options, lower_bound);
+        if (!best || found.makespan < best->makespan) best = std::move(found);
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::kInvalidUsage) throw;  // else it has no such plan
+      }
+    }
+  }
+  if (best) return std::move(*best);
+  throwInvalidUsage("ranks have " + std::to_string(fewest) + " ring peers in the plan of policy " +
+                    policy + " for this step, and ring_peers is " + std::to_string(limit) +
+                    ": give at least " + std::to_string(fewest) +
+                    ", or the policy static, whose ranks have 2");
+}
+
+}  // namespace hdpcomm::planner
