@@ -66,6 +66,13 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def write_process(path: Path) -> None:
+    """Tells the other ranks the number of this process; the file is complete as soon as it is there."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(str(os.getpid()))
+    part.rename(path)
+
+
 def caught(call: Callable[[], Any]) -> hdp.Error:
     """The error that ``call`` raises."""
     with pytest.raises(hdp.Error) as info:

@@ -22,7 +22,7 @@ from hdpcomm import _core
 from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, until, wait_for
+from tests.faults.cases import LONG_S, caught, until, wait_for, write_process
 from tests.faults.test_unattended import on_threads
 
 TIMEOUT_S = 1.5
@@ -433,7 +433,7 @@ def dies_busy(folder: str) -> str:
         comm.barrier()
         if comm.rank == 1:
             with comm.busy("reads data"):
-                Path(folder, "process").write_text(str(os.getpid()))
+                write_process(Path(folder, "process"))
                 time.sleep(LONG_S)
         wait_for(Path(folder, "process"))
         victim = int(Path(folder, "process").read_text())
@@ -450,7 +450,7 @@ def stops_busy(folder: str) -> str:
         comm.barrier()
         if comm.rank == 1:
             with comm.busy("reads data"):
-                Path(folder, "process").write_text(str(os.getpid()))
+                write_process(Path(folder, "process"))
                 wait_for(Path(folder, "over"))
             return ""
         wait_for(Path(folder, "process"))

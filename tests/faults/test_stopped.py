@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.faults.cases import LONG_S, caught, until, wait_for, works_again
+from tests.faults.cases import LONG_S, caught, until, wait_for, works_again, write_process
 
 COUNT = 4 << 20
 ATTEMPTS = 20
@@ -121,7 +121,7 @@ def stops_before_it_receives(folder: str) -> str:
     with hdp.init("shm", timeout=LONG_S) as comm:
         comm.barrier()
         if comm.rank == 1:
-            Path(folder, "process").write_text(str(os.getpid()))
+            write_process(Path(folder, "process"))
             os.kill(os.getpid(), signal.SIGSTOP)
             told = caught(lambda: comm.recv(torch.zeros(3), 0))
         else:
