@@ -254,8 +254,7 @@ class BlockPacker {
 
   // On neighbouring ranks of full speed.
   double seconds(const Job& job, int first, int size) const {
-    const int node = cost_.cluster().ranks_per_node;
-    return cost_.seconds(job.load, size, first / node == (first + size - 1) / node);
+    return cost_.seconds(job.load, size, cost_.cluster().scope(first, first + size - 1));
   }
 
   // Places the job so that it ends before the target: into the block that becomes free last among
@@ -284,15 +283,19 @@ class BlockPacker {
     return false;
   }
 
-  // First rank of a group in a block: inside one node if it fits into one, else the block's start.
+  // First rank of a group in a block: inside one node if it fits into one, else inside one domain,
+  // else the block's start.
   int position(const Block& block, int size) const {
-    const int node = cost_.cluster().ranks_per_node;
-    const auto inside = [&](int first) { return first / node == (first + size - 1) / node; };
-    if (size > node || inside(block.first)) return block.first;
     const int last = block.first + block.count - size;
-    const int boundary = (block.first / node + 1) * node;
-    if (boundary <= last) return boundary;
-    return inside(last) ? last : block.first;
+    for (const int ranks : {cost_.cluster().ranks_per_node, cost_.cluster().ranks_per_domain}) {
+      if (size > ranks) continue;
+      const auto inside = [&](int first) { return first / ranks == (first + size - 1) / ranks; };
+      if (inside(block.first)) return block.first;
+      const int boundary = (block.first / ranks + 1) * ranks;
+      if (boundary <= last) return boundary;
+      if (inside(last)) return last;
+    }
+    return block.first;
   }
 
   // Places the job into block `at`, unless it would end after the target.
@@ -303,9 +306,7 @@ class BlockPacker {
       size = block.count;
     }
     const int first = position(block, size);
-    const int node = cost_.cluster().ranks_per_node;
-    const bool one_node = first / node == (first + size - 1) / node;
-    const double end = block.ready + cost_.seconds(job.load, size, one_node) / block.speed;
+    const double end = block.ready + seconds(job, first, size) / block.speed;
     if (end > target_ * (1 + 1e-9)) return false;
     blocks_.erase(at);
     insert({block.ready, block.first, first - block.first, block.speed});
@@ -406,13 +407,14 @@ class BlockPacker {
       insert({it->ready, it->first + count, it->count - count, it->speed});
       left -= count;
     }
-    const int node = cost_.cluster().ranks_per_node;
-    bool one_node = true;
+    int lowest = placement.ranges[0].first;
+    int highest = lowest;
     for (const auto& [first, count] : placement.ranges) {
-      one_node = one_node && first / node == placement.ranges[0].first / node &&
-                 (first + count - 1) / node == placement.ranges[0].first / node;
+      lowest = std::min(lowest, first);
+      highest = std::max(highest, first + count - 1);
     }
-    const double end = start + cost_.seconds(jobs_[index].load, joint.size, one_node) / slowest;
+    const Scope scope = cost_.cluster().scope(lowest, highest);
+    const double end = start + cost_.seconds(jobs_[index].load, joint.size, scope) / slowest;
     for (Block& block : members) {
       block.ready = end;
       insert(block);

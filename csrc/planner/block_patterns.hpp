@@ -168,17 +168,21 @@ class BlockPatterns {
     const auto most = std::min(max_ranks, mostRanks(limit));
     const bool alike = node == cost.cluster().ranks;
     most_ = most;
+    const auto anywhere = [&](int size) {
+      return alike || size == 1 ? Scope::kNode : Scope::kCluster;
+    };
     anywhere_ = std::make_unique<BlockTimes>(
         most, min_size, 1, limit, nullptr,
-        [&](int size, int count) { return seconds(size, count, alike || size == 1); });
+        [&](int size, int count) { return seconds(size, count, anywhere(size)); });
     if (alike) return;
-    const auto inside = [&](int size, int count) { return seconds(size, count, true); };
+    const auto inside = [&](int size, int count) { return seconds(size, count, Scope::kNode); };
     inside_ =
         std::make_unique<BlockTimes>(std::min(node, most), min_size, 1, limit, nullptr, inside);
     if (most < node) return;
     nodes_ = std::make_unique<BlockTimes>(
-        most / node * node, min_size, node, limit, inside_.get(),
-        [&](int size, int count) { return seconds(size, count, size <= node); });
+        most / node * node, min_size, node, limit, inside_.get(), [&](int size, int count) {
+          return seconds(size, count, size <= node ? Scope::kNode : Scope::kCluster);
+        });
   }
 
   // Those that end by a target time, for all numbers of ranks that lie well in nodes.
@@ -206,12 +210,12 @@ class BlockPatterns {
     return ranks % node_ == 0 ? *nodes_ : *anywhere_;
   }
 
-  double seconds(int size, int count, bool one_node) const {
+  double seconds(int size, int count, Scope scope) const {
     const double pieces = std::ceil(load_.tokens / size) * count;
     if (count > 1 && (!packed_ || pieces > static_cast<double>(cost_.memory().capacity))) {
       return std::numeric_limits<double>::infinity();
     }
-    return cost_.seconds({load_.squares * count, load_.tokens * count}, size, one_node);
+    return cost_.seconds({load_.squares * count, load_.tokens * count}, size, scope);
   }
 
   // So that the search takes no longer than that of kMostSteps.

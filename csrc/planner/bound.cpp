@@ -259,12 +259,8 @@ class Bound {
     return low;
   }
 
-  double kv(int size) const {
-    return size <= cost_.cluster().ranks_per_node ? params_.kv_intra : params_.kv_inter;
-  }
-  double latency(int size) const {
-    return size <= cost_.cluster().ranks_per_node ? params_.latency_intra : params_.latency_inter;
-  }
+  double kv(int size) const { return cost_.kv(cost_.cluster().leastScope(size)); }
+  double latency(int size) const { return cost_.latency(cost_.cluster().leastScope(size)); }
 
   // What is assumed of a plan that ends within a time T.
   struct Limits {

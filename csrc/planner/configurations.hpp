@@ -173,14 +173,14 @@ class Configurations {
     each.work = std::numeric_limits<double>::infinity();
     const double tokens = each.load.tokens;
     const auto least = static_cast<int>(std::ceil(tokens / charges.held * (1 - 1e-9)));
-    const int node = cost_.cluster().ranks_per_node;
-    const int fastest = cost_.fastestSize(each.load, std::min(least, ranks_));
+    const auto borders = cost_.cluster().largestGroups();
     for (int first = std::max(least, 1); first <= ranks_;) {
       int last = first + std::max(0, (first - std::max(64, 2 * least)) / 32);
-      if (first <= node) last = std::min(last, node);
+      for (const int border : borders) {
+        if (first <= border) last = std::min(last, border);
+      }
       last = std::min(last, ranks_);
-      double seconds = std::min(cost_.seconds(each.load, first), cost_.seconds(each.load, last));
-      if (first < fastest && fastest < last) seconds = cost_.seconds(each.load, fastest);
+      double seconds = cost_.leastSeconds(each.load, first, last);
       if (seconds <= time) {
         if (!alone(each.load, first, last, charges.held)) {
           seconds = std::min(seconds, charges.work(each.load, first) / last);
@@ -205,8 +205,7 @@ class Configurations {
   bool addsItsWork(const Load& other, int size, double held) const {
     const CostParams& params = cost_.params();
     const double compute = params.attention * other.tokens / size + params.piece;
-    const bool one_node = size <= cost_.cluster().ranks_per_node;
-    const double transfer = one_node ? params.kv_intra : params.kv_inter;
+    const double transfer = cost_.kv(cost_.cluster().leastScope(size));
     double added = params.linear;
     const auto pass = [&](double compute_share, double transfer_share) {
       const double own = compute_share * compute;

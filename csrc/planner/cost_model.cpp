@@ -42,6 +42,8 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
   checkNotNegative(params.ring_step, "ring_step");
   checkNotNegative(params.kv_intra, "kv_intra");
   checkNotNegative(params.kv_inter, "kv_inter");
+  checkNotNegative(params.kv_domain, "kv_domain");
+  checkNotNegative(params.latency_domain, "latency_domain");
   checkNotNegative(params.latency_intra, "latency_intra");
   checkNotNegative(params.latency_inter, "latency_inter");
   if (params.kv_inter < params.kv_intra || params.latency_inter < params.latency_intra) {
@@ -54,6 +56,14 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
     throwInvalidUsage("forward and forward_transfer are " + std::to_string(params.forward) +
                       " and " + std::to_string(params.forward_transfer) +
                       ", expected shares in [0, 1]");
+  }
+  if (cluster.ranks_per_domain > 0 &&
+      (params.kv_domain < params.kv_intra || params.kv_inter < params.kv_domain ||
+       params.latency_domain < params.latency_intra ||
+       params.latency_inter < params.latency_domain)) {
+    throwInvalidUsage(
+        "the links between nodes of a domain are faster than those inside a node, or slower than "
+        "those between domains: give both the values of the faster one");
   }
   checkNotNegative(memory.copy, "copy");
   checkNotNegative(memory.host_tokens, "host_tokens");
@@ -71,6 +81,11 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
                       std::to_string(cluster.ranks) + ", " +
                       std::to_string(cluster.ranks_per_node) + ", " +
                       std::to_string(cluster.pipeline) + " and " + std::to_string(cluster.chunks));
+  }
+  if (cluster.ranks_per_domain < 0 || cluster.ranks_per_domain % cluster.ranks_per_node != 0) {
+    throwInvalidUsage("ranks_per_domain is " + std::to_string(cluster.ranks_per_domain) +
+                      ", expected a multiple of the " + std::to_string(cluster.ranks_per_node) +
+                      " ranks of a node, or 0 for no domains");
   }
   if (cluster.nics < 0) {
     throwInvalidUsage("nics is " + std::to_string(cluster.nics) +
@@ -125,8 +140,8 @@ int CostModel::minRanks(const Load& sequence) const noexcept {
   return static_cast<int>(std::min<int64_t>(size, std::numeric_limits<int>::max()));
 }
 
-// The time is quasi-convex in the group size, both inside a node and beyond it (docs/planner.md),
-// so bisection on the slope finds its minimum.
+// The time is quasi-convex in the group size, inside a node, inside a domain and beyond it
+// (docs/planner.md), so bisection on the slope finds its minimum.
 int CostModel::fastestIn(const Load& load, int first, int last) const noexcept {
   while (first < last) {
     const int middle = first + (last - first) / 2;
@@ -140,12 +155,20 @@ int CostModel::fastestIn(const Load& load, int first, int last) const noexcept {
 }
 
 int CostModel::fastestSize(const Load& load, int min_size) const noexcept {
-  const int node = std::min(cluster_.ranks_per_node, cluster_.ranks);
-  if (min_size > node) return fastestIn(load, min_size, cluster_.ranks);
-  const int inside = fastestIn(load, min_size, node);
-  if (node == cluster_.ranks) return inside;
-  const int beyond = fastestIn(load, node + 1, cluster_.ranks);
-  return seconds(load, beyond) < seconds(load, inside) ? beyond : inside;
+  int best = min_size;
+  int first = min_size;
+  for (const int last : cluster_.largestGroups()) {
+    if (first > last) continue;
+    const int fastest = fastestIn(load, first, last);
+    if (first == min_size || seconds(load, fastest) < seconds(load, best)) best = fastest;
+    first = last + 1;
+  }
+  return best;
+}
+
+double CostModel::leastSeconds(const Load& load, int first, int last) const noexcept {
+  const int fastest = fastestIn(load, first, last);
+  return std::min({seconds(load, first), seconds(load, fastest), seconds(load, last)});
 }
 
 int CostModel::searchWithin(const Load& load, int first, int last, double limit) const noexcept {
@@ -166,9 +189,13 @@ int CostModel::searchWithin(const Load& load, int first, int last, double limit)
 
 int CostModel::sizeWithin(const Load& load, int min_size, int max_size,
                           double limit) const noexcept {
-  const int node = cluster_.ranks_per_node;
-  const int inside = searchWithin(load, min_size, std::min(node, max_size), limit);
-  return inside > 0 ? inside : searchWithin(load, std::max(node + 1, min_size), max_size, limit);
+  int first = min_size;
+  for (const int last : cluster_.largestGroups()) {
+    const int size = searchWithin(load, first, std::min(last, max_size), limit);
+    if (size > 0) return size;
+    first = std::max(first, last + 1);
+  }
+  return 0;
 }
 
 }  // namespace hdpcomm::planner

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -16,8 +17,10 @@ struct CostParams {
   double fixed = 0;      // per micro-batch and rank
   double ring_step = 0;  // per ring step after the first, never hidden
   double kv_intra = 0;   // to pass one token's KV (and its gradient) to the next rank of a node
-  double kv_inter = 0;   // the same between nodes
+  double kv_domain = 0;  // the same between nodes of a domain, where the cluster has domains
+  double kv_inter = 0;   // the same between nodes, or between domains
   double latency_intra = 0;  // per ring step, hidden behind compute like the bytes
+  double latency_domain = 0;
   double latency_inter = 0;
   double forward = 1 / 3.;           // share of the compute that is the forward pass
   double forward_transfer = 1 / 4.;  // share of the transfers
@@ -32,9 +35,15 @@ struct MemoryParams {
   double copy = 0;         // seconds to copy the offloadable part of a token one way; 0: no offload
 };
 
+// What the ranks of a group have in common: its ring is as slow as the slowest link in it.
+enum class Scope : uint8_t { kNode, kDomain, kCluster };
+
 struct Cluster {
   int ranks = 1;
   int ranks_per_node = 1;
+  // Ranks of a domain: whole nodes with faster links between them than to others, as those of a
+  // rack, or of one NVLink domain. 0: there are none.
+  int ranks_per_domain = 0;
   int pipeline = 1;    // devices of each rank's pipeline; 1: none
   int chunks = 1;      // stages of the model on each of these
   int nics = 0;        // network interfaces that the ranks of a node share; 0: each has its own
@@ -45,6 +54,24 @@ struct Cluster {
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
   // At most 1, which is the rank that the costs are those of; empty: all are alike.
   std::vector<double> speeds;
+
+  // Of ranks between these two.
+  Scope scope(int first, int last) const noexcept {
+    if (first / ranks_per_node == last / ranks_per_node) return Scope::kNode;
+    const int domain = ranks_per_domain;
+    return domain > 0 && first / domain == last / domain ? Scope::kDomain : Scope::kCluster;
+  }
+  // The best that so many ranks can have.
+  Scope leastScope(int size) const noexcept {
+    if (size <= ranks_per_node) return Scope::kNode;
+    return size <= ranks_per_domain ? Scope::kDomain : Scope::kCluster;
+  }
+  // The largest groups of each scope; without domains those of the second one are no larger than
+  // those of the first.
+  std::array<int, 3> largestGroups() const noexcept {
+    const int node = std::min(ranks_per_node, ranks);
+    return {node, std::clamp(ranks_per_domain, node, ranks), ranks};
+  }
 
   double speed(int rank) const noexcept { return speeds.empty() ? 1.0 : speeds[rank]; }
   // The least speed of `count` neighbouring ranks.
@@ -87,9 +114,18 @@ class CostModel {
     return (params_.attention * load.squares * inverse + params_.piece * load.tokens) * inverse;
   }
   // `messages`: that share the busiest network interface (rings.hpp).
-  double stepTransfer(const Load& load, int size, bool one_node, int messages = 1) const noexcept {
-    return one_node ? params_.kv_intra * load.tokens / size + params_.latency_intra
-                    : params_.kv_inter * load.tokens / size * messages + params_.latency_inter;
+  double stepTransfer(const Load& load, int size, Scope scope, int messages = 1) const noexcept {
+    return kv(scope) * load.tokens / size * messages + latency(scope);
+  }
+  double kv(Scope scope) const noexcept {
+    return scope == Scope::kNode     ? params_.kv_intra
+           : scope == Scope::kDomain ? params_.kv_domain
+                                     : params_.kv_inter;
+  }
+  double latency(Scope scope) const noexcept {
+    return scope == Scope::kNode     ? params_.latency_intra
+           : scope == Scope::kDomain ? params_.latency_domain
+                                     : params_.latency_inter;
   }
 
   // How long one ring step waits for its transfer, in the forward and the backward pass.
@@ -102,19 +138,19 @@ class CostModel {
   }
 
   // Seconds of a micro-batch over `size` ranks, all of full speed, as in all that follows.
-  double seconds(const Load& load, int size, bool one_node, int messages = 1) const noexcept {
+  double seconds(const Load& load, int size, Scope scope, int messages = 1) const noexcept {
     const double compute = stepCompute(load, size);
     double total = size * compute + params_.linear * load.tokens / size + params_.fixed;
     if (size > 1) {
-      const double transfer = stepTransfer(load, size, one_node, messages);
+      const double transfer = stepTransfer(load, size, scope, messages);
       const double wait = forwardWait(compute, transfer) + backwardWait(compute, transfer);
       total += (size - 1) * (wait + params_.ring_step);
     }
     return total;
   }
-  // The best that any `size` ranks can do: inside one node if they fit into one.
+  // The best that any `size` ranks can do: inside one node, or one domain, if they fit into one.
   double seconds(const Load& load, int size) const noexcept {
-    return seconds(load, size, size <= cluster_.ranks_per_node);
+    return seconds(load, size, cluster_.leastScope(size));
   }
 
   // Seconds of compute alone: falls as 1 / size, apart from what short pieces cost.
@@ -141,6 +177,8 @@ class CostModel {
   int minRanks(const Load& sequence) const noexcept;
   // The fastest group size, at least min_size.
   int fastestSize(const Load& load, int min_size) const noexcept;
+  // The least seconds on `first` to `last` ranks, numbers with one leastScope().
+  double leastSeconds(const Load& load, int first, int last) const noexcept;
   // Smallest size in [min_size, max_size] that ends within `limit` seconds; 0 if there is none.
   int sizeWithin(const Load& load, int min_size, int max_size, double limit) const noexcept;
 

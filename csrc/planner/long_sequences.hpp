@@ -113,8 +113,7 @@ class LongSequences {
     double rest = size * compute + params.linear * load.tokens / size + params.fixed;
     Passes passes;
     if (size > 1) {
-      const bool one_node = size <= cost_.cluster().ranks_per_node;
-      const double transfer = cost_.stepTransfer(load, size, one_node);
+      const double transfer = cost_.stepTransfer(load, size, cost_.cluster().leastScope(size));
       rest += (size - 1) * params.ring_step;
       passes.forward = (size - 1) * cost_.forwardWait(compute, transfer);
       passes.backward = (size - 1) * cost_.backwardWait(compute, transfer);
@@ -169,10 +168,10 @@ class LongSequences {
   void grow(const Load& load, int size) {
     if (longest_other_ <= 0 || size == 1) return;
     const CostParams& params = cost_.params();
-    const bool one_node = size <= cost_.cluster().ranks_per_node;
+    const Scope scope = cost_.cluster().leastScope(size);
     const double compute = cost_.stepCompute(load, size);
-    const double transfer = cost_.stepTransfer(load, size, one_node);
-    const double kv = one_node ? params.kv_intra : params.kv_inter;
+    const double transfer = cost_.stepTransfer(load, size, scope);
+    const double kv = cost_.kv(scope);
     for (const bool backward : {false, true}) {
       const double own = backward ? 1 - params.forward : params.forward;
       const double theirs = backward ? 1 - params.forward_transfer : params.forward_transfer;

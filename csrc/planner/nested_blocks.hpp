@@ -153,7 +153,6 @@ class NestedBlocks {
       row_of[group] = row;
       row += groups[group].count;
     }
-    const int node = cost_.cluster().ranks_per_node;
     for (size_t i = 0; i < groups.size(); ++i) {
       const auto [begin, size, count] = groups[i];
       Micro micro;
@@ -167,8 +166,8 @@ class NestedBlocks {
       if (micro.units.empty()) continue;
       const auto from = ready.begin() + begin;
       const double start = *std::max_element(from, from + size);
-      const bool one_node = begin / node == (begin + size - 1) / node;
-      std::fill_n(from, size, start + cost_.seconds(load, size, one_node));
+      const Scope scope = cost_.cluster().scope(begin, begin + size - 1);
+      std::fill_n(from, size, start + cost_.seconds(load, size, scope));
       micro.placement = {micro.units.front(), start, {{begin, size}}};
       placed.push_back(std::move(micro));
     }

@@ -25,7 +25,7 @@ inline PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
   const int size = static_cast<int>(batch.ranks.size());
   const auto [load, held] = workOf(problem, batch);
   const double step = cost.stepCompute(load, size);
-  const double transfer = cost.stepTransfer(load, size, onOneNode(batch.ranks, cost.cluster()),
+  const double transfer = cost.stepTransfer(load, size, scopeOf(batch.ranks, cost.cluster()),
                                             messagesOnALink(batch.ranks, cost.cluster()));
   const double speed = slowest(batch.ranks, cost.cluster());
   const double rest =

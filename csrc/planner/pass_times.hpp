@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <limits>
 
 #include "planner/cost_model.hpp"
@@ -12,10 +13,13 @@ namespace hdpcomm::planner {
 class PassTimes {
  public:
   PassTimes(const CostModel& cost, const Load& load, int least, int ranks)
-      : cost_(cost), load_(load), least_(least), node_(cost.cluster().ranks_per_node) {
+      : cost_(cost), load_(load), least_(least), borders_(cost.cluster().largestGroups()) {
     for (const bool backward : {false, true}) {
-      inside_[backward] = fastest(least, std::min(node_, ranks), backward);
-      beyond_[backward] = fastest(std::max(least, node_ + 1), ranks, backward);
+      int first = least;
+      for (size_t i = 0; i < borders_.size(); ++i) {
+        fastest_[backward][i] = fastest(first, std::min(borders_[i], ranks), backward);
+        first = std::max(least, borders_[i] + 1);
+      }
     }
   }
 
@@ -26,11 +30,13 @@ class PassTimes {
  private:
   double pass(int ranks, bool backward) const {
     double least = std::numeric_limits<double>::infinity();
-    if (least_ <= std::min(ranks, node_)) {
-      least = seconds(std::min({inside_[backward], ranks, node_}), backward);
-    }
-    if (ranks > node_ && ranks >= least_) {
-      least = std::min(least, seconds(std::min(beyond_[backward], ranks), backward));
+    int first = least_;
+    for (size_t i = 0; i < borders_.size(); ++i) {
+      const int last = std::min(borders_[i], ranks);
+      if (first <= last) {
+        least = std::min(least, seconds(std::min(fastest_[backward][i], last), backward));
+      }
+      first = std::max(least_, borders_[i] + 1);
     }
     return least;
   }
@@ -38,7 +44,7 @@ class PassTimes {
   double seconds(int size, bool backward) const {
     const CostParams& params = cost_.params();
     const double compute = cost_.stepCompute(load_, size);
-    const double transfer = cost_.stepTransfer(load_, size, size <= node_);
+    const double transfer = cost_.stepTransfer(load_, size, cost_.cluster().leastScope(size));
     const double rest = size * compute + params.linear * load_.tokens / size + params.fixed +
                         (size - 1) * params.ring_step;
     return backward
@@ -62,9 +68,8 @@ class PassTimes {
   const CostModel& cost_;
   const Load load_;
   const int least_;
-  const int node_;
-  int inside_[2];
-  int beyond_[2];
+  const std::array<int, 3> borders_;
+  int fastest_[2][3];  // in each range of sizes with one scope
 };
 
 }  // namespace hdpcomm::planner

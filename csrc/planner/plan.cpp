@@ -46,9 +46,10 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vecto
   Load all;
   for (const int64_t length : lengths_) all.add(length);
   for (const int size : {1, ranks()}) {
-    if (lengths_.empty() || cost_.seconds(all, size, false) <= kLongestS) continue;  // not NaN
+    if (lengths_.empty() || cost_.seconds(all, size, Scope::kCluster) <= kLongestS)
+      continue;  // not NaN
     throwInvalidUsage("by this profile all " + std::to_string(count()) + " sequences take " +
-                      std::to_string(cost_.seconds(all, size, false)) + " s on " +
+                      std::to_string(cost_.seconds(all, size, Scope::kCluster)) + " s on " +
                       std::to_string(size) +
                       " ranks: its coefficients are no measured ones; give seconds per token");
   }
@@ -156,10 +157,9 @@ std::vector<int32_t> Problem::byLength() const {
   return order;
 }
 
-bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {
-  const int node = ranks.front() / cluster.ranks_per_node;
-  return std::all_of(ranks.begin(), ranks.end(),
-                     [&](int32_t rank) { return rank / cluster.ranks_per_node == node; });
+Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {
+  const auto [first, last] = std::minmax_element(ranks.begin(), ranks.end());
+  return cluster.scope(*first, *last);
 }
 
 double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {
@@ -182,7 +182,7 @@ void price(const Problem& problem, MicroBatch& batch) {
   const CostModel& cost = problem.cost();
   const int size = static_cast<int>(batch.ranks.size());
   const auto [load, held] = workOf(problem, batch);
-  batch.predicted_s = cost.seconds(load, size, onOneNode(batch.ranks, cost.cluster()),
+  batch.predicted_s = cost.seconds(load, size, scopeOf(batch.ranks, cost.cluster()),
                                    messagesOnALink(batch.ranks, cost.cluster())) /
                       slowest(batch.ranks, cost.cluster());
   batch.offload = cost.offloadFor(static_cast<double>(held));

@@ -112,7 +112,7 @@ Plan swapSequences(const Problem& problem, Plan plan);
 
 // --- shared by the policies ----------------------------------------------------------------------
 
-bool onOneNode(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
+Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
 
 // Speed of the slowest of these ranks.
 double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;

@@ -194,26 +194,39 @@ class Annealer {
   double place(const Group& group) {
     if (cost_.cluster().neighbours) return placeOnNeighbours(group);
     if (!cost_.cluster().speeds.empty()) return placeBySpeed(group);
-    const int node = cost_.cluster().ranks_per_node;
+    const Cluster& cluster = cost_.cluster();
     std::sort(ready_.begin(), ready_.end());
-    const int first_node = ready_[0].second / node;
-    bool one_node = true;
+    int lowest = ready_[0].second;
+    int highest = lowest;
     for (int i = 1; i < group.size; ++i) {
-      one_node = one_node && ready_[i].second / node == first_node;
+      lowest = std::min(lowest, ready_[i].second);
+      highest = std::max(highest, ready_[i].second);
     }
-    const double end =
-        ready_[group.size - 1].first + cost_.seconds(group.load, group.size, one_node);
-    if (one_node || group.size > node) return end;
-    // These ranks span several nodes: checks whether the group ends earlier inside a single node.
-    std::vector<int> members((problem_.ranks() + node - 1) / node, 0);
-    for (const auto& [time, rank] : ready_) {
-      if (++members[rank / node] < group.size) continue;
-      const double inside = time + cost_.seconds(group.load, group.size, true);
-      if (inside >= end) return end;
-      const int chosen = rank / node;
-      std::stable_partition(ready_.begin(), ready_.end(),
-                            [&](const auto& entry) { return entry.second / node == chosen; });
-      return inside;
+    const Scope scope = cluster.scope(lowest, highest);
+    double end = ready_[group.size - 1].first + cost_.seconds(group.load, group.size, scope);
+    // Where these ranks lie in several nodes or domains: checks whether the group ends earlier
+    // inside a single one.
+    int chosen = -1;
+    int chosen_ranks = 0;
+    const auto tryInside = [&](int ranks, Scope inside) {
+      if (scope <= inside || group.size > ranks) return;
+      std::vector<int> members((problem_.ranks() + ranks - 1) / ranks, 0);
+      for (const auto& [time, rank] : ready_) {
+        if (++members[rank / ranks] < group.size) continue;
+        const double found = time + cost_.seconds(group.load, group.size, inside);
+        if (found >= end) return;
+        end = found;
+        chosen = rank / ranks;
+        chosen_ranks = ranks;
+        return;
+      }
+    };
+    tryInside(cluster.ranks_per_node, Scope::kNode);
+    tryInside(cluster.ranks_per_domain, Scope::kDomain);
+    if (chosen >= 0) {
+      std::stable_partition(ready_.begin(), ready_.end(), [&](const auto& entry) {
+        return entry.second / chosen_ranks == chosen;
+      });
     }
     return end;
   }
@@ -226,12 +239,11 @@ class Annealer {
     std::vector<double> times;
     for (const auto& [time, rank] : ready_) times.push_back(time);
     const std::vector<double> starts = windowMaxima(times, group.size);
-    const int node = cluster.ranks_per_node;
     double best = std::numeric_limits<double>::infinity();
     int best_first = 0;
     for (int first = 0; first < static_cast<int>(starts.size()); ++first) {
-      const bool one_node = first / node == (first + group.size - 1) / node;
-      const double end = starts[first] + cost_.seconds(group.load, group.size, one_node) /
+      const Scope scope = cluster.scope(first, first + group.size - 1);
+      const double end = starts[first] + cost_.seconds(group.load, group.size, scope) /
                                              cluster.slowest(first, group.size);
       if (end >= best) continue;
       best = end;
@@ -248,34 +260,47 @@ class Annealer {
     std::sort(ready_.begin(), ready_.end());
     double best = std::numeric_limits<double>::infinity();
     double best_limit = 0;
-    int best_node = -1;  // of several nodes
-    std::vector<int> members((problem_.ranks() + cluster.ranks_per_node - 1) /
-                             cluster.ranks_per_node);
+    int best_block = -1;  // the node or domain; of several ones
+    int block_ranks = 1;
+    struct Blocks {  // nodes or domains
+      int ranks;
+      Scope scope;
+      std::vector<int> members = {};
+    };
+    std::vector<Blocks> blocks = {{cluster.ranks_per_node, Scope::kNode}};
+    if (cluster.ranks_per_domain > 0) blocks.push_back({cluster.ranks_per_domain, Scope::kDomain});
     for (const double limit : speedLimits()) {
-      std::fill(members.begin(), members.end(), 0);
+      for (Blocks& each : blocks) each.members.assign(problem_.ranks() / each.ranks + 1, 0);
       int count = 0;
       double slowest = 1;
       for (const auto& [time, rank] : ready_) {
         if (cluster.speed(rank) < limit) continue;
         slowest = std::min(slowest, cluster.speed(rank));
-        const auto consider = [&](bool one_node, int node) {
-          const double end = time + cost_.seconds(group.load, group.size, one_node) / slowest;
+        const auto consider = [&](Scope scope, int block, int ranks) {
+          const double end = time + cost_.seconds(group.load, group.size, scope) / slowest;
           if (end >= best) return;
           best = end;
           best_limit = limit;
-          best_node = node;
+          best_block = block;
+          block_ranks = ranks;
         };
-        const int node = rank / cluster.ranks_per_node;
-        if (++members[node] == group.size) consider(true, node);
-        if (++count == group.size) consider(members[node] == count, -1);
-        if (count >= group.size &&
-            (group.size > cluster.ranks_per_node || members[node] >= group.size))
-          break;
+        ++count;
+        Scope scope = Scope::kCluster;  // of all ranks so far
+        bool more = count < group.size;
+        for (Blocks& each : blocks) {
+          const int block = rank / each.ranks;
+          int& members = each.members[block];
+          if (++members == group.size) consider(each.scope, block, each.ranks);
+          if (members == count) scope = std::min(scope, each.scope);
+          more = more || (group.size <= each.ranks && members < group.size);
+        }
+        if (count == group.size) consider(scope, -1, 1);
+        if (!more) break;
       }
     }
     std::stable_partition(ready_.begin(), ready_.end(), [&](const auto& entry) {
       return cluster.speed(entry.second) >= best_limit &&
-             (best_node < 0 || entry.second / cluster.ranks_per_node == best_node);
+             (best_block < 0 || entry.second / block_ranks == best_block);
     });
     return best;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <span>
 #include <utility>
 
 namespace hdpcomm::planner {
@@ -18,24 +19,38 @@ std::vector<T> thereAndBack(const std::vector<T>& items) {
   return order;
 }
 
-// A ring that leaves each node once. Inside a node it goes there and back from the side where the
-// group has all of the node's ranks, so that the ranks that talk to other nodes are the same ones
-// for groups of any size.
-std::vector<int32_t> nodeAfterNode(const std::vector<int32_t>& ranks, int ranks_per_node) {
-  std::vector<std::vector<int32_t>> nodes;
+// A ring that leaves each block once, or a part of one (not `whole`); `sizes`: of the largest
+// blocks, then of those inside them.
+// Inside the smallest ones it goes there and back, from the side where the group has all of the
+// block's ranks, so that the ranks that talk to other blocks are the same ones for groups of any
+// size.
+std::vector<int32_t> blockAfterBlock(std::vector<int32_t> ranks, std::span<const int> sizes,
+                                     bool whole = true) {
+  if (sizes.empty()) return thereAndBack(ranks);
+  const int size = sizes.front();
+  std::vector<std::vector<int32_t>> blocks;
   for (const int32_t rank : ranks) {
-    if (nodes.empty() || nodes.back().front() / ranks_per_node != rank / ranks_per_node) {
-      nodes.emplace_back();
-    }
-    nodes.back().push_back(rank);
+    if (blocks.empty() || blocks.back().front() / size != rank / size) blocks.emplace_back();
+    blocks.back().push_back(rank);
   }
-  std::reverse(nodes.front().begin(), nodes.front().end());
+  if (whole) std::reverse(blocks.front().begin(), blocks.front().end());
   std::vector<int32_t> ring;
   ring.reserve(ranks.size());
-  for (const auto& node : thereAndBack(nodes)) {
-    for (const int32_t rank : thereAndBack(node)) ring.push_back(rank);
+  for (auto& block : thereAndBack(blocks)) {
+    for (const int32_t rank : blockAfterBlock(std::move(block), sizes.subspan(1), false)) {
+      ring.push_back(rank);
+    }
   }
   return ring;
+}
+
+// How many domains sorted ranks lie in.
+int domainsOf(const std::vector<int32_t>& ranks, int ranks_per_domain) {
+  int count = 1;
+  for (size_t i = 1; i < ranks.size(); ++i) {
+    count += ranks[i] / ranks_per_domain != ranks[i - 1] / ranks_per_domain;
+  }
+  return count;
 }
 
 }  // namespace
@@ -44,8 +59,15 @@ std::vector<int32_t> ringOrder(std::vector<int32_t> ranks) { return thereAndBack
 
 std::vector<int32_t> ringOrder(std::vector<int32_t> ranks, const Cluster& cluster) {
   std::vector<int32_t> ring = thereAndBack(ranks);
-  if (cluster.neighbours || messagesOnALink(ring, cluster) == 1) return ring;
-  return nodeAfterNode(ranks, cluster.ranks_per_node);
+  if (cluster.neighbours) return ring;
+  std::vector<int> sizes;
+  if (cluster.ranks_per_domain > 0 && domainsOf(ranks, cluster.ranks_per_domain) > 2) {
+    sizes.push_back(cluster.ranks_per_domain);
+    ring = blockAfterBlock(ranks, sizes);
+  }
+  if (messagesOnALink(ring, cluster) == 1) return ring;
+  sizes.push_back(cluster.ranks_per_node);
+  return blockAfterBlock(std::move(ranks), sizes);
 }
 
 std::vector<int32_t> ringOrder(int first, int count, const Cluster& cluster) {

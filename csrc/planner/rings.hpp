@@ -14,9 +14,10 @@ namespace hdpcomm::planner {
 // between nodes twice. `ranks` are sorted.
 std::vector<int32_t> ringOrder(std::vector<int32_t> ranks);
 
-// The same where no network interface carries two messages of the ring at once by that. Otherwise
-// node after node, the nodes in the order above: the ring leaves each node once, and over groups of
-// any size on neighbouring ranks a rank has at most 14 peers.
+// The same where no network interface carries two messages of the ring at once by that, and the
+// group lies in two domains at most. Otherwise domain after domain, or node after node, or both, in
+// the order above: the ring leaves each of them once. Over groups of any size on neighbouring ranks
+// a rank has at most 14 peers by nodes or by domains, and 27 by both.
 std::vector<int32_t> ringOrder(std::vector<int32_t> ranks, const Cluster& cluster);
 std::vector<int32_t> ringOrder(int first, int count, const Cluster& cluster);
 

@@ -78,9 +78,8 @@ double leastStatic(const Problem& problem, const PolicyOptions& options) {
   double work = size * compute + params.linear * all.tokens / size + packs * params.fixed;
   if (size > 1) {
     // The waits of all packs are at least those of the sums.
-    const bool one_node = size <= cost.cluster().ranks_per_node;
-    const double latency = one_node ? params.latency_intra : params.latency_inter;
-    const double transfer = cost.stepTransfer(all, size, one_node) + (packs - 1) * latency;
+    const Scope scope = cost.cluster().leastScope(size);
+    const double transfer = cost.stepTransfer(all, size, scope) + (packs - 1) * cost.latency(scope);
     work += (size - 1) * (cost.forwardWait(compute, transfer) +
                           cost.backwardWait(compute, transfer) + packs * params.ring_step);
   }

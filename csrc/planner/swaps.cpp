@@ -30,7 +30,7 @@ class SequenceSwaps {
       }
       std::sort(group.before.begin(), group.before.end());
       group.before.erase(std::unique(group.before.begin(), group.before.end()), group.before.end());
-      group.one_node = onOneNode(ranks, cost_.cluster());
+      group.scope = scopeOf(ranks, cost_.cluster());
       group.messages = messagesOnALink(ranks, cost_.cluster());
       group.speed = slowest(ranks, cost_.cluster());
       group.load = workOf(problem, batches[i]).load;
@@ -71,7 +71,7 @@ class SequenceSwaps {
   struct Group {
     std::vector<int> before;  // groups that its ranks run last before it
     int last_of = 0;          // ranks that run nothing after it
-    bool one_node = true;
+    Scope scope = Scope::kNode;
     int messages = 1;
     double speed = 1;
     Load load;
@@ -82,7 +82,7 @@ class SequenceSwaps {
   int sizeOf(size_t i) const { return static_cast<int>(batches_[i].ranks.size()); }
 
   double secondsOf(const Group& group, size_t i, const Load& load) const {
-    return cost_.seconds(load, sizeOf(i), group.one_node, group.messages) / group.speed;
+    return cost_.seconds(load, sizeOf(i), group.scope, group.messages) / group.speed;
   }
 
   double startOf(const Group& group) const {

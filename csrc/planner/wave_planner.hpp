@@ -258,8 +258,10 @@ class WavePlanner {
       return cost_.seconds(job.load, size) / speeds_[first + size - 1];
     };
     int best = std::min(cost_.fastestSize(job.load, job.min_size), last - first);
-    const int node = cost_.cluster().ranks_per_node;
-    if (best > node && job.min_size <= node && seconds(node) < seconds(best)) best = node;
+    const auto borders = cost_.cluster().largestGroups();
+    for (const int border : {borders[1], borders[0]}) {
+      if (best > border && job.min_size <= border && seconds(border) < seconds(best)) best = border;
+    }
     for (int size = best - 1; size >= job.min_size && !cost_.cluster().speeds.empty(); --size) {
       if (seconds(size) < seconds(best)) best = size;
     }

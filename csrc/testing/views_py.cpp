@@ -45,13 +45,15 @@ void bindViews(py::module_& module) {
       py::arg("cost"), py::arg("lengths"));
   module.def(
       "ring_order",
-      [](const std::vector<int32_t>& ranks, int ranks_per_node, int nics) {
+      [](const std::vector<int32_t>& ranks, int ranks_per_node, int nics, int ranks_per_domain) {
         planner::Cluster cluster;
         cluster.ranks_per_node = ranks_per_node;
         cluster.nics = nics;
+        cluster.ranks_per_domain = ranks_per_domain;
         return planner::ringOrder(ranks, cluster);
       },
-      py::arg("ranks"), py::arg("ranks_per_node") = 1, py::arg("nics") = 0);
+      py::arg("ranks"), py::arg("ranks_per_node") = 1, py::arg("nics") = 0,
+      py::arg("ranks_per_domain") = 0);
 }
 
 }  // namespace hdpcomm::testing

@@ -13,11 +13,11 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, count, seed, write_json
+from hdpcomm.cli.output import check_writable, count, positive, seed, write_json
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.plan import CostModel, ModelSpec, Planner, StepPlan
+    from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, StepPlan
 
 __all__ = [
     "KNOWN_BY_CALIBRATION",
@@ -65,6 +65,18 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=count, help="ranks that share the fast link (default: nodes of 8 devices)"
     )
     cluster.add_argument(
+        "--ranks-per-domain",
+        type=count,
+        help="ranks of a rack or NVLink domain: whole nodes with faster links between them than to others (default: as "
+        "measured in the file of --cluster, else none)",
+    )
+    cluster.add_argument(
+        "--domain-bandwidth",
+        type=positive,
+        metavar="GB/S",
+        help="between nodes of a domain, one way a rank (default: as measured in the file of --cluster)",
+    )
+    cluster.add_argument(
         "--nics",
         type=count,
         help="network interfaces that the ranks of a node share (default: as measured in the file of --cluster, else "
@@ -98,8 +110,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="model, costs and cluster as hdpcomm calibrate measured them; --ranks, --ranks-per-node and --capacity "
-        "may differ",
+        help="model, costs and cluster as hdpcomm calibrate measured them; --ranks, --ranks-per-node, "
+        "--ranks-per-domain and --capacity may differ",
     )
     cluster.add_argument(
         "--profile",
@@ -142,6 +154,7 @@ KNOWN_BY_CALIBRATION = {
     "split_backward": False,
     "expert": 1,
     "nics": None,
+    "domain_bandwidth": None,
 }
 _NODE_DEVICES = 8
 _CONTEXT = 2 << 20
@@ -218,12 +231,31 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         speeds=_speeds(options.slow_ranks, options.ranks),
         device=measured.device if measured else options.cluster,
     )
+    cluster = _with_domains(options, cluster, measured)
     cost = read_profile(options.profile) if options.profile else None
     if options.context is None and not options.lengths:
         options.context = _default_context(Planner(model, cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
     peers = options.ring_peers
     return [Planner(model, cluster, policy, cost, context=context, ring_peers=peers) for policy in policies]
+
+
+def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: ClusterSpec | None) -> ClusterSpec:
+    """The domains that the options say, else those of the file of ``--cluster`` where its nodes fill them."""
+    near = options.ranks_per_domain
+    if near is None and measured is not None and measured.ranks_per_domain is not None:
+        near = measured.domain_ranks // measured.node_ranks * cluster.node_ranks
+    device = cluster.hardware
+    if options.domain_bandwidth is not None:
+        if near is None:
+            raise InvalidUsage("--domain-bandwidth was given without domains: give --ranks-per-domain, too")
+        device = replace(device, domain_bandwidth=options.domain_bandwidth * 1e9)
+    if near is not None and device.domain_bandwidth is None and options.profile is None:
+        raise InvalidUsage(
+            f"--ranks-per-domain {near} was given, and how fast the links of a domain are is not known: give "
+            "--domain-bandwidth, or a --cluster or --profile file that tells"
+        )
+    return cluster if near is None else replace(cluster, ranks_per_domain=near, device=device)
 
 
 def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:
@@ -244,8 +276,9 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
 
     refuse_given(options, KNOWN_BY_CALIBRATION, "--calibration, whose file")
     found = Calibration.load(options.calibration)
-    if options.ranks or options.ranks_per_node:
-        found = found.with_ranks(options.ranks or found.cluster.ranks, options.ranks_per_node)
+    if options.ranks or options.ranks_per_node or options.ranks_per_domain:
+        ranks = options.ranks or found.cluster.ranks
+        found = found.with_ranks(ranks, options.ranks_per_node, options.ranks_per_domain)
     if options.capacity:
         found = found.with_capacity(options.capacity)
     if options.offload and not found.memory.offloadable:

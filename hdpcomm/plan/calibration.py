@@ -50,7 +50,11 @@ class Calibration:
     def errors(self) -> list[float]:
         """Of each sample, the relative error of the cost model's prediction."""
         return [
-            self.cost_model.seconds(sample.lengths, sample.ranks, one_node=sample.one_node) / sample.seconds - 1
+            self.cost_model.seconds(
+                sample.lengths, sample.ranks, one_node=sample.one_node, one_domain=sample.one_domain
+            )
+            / sample.seconds
+            - 1
             for sample in self.samples
         ]
 
@@ -62,8 +66,11 @@ class Calibration:
             memory=replace(self.memory, capacity=capacity),
         )
 
-    def with_ranks(self, ranks: int, ranks_per_node: int | None = None) -> Calibration:
-        """The same for another number of ranks of this kind, on hosts of as many ranks as before unless they are given.
+    def with_ranks(
+        self, ranks: int, ranks_per_node: int | None = None, ranks_per_domain: int | None = None
+    ) -> Calibration:
+        """The same for another number of ranks of this kind, on hosts and in domains of as many ranks as before unless
+        these are given; without domains where hosts do not fill them.
 
         Ranks that shared processors do so in the same proportion. Raises: InvalidUsage for more than one host where
         the links between hosts were not measured.
@@ -78,7 +85,11 @@ class Calibration:
                 "two hosts"
             )
         cores = None if cores is not None and cores >= ranks else cores
-        return replace(self, cluster=replace(cluster, ranks=ranks, ranks_per_node=local, cores=cores, speeds=None))
+        near = ranks_per_domain
+        if near is None and cluster.ranks_per_domain is not None and cluster.ranks_per_domain % local == 0:
+            near = cluster.ranks_per_domain
+        cluster = replace(cluster, ranks=ranks, ranks_per_node=local, ranks_per_domain=near, cores=cores, speeds=None)
+        return replace(self, cluster=cluster)
 
     def save(self, path: Path) -> None:
         """Writes one JSON object."""

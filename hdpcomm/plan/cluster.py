@@ -23,6 +23,9 @@ class ClusterSpec:
         ranks: number of HDP ranks.
         capacity: tokens that a rank holds without offload; ``None``: derived from its memory (needs a model).
         ranks_per_node: ranks that share the fast link; ``None``: all.
+        ranks_per_domain: ranks of a domain: neighbouring nodes with faster links between them
+            (``device.domain_bandwidth``) than to others, as those of a rack, or of an NVLink domain such as an NVL72. A
+            multiple of ``ranks_per_node``; ``None``: links between nodes are all alike.
         tensor, pipeline: sizes of tensor and pipeline parallelism inside a rank.
         chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B, which fills and
             drains the pipelines faster and keeps more activations.
@@ -57,14 +60,22 @@ class ClusterSpec:
     expert_imbalance: float = 1.0
     nics: int | None = None
     split_backward: bool = False
+    ranks_per_domain: int | None = None
 
     def __post_init__(self) -> None:
         given = {
-            name: getattr(self, name) for name in ("ranks_per_node", "cores", "nics") if getattr(self, name) is not None
+            name: getattr(self, name)
+            for name in ("ranks_per_node", "ranks_per_domain", "cores", "nics")
+            if getattr(self, name) is not None
         }
         counts = {"ranks": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "chunks": self.chunks}
         counts["expert"] = self.expert
         check_positive("ClusterSpec", most=(1 << 31) - 1, **counts, **given)
+        if self.ranks_per_domain is not None and self.ranks_per_domain % (self.ranks_per_node or self.ranks):
+            raise InvalidUsage(
+                f"ranks_per_domain is {self.ranks_per_domain} and nodes have {self.ranks_per_node or self.ranks} "
+                "ranks: give a number of ranks that is a multiple of ranks_per_node"
+            )
         if self.capacity is not None:
             check_positive("ClusterSpec", capacity=self.capacity)
         if self.chunks > 1 and self.pipeline == 1:
@@ -105,6 +116,11 @@ class ClusterSpec:
     def node_ranks(self) -> int:
         """Ranks that share a node."""
         return self.ranks if self.ranks_per_node is None else min(self.ranks, self.ranks_per_node)
+
+    @property
+    def domain_ranks(self) -> int:
+        """Ranks that share a domain, or a node where there are no domains."""
+        return max(self.node_ranks, min(self.ranks, self.ranks_per_domain or 0))
 
     @property
     def hardware(self) -> DeviceSpec:

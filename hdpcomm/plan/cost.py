@@ -38,7 +38,8 @@ _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e9  # of a measurement
 class CostSample:
     """One measurement: both passes of a micro-batch of ``lengths`` (tokens) took ``seconds`` on ``ranks`` ranks.
 
-    ``one_node``: whether all of them are on one node. ``processor_s``: what each of these ranks took of its processors,
+    ``one_node``: whether all of them are on one node; ``one_domain``: else, whether on nodes of one domain
+    (``ClusterSpec.ranks_per_domain``). ``processor_s``: what each of these ranks took of its processors,
     0 where nobody measured it; less than ``seconds`` where ranks wait, or share processors. ``expert``: above 1, of so
     many ranks that share experts one had tokens, and the others ran their passes without any. ``weights_s``: of
     ``seconds``, those of weight gradients that split backward passes left for later.
@@ -51,6 +52,7 @@ class CostSample:
     processor_s: float = 0.0
     expert: int = 1
     weights_s: float = 0.0
+    one_domain: bool = False
 
 
 def _sample(given: CostSample | tuple[int, Sequence[int], float]) -> CostSample:
@@ -75,7 +77,7 @@ class CostModel:
     ``d * step + linear * S / d + fixed`` plus, for each of the d - 1 ring steps after the first, ``ring_step`` and the
     time by which the forward and the backward part of ``transfer`` exceed their parts of ``step``. On one rank that is
     ``a s^2 + b s + c`` with a = attention, b = piece + linear, c = fixed. ``*_inter`` is used if the ranks are not all
-    on one node.
+    on one node; ``*_domain`` if these nodes are of one domain.
 
     Attributes:
         attention: seconds per token squared.
@@ -85,6 +87,8 @@ class CostModel:
         ring_step: seconds per ring step that are never hidden.
         kv_intra, kv_inter: seconds to pass one token's KV on, inside a node and between nodes.
         latency_intra, latency_inter: seconds per message, hidden behind compute like the bytes.
+        kv_domain, latency_domain: between nodes of a domain (``ClusterSpec.ranks_per_domain``), where ``*_inter`` are
+            between domains; ``None``: as ``*_inter``.
         forward, forward_transfer: the forward pass's share of the compute and of the transfers.
         experts: of ``linear``, the seconds per token that go to layers with experts, dispatch included: work that the
             ranks of an expert group do together (``ClusterSpec.expert``). ``linear`` has all of it, as where all ranks
@@ -107,25 +111,42 @@ class CostModel:
     forward_transfer: float = 1 / 4
     experts: float = 0.0
     weights: float = 1 / 3
+    kv_domain: float | None = None
+    latency_domain: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             most = 1.0 if field.name.startswith("forward") or field.name == "weights" else math.inf
-            check_number("CostModel", field.name, getattr(self, field.name), least=0, most=most)
+            value = getattr(self, field.name)
+            if value is not None or not field.name.endswith("_domain"):
+                check_number("CostModel", field.name, value, least=0, most=most)
 
-    def seconds(self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True) -> float:
-        """Predicted seconds of a micro-batch of ``lengths`` on ``ranks`` ranks."""
+    def seconds(
+        self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True, one_domain: bool = False
+    ) -> float:
+        """Predicted seconds of a micro-batch of ``lengths`` on ``ranks`` ranks; ``one_domain``: those of several nodes
+        are in one domain."""
         for length in lengths:
             check_number("seconds()", "a length", length, least=0)
-        return self.load_seconds(sum(float(s) * s for s in lengths), sum(lengths), ranks, one_node=one_node)
+        squares = sum(float(s) * s for s in lengths)
+        return self.load_seconds(squares, sum(lengths), ranks, one_node=one_node, one_domain=one_domain)
 
-    def load_seconds(self, squares: float, tokens: float, ranks: int = 1, *, one_node: bool = True) -> float:
+    def links(self, *, one_node: bool, one_domain: bool = False) -> tuple[float, float]:
+        """Seconds a token's KV and seconds a message between ranks of one node, of one domain, or of several."""
+        if one_node:
+            return self.kv_intra, self.latency_intra
+        kv, latency = (self.kv_domain, self.latency_domain) if one_domain else (None, None)
+        return self.kv_inter if kv is None else kv, self.latency_inter if latency is None else latency
+
+    def load_seconds(
+        self, squares: float, tokens: float, ranks: int = 1, *, one_node: bool = True, one_domain: bool = False
+    ) -> float:
         """:meth:`seconds` of so many tokens, by the sum of the squares of their lengths (:attr:`Tree.squares`)."""
         check_whole("CostModel", "ranks", ranks, least=1)
         step = self.attention * squares / ranks**2 + self.piece * tokens / ranks
         total = ranks * step + self.linear * tokens / ranks + self.fixed
         if ranks > 1:
-            kv, latency = (self.kv_intra, self.latency_intra) if one_node else (self.kv_inter, self.latency_inter)
+            kv, latency = self.links(one_node=one_node, one_domain=one_domain)
             transfer = kv * tokens / ranks + latency
             wait = max(0.0, self.forward_transfer * transfer - self.forward * step)
             wait += max(0.0, (1 - self.forward_transfer) * transfer - (1 - self.forward) * step)
@@ -136,6 +157,8 @@ class CostModel:
     def analytic(cls, model: ModelSpec, cluster: ClusterSpec) -> CostModel:
         """Derives the coefficients from the model's FLOPs and bytes and the device's rates, per pipeline stage."""
         device = cluster.hardware
+        domain, domain_latency = device.domain_link if cluster.ranks_per_domain else device.inter_link
+        intra = max(device.intra_bandwidth, domain)
         share = 1.0 / (cluster.tensor * cluster.pipeline)
         layers = model.layers / cluster.pipeline
         attention = _ATTENTION_PASSES * model.attention_flops_per_token_squared * share / device.attention_flops
@@ -149,15 +172,14 @@ class CostModel:
             volume = 2 * (cluster.tensor - 1) / cluster.tensor * model.hidden * model.dtype_bytes
             linear += 4 * layers * volume / device.intra_bandwidth
         if cluster.expert > 1:
-            fast = cluster.expert <= cluster.node_ranks and cluster.node_ranks % cluster.expert == 0
-            bandwidth = max(device.intra_bandwidth, device.inter_bandwidth) if fast else device.inter_bandwidth
+            widths = ((cluster.node_ranks, intra), (cluster.domain_ranks, domain), (0, device.inter_bandwidth))
+            bandwidth = next(rate for ranks, rate in widths if ranks % cluster.expert == 0)
             dispatch = model.dispatch_bytes_per_token(cluster.expert) * share / bandwidth
             linear, experts = linear + dispatch, experts + dispatch
         else:
             experts = 0.0
         sent = _Sent.of(model, cluster)
         kv_bytes = sent.tokens * (2 * model.dtype_bytes + 4)  # KV, then KV again and its gradient in fp32
-        intra = max(device.intra_bandwidth, device.inter_bandwidth)
         state_bytes = _STATE_MESSAGES * sent.states * 4
         messages = _KV_MESSAGES * sent.rings + _STATE_MESSAGES * sent.recurrences
         return cls(
@@ -168,10 +190,12 @@ class CostModel:
             ring_step=2 * (sent.rings + sent.recurrences) * device.step_overhead_s,
             kv_intra=kv_bytes / intra,
             kv_inter=kv_bytes / device.inter_bandwidth,
-            latency_intra=messages * min(device.intra_latency_s, device.inter_latency_s) + state_bytes / intra,
+            latency_intra=messages * min(device.intra_latency_s, domain_latency) + state_bytes / intra,
             latency_inter=messages * device.inter_latency_s + state_bytes / device.inter_bandwidth,
             forward_transfer=1 / (2 + 4 / model.dtype_bytes),
             experts=experts,
+            kv_domain=kv_bytes / domain if cluster.ranks_per_domain else None,
+            latency_domain=messages * domain_latency + state_bytes / domain if cluster.ranks_per_domain else None,
         )
 
     @classmethod
@@ -181,7 +205,8 @@ class CostModel:
         Args:
             samples: ``(ranks, lengths, seconds)``; at least three on one node, of different lengths. The cost of ring
                 steps can be fitted only to samples on several ranks, and that of links between nodes
-                (``kv_inter``, ``latency_inter``) only to samples with ``one_node=False``. ``experts`` needs a sample
+                (``kv_inter``, ``latency_inter``) only to samples with ``one_node=False``; those of links between nodes
+                of a domain to samples with ``one_domain=True`` as well. ``experts`` needs a sample
                 with ``expert`` beside one of the same lengths without.
 
         Raises:
@@ -210,7 +235,8 @@ class CostModel:
         beside = [sample for sample in measured if sample.expert > 1]
         measured = [sample for sample in measured if sample.expert == 1]
         inside = [sample for sample in measured if sample.one_node]
-        across = [sample for sample in measured if not sample.one_node]
+        domains = [sample for sample in measured if not sample.one_node and sample.one_domain]
+        across = [sample for sample in measured if not (sample.one_node or sample.one_domain)]
         if len(inside) < 3:
             raise InvalidUsage(
                 f"{len(inside)} samples of ranks on one node given, expected at least 3 of different lengths: those "
@@ -226,6 +252,17 @@ class CostModel:
         attention, linear, fixed, piece, ring_step = (*found, 0.0, 0.0)[:5]
         experts = min(linear, _shared_seconds(measured, beside))
         model = cls(attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step, experts=experts)
+        if domains:  # in one domain, or links between domains cannot be faster than those
+            near = model._with_links(domains)
+            kv, latency = near.links(one_node=False)
+            far = near._with_links(across) if across else near
+            return replace(
+                far,
+                kv_domain=kv,
+                latency_domain=latency,
+                kv_inter=max(far.kv_inter, kv),
+                latency_inter=max(far.latency_inter, latency),
+            )
         return model._with_links(across) if across else model
 
     def _with_links(self, across: Sequence[CostSample]) -> CostModel:
@@ -413,6 +450,7 @@ def core_cost(
     experts = values.pop("experts")
     put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
     values["linear"] += experts * (cluster.expert_imbalance - 1)
+    values["kv_domain"], values["latency_domain"] = cost.links(one_node=False, one_domain=True)
     return core.CostModel(
         **values,
         capacity=memory.capacity,
@@ -424,6 +462,7 @@ def core_cost(
         pipeline=cluster.pipeline,
         chunks=cluster.chunks,
         speeds=cluster.speeds or (),
+        ranks_per_domain=cluster.ranks_per_domain or 0,
         nics=cluster.nics or 0,
         put_off=put_off,
         split=cluster.split_backward,

@@ -127,7 +127,8 @@ def _rank_seconds(squares: float, tokens: int, cost: CostModel, cluster: Cluster
     size = -(-tokens // capacity)
     if size > cluster.ranks:
         return math.inf
-    return size * cost.load_seconds(squares, tokens, size, one_node=size <= cluster.node_ranks)
+    inside, near = size <= cluster.node_ranks, size <= cluster.domain_ranks
+    return size * cost.load_seconds(squares, tokens, size, one_node=inside, one_domain=near)
 
 
 def _cheapest_parts(

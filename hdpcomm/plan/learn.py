@@ -57,7 +57,7 @@ class _Step:
     sizes: Vector  # [N]
     tokens: Vector  # [N]
     squares: Vector  # [N]
-    inside: NDArray[np.bool_]  # [N]: on one node
+    links: NDArray[np.int64]  # [N]: see CostLearner._links_of
     pair_batch: NDArray[np.int64]  # [M]
     pair_rank: NDArray[np.int64]  # [M]
     pair_s: Vector  # [M]: of compute
@@ -154,7 +154,6 @@ class CostLearner:
                     continue  # a clock that was set, or a micro-batch that nobody timed
                 pairs.append((k, rank, compute_s, compute_s + wait_s))
         loads = [_load(batch, squares) for batch in chosen]
-        node = self.cluster.node_ranks
         batch_of, rank_of, seconds, spans = zip(*pairs, strict=True) if pairs else ((), (), (), ())
         sizes = np.array([len(batch.ranks) for batch in chosen], dtype=np.float64)
         tokens = np.array([load[0] for load in loads])
@@ -164,7 +163,7 @@ class CostLearner:
             sizes=sizes,
             tokens=tokens,
             squares=of_squares,
-            inside=np.array([min(batch.ranks) // node == max(batch.ranks) // node for batch in chosen]),
+            links=np.array([self._links_of(batch) for batch in chosen]),
             pair_batch=np.array(batch_of, dtype=np.int64),
             pair_rank=np.array(rank_of, dtype=np.int64),
             pair_s=np.array(seconds, dtype=np.float64),
@@ -238,14 +237,23 @@ class CostLearner:
         alike = (np.abs(speeds - 1) < np.maximum(_SAME_SPEED, _SIGNIFICANT * unsure)) | unknown
         return np.where(alike, 1.0, np.maximum(speeds, _LEAST_SPEED))
 
+    def _links_of(self, batch: MicroBatch) -> int:
+        """The slowest links of its ring: 0 inside a node, 1 inside a domain, 2 beyond."""
+        first, last = min(batch.ranks), max(batch.ranks)
+        node, domain = self.cluster.node_ranks, self.cluster.domain_ranks
+        return 0 if first // node == last // node else 1 if first // domain == last // domain else 2
+
     def _learn_links(self) -> None:
-        intra = self._bandwidth(inside=True)
-        inter = max(self._bandwidth(inside=False), intra)  # the solver counts on that
+        model = self.cost_model
+        intra = self._bandwidth(0)
+        domain = max(self._bandwidth(1), intra)  # the solver counts on that
+        inter = max(self._bandwidth(2), domain if self.cluster.ranks_per_domain else intra)
+        latency = model.latency_intra
+        if self.cluster.ranks_per_domain:
+            latency = max(model.links(one_node=False, one_domain=True)[1], latency)
+            model = replace(model, kv_domain=domain, latency_domain=latency)
         self.cost_model = replace(
-            self.cost_model,
-            kv_intra=intra,
-            kv_inter=inter,
-            latency_inter=max(self.cost_model.latency_inter, self.cost_model.latency_intra),
+            model, kv_intra=intra, kv_inter=inter, latency_inter=max(model.latency_inter, latency)
         )
 
     def _exposed(self, step: _Step) -> Vector:
@@ -260,15 +268,14 @@ class CostLearner:
         exposed: Vector = np.where(everyone, np.maximum(0.0, span - compute) * speed, np.inf)
         return exposed
 
-    def _bandwidth(self, *, inside: bool) -> float:
-        """Seconds a token of KV between ranks, by the waiting of the rings inside of nodes, or of those beyond."""
+    def _bandwidth(self, links: int) -> float:
+        """Seconds a token of KV between ranks, by the waiting of the rings with these links (:meth:`_links_of`)."""
         model = self.cost_model
-        now = model.kv_intra if inside else model.kv_inter
-        latency = model.latency_intra if inside else model.latency_inter
+        now, latency = model.links(one_node=links == 0, one_domain=links == 1)
         kept, weights = [], []
         for age, step in enumerate(reversed(self._steps)):
             waited = self._exposed(step)
-            rings = (step.sizes > 1) & (step.inside == inside) & np.isfinite(waited)
+            rings = (step.sizes > 1) & (step.links == links) & np.isfinite(waited)
             places = np.flatnonzero(rings)[:_MOST_RINGS]
             kept.append(
                 np.stack([step.sizes[places], step.tokens[places], step.squares[places], waited[places]], axis=1)

@@ -184,6 +184,8 @@ class DeviceSpec:
         memory_bytes, hbm_bandwidth: device memory and its bandwidth (bytes, bytes/s).
         intra_bandwidth, inter_bandwidth: bytes/s one way to a rank of the same node, and of another node.
         intra_latency_s, inter_latency_s: seconds until a message's first byte arrives.
+        domain_bandwidth, domain_latency_s: to another node of the same domain (``ClusterSpec.ranks_per_domain``), where
+            ``inter_*`` are to those of others; ``None``: as ``inter_*``.
         d2h_bandwidth, h2d_bandwidth: bytes/s to and from host memory while both directions run.
         host_bytes: pinned host memory for offload, per device.
         step_overhead_s: seconds of launches and synchronisation per layer and micro-batch, and per layer and ring step.
@@ -204,8 +206,24 @@ class DeviceSpec:
     h2d_bandwidth: float
     host_bytes: float
     step_overhead_s: float
+    domain_bandwidth: float | None = None
+    domain_latency_s: float | None = None
+
+    @property
+    def inter_link(self) -> tuple[float, float]:
+        """Bytes/s and latency to another node, or to one of another domain."""
+        return self.inter_bandwidth, self.inter_latency_s
+
+    @property
+    def domain_link(self) -> tuple[float, float]:
+        """Bytes/s and latency to another node of the same domain; never worse than to other nodes."""
+        bandwidth, latency = self.inter_link
+        near = self.domain_bandwidth or bandwidth, latency if self.domain_latency_s is None else self.domain_latency_s
+        return max(near[0], bandwidth), min(near[1], latency)
 
     def __post_init__(self) -> None:
         for name in self.__slots__[1:]:
+            if getattr(self, name) is None and name.startswith("domain_"):
+                continue
             positive = name.endswith(("flops", "bandwidth", "memory_bytes"))
             check_number(f"DeviceSpec {self.name}", name, getattr(self, name), least=0, above=0 if positive else -1)

@@ -15,17 +15,21 @@ def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
     """Seconds of the reduce-scatter of the gradients and the all-gather of the weights (ZeRO-1 over all ranks).
 
     Both are hierarchical: first inside a node over the fast link, then each device sends its part of the node's sum
-    over its own NIC, or its part of the node's (``ClusterSpec.nics``). Nothing is hidden behind compute.
+    over its own NIC, or its part of the node's (``ClusterSpec.nics``), first inside a domain where there are any
+    (``ClusterSpec.ranks_per_domain``). Nothing is hidden behind compute.
     """
     device = cluster.hardware
     volume = model.params / (cluster.tensor * cluster.pipeline) * (_GRADIENT_BYTES + _WEIGHT_BYTES)
     local = cluster.node_ranks
-    nodes = -(-cluster.ranks // local)
-    inside = (local - 1) / local * volume / max(device.intra_bandwidth, device.inter_bandwidth)
+    near = cluster.domain_ranks // local if cluster.ranks_per_domain else 1  # nodes of a domain
+    far = -(-cluster.ranks // (near * local))
+    domain, domain_latency = device.domain_link if near > 1 else device.inter_link
+    inside = (local - 1) / local * volume / max(device.intra_bandwidth, domain)
     nics = local if cluster.nics is None else min(cluster.nics, local)
-    between = (nodes - 1) / nodes * volume / nics / device.inter_bandwidth
-    hops = 2 * ((local - 1) * device.intra_latency_s + (nodes - 1) * device.inter_latency_s)
-    return inside + between + hops
+    between = (near - 1) / near * volume / nics / domain
+    beyond = (far - 1) / far * volume / nics / near / device.inter_bandwidth
+    latency = (local - 1) * device.intra_latency_s + (near - 1) * domain_latency + (far - 1) * device.inter_latency_s
+    return inside + between + beyond + 2 * latency
 
 
 def optimizer_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:

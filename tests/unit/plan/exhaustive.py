@@ -33,11 +33,21 @@ def fits(lengths: Sequence[int], size: int, cost: CostModel, memory: MemoryModel
     return held <= memory.token_limit(most_offload(lengths, cost, memory))
 
 
-def canonical(ready: Sequence[float], node: int) -> tuple[float, ...]:
-    """The same times with the ranks of a node, and the full nodes, in order: they are alike."""
-    nodes = [tuple(sorted(ready[first : first + node])) for first in range(0, len(ready), node)]
-    whole = sorted(times for times in nodes if len(times) == node)
-    return tuple(time for times in [*whole, *(t for t in nodes if len(t) < node)] for time in times)
+def canonical(ready: Sequence[float], *blocks: int) -> tuple[float, ...]:
+    """The same times with the ranks of a block, and the full blocks, in order: they are alike. ``blocks``: ranks of the
+    smallest blocks, then of those made of them."""
+    *inner, size = blocks
+    parts = [tuple(ready[first : first + size]) for first in range(0, len(ready), size)]
+    parts = [canonical(part, *inner) if inner else tuple(sorted(part)) for part in parts]
+    whole = sorted(times for times in parts if len(times) == size)
+    return tuple(time for times in [*whole, *(t for t in parts if len(t) < size)] for time in times)
+
+
+def places(group: Sequence[int], cluster: ClusterSpec) -> tuple[bool, bool]:
+    """Whether all ranks are on one node, and in one domain."""
+    nodes = {rank // cluster.node_ranks for rank in group}
+    domains = {rank // cluster.domain_ranks for rank in group} if cluster.ranks_per_domain else nodes
+    return len(nodes) == 1, len(domains) == 1
 
 
 def optimum(
@@ -58,17 +68,20 @@ def optimum(
     Raises:
         TooManyNodes: after ``max_nodes`` placements.
     """
-    count, ranks, node = len(lengths), cluster.ranks, cluster.node_ranks
+    count, ranks = len(lengths), cluster.ranks
     speeds = cluster.speeds or (1.0,) * ranks
     full = (1 << count) - 1
     groups = [g for size in range(1, ranks + 1) for g in combinations(range(ranks), size)]
-    inside = {g: g[0] // node == g[-1] // node for g in groups}
+    inside = {g: places(g, cluster) for g in groups}
     options: list[tuple[int, tuple[int, ...], float]] = []  # (sequences as bits, ranks, seconds)
     for mask in range(1, full + 1):
         members = [lengths[i] for i in range(count) if mask >> i & 1]
         for size in range(1, ranks + 1):
             if fits(members, size, cost, memory):
-                seconds = {one: cost.seconds(members, size, one_node=one) for one in (True, False)}
+                seconds = {
+                    (node, domain): cost.seconds(members, size, one_node=node, one_domain=domain)
+                    for node, domain in ((True, True), (False, True), (False, False))
+                }
                 options += [
                     (mask, g, seconds[inside[g]] / min(speeds[rank] for rank in g)) for g in groups if len(g) == size
                 ]
@@ -110,7 +123,10 @@ def optimum(
             if start + seconds >= best * (1 - 1e-12):
                 continue
             after = [start + seconds if rank in group else max(time, start) for rank, time in enumerate(ready)]
-            state = (members, canonical(after, node) if len(set(speeds)) == 1 else tuple(after))
+            state = (
+                members,
+                canonical(after, cluster.node_ranks, cluster.domain_ranks) if len(set(speeds)) == 1 else tuple(after),
+            )
             if state not in tried:
                 tried.add(state)
                 search(left & ~members, state[1], start)
@@ -168,11 +184,10 @@ def pipeline_optimum(
             members = [lengths[i] for i in pack]
             choices.append([(g, members) for g in groups if fits(members, len(g), cost, memory)])
         for chosen in product(*choices):
-            work = sum(
-                len(g)
-                * cost.seconds(members, len(g), one_node=g[0] // cluster.node_ranks == g[-1] // cluster.node_ranks)
-                for g, members in chosen
-            )
+            work = 0.0
+            for g, members in chosen:
+                node, domain = places(g, cluster)
+                work += len(g) * cost.seconds(members, len(g), one_node=node, one_domain=domain)
             if work / ranks >= best:
                 continue
             for order in permutations(chosen):

@@ -168,6 +168,53 @@ def test_bound_optimum_plan_with_pipelines_of_different_speeds(part: int, cases:
     assert percentile(ratios, 0.95) <= 1.05
 
 
+def with_domains(
+    rng: random.Random, case: tuple[list[int], ClusterSpec, CostModel, MemoryModel]
+) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
+    """The same with nodes of one or two ranks and domains of two or three of these, by links between the two others."""
+    lengths, cluster, cost, memory = case
+    node = rng.choice([1, 1, 2])
+    near = cost.kv_intra * rng.choice([1, 2, 4]), cost.latency_intra * rng.choice([1, 3])
+    cost = replace(
+        cost,
+        kv_domain=near[0],
+        latency_domain=near[1],
+        kv_inter=near[0] * rng.choice([1, 3]) + rng.choice([0, 1e-4]),
+        latency_inter=near[1] * rng.choice([1, 3]),
+    )
+    return lengths, replace(cluster, ranks_per_node=node, ranks_per_domain=node * rng.choice([2, 2, 3])), cost, memory
+
+
+@pytest.mark.parametrize("kind", ["plain", "offload", "speeds", "pipeline", "several"])
+def test_bound_optimum_plan_with_domains(kind: str) -> None:
+    """Three levels of links: nodes, domains of nodes, and beyond."""
+    rng = random.Random(11)
+    ratios: list[float] = []
+    while len(ratios) < CASES // (16 if kind in ("pipeline", "several") else 8):
+        speeds = kind == "speeds" or (kind == "pipeline" and rng.random() < 0.3)
+        tiny = tiny_case(rng, nodes=False, offload=kind == "offload", pipeline=kind == "pipeline", speeds=speeds)
+        lengths, cluster, cost, memory = case = with_domains(
+            rng, tiny_pipeline_case(rng) if kind == "several" else tiny
+        )
+        planner = Planner(None, cluster, "balanced", cost, memory=memory)
+        try:
+            plan = planner.plan(lengths)
+            if cluster.pipeline > 1:
+                best = pipeline_optimum(lengths, cluster, cost, memory)
+            else:
+                best = optimum(lengths, cluster, cost, memory, above=plan.makespan_s * (1 + 1e-9))
+        except (InvalidUsage, TooManyNodes):
+            continue
+        planner.validate(plan, lengths)
+        assert plan.lower_bound_s <= best * (1 + 1e-9), case
+        assert best <= plan.makespan_s * (1 + 1e-6), case
+        ratios.append(plan.makespan_s / best)
+    ratios.sort()
+    print(f"domains, {kind}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(ratios, 0.95):.4f}, worst {ratios[-1]:.4f}")
+    assert percentile(ratios, 0.95) <= 1.05
+
+
 @parts
 def test_bound_optimum_plan_with_pipelines(part: int, cases: int) -> None:
     """The plans are simulated, so the optimum is that of the schedule that runs, with 2 to 4 stages."""
