@@ -29,6 +29,10 @@ constexpr Setting kTable[] = {
     {HDP_SETTING("HDPCOMM_HOSTID", host_id), .fallback = "",
      .meaning =
          "part of this rank's host identity: ranks with different values do not share memory"},
+    {HDP_SETTING("HDPCOMM_DOMAIN", domain), .fallback = "",
+     .meaning =
+         "name of the rack or NVLink domain of this host: plans know that links between hosts "
+         "with the same name are faster than others"},
     {HDP_SETTING("HDPCOMM_SECRET", secret), .fallback = "",
      .meaning =
          "the job's secret, at least 16 characters, the same on all ranks: who does not know "

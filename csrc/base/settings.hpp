@@ -15,6 +15,7 @@ struct Settings {
   double longest_wait_s;
   std::string transport;
   std::string host_id;
+  std::string domain;
   std::string secret;
   std::string secret_file;
   std::string store;

@@ -119,8 +119,9 @@ def _lines(found: Calibration) -> list[str]:
     errors = sorted(abs(error) for error in found.errors())
     one = cost.seconds([found.memory.capacity])
     hosts = -(-cluster.ranks // cluster.node_ranks)
+    near = f", {cluster.domain_ranks} a domain" if cluster.ranks_per_domain else ""
     lines = [
-        f"ranks: {cluster.ranks}, {cluster.node_ranks} a host; {found.facts['parameters']:,} parameters, "
+        f"ranks: {cluster.ranks}, {cluster.node_ranks} a host{near}; {found.facts['parameters']:,} parameters, "
         f"{found.facts['dtype']}, transport {found.facts['transport']}",
         f"  {found.memory.capacity:,} tokens on one rank: {one:.4g} s; a token {cost.linear + cost.piece:.3g} s, a "
         f"pair {cost.attention:.3g} s, a micro-batch {cost.fixed:.3g} s, a ring step {cost.ring_step:.3g} s",
@@ -133,6 +134,9 @@ def _lines(found: Calibration) -> list[str]:
             f"{cost.latency_inter:.3g} s"
             + (f"; the ranks of a host share {cluster.nics} network interface(s)" if cluster.nics else "")
         )
+    if cluster.ranks_per_domain:
+        kv, latency = cost.links(one_node=False, one_domain=True)
+        lines.append(f"  between hosts of a domain {kv:.3g} s a token, {latency:.3g} s a message")
     lines.append(
         f"  copies {device.d2h_bandwidth / 1e9:.2f} GB/s to host memory, {device.h2d_bandwidth / 1e9:.2f} back; "
         f"gradients' reduction {found.reduction_s:.4g} s, optimizer {found.optimizer_s:.4g} s"

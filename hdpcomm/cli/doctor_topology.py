@@ -73,8 +73,15 @@ def _lines(topology: Topology) -> list[str]:
         links = ", ".join(f"{name} {speed:g} Gbit/s" if speed else name for name, speed in host.links) or "none found"
         gpus = ", ".join(host.gpus) or "none"
         lines.append(f"  {host.name}: ranks {list(host.ranks)}, {host.cores} cores, GPUs: {gpus}, links: {links}")
-    for name, cost in (("inside a host", topology.intra), ("between hosts", topology.inter)):
-        lines.append(f"  {name:<15}{_cost(cost)}")
+    between = "between hosts"
+    if topology.domains:
+        named = (", ".join(topology.hosts[host].name for host in hosts) for hosts in topology.domains)
+        lines.append("  domains of hosts that are near each other: " + "; ".join(named))
+        between = "between domains"
+    costs = [("inside a host", topology.intra), (between, topology.inter)]
+    if topology.domains:
+        costs.insert(1, ("inside a domain", topology.domain))
+    lines += [f"  {name:<15}{' ' * bool(topology.domains)}{_cost(cost)}" for name, cost in costs]
     if topology.nics is not None:
         lines.append(f"  the ranks of a host share {topology.nics} network interface{'s' * (topology.nics > 1)}")
     return lines

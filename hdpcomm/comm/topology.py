@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,8 @@ __all__ = [
     "Topology",
     "by_host",
     "cores_of_rank",
+    "domain_block",
+    "domains_of",
     "host_facts",
     "host_order",
     "measure_topology",
@@ -39,6 +42,8 @@ __all__ = [
 _FACT_BYTES = 4096  # length of a rank's description of its host
 _PAIRS = 3  # as many are measured inside and between hosts
 _LARGE_BYTES = 16 << 20
+_NEAR = 2.0  # times as far as others, from which on hosts are in different domains
+_MOST_COMPARED = 16  # hosts; with more of them the pairs are too many
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,11 @@ class Topology:
     """The hosts of a world, and message costs inside (``intra``) and between hosts; ``None`` where no such pair is.
 
     Attributes:
+        inter: between hosts, of different domains where there are any.
+        domains: hosts that are near each other, by their place in ``hosts``: those of which ``HDPCOMM_DOMAIN`` says so,
+            or, where no host has one and they are 3 to 16, those that are joined by links of more than half of the best
+            bandwidth between two hosts. Empty where all hosts are alike.
+        domain: between hosts of one domain.
         nics: network interfaces that the ranks of a host share: how much more all of them send to the next host at
             once than one alone does. ``None`` where each rank has its own, and where no two ranks share a host.
     """
@@ -88,6 +98,16 @@ class Topology:
     intra: LinkCost | None
     inter: LinkCost | None
     nics: int | None = None
+    domains: tuple[tuple[int, ...], ...] = ()
+    domain: LinkCost | None = None
+
+    @property
+    def domain_of_rank(self) -> list[int] | None:
+        """By global rank, the place of its domain in ``domains``; ``None`` where there are none."""
+        if not self.domains:
+            return None
+        found = {rank: k for k, hosts in enumerate(self.domains) for host in hosts for rank in self.hosts[host].ranks}
+        return [found[rank] for rank in range(self.ranks)]
 
     @property
     def ranks(self) -> int:
@@ -95,19 +115,27 @@ class Topology:
         return sum(len(host.ranks) for host in self.hosts)
 
     def to_cluster(self, device: str) -> ClusterSpec:
-        """The planner's view: the preset ``device`` with the links as measured; nodes as large as the smallest host.
+        """The planner's view: the preset ``device`` with the links as measured; nodes as large as the smallest host,
+        domains of as many hosts as the smallest one.
 
         Raises: InvalidUsage for an unknown device.
         """
         if device not in DEVICES:
             raise InvalidUsage(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
         changes: dict[str, float] = {}
-        for name, cost in (("intra", self.intra), ("inter", self.inter)):
+        for name, cost in (("intra", self.intra), ("domain", self.domain), ("inter", self.inter)):
             if cost is not None:
                 changes |= {f"{name}_bandwidth": cost.bandwidth, f"{name}_latency_s": cost.latency_s}
         measured = dataclasses.replace(DEVICES[device], name=f"{device}, links measured", **changes)
         smallest = min(len(host.ranks) for host in self.hosts)
-        return ClusterSpec(ranks=self.ranks, ranks_per_node=smallest, nics=self.nics, device=measured)
+        near = min(map(len, self.domains), default=1) * smallest
+        return ClusterSpec(
+            ranks=self.ranks,
+            ranks_per_node=smallest,
+            ranks_per_domain=near if self.domain is not None and near > smallest else None,
+            nics=self.nics,
+            device=measured,
+        )
 
 
 def host_facts() -> dict[str, object]:
@@ -129,22 +157,48 @@ def nodes_of(comm: Communicator) -> list[int]:
     return comm._core.world.nodes()
 
 
-def host_order(comm: Communicator) -> list[int]:
-    """The positions in ``comm`` host by host, hosts by their first rank. Local."""
-    nodes = nodes_of(comm)
-    first: dict[int, int] = {}
-    for position, rank in enumerate(comm.ranks):
-        first.setdefault(nodes[rank], position)
-    return sorted(range(comm.size), key=lambda position: first[nodes[comm.ranks[position]]])
+def domains_of(comm: Communicator) -> list[int] | None:
+    """By position in ``comm``, a number for the rank's domain, as ``HDPCOMM_DOMAIN`` of the hosts names them: a host
+    without a name is a domain of its own. ``None`` where no host has a name. Collective over ``comm``.
+    """
+    name = _core.settings().domain
+    own = f"name {name}" if name else f"host {nodes_of(comm)[comm.ranks[comm.rank]]}"
+    digest = hashlib.sha256(own.encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:1].clone()
+    everyone, named = torch.empty(comm.size, dtype=torch.int64), torch.tensor([int(bool(name))])
+    comm.all_gather(everyone, mine)
+    comm.all_reduce(named)
+    return _numbered(everyone.tolist()) if named.item() else None
 
 
-def by_host(comm: Communicator) -> Communicator:
+def _numbered(values: Sequence[int]) -> list[int]:
+    """Equal values as equal numbers, by their first appearance."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+def host_order(comm: Communicator, domains: Sequence[int] | None = None) -> list[int]:
+    """The positions in ``comm`` host by host, hosts by their first rank; those of a domain side by side. Local.
+
+    Args:
+        domains: the domain of each position (:func:`domains_of`).
+    """
+    nodes = [nodes_of(comm)[rank] for rank in comm.ranks]
+    hosts = _numbered(nodes)
+    near = hosts if domains is None else _numbered(domains)
+    return sorted(range(comm.size), key=lambda position: (near[position], hosts[position]))
+
+
+def by_host(comm: Communicator, domains: Sequence[int] | None = None) -> Communicator:
     """The same ranks, those of a host side by side, whatever order the launcher dealt them in; rank 0 stays rank 0.
 
     Plans give neighbouring ranks to a sequence, so a trainer that plans over this communicator sends least between
     hosts; :func:`node_block` of it is the planner's ``ranks_per_node``. Local.
+
+    Args:
+        domains: the domain of each position in ``comm`` (:func:`domains_of`): hosts of one are side by side, too.
     """
-    order = host_order(comm)
+    order = host_order(comm, domains)
     return comm if order == list(range(comm.size)) else cast("Communicator", comm.subset(order))
 
 
@@ -161,6 +215,26 @@ def node_block(comm: Communicator, positions: Sequence[int] | None = None) -> in
     ranks = comm.ranks if positions is None else [comm.ranks[position] for position in positions]
     borders = [i for i in range(1, len(ranks)) if nodes[ranks[i]] != nodes[ranks[i - 1]]]
     return math.gcd(*borders) if borders else len(ranks)
+
+
+def domain_block(
+    comm: Communicator, domains: Sequence[int] | None, positions: Sequence[int] | None = None
+) -> int | None:
+    """The largest multiple k of :func:`node_block` for which each run of k of these ranks lies in one domain. Local.
+
+    This is the planner's ``ranks_per_domain``: ``None`` where that is no more than a host.
+
+    Args:
+        domains: the domain of each position in ``comm`` (:func:`domains_of`).
+        positions: as for :func:`node_block`.
+    """
+    if domains is None:
+        return None
+    near = [domains[position] for position in (range(comm.size) if positions is None else positions)]
+    borders = [i for i in range(1, len(near)) if near[i] != near[i - 1]]
+    local = node_block(comm, positions)
+    block = math.gcd(*borders) if borders else len(near)
+    return block if block % local == 0 and block > local else None
 
 
 def cores_of_rank(comm: Communicator) -> int:
@@ -223,9 +297,55 @@ def measure_topology(comm: Communicator) -> Topology:
         hosts.append(Host(fact["name"], ranks, fact["cores"], tuple(fact["gpus"]), links))
     pairs = [(a, b) for a in range(comm.size) for b in range(a + 1, comm.size)]
     intra = [pair for pair in pairs if node_of_rank[pair[0]] == node_of_rank[pair[1]]]
-    inter = [pair for pair in pairs if node_of_rank[pair[0]] != node_of_rank[pair[1]]]
+    apart = [pair for pair in pairs if node_of_rank[pair[0]] != node_of_rank[pair[1]]]
     nics = _measure_nics(comm, [host.ranks for host in hosts])
-    return Topology(comm.transport, tuple(hosts), _measure(comm, intra), _measure(comm, inter), nics)
+    found = Topology(comm.transport, tuple(hosts), _measure(comm, intra), None, nics, _find_domains(comm, hosts))
+    where = found.domain_of_rank
+    near = [pair for pair in apart if where is not None and where[pair[0]] == where[pair[1]]]
+    far = [pair for pair in apart if where is None or where[pair[0]] != where[pair[1]]]
+    return dataclasses.replace(found, inter=_measure(comm, far), domain=_measure(comm, near))
+
+
+def _find_domains(comm: Communicator, hosts: list[Host]) -> tuple[tuple[int, ...], ...]:
+    """See :attr:`Topology.domains`. Collective over ``comm``."""
+    named = domains_of(comm)
+    if named is not None:
+        domain_of = [named[host.ranks[0]] for host in hosts]
+    elif 2 < len(hosts) <= _MOST_COMPARED:
+        domain_of = _near_each_other(len(hosts), _host_bandwidths(comm, hosts))
+    else:
+        return ()
+    groups: dict[int, list[int]] = {}
+    for place, domain in enumerate(domain_of):
+        groups.setdefault(domain, []).append(place)
+    return tuple(map(tuple, groups.values())) if 1 < len(groups) < len(hosts) else ()
+
+
+def _near_each_other(count: int, bandwidths: dict[tuple[int, int], float]) -> list[int]:
+    """By host, a number for its domain: links of more than half of the best bandwidth join hosts, also by way of
+    others."""
+    best = max(bandwidths.values())
+    domain_of = list(range(count))
+    for (a, b), bandwidth in bandwidths.items():
+        if bandwidth * _NEAR > best:
+            domain_of = [domain_of[a] if each == domain_of[b] else each for each in domain_of]
+    return domain_of
+
+
+def _host_bandwidths(comm: Communicator, hosts: list[Host]) -> dict[tuple[int, int], float]:
+    """Bytes/s of messages of 4 MiB between the first ranks of each two hosts, one pair after the other, equal on all
+    ranks. Collective."""
+    buffer = torch.zeros(_LARGE_BYTES // 4, dtype=torch.uint8, device=comm.device)
+    pairs = list(itertools.combinations(range(len(hosts)), 2))
+    took = torch.zeros(len(pairs), dtype=torch.float64)
+    for k, (a, b) in enumerate(pairs):
+        ends = (hosts[a].ranks[0], hosts[b].ranks[0])
+        comm.barrier()
+        if comm.rank in ends:
+            first = comm.rank == ends[0]
+            took[k] = min(_one_way(comm, ends[first], buffer, first=first) for _ in range(4))
+    comm.all_reduce(took, "max")
+    return {pair: buffer.numel() / seconds for pair, seconds in zip(pairs, took.tolist(), strict=True)}
 
 
 def _measure_nics(comm: Communicator, hosts: list[tuple[int, ...]]) -> int | None:
@@ -278,18 +398,19 @@ def _measure(comm: Communicator, pairs: list[tuple[int, int]]) -> LinkCost | Non
 def _ping_pong(comm: Communicator, peer: int, *, first: bool) -> tuple[float, float]:
     """Seconds of 8 bytes one way (median of 30), and bytes/s of 16 MiB one way (the best of 3); of the communicator's
     device."""
-
-    def one_way(buffer: torch.Tensor) -> float:
-        started = time.perf_counter()
-        for send in (first, not first):
-            if send:
-                comm.send(buffer, peer)
-            else:
-                comm.recv(buffer, peer)
-        _await_device(comm)
-        return (time.perf_counter() - started) / 2
-
     small, large = (torch.zeros(n, dtype=torch.uint8, device=comm.device) for n in (8, _LARGE_BYTES))
-    latency = statistics.median([one_way(small) for _ in range(35)][5:])
-    bandwidth = large.numel() / min([one_way(large) for _ in range(4)][1:])
+    latency = statistics.median([_one_way(comm, peer, small, first=first) for _ in range(35)][5:])
+    bandwidth = large.numel() / min([_one_way(comm, peer, large, first=first) for _ in range(4)][1:])
     return latency, bandwidth
+
+
+def _one_way(comm: Communicator, peer: int, buffer: torch.Tensor, *, first: bool) -> float:
+    """Seconds of a message there and back, halved."""
+    started = time.perf_counter()
+    for send in (first, not first):
+        if send:
+            comm.send(buffer, peer)
+        else:
+            comm.recv(buffer, peer)
+    _await_device(comm)
+    return (time.perf_counter() - started) / 2

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hdpcomm.comm.topology import Topology, by_host, measure_topology, node_block, shared_cores
+from hdpcomm.comm.topology import (
+    Topology,
+    by_host,
+    domain_block,
+    measure_topology,
+    node_block,
+    shared_cores,
+)
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
@@ -38,8 +45,9 @@ _COPY_BYTES = 4 << 20
 def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     """Measures the model of ``config`` on these ranks. Collective over the whole world; equal on every rank.
 
-    Links, and how many network interfaces the ranks of a host share; ring exchange inside hosts and between them,
-    with compute beside it, by micro-batches of up to
+    Links, which hosts are near each other (``HDPCOMM_DOMAIN``, or by measurement: :class:`Topology`), and how many
+    network interfaces the ranks of a host share; ring exchange inside hosts, inside domains and between them, with
+    compute beside it, by micro-batches of up to
     ``config.capacity`` tokens a rank; activations; copies to and from host memory; the reduction of the gradients and
     the optimizer. All ranks work at once, as in training. Takes about as long as 20 micro-batches of that capacity.
 
@@ -55,16 +63,21 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
             "recomputed layers (none, full or N) on ranks without pipelines"
         )
     topology = measure_topology(world)
-    comm = by_host(world)
+    domains = topology.domain_of_rank
+    comm = by_host(world, domains)
+    near = None if domains is None else [domains[rank] for rank in comm.ranks]
     model = new_model(config.model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    samples = tuple(profile_samples(model.to(config.parameter_dtype), comm, longest=config.capacity, repeats=_REPEATS))
+    samples = tuple(
+        profile_samples(model.to(config.parameter_dtype), comm, longest=config.capacity, repeats=_REPEATS, domains=near)
+    )
     cost = CostModel.fit(samples)
     reduction_s, optimizer_s = _after_the_passes(comm, model)
     spec = _spec(config)
     cluster = ClusterSpec(
         ranks=comm.size,
         ranks_per_node=node_block(comm),
+        ranks_per_domain=domain_block(comm, near),
         capacity=config.capacity,
         offload=config.offload_bytes > 0,
         cores=shared_cores(comm) if comm.device.type == "cpu" else None,
@@ -165,6 +178,8 @@ def _device(
         h2d_bandwidth=h2d,
         host_bytes=float(config.offload_bytes),
         step_overhead_s=cost.ring_step / (2 * config.model.layers),
+        domain_bandwidth=topology.domain.bandwidth if topology.domain else None,
+        domain_latency_s=topology.domain.latency_s if topology.domain else None,
     )
 
 
@@ -177,6 +192,12 @@ def _as_measured(
     found = replace(cluster, device=device)
     if cluster.ranks > 1 and reduction_s > 0:
         factor = reduction_seconds(spec, found) / reduction_s
+        if device.domain_bandwidth is not None and device.domain_latency_s is not None:
+            device = replace(
+                device,
+                domain_bandwidth=device.domain_bandwidth * factor,
+                domain_latency_s=device.domain_latency_s / factor,
+            )
         device = replace(
             device,
             intra_bandwidth=device.intra_bandwidth * factor,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.comm.launchers import local_place
-from hdpcomm.comm.topology import node_block, shared_cores
+from hdpcomm.comm.topology import domain_block, domains_of, node_block, shared_cores
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
@@ -99,7 +99,10 @@ def measure_costs(
     model = tensor_parallel(expert_parallel(model, mesh, check=False), mesh).to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
     split = config.split_backward
-    samples = profile_samples(model, mesh.hdp_comm, longest=longest, everyone=comm, split_backward=split)
+    domains = domains_of(mesh.hdp_comm)
+    samples = profile_samples(
+        model, mesh.hdp_comm, longest=longest, everyone=comm, split_backward=split, domains=domains
+    )
     memory = None if pool is None else measure_offload(comm, config, model, pool, capacity)
     costs = CostModel.fit(samples)
     if split:
@@ -179,9 +182,13 @@ def make_planner(
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor)
     groups = mesh.positions.transpose(1, 2).reshape(-1, mesh.hdp).tolist()  # the HDP ranks that work together
+    domains = domains_of(comm)
+    local = math.gcd(*(node_block(comm, group) for group in groups))
+    near = math.gcd(*(domain_block(comm, domains, group) or 1 for group in groups))
     cluster = ClusterSpec(
         ranks=len(groups[0]),
-        ranks_per_node=math.gcd(*(node_block(comm, group) for group in groups)),
+        ranks_per_node=local,
+        ranks_per_domain=near if near > local and near % local == 0 else None,
         capacity=costs.capacity,
         tensor=config.tensor,
         pipeline=config.pipeline,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hdpcomm.comm.topology import by_host
+from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import BatchSampler, Corpus
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
@@ -61,7 +61,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
 
     Nothing is trained or written. Raises: InvalidUsage as :func:`hdpcomm.run.train`.
     """
-    comm = by_host(comm)
+    comm = by_host(comm, domains_of(comm))
     check_limits(corpus, config, ranks=comm.size)
     config, capacity, found = within_memory(comm, config)
     devices = found or measure_memory(comm, config)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hdpcomm.comm.topology import by_host
+from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import InvalidUsage
@@ -66,8 +66,8 @@ def train(
     """Trains up to ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank,
     but for the functions of ``watching``.
 
-    Plans are made in the background, while the steps before run; ranks of one host are neighbours in them
-    (:func:`hdpcomm.comm.topology.by_host`). The policies take turns, step by step, each with
+    Plans are made in the background, while the steps before run; ranks of one host, and hosts of one domain, are
+    neighbours in them (:func:`hdpcomm.comm.topology.by_host`). The policies take turns, step by step, each with
     weights of its own: what else the machine does slows all alike. With ``saving`` the run writes checkpoints, goes on
     from one, and on SIGTERM or Ctrl-C ends after the step, saved. On as many ranks as before, a resumed run computes
     the very bits that it would have computed without the interruption: the checkpoint holds the measured costs, which
@@ -82,7 +82,7 @@ def train(
         InvalidUsage: of :func:`check_limits`; no checkpoint where ``saving.resume`` says, or one of another run.
         Error: of the step, see :meth:`hdpcomm.train.Trainer.step`; a checkpoint cannot be written.
     """
-    comm = by_host(comm)
+    comm = by_host(comm, domains_of(comm))
     check_limits(corpus, config, ranks=comm.size)
     if held_out is not None:
         check_limits(held_out, config, ranks=comm.size)

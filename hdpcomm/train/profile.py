@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hdpcomm.attention import positions, shard
-from hdpcomm.comm.topology import node_block
+from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.weight_gradients import WeightGradients
@@ -63,6 +63,7 @@ def profile_samples(
     repeats: int = _REPEATS,
     everyone: Communicator | None = None,
     split_backward: bool = False,
+    domains: Sequence[int] | None = None,
 ) -> list[CostSample]:
     """The measurements of :func:`profile_cost_model`, equal on every rank: of each, the median of ``repeats``.
 
@@ -70,6 +71,8 @@ def profile_samples(
     median, and not the fastest, is what a step takes that has many micro-batches. Collective over ``everyone``.
 
     ``split_backward``: backward passes leave weight gradients of the model's layers for later, which follow at once.
+    ``domains``: the domain of each position in ``comm`` (:func:`hdpcomm.comm.topology.domains_of`); groups across hosts
+    of one domain are then measured beside groups across domains.
     """
     if longest < 1:
         raise InvalidUsage(f"longest is {longest}; it must be at least 1 token")
@@ -78,7 +81,8 @@ def profile_samples(
     shared = getattr(model, "expert", None)
     expert = shared.comm if isinstance(shared, ExpertGroup) else None
     alone = None if expert is None else cast("Communicator", comm.subset([comm.rank]))
-    cases = [_Case(ranks, lengths) for ranks, lengths in _cases(comm.size, local, longest)]
+    near = domain_block(comm, domains) or local
+    cases = [_Case(ranks, lengths) for ranks, lengths in _cases(comm.size, local, longest, near)]
     if expert is not None:
         cases.append(_Case(1, [longest], expert.size))
     groups = [
@@ -101,8 +105,8 @@ def profile_samples(
     if later is not None:
         later.leave(find_layers(model))
     measured = torch.zeros(len(cases), 4, dtype=torch.float64)
-    for place, (case, group) in enumerate(zip(cases, groups, strict=True)):
-        if group is not None and (case.ranks <= local or _on_several_hosts(group)):
+    for place, group in enumerate(groups):
+        if group is not None and _is_as_far(comm, group, local, domains, near):
             middle = [statistics.median(column) for column in zip(*found[place], strict=True)]
             measured[place] = torch.tensor([*middle, 1.0], dtype=torch.float64)
     model.zero_grad(set_to_none=True)
@@ -114,6 +118,7 @@ def profile_samples(
             tuple(case.lengths),
             seconds / count,
             one_node=case.ranks <= local,
+            one_domain=local < case.ranks <= near,
             processor_s=processor / count if on_processors else 0.0,
             expert=case.expert,
             weights_s=of_weights / count,
@@ -148,13 +153,15 @@ def processor_costs(samples: Iterable[CostSample]) -> CostModel | None:
     return CostModel.fit(known) if known and all(sample.seconds > 0 for sample in known) else None
 
 
-def _cases(size: int, local: int, longest: int) -> list[tuple[int, list[int]]]:
+def _cases(size: int, local: int, longest: int, near: int) -> list[tuple[int, list[int]]]:
     """(ranks, lengths) to measure: single sequences and packs of short ones, on one rank and on several.
 
     ``local``: as many neighbouring ranks share a host; that of all ranks crosses hosts where there are several.
+    ``near``: as many share a domain, at least those of a host.
     """
     cases = []
-    sizes = {1, min(2, local), local, size} | ({2 * local} if 2 * local < size else set())
+    sizes = {1, min(2, local), local, near, size} | ({2 * local} if 2 * local < size else set())
+    sizes |= {2 * near} if near > local and 2 * near < size else set()
     for ranks in sorted(sizes):
         cases += [(ranks, [max(1, longest >> shift)]) for shift in ((0, 2, 4) if ranks == 1 else (0, 2))]
         # Most micro-batches of a step are packs of as many tokens as a rank holds.
@@ -168,8 +175,16 @@ def _group_of(comm: Communicator, size: int) -> Communicator | None:
     return comm.subset(range(first, first + size)) if first + size <= comm.size else None
 
 
-def _on_several_hosts(group: Communicator) -> bool:
-    return node_block(group) < group.size
+def _is_as_far(comm: Communicator, group: Communicator, local: int, domains: Sequence[int] | None, near: int) -> bool:
+    """Whether a group lies on one host or in one domain if it fits into one, else on several."""
+    if group.size <= local:
+        return True
+    if node_block(group) == group.size:
+        return False
+    if domains is None or near == local:
+        return True
+    first = comm.rank // group.size * group.size
+    return (len(set(domains[first : first + group.size])) == 1) == (group.size <= near)
 
 
 def _seconds(

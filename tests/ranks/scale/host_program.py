@@ -62,6 +62,15 @@ def interfaces(folder: Path) -> None:
         write(folder, f"nics{world.rank}", (topology.nics, topology.to_cluster("h100").nics))
 
 
+def racks(folder: Path) -> None:
+    """Which hosts are near each other, and what a planner gets of it."""
+    with hdp.init(timeout=60) as world:
+        topology = measure_topology(world)
+        cluster = topology.to_cluster("h100")
+        near = topology.domain is not None and topology.inter is not None
+        write(folder, f"racks{world.rank}", (topology.domains, cluster.ranks_per_domain, near))
+
+
 def cut(folder: Path) -> None:
     """Waits until the test has cut off the last rank's host, then works: with it, and then without."""
     world = hdp.init(timeout=600)  # more than the test has: the silence tells, not the deadline

@@ -43,9 +43,13 @@ def _die_with_parent() -> None:
 
 
 class Hosts:
-    """``count`` hosts with addresses 10.77.0.1, ...; a context manager."""
+    """``count`` hosts with addresses 10.77.0.1, ...; a context manager.
 
-    def __init__(self, count: int) -> None:
+    ``racks``: by host, the rack that it is in; each rack has a switch, which is joined to that of all.
+    """
+
+    def __init__(self, count: int, racks: Sequence[int] | None = None) -> None:
+        self._racks = racks
         self._holders: list[subprocess.Popen[bytes]] = []
         self._inits: list[int] = []
         self._running: list[subprocess.Popen[str] | Python] = []
@@ -76,10 +80,17 @@ class Hosts:
         switch = self._inits[-1]
         self._ip(switch, "link add bridge0 type bridge")
         self._ip(switch, "link set bridge0 up")
+        for rack in sorted(set(self._racks or ())):
+            self._ip(switch, f"link add rack{rack} type bridge")
+            self._ip(switch, f"link add up{rack} type veth peer name down{rack}")
+            for link, end in ((f"up{rack}", f"rack{rack}"), (f"down{rack}", "bridge0")):
+                self._ip(switch, f"link set {link} master {end} up")
+            self._ip(switch, f"link set rack{rack} up")
         for index in range(count):
             host = self._inits[index]
             self._ip(switch, f"link add port{index} type veth peer name eth0 netns {host}")
-            self._ip(switch, f"link set port{index} master bridge0 up")
+            bridge = "bridge0" if self._racks is None else f"rack{self._racks[index]}"
+            self._ip(switch, f"link set port{index} master {bridge} up")
             self._ip(host, f"addr add {self.address(index)}/24 dev eth0")
             self._ip(host, "link set lo up")
             self._ip(host, "link set eth0 up")
@@ -101,6 +112,13 @@ class Hosts:
         for index, init in enumerate(self._inits[:-1]):
             self._tc(init, f"qdisc add dev eth0 {bucket}")
             self._tc(self._inits[-1], f"qdisc add dev port{index} {bucket}")
+
+    def limit_racks(self, mbit: int) -> None:
+        """Every rack sends to others and gets from them at most so many Mbit/s from now on."""
+        bucket = f"root tbf rate {mbit}mbit burst 128kb latency 50ms"
+        for rack in sorted(set(self._racks or ())):
+            for end in ("up", "down"):
+                self._tc(self._inits[-1], f"qdisc add dev {end}{rack} {bucket}")
 
     @staticmethod
     def _tc(init: int, command: str) -> None:

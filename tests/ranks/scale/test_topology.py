@@ -90,6 +90,57 @@ def test_ranks_that_are_dealt_out_are_sorted_by_host(ranks: Any) -> None:
         assert samples == [(1, True), (2, True), (4, False)]
 
 
+def four_hosts_in_two_racks() -> tuple[Any, ...]:
+    import os
+
+    from hdpcomm.comm.topology import domain_block, domains_of
+    from hdpcomm.models import Llama, LlamaConfig
+    from hdpcomm.train.profile import profile_samples
+
+    os.environ["HDPCOMM_HOSTID"] = "abcd"[int(os.environ["RANK"])]
+    try:
+        world = hdp.init()
+        unnamed = domains_of(world)
+        os.environ["HDPCOMM_DOMAIN"] = ["one", "", "one", "two"][world.rank]
+        partly = domains_of(world)
+        os.environ["HDPCOMM_DOMAIN"] = ["one", "two"][world.rank % 2]
+        topology = measure_topology(world)
+        domains = domains_of(world)
+    finally:
+        for name in ("HDPCOMM_HOSTID", "HDPCOMM_DOMAIN"):
+            os.environ.pop(name, None)
+    comm = by_host(world, domains)
+    assert domains is not None
+    near = [domains[rank] for rank in comm.ranks]
+    small = Llama(LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24))
+    samples = profile_samples(small, comm, longest=64, domains=near)
+    blocks = (domain_block(world, domains), domain_block(comm, near), domain_block(comm, near, [0, 2]))
+    return (
+        unnamed,
+        partly,
+        domains,
+        comm.ranks,
+        blocks,
+        topology,
+        sorted({(sample.ranks, sample.one_node, sample.one_domain) for sample in samples}),
+    )
+
+
+def test_hosts_of_a_domain_are_side_by_side(ranks: Any) -> None:
+    found = ranks(4, four_hosts_in_two_racks)
+    assert all(each == found[0] for each in found)
+    unnamed, partly, domains, order, blocks, topology, samples = found[0]
+    assert (unnamed, partly, domains) == (None, [0, 1, 0, 2], [0, 1, 0, 1])
+    assert order == (0, 2, 1, 3)
+    assert blocks == (None, 2, None)
+    assert topology.domains == ((0, 2), (1, 3))
+    assert (topology.domain.pairs, topology.inter.pairs, topology.domain_of_rank) == (2, 3, [0, 1, 0, 1])
+    cluster = topology.to_cluster("h100")
+    assert (cluster.ranks_per_node, cluster.ranks_per_domain) == (1, 2)
+    assert cluster.hardware.domain_bandwidth == topology.domain.bandwidth
+    assert samples == [(1, True, False), (2, False, True), (4, False, False)]
+
+
 def three_and_one() -> list[tuple[int, bool]]:
     import os
 
