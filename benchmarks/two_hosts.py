@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -127,8 +128,10 @@ def run_case(world: tuple[int, ...], arguments: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def fork_ranks(file: Path, arguments: dict[str, Any]) -> int:
-    """One host: a process for each of its ranks, which imported torch before."""
+def fork_ranks(
+    on_rank: Callable[[dict[str, Any]], dict[str, Any] | None], file: Path, arguments: dict[str, Any]
+) -> int:
+    """One host: a process for each of its ranks, which imported torch before; rank 0 writes what it returns."""
     import hdpcomm.train  # noqa: F401
 
     def one(rank: str, local: int) -> None:
@@ -158,7 +161,7 @@ def main() -> int:
     options = parser.parse_args()
     arguments = {name: getattr(options, name) for name in ("mbit", "steps", "tokens", "longest", "capacity")}
     if options.on_rank:
-        return fork_ranks(options.on_rank, arguments)
+        return fork_ranks(on_rank, options.on_rank, arguments)
     from tests.ranks.scale.hosts import why_not
 
     if reason := why_not():

@@ -126,6 +126,16 @@ def test_simulator_against_real_steps() -> None:
     assert text in PAGE
 
 
+def test_the_table_of_racks_is_that_of_its_file() -> None:
+    found = json.loads((TOP / "benchmarks/results/racks.json").read_text())["cases"]
+    for case, one in found.items():
+        for name, times in one["seconds"].items():
+            ratio = statistics.median(t / a for t, a in zip(times, one["seconds"]["aware"], strict=True))
+            crossed = statistics.median(one["tokens_between_racks"][name])
+            assert f"| {case} | {name} | {statistics.median(times):.3f} | {ratio:.2f}x | {crossed:,.0f} |" in PAGE
+        assert len({tuple(round(loss, 4) for loss in losses) for losses in one["losses"].values()}) == 1
+
+
 def test_the_table_of_two_hosts_is_that_of_its_file() -> None:
     found = json.loads((TOP / "benchmarks/results/two_hosts.json").read_text())["cases"]
     for case, one in found.items():
