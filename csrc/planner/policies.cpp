@@ -3,7 +3,7 @@
 // rings give a rank four peers at most; rings then leave each node once only where the limit has
 // room for it.
 #include <algorithm>
-#include <numeric>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -38,67 +38,72 @@ int mostPeers(const Plan& plan, int ranks) {
   return *std::max_element(peers.begin(), peers.end());
 }
 
-// The ring peers of each rank, at most so many.
+// How many rings join each rank with each of its peers.
 class Peers {
  public:
-  Peers(int ranks, int limit) : of_(ranks), limit_(limit) {}
+  explicit Peers(int ranks) : of_(ranks) {}
 
   void add(const std::vector<int32_t>& ring) {
-    forEachEdge(ring, [&](int32_t a, int32_t b) { addOne(a, b); });
+    forEachEdge(ring, [&](int32_t a, int32_t b) { ++of_[a][b]; });
   }
-  // Adds those of a ring, unless a rank would have too many.
-  bool tryToAdd(const std::vector<int32_t>& ring) {
-    std::vector<int32_t> changed;
-    bool room = true;
+  void remove(const std::vector<int32_t>& ring) {
     forEachEdge(ring, [&](int32_t a, int32_t b) {
-      if (!room || !addOne(a, b)) return;
-      changed.push_back(a);
-      room = static_cast<int>(of_[a].size()) <= limit_;
+      const auto known = of_[a].find(b);
+      if (--known->second == 0) of_[a].erase(known);
     });
-    if (room) return true;
-    for (auto rank = changed.rbegin(); rank != changed.rend(); ++rank) of_[*rank].pop_back();
-    return false;
+  }
+  int most(const std::vector<int32_t>& ranks) const {
+    size_t most = 0;
+    for (const int32_t rank : ranks) most = std::max(most, of_[rank].size());
+    return static_cast<int>(most);
   }
 
  private:
-  bool addOne(int32_t rank, int32_t peer) {
-    std::vector<int32_t>& known = of_[rank];
-    if (std::find(known.begin(), known.end(), peer) != known.end()) return false;
-    known.push_back(peer);
-    return true;
-  }
-
-  std::vector<std::vector<int32_t>> of_;
-  const int limit_;
+  std::vector<std::map<int32_t, int>> of_;
 };
 
-// Gives micro-batches the rings of `problem`, those that save most rank-seconds first, as long as
-// no rank has too many peers.
+// Gives groups the rings of `problem`, those that save most rank-seconds first, as long as no rank
+// has too many peers.
 Plan withBestRings(const Problem& problem, Plan plan) {
   const Cluster& cluster = problem.cost().cluster();
-  Peers peers(problem.ranks(), cluster.ring_peers);
-  struct Change {
-    double saved_s;
-    size_t batch;
-    MicroBatch better;
+  struct Group {
+    std::vector<int32_t> plain, better;  // rings
+    std::vector<size_t> batches;
+    double saved_s = 0;  // on all of its ranks
   };
-  std::vector<Change> changes;
+  Peers peers(problem.ranks());
+  std::map<std::vector<int32_t>, Group> groups;  // by their ranks
   for (size_t i = 0; i < plan.micro_batches.size(); ++i) {
     const MicroBatch& batch = plan.micro_batches[i];
     peers.add(batch.ranks);
     MicroBatch better = batch;
     std::sort(better.ranks.begin(), better.ranks.end());
+    Group& group = groups[better.ranks];
     better.ranks = ringOrder(std::move(better.ranks), cluster);
     price(problem, better);
-    const double saved = (batch.predicted_s - better.predicted_s) * batch.ranks.size();
-    if (saved > 0) changes.push_back({saved, i, std::move(better)});
+    const auto size = static_cast<double>(batch.ranks.size());
+    group.saved_s += (batch.predicted_s - better.predicted_s) * size;
+    group.batches.push_back(i);
+    group.plain = batch.ranks;
+    group.better = std::move(better.ranks);
+  }
+  std::vector<const Group*> changes;
+  for (const auto& [ranks, group] : groups) {
+    if (group.saved_s > 0) changes.push_back(&group);
   }
   if (changes.empty()) return plan;
   std::stable_sort(changes.begin(), changes.end(),
-                   [](const Change& a, const Change& b) { return a.saved_s > b.saved_s; });
+                   [](const Group* a, const Group* b) { return a->saved_s > b->saved_s; });
   std::vector<MicroBatch> batches = plan.micro_batches;
-  for (Change& change : changes) {
-    if (peers.tryToAdd(change.better.ranks)) batches[change.batch] = std::move(change.better);
+  for (const Group* group : changes) {
+    for (size_t i = 0; i < group->batches.size(); ++i) peers.remove(group->plain);
+    peers.add(group->better);
+    if (peers.most(group->better) <= cluster.ring_peers) {
+      for (const size_t batch : group->batches) batches[batch].ranks = group->better;
+    } else {
+      peers.remove(group->better);
+      for (size_t i = 0; i < group->batches.size(); ++i) peers.add(group->plain);
+    }
   }
   Plan better = finishPlan(problem, std::move(batches));
   return better.makespan < plan.makespan ? better : plan;
