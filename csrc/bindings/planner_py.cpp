@@ -125,36 +125,38 @@ py::dict simulateToDict(
 
 void bindPlanner(py::module_& module) {
   py::class_<CostModel>(module, "CostModel")
-      .def(py::init(
-               [](double attention, double piece, double linear, double fixed, double ring_step,
-                  double kv_intra, double kv_inter, double latency_intra, double latency_inter,
-                  double forward, double forward_transfer, int64_t capacity, double offloadable,
-                  double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
-                  int chunks, std::vector<double> speeds, int nics, double put_off, bool split,
-                  int ring_peers, int ranks_per_domain, double kv_domain, double latency_domain) {
-                 return CostModel(CostParams{attention, piece, linear, fixed, ring_step, kv_intra,
-                                             kv_domain, kv_inter, latency_intra, latency_domain,
-                                             latency_inter, forward, forward_transfer, put_off},
-                                  MemoryParams{capacity, offloadable, host_tokens, copy},
-                                  Cluster{.ranks = ranks,
-                                          .ranks_per_node = ranks_per_node,
-                                          .ranks_per_domain = ranks_per_domain,
-                                          .pipeline = pipeline,
-                                          .chunks = chunks,
-                                          .nics = nics,
-                                          .split = split,
-                                          .ring_peers = ring_peers,
-                                          .speeds = std::move(speeds)});
-               }),
-           py::kw_only(), py::arg("attention"), py::arg("piece"), py::arg("linear"),
-           py::arg("fixed"), py::arg("ring_step"), py::arg("kv_intra"), py::arg("kv_inter"),
-           py::arg("latency_intra"), py::arg("latency_inter"), py::arg("forward"),
-           py::arg("forward_transfer"), py::arg("capacity"), py::arg("offloadable"),
-           py::arg("host_tokens"), py::arg("copy"), py::arg("ranks"), py::arg("ranks_per_node"),
-           py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
-           py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false,
-           py::arg("ring_peers") = 0, py::arg("ranks_per_domain") = 0, py::arg("kv_domain") = 0.0,
-           py::arg("latency_domain") = 0.0)
+      .def(
+          py::init([](double attention, double piece, double linear, double fixed, double ring_step,
+                      double kv_intra, double kv_inter, double latency_intra, double latency_inter,
+                      double forward, double forward_transfer, int64_t capacity, double offloadable,
+                      double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
+                      int chunks, std::vector<double> speeds, int nics, double put_off, bool split,
+                      int ring_peers, int ranks_per_domain, double kv_domain, double latency_domain,
+                      int uplinks) {
+            return CostModel(CostParams{attention, piece, linear, fixed, ring_step, kv_intra,
+                                        kv_domain, kv_inter, latency_intra, latency_domain,
+                                        latency_inter, forward, forward_transfer, put_off},
+                             MemoryParams{capacity, offloadable, host_tokens, copy},
+                             Cluster{.ranks = ranks,
+                                     .ranks_per_node = ranks_per_node,
+                                     .ranks_per_domain = ranks_per_domain,
+                                     .pipeline = pipeline,
+                                     .chunks = chunks,
+                                     .nics = nics,
+                                     .split = split,
+                                     .uplinks = uplinks,
+                                     .ring_peers = ring_peers,
+                                     .speeds = std::move(speeds)});
+          }),
+          py::kw_only(), py::arg("attention"), py::arg("piece"), py::arg("linear"),
+          py::arg("fixed"), py::arg("ring_step"), py::arg("kv_intra"), py::arg("kv_inter"),
+          py::arg("latency_intra"), py::arg("latency_inter"), py::arg("forward"),
+          py::arg("forward_transfer"), py::arg("capacity"), py::arg("offloadable"),
+          py::arg("host_tokens"), py::arg("copy"), py::arg("ranks"), py::arg("ranks_per_node"),
+          py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
+          py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false,
+          py::arg("ring_peers") = 0, py::arg("ranks_per_domain") = 0, py::arg("kv_domain") = 0.0,
+          py::arg("latency_domain") = 0.0, py::arg("uplinks") = 0)
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node,

@@ -25,10 +25,10 @@ constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the sma
 
 // Searches for the target time that gives the shortest plan: first the lower bound, then times
 // between it and the best makespan so far.
-Plan planBlocks(const Problem& problem, double lower_bound) {
+Plan planBlocks(const Problem& problem, double lower_bound, bool on_borders = false) {
   std::vector<Job> jobs = makeJobs(problem);
   if (jobs.empty()) return finishPlan(problem, {});
-  BlockPacker packer(problem, jobs);
+  BlockPacker packer(problem, jobs, on_borders);
   double best = std::numeric_limits<double>::infinity();
   Packing packing;
   const auto attempt = [&](double target) {
@@ -156,6 +156,7 @@ Plan planBalanced(const Problem& problem, const PolicyOptions& options, double l
     if (other.makespan < plan.makespan) plan = std::move(other);
   };
   const Cluster& cluster = problem.cost().cluster();
+  if (cluster.sharesLinks()) take(planBlocks(problem, lower_bound, true));
   if (!cluster.speeds.empty() && !cluster.neighbours) take(planBySpeed(problem, lower_bound));
   const bool gap_left = plan.makespan > lower_bound * (1 + kGoodGap);
   const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;

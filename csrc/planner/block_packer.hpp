@@ -28,8 +28,14 @@ struct Packing {
 
 class BlockPacker {
  public:
-  BlockPacker(const Problem& problem, std::vector<Job>& jobs)
-      : problem_(problem), cost_(problem.cost()), jobs_(jobs), filler_(cost_, jobs) {}
+  // `on_borders`: groups of several nodes or domains begin with a whole one where their block
+  // allows it, so that fewer rings share the links of one.
+  BlockPacker(const Problem& problem, std::vector<Job>& jobs, bool on_borders = false)
+      : problem_(problem),
+        cost_(problem.cost()),
+        jobs_(jobs),
+        filler_(cost_, jobs),
+        on_borders_(on_borders) {}
 
   // Places all jobs and returns the makespan; placements() and slots() hold the result. With
   // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
@@ -290,13 +296,25 @@ class BlockPacker {
     for (const int ranks : {cost_.cluster().ranks_per_node, cost_.cluster().ranks_per_domain}) {
       if (size > ranks) continue;
       const auto inside = [&](int first) { return first / ranks == (first + size - 1) / ranks; };
+      const int border = roundUp(block.first, cost_.cluster().ranks_per_node);
+      if (on_borders_ && size > cost_.cluster().ranks_per_node && border <= last &&
+          inside(border)) {
+        return border;
+      }
       if (inside(block.first)) return block.first;
       const int boundary = (block.first / ranks + 1) * ranks;
       if (boundary <= last) return boundary;
       if (inside(last)) return last;
     }
+    for (const int ranks : {cost_.cluster().ranks_per_domain, cost_.cluster().ranks_per_node}) {
+      if (!on_borders_ || ranks == 0 || size <= ranks) continue;
+      const int border = roundUp(block.first, ranks);
+      if (border <= last) return border;
+    }
     return block.first;
   }
+
+  static int roundUp(int rank, int ranks) { return (rank + ranks - 1) / ranks * ranks; }
 
   // Places the job into block `at`, unless it would end after the target.
   bool placeAt(size_t index, BlockList::Iterator at, int size) {
@@ -507,6 +525,7 @@ class BlockPacker {
   const CostModel& cost_;
   std::vector<Job>& jobs_;
   ShortFiller filler_;
+  const bool on_borders_;
   double target_ = 0;
   bool fill_ = false;
   BlockList blocks_;

@@ -168,9 +168,8 @@ class BlockPatterns {
     const auto most = std::min(max_ranks, mostRanks(limit));
     const bool alike = node == cost.cluster().ranks;
     most_ = most;
-    const auto anywhere = [&](int size) {
-      return alike || size == 1 ? Scope::kNode : Scope::kCluster;
-    };
+    const Scope widest = cost.cluster().scope(0, cost.cluster().ranks - 1);
+    const auto anywhere = [&](int size) { return alike || size == 1 ? Scope::kNode : widest; };
     anywhere_ = std::make_unique<BlockTimes>(
         most, min_size, 1, limit, nullptr,
         [&](int size, int count) { return seconds(size, count, anywhere(size)); });
@@ -181,7 +180,7 @@ class BlockPatterns {
     if (most < node) return;
     nodes_ = std::make_unique<BlockTimes>(
         most / node * node, min_size, node, limit, inside_.get(), [&](int size, int count) {
-          return seconds(size, count, size <= node ? Scope::kNode : Scope::kCluster);
+          return seconds(size, count, size <= node ? Scope::kNode : widest);
         });
   }
 

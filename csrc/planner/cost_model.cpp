@@ -91,6 +91,12 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
     throwInvalidUsage("nics is " + std::to_string(cluster.nics) +
                       ", expected at least 1, or 0 where each rank has its own");
   }
+  if (cluster.uplinks < 0 || (cluster.uplinks > 0 && cluster.ranks_per_domain == 0)) {
+    throwInvalidUsage("uplinks is " + std::to_string(cluster.uplinks) + " in domains of " +
+                      std::to_string(cluster.ranks_per_domain) +
+                      " ranks, expected at least 1, or 0 where each rank has its own or there are "
+                      "no domains");
+  }
   if (cluster.ring_peers != 0 && cluster.ring_peers < 2) {
     throwInvalidUsage("ring_peers is " + std::to_string(cluster.ring_peers) +
                       ", expected at least 2, the neighbours in a ring, or 0 for any number");

@@ -48,12 +48,17 @@ struct Cluster {
   int chunks = 1;      // stages of the model on each of these
   int nics = 0;        // network interfaces that the ranks of a node share; 0: each has its own
   bool split = false;  // backward passes leave the gradients of weights to passes of their own
+  int uplinks = 0;     // of a domain, which its ranks share; 0: each has its own
   int ring_peers = 0;  // most ranks that a rank exchanges messages of rings with; 0: any number
   // Groups are of neighbouring ranks only, and rings go there and back: at most four peers.
   bool neighbours = false;
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
   // At most 1, which is the rank that the costs are those of; empty: all are alike.
   std::vector<double> speeds;
+
+  bool sharesInterfaces() const noexcept { return nics > 0 && nics < ranks_per_node; }
+  // Whether rings can get in each other's way.
+  bool sharesLinks() const noexcept { return sharesInterfaces() || uplinks > 0; }
 
   // Of ranks between these two.
   Scope scope(int first, int last) const noexcept {
@@ -113,8 +118,8 @@ class CostModel {
     const double inverse = 1.0 / size;
     return (params_.attention * load.squares * inverse + params_.piece * load.tokens) * inverse;
   }
-  // `messages`: that share the busiest network interface (rings.hpp).
-  double stepTransfer(const Load& load, int size, Scope scope, int messages = 1) const noexcept {
+  // `messages`: of the ring, for one that a link has room for (rings.hpp).
+  double stepTransfer(const Load& load, int size, Scope scope, double messages = 1) const noexcept {
     return kv(scope) * load.tokens / size * messages + latency(scope);
   }
   double kv(Scope scope) const noexcept {
@@ -138,7 +143,7 @@ class CostModel {
   }
 
   // Seconds of a micro-batch over `size` ranks, all of full speed, as in all that follows.
-  double seconds(const Load& load, int size, Scope scope, int messages = 1) const noexcept {
+  double seconds(const Load& load, int size, Scope scope, double messages = 1) const noexcept {
     const double compute = stepCompute(load, size);
     double total = size * compute + params_.linear * load.tokens / size + params_.fixed;
     if (size > 1) {

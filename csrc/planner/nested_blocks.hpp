@@ -38,8 +38,9 @@ class NestedBlocks {
       : cost_(cost), units_(std::move(units)), others_s_(others_s) {
     const Cluster& cluster = cost.cluster();
     const CostParams& params = cost.params();
+    const Scope widest = cluster.scope(0, cluster.ranks - 1);
     const bool alike =
-        params.kv_intra == params.kv_inter && params.latency_intra == params.latency_inter;
+        params.kv_intra == cost.kv(widest) && params.latency_intra == cost.latency(widest);
     node_ = alike ? cluster.ranks : std::min(cluster.ranks_per_node, cluster.ranks);
     const auto count = static_cast<int>(units_.size());
     while (count / copies_ > kMaxRows && cluster.ranks / (2 * copies_) >= 1) copies_ *= 2;

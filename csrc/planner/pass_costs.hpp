@@ -11,6 +11,17 @@ struct PassCosts {
   struct Pass {
     double seconds = 0;
     double exposed = 0;  // part of `seconds` that waits for KV
+    // Of each ring step after the first: compute, and the message beside it over a link of its own.
+    double compute = 0;
+    double bytes = 0;
+    double latency = 0;
+    int steps = 0;
+
+    // Where bytes take so many times as long.
+    double secondsAt(double slowdown) const {
+      const double wait = std::max(0.0, bytes * slowdown + latency - compute);
+      return seconds - exposed + steps * wait;
+    }
   };
   Pass forward, backward;
   double weights = 0;   // of the backward pass: gradients of weights, where these are put off
@@ -25,19 +36,28 @@ inline PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
   const int size = static_cast<int>(batch.ranks.size());
   const auto [load, held] = workOf(problem, batch);
   const double step = cost.stepCompute(load, size);
-  const double transfer = cost.stepTransfer(load, size, scopeOf(batch.ranks, cost.cluster()),
-                                            messagesOnALink(batch.ranks, cost.cluster()));
+  const Scope scope = scopeOf(batch.ranks, cost.cluster());
+  const double transfer =
+      cost.stepTransfer(load, size, scope, crowding(batch.ranks, cost.cluster()));
   const double speed = slowest(batch.ranks, cost.cluster());
   const double rest =
       params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
-  const auto pass = [&](double share, double step_wait) {
+  const auto pass = [&](double share, double sent, double step_wait) {
     const double wait = (size - 1) * step_wait;
     const double parts = chunks * speed;
-    return PassCosts::Pass{(share * (size * step + rest) + wait) / parts, wait / parts};
+    PassCosts::Pass result;
+    result.seconds = (share * (size * step + rest) + wait) / parts;
+    result.exposed = wait / parts;
+    result.compute = share * step / parts;
+    result.bytes = sent * cost.kv(scope) * load.tokens / size / parts;
+    result.latency = sent * cost.latency(scope) / parts;
+    result.steps = size - 1;
+    return result;
   };
   PassCosts result;
-  result.forward = pass(params.forward, cost.forwardWait(step, transfer));
-  result.backward = pass(1 - params.forward, cost.backwardWait(step, transfer));
+  result.forward = pass(params.forward, params.forward_transfer, cost.forwardWait(step, transfer));
+  result.backward =
+      pass(1 - params.forward, 1 - params.forward_transfer, cost.backwardWait(step, transfer));
   if (cost.cluster().split) {
     const double most = std::max(0.0, result.backward.seconds - result.backward.exposed);
     result.weights = std::min(most, params.put_off * load.tokens / size / (chunks * speed));

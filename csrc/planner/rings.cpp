@@ -1,7 +1,6 @@
 #include "planner/rings.hpp"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -65,7 +64,7 @@ std::vector<int32_t> ringOrder(std::vector<int32_t> ranks, const Cluster& cluste
     sizes.push_back(cluster.ranks_per_domain);
     ring = blockAfterBlock(ranks, sizes);
   }
-  if (messagesOnALink(ring, cluster) == 1) return ring;
+  if (crowding(ring, cluster) == 1) return ring;
   sizes.push_back(cluster.ranks_per_node);
   return blockAfterBlock(std::move(ranks), sizes);
 }
@@ -76,20 +75,54 @@ std::vector<int32_t> ringOrder(int first, int count, const Cluster& cluster) {
   return ringOrder(std::move(ranks), cluster);
 }
 
-int messagesOnALink(const std::vector<int32_t>& ring, const Cluster& cluster) {
+size_t numLinks(const Cluster& cluster) noexcept {
+  const bool shared = cluster.sharesInterfaces();
+  const int nodes = (cluster.ranks + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
+  const size_t interfaces = shared ? size_t{2} * nodes * cluster.nics : 0;
+  if (cluster.uplinks == 0) return interfaces;
+  const int domains = (cluster.ranks + cluster.ranks_per_domain - 1) / cluster.ranks_per_domain;
+  return interfaces + size_t{2} * domains;
+}
+
+double roomOf(int32_t link, const Cluster& cluster) noexcept {
+  const int nodes = (cluster.ranks + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
+  const int interfaces = cluster.sharesInterfaces() ? 2 * nodes * cluster.nics : 0;
+  return link < interfaces ? 1 : cluster.uplinks;
+}
+
+std::vector<LinkUse> linksOf(const std::vector<int32_t>& ring, const Cluster& cluster) {
+  const bool shared = cluster.sharesInterfaces();
+  if (!shared && cluster.uplinks == 0) return {};
   const int node = cluster.ranks_per_node;
-  if (cluster.nics == 0 || cluster.nics >= node) return 1;
-  const auto link = [&](int32_t rank) {
-    const auto place = static_cast<int64_t>(rank % node);
-    return std::pair(rank / node, static_cast<int>(place * cluster.nics / node));
+  const int domain = cluster.ranks_per_domain;
+  const int nodes = (cluster.ranks + node - 1) / node;
+  const int interfaces = shared ? 2 * nodes * cluster.nics : 0;
+  std::vector<int32_t> used;
+  const auto add = [&](int32_t from, int32_t to) {
+    if (from / node == to / node) return;
+    for (const int32_t rank : {from, to}) {
+      const int way = rank == from ? 0 : 1;
+      const int nic = static_cast<int>(static_cast<int64_t>(rank % node) * cluster.nics / node);
+      if (shared) used.push_back((rank / node * cluster.nics + nic) * 2 + way);
+      if (cluster.uplinks > 0 && from / domain != to / domain) {
+        used.push_back(interfaces + rank / domain * 2 + way);
+      }
+    }
   };
-  std::map<std::pair<int, int>, std::pair<int, int>> messages;  // of a link: sent, received
-  int most = 1;
-  for (size_t i = 0; i < ring.size(); ++i) {
-    const int32_t from = ring[i];
-    const int32_t to = ring[i + 1 < ring.size() ? i + 1 : 0];
-    if (from / node == to / node) continue;
-    most = std::max({most, ++messages[link(from)].first, ++messages[link(to)].second});
+  for (size_t i = 0; i < ring.size(); ++i) add(ring[i], ring[i + 1 < ring.size() ? i + 1 : 0]);
+  std::sort(used.begin(), used.end());
+  std::vector<LinkUse> uses;
+  for (const int32_t link : used) {
+    if (uses.empty() || uses.back().link != link) uses.push_back({link, 0});
+    ++uses.back().messages;
+  }
+  return uses;
+}
+
+double crowding(const std::vector<int32_t>& ring, const Cluster& cluster) {
+  double most = 1;
+  for (const LinkUse& use : linksOf(ring, cluster)) {
+    most = std::max(most, use.messages / roomOf(use.link, cluster));
   }
   return most;
 }

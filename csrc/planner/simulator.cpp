@@ -7,6 +7,7 @@
 
 #include "base/error.hpp"
 #include "planner/level_order.hpp"
+#include "planner/link_sharing.hpp"
 #include "planner/pass_costs.hpp"
 #include "planner/split_order.hpp"
 
@@ -46,6 +47,18 @@ struct Event {
   }
 };
 
+// A pass of a ring over links that others use, too: its pace depends on who else does.
+struct SharedPass {
+  bool running = false;
+  size_t span = 0;       // its place in the result
+  double left = 0;       // share of the pass
+  double since = 0;      // when `left` was that
+  double seconds = 0;    // of the whole pass at the present pace
+  double ring_ends = 0;  // at that pace
+  double ends = 0;       // with its copies to or from the host
+  double copied = 0;     // when these are done
+};
+
 class Simulator {
  public:
   Simulator(const Problem& problem, const Plan& plan, bool with_weights)
@@ -53,7 +66,9 @@ class Simulator {
         plan_(plan),
         devices_(problem.cost().cluster().pipeline),
         chunks_(problem.cost().cluster().chunks),
-        stages_(devices_ * chunks_) {
+        stages_(devices_ * chunks_),
+        links_(problem.cost().cluster(), plan.micro_batches),
+        shared_(plan.micro_batches.size()) {
     const size_t count = plan.micro_batches.size();
     costs_.reserve(count);
     for (const MicroBatch& batch : plan.micro_batches) {
@@ -79,6 +94,7 @@ class Simulator {
       if (events_.empty() && !unblock()) break;
       const Event event = events_.top();
       events_.pop();
+      if (changed(event)) continue;
       now_ = event.time;
       finish(event);
       ++done;
@@ -184,9 +200,10 @@ class Simulator {
     const int device = stage % devices_;
     double end = now_ + pass.seconds;
     double stall = 0;
+    double copied = 0;
+    const bool shared = sharesLinks(key.micro_batch);
     std::vector<double>& stream = key.forward ? to_host_ : from_host_;
     if (cost.copy > 0) {
-      double copied = 0;
       for (const int32_t rank : batch.ranks) {
         double& free = stream[static_cast<size_t>(rank) * devices_ + device];
         free = std::max(free, now_) + cost.copy;
@@ -208,18 +225,78 @@ class Simulator {
         member.backwards.erase(key);
       }
       result_.busy[rank] += pass.seconds - pass.exposed;
+      if (shared) continue;  // finishShared() knows the rest
       result_.exposed[rank] += pass.exposed;
       result_.stalled[rank] += stall;
     }
     votes(key, stage) = 0;
     result_.spans.push_back({key.micro_batch, stage, !key.forward, now_, end});
-    events_.push(
-        {end, static_cast<int64_t>(result_.spans.size()), key.micro_batch, stage, !key.forward});
+    if (shared) {
+      startShared(key.micro_batch, pass, copied);
+    } else {
+      events_.push(
+          {end, static_cast<int64_t>(result_.spans.size()), key.micro_batch, stage, !key.forward});
+    }
+  }
+
+  // Pipelines fill their gaps by other orders than this one, in which no pace changes.
+  bool sharesLinks(int32_t micro_batch) const { return stages_ == 1 && links_.uses(micro_batch); }
+
+  // Whether the event is the end of a pass that has another one by now.
+  bool changed(const Event& event) const {
+    if (!sharesLinks(event.micro_batch)) return false;
+    const SharedPass& pass = shared_[event.micro_batch];
+    return !pass.running || event.time != pass.ends ||
+           static_cast<size_t>(event.order) != pass.span + 1;
+  }
+
+  void startShared(int32_t micro_batch, const PassCosts::Pass& pass, double copied) {
+    const double step = std::max(pass.compute, pass.bytes + pass.latency);
+    Flow flow;
+    if (step > 0) flow.demand = pass.bytes / step;
+    if (pass.seconds > 0) flow.present = std::min(1.0, pass.steps * step / pass.seconds);
+    links_.start(micro_batch, flow);
+    shared_[micro_batch] = {true, result_.spans.size() - 1, 1, now_, 0, 0, 0, copied};
+    changePaces(micro_batch);
+  }
+
+  // Of all passes that share a link with this one.
+  void changePaces(int32_t micro_batch) {
+    for (const int32_t other : links_.beside(micro_batch)) {
+      SharedPass& own = shared_[other];
+      const bool backward = result_.spans[own.span].backward;
+      const PassCosts& costs = costs_[other];
+      const PassCosts::Pass& pass = backward ? costs.backward : costs.forward;
+      if (own.seconds > 0) own.left -= (now_ - own.since) / own.seconds;
+      own.left = std::max(0.0, own.left);
+      own.since = now_;
+      own.seconds = pass.secondsAt(links_.slowdown(other));
+      own.ring_ends = now_ + own.left * own.seconds;
+      own.ends = std::max(own.ring_ends, own.copied);
+      events_.push({own.ends, static_cast<int64_t>(own.span) + 1, other, 0, backward});
+    }
+  }
+
+  void finishShared(const Event& event) {
+    SharedPass& own = shared_[event.micro_batch];
+    own.running = false;
+    links_.finish(event.micro_batch);
+    Span& span = result_.spans[own.span];
+    span.end = event.time;
+    const PassCosts& costs = costs_[event.micro_batch];
+    const PassCosts::Pass& pass = event.backward ? costs.backward : costs.forward;
+    const double exposed = own.ring_ends - span.start - (pass.seconds - pass.exposed);
+    for (const int32_t rank : plan_.micro_batches[event.micro_batch].ranks) {
+      result_.exposed[rank] += std::max(0.0, exposed);
+      result_.stalled[rank] += event.time - own.ring_ends;
+    }
+    changePaces(event.micro_batch);
   }
 
   void finish(const Event& event) {
     const MicroBatch& batch = plan_.micro_batches[event.micro_batch];
     const int device = event.stage % devices_;
+    if (sharesLinks(event.micro_batch)) finishShared(event);
     for (const int32_t rank : batch.ranks) {
       Unit& member = unit(rank, device);
       member.running = false;
@@ -263,6 +340,8 @@ class Simulator {
   std::vector<Unit> units_;
   std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that chose it
   std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done
+  LinkSharing links_;
+  std::vector<SharedPass> shared_;  // by micro-batch
   std::vector<double> to_host_;     // by unit: when its copy stream is free
   std::vector<double> from_host_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;

@@ -34,7 +34,8 @@ struct SimulatedStep {
 // while fewer than (devices - device) micro-batches are in flight. With several chunks on a device,
 // micro-batches go through them in groups (interleaved 1F1B; Narayanan et al., arXiv 2104.04473).
 // With one chunk, the order by levels (level_order.hpp) is taken in its place where it ends
-// earlier. Split backward passes are those of split_order.hpp.
+// earlier. Split backward passes are those of split_order.hpp. Without a pipeline, rings that share
+// links take time from each other (link_sharing.hpp).
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
 
 // The same in order of priorities alone; `with_weights`: as of simulateLevels().

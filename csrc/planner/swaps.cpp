@@ -31,7 +31,7 @@ class SequenceSwaps {
       std::sort(group.before.begin(), group.before.end());
       group.before.erase(std::unique(group.before.begin(), group.before.end()), group.before.end());
       group.scope = scopeOf(ranks, cost_.cluster());
-      group.messages = messagesOnALink(ranks, cost_.cluster());
+      group.messages = crowding(ranks, cost_.cluster());
       group.speed = slowest(ranks, cost_.cluster());
       group.load = workOf(problem, batches[i]).load;
       group.seconds = secondsOf(group, i, group.load);
@@ -72,7 +72,7 @@ class SequenceSwaps {
     std::vector<int> before;  // groups that its ranks run last before it
     int last_of = 0;          // ranks that run nothing after it
     Scope scope = Scope::kNode;
-    int messages = 1;
+    double messages = 1;
     double speed = 1;
     Load load;
     double seconds = 0;

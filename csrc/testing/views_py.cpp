@@ -50,6 +50,7 @@ void bindViews(py::module_& module) {
         cluster.ranks_per_node = ranks_per_node;
         cluster.nics = nics;
         cluster.ranks_per_domain = ranks_per_domain;
+        for (const int32_t rank : ranks) cluster.ranks = std::max(cluster.ranks, rank + 1);
         return planner::ringOrder(ranks, cluster);
       },
       py::arg("ranks"), py::arg("ranks_per_node") = 1, py::arg("nics") = 0,

@@ -87,6 +87,12 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         type=count,
         help="most ranks that a rank exchanges ring messages with in a step, 2 or more (default: any number)",
     )
+    cluster.add_argument(
+        "--uplinks",
+        type=count,
+        help="links of a domain to others that its ranks share, each as fast as a rank's between nodes (default: each "
+        "rank has its own)",
+    )
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
     cluster.add_argument("--pipeline", type=count, default="1", help="devices of a rank's pipeline (default 1)")
     cluster.add_argument(
@@ -155,6 +161,7 @@ KNOWN_BY_CALIBRATION = {
     "expert": 1,
     "nics": None,
     "domain_bandwidth": None,
+    "uplinks": None,
 }
 _NODE_DEVICES = 8
 _CONTEXT = 2 << 20
@@ -250,12 +257,14 @@ def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: C
         if near is None:
             raise InvalidUsage("--domain-bandwidth was given without domains: give --ranks-per-domain, too")
         device = replace(device, domain_bandwidth=options.domain_bandwidth * 1e9)
+        cluster = replace(cluster, device=device)
     if near is not None and device.domain_bandwidth is None and options.profile is None:
         raise InvalidUsage(
             f"--ranks-per-domain {near} was given, and how fast the links of a domain are is not known: give "
             "--domain-bandwidth, or a --cluster or --profile file that tells"
         )
-    return cluster if near is None else replace(cluster, ranks_per_domain=near, device=device)
+    uplinks = options.uplinks or (measured.uplinks if measured else None)
+    return replace(cluster, ranks_per_domain=near, uplinks=uplinks)
 
 
 def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:

@@ -451,6 +451,7 @@ def core_cost(
     put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
     values["linear"] += experts * (cluster.expert_imbalance - 1)
     values["kv_domain"], values["latency_domain"] = cost.links(one_node=False, one_domain=True)
+    domain = cluster.ranks_per_domain or 0 if cluster.node_ranks < cluster.ranks else 0  # else all are on one node
     return core.CostModel(
         **values,
         capacity=memory.capacity,
@@ -462,8 +463,9 @@ def core_cost(
         pipeline=cluster.pipeline,
         chunks=cluster.chunks,
         speeds=cluster.speeds or (),
-        ranks_per_domain=cluster.ranks_per_domain or 0,
+        ranks_per_domain=domain,
         nics=cluster.nics or 0,
+        uplinks=cluster.uplinks or 0 if domain else 0,
         put_off=put_off,
         split=cluster.split_backward,
         ring_peers=ring_peers or 0,

@@ -77,7 +77,8 @@ def simulate_step(
     """Simulates a plan (or plans the lengths first) under the planner's cost model. Local.
 
     The events are passes of micro-batches through the stages of their ranks. A pass starts when all ranks of its group
-    are free; its ring steps take ``max(compute, slowest transfer)`` in the forward and the backward pass each;
+    are free; its ring steps take ``max(compute, slowest transfer)`` in the forward and the backward pass each, longer
+    while other rings use the same links (``ClusterSpec.nics``, ``uplinks``);
     offloaded activations are copied by one stream per direction and rank, and a pass ends no earlier than its copies.
     Pipelines run 1F1B, with split backward passes where the cluster has them. The gradients are reduced at the end.
 
