@@ -14,45 +14,34 @@ class Solo {
 
   double run(const std::deque<double>& times) {
     const int count = static_cast<int>(times.size());
-    const auto at = [&](int stage, int batch) { return stage * count + batch; };
-    forward_end_.assign(static_cast<size_t>(stages_) * count, -1.0);
-    backward_end_.assign(static_cast<size_t>(stages_) * count, -1.0);
-    std::vector<int> forwards(stages_, 0);
-    std::vector<int> backwards(stages_, 0);
-    std::vector<double> now(stages_, 0.0);
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (int stage = 0; stage < stages_; ++stage) {
-        for (;;) {
-          const int done = backwards[stage];
-          const bool full = forwards[stage] == count || forwards[stage] - done == stages_ - stage;
-          if (full) {
-            if (done == count) break;
-            const double ready = stage + 1 == stages_ ? forward_end_[at(stage, done)]
-                                                      : backward_end_[at(stage + 1, done)];
-            if (ready < 0) break;
-            now[stage] = std::max(now[stage], ready) + (1 - forward_) * times[done];
-            backward_end_[at(stage, done)] = now[stage];
-            ++backwards[stage];
-          } else {
-            const int next = forwards[stage];
-            const double ready = stage == 0 ? 0 : forward_end_[at(stage - 1, next)];
-            if (ready < 0) break;
-            now[stage] = std::max(now[stage], ready) + forward_ * times[next];
-            forward_end_[at(stage, next)] = now[stage];
-            ++forwards[stage];
-          }
-          moved = true;
-        }
+    given_.assign(count, 0.0);
+    free_.assign(stages_, 0.0);
+    // With passes of one second each, device s runs the forward pass of number i in second 2 i + s,
+    // and its backward pass in second 2 (i + p) - 1 - s.
+    for (int second = 0; second < 2 * (count + stages_) - 1; ++second) {
+      for (int stage = second % 2; stage < stages_ && stage <= second; stage += 2) {
+        const int i = (second - stage) / 2;
+        if (i < count) pass(i, stage, forward_ * times[i]);
+      }
+      for (int stage = (second + 1) % 2; stage < stages_; stage += 2) {
+        const int twice = second + 1 + stage - 2 * stages_;
+        if (twice >= 0 && twice < 2 * count)
+          pass(twice / 2, stage, (1 - forward_) * times[twice / 2]);
       }
     }
-    return now[0];
+    return free_[0];
   }
 
  private:
+  void pass(int i, int stage, double seconds) {
+    const double end = std::max(given_[i], free_[stage]) + seconds;
+    given_[i] = free_[stage] = end;
+  }
+
   const int stages_;
   const double forward_;
-  std::vector<double> forward_end_, backward_end_;
+  std::vector<double> given_;  // by micro-batch: when its last pass ends
+  std::vector<double> free_;   // by device: when its last pass ends
 };
 
 }  // namespace hdpcomm::planner
