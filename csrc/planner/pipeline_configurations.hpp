@@ -56,13 +56,13 @@ class PipelineConfigurations {
 
  private:
   static constexpr double kMostGain = 1.4;
-  static constexpr double kStep = 1.004;  // of the times that are tried
+  static constexpr double kStep = 1.002;  // of the times that are tried
   static constexpr int kCells = 1024;     // of the longest possible micro-batch
   static constexpr int kPieces = 4;
-  static constexpr int kMost = 96;  // micro-batches of long sequences on a rank
-  static constexpr int kLevels = 64;
-  static constexpr int kBoxes = 250;
-  static constexpr double kLeaf = 1 / 256.;  // of the time
+  static constexpr int kMost = 160;  // micro-batches of long sequences on a rank
+  static constexpr int kLevels = 128;
+  static constexpr int kBoxes = 2000;
+  static constexpr double kLeaf = 1 / 1024.;  // of the time
   static constexpr std::array<double, 9> kPrices = {0, 0.5, 0.8, 1, 1.2, 1.5, 2, 3, 5};
 
   struct Box {
