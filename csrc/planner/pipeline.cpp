@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "planner/height_changes.hpp"
 #include "planner/level_order.hpp"
 #include "planner/wave_planner.hpp"
 
@@ -31,6 +32,10 @@ class ShapeSearch {
     }
     reserveRanks();
     descend();
+    if (by_levels_) {
+      attemptLevels();
+      tune();
+    }
     return finishPlan(problem_, std::move(best_.micro_batches));
   }
 
@@ -51,25 +56,33 @@ class ShapeSearch {
     }
   }
 
-  void attempt(Shape shape) {
-    if (goodEnough() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return;
+  void attempt(const Shape& shape) { makespanOf(shape, kLikely * predicted_); }
+
+  // Makes the plan and keeps the best one. Infinity if it was not made, as that of waves for which
+  // a pipeline takes more than `most`.
+  double makespanOf(Shape shape, double most) {
+    if (goodEnough() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return kForever;
     shape.up = std::min(shape.up, shape.waves / 3);
     shape.down = std::min(shape.down, shape.waves / 3);
     const Shape key = shape.withoutUnused();
-    if (std::find(tried_.begin(), tried_.end(), key) != tried_.end()) return;
+    if (std::find(tried_.begin(), tried_.end(), key) != tried_.end()) return kForever;
     tried_.push_back(key);
     Plan found;
-    found.micro_batches = waves_.plan(shape, best_.makespan);
-    if (found.micro_batches.empty()) return;
+    found.micro_batches = waves_.plan(shape, best_.makespan, most);
+    if (found.micro_batches.empty()) return kForever;
     if (by_levels_) {
       for (MicroBatch& batch : found.micro_batches) price(problem_, batch);
       found.makespan = makespanByLevels(problem_, found);
     } else {
       found = finishPlan(problem_, std::move(found.micro_batches));
     }
-    if (found.makespan >= best_.makespan) return;
+    const double makespan = found.makespan;
+    if (makespan >= best_.makespan) return makespan;
     best_ = std::move(found);
     shape_ = shape;
+    heights_ = waves_.heights();
+    predicted_ = waves_.predicted();
+    return makespan;
   }
 
   // Ranks for the longest sequences alone: as few as end near the bound, or those of several of
@@ -143,6 +156,43 @@ class ShapeSearch {
     }
   }
 
+  // As many equal waves as are needed, of heights in which sequences of middle length end on
+  // several numbers of ranks: few of them fit into a node.
+  void attemptLevels() {
+    for (const double height : waves_.levels()) {
+      Shape shape;
+      shape.given.others = {height};
+      attempt(shape);
+    }
+  }
+
+  // Changes the heights of the waves at random. What makes the plan a little longer is kept at
+  // first, too.
+  void tune() {
+    HeightChanges changes;
+    const auto waves = static_cast<double>(heights_.others.size());
+    const double size = problem_.count() + waves * problem_.ranks() + waves * waves * stages_;
+    const int trials = static_cast<int>(std::clamp(kTuning / size, 20.0, 200.0));
+    Shape current = shape_;
+    current.given = heights_;
+    double makespan = best_.makespan;
+    double predicted = predicted_;
+    for (int trial = 0, misses = 0; trial < trials && misses < kMostMisses; ++trial) {
+      if (goodEnough()) return;
+      Shape shape = current;
+      changes.apply(shape);
+      const double best = best_.makespan;
+      const double found = makespanOf(shape, kNear * predicted);
+      misses = found < best ? 0 : misses + 1;
+      const double left = 1 - static_cast<double>(trial) / trials;
+      if (found >= makespan + kLonger * best * left * changes.unit()) continue;
+      current = shape;
+      current.given = waves_.heights();
+      makespan = found;
+      predicted = waves_.predicted();
+    }
+  }
+
   void changeUp() {
     for (const int up : {0, 1, 2 * stages_}) {
       attempt(changed([&](Shape& shape) {
@@ -182,6 +232,11 @@ class ShapeSearch {
   }
 
   static constexpr double kGoodEnough = 1.001;  // of the bound
+  static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
+  static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
+  static constexpr double kNear = 1.02;         // the same, for small changes of these
+  static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
+  static constexpr int kMostMisses = 100;  // trials that bring nothing, one after the other
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
   const Problem& problem_;
@@ -190,8 +245,10 @@ class ShapeSearch {
   const bool by_levels_;
   const double bound_;
   Plan best_;
-  Shape shape_;               // of the best plan
-  std::vector<Shape> tried_;  // none is better than the best plan
+  Shape shape_;                  // of the best plan
+  Heights heights_;              // of its waves
+  double predicted_ = kForever;  // what a pipeline takes for these
+  std::vector<Shape> tried_;     // none is better than the best plan
 };
 
 }  // namespace

@@ -30,6 +30,7 @@ struct Wave {
   std::vector<Wide> wide;
   int used = 0;                             // the place after their ranks
   std::vector<std::vector<int32_t>> packs;  // of the ranks from there on
+  bool turned = false;                      // lies on its ranks the other way round
 };
 
 class WavePlanner {
@@ -87,8 +88,36 @@ class WavePlanner {
     return high;
   }
 
-  // Empty if the shape is not possible, or if it takes more than `limit` seconds in any case.
-  std::vector<MicroBatch> plan(const Shape& shape, double limit) {
+  // What a sequence of middle length takes on several numbers of ranks: few inside a node, and as
+  // many as are left to each if some run side by side.
+  std::vector<double> levels() const {
+    double work = 0;
+    size_t middle = 0;
+    while (middle + 1 < jobs_.size() && 2 * work < work_) {
+      work += jobs_[middle].min_size * jobs_[middle].min_size_s;
+      ++middle;
+    }
+    const Job& job = jobs_[middle];
+    std::vector<double> heights;
+    const auto add = [&](int size) {
+      if (size >= job.min_size) heights.push_back(cost_.seconds(job.load, size) * (1 + 1e-9));
+    };
+    const int node = std::min(cost_.cluster().ranks_per_node, problem_.ranks());
+    for (int size = 1; size <= std::min(node, kMaxNode); ++size) add(size);
+    for (int count = 1; problem_.ranks() / count > node; count += std::max(1, count / 2)) {
+      add(problem_.ranks() / count);
+    }
+    return heights;
+  }
+
+  // Those of the last plan.
+  const Heights& heights() const { return heights_; }
+  // Seconds of a pipeline that runs the waves of the last plan at their full heights.
+  double predicted() const { return predicted_; }
+
+  // Empty if the shape is not possible, or if it takes more than `limit` seconds in any case, or if
+  // a pipeline takes more than `most` for waves of such heights.
+  std::vector<MicroBatch> plan(const Shape& shape, double limit, double most) {
     used_.assign(jobs_.size(), false);
     waves_.clear();
     full_ = shape.full;
@@ -100,28 +129,61 @@ class WavePlanner {
       if (waves_.back().wide.empty()) return {};
       if (reserved_ == problem_.ranks()) reserved_ = 0;
     }
+    if (!shape.given.others.empty()) {
+      addGiven(shape.given);
+    } else if (!addRelative(shape, work, limit)) {
+      return {};
+    }
+    double added = 0;
+    while (hasWide()) {
+      addWave(extra_, reserved_, problem_.ranks());
+      if (waves_.back().wide.empty()) return {};  // it fits only on the reserved ranks
+      added += waves_.back().height;
+      if (added > limit) return {};
+      heights_.others.push_back(extra_);
+    }
+    return dealt(limit, std::min(most, limit * kHopeless));
+  }
+
+ private:
+  // Adds the waves of a shape that do `work` together. False if that is not possible.
+  bool addRelative(const Shape& shape, double work, double limit) {
     const std::vector<double> heights = relativeHeights(shape, ramps_);
     double sum = 0;
     for (size_t i = 0; i < heights.size(); ++i) {
       sum += heights[i] * (static_cast<int>(i) < shape.beside ? ranks_ : othersSpeed());
     }
-    if (sum <= 0) return {};
+    if (sum <= 0) return false;
     unit_ = work * (1 + shape.slack) / sum;
     const double all = std::accumulate(heights.begin(), heights.end(), 0.0);
-    if (reserved_ > 0 && unit_ * all > limit * (1 + shape.slack)) return {};
+    if (reserved_ > 0 && unit_ * all > limit * (1 + shape.slack)) return false;
+    heights_ = {};
     for (size_t i = 0; i < heights.size(); ++i) {
-      if (static_cast<int>(i) < shape.beside) addWave(unit_ * heights[i], 0, reserved_);
-      addWave(unit_ * heights[i], reserved_, problem_.ranks());
+      const double height = unit_ * heights[i];
+      if (static_cast<int>(i) < shape.beside && reserved_ > 0) {
+        heights_.reserved.push_back(height);
+        addWave(height, 0, reserved_);
+      }
+      heights_.others.push_back(height);
+      addWave(height, reserved_, problem_.ranks());
     }
-    while (hasWide()) {
-      addWave(unit_, reserved_, problem_.ranks());
-      if (waves_.back().wide.empty()) return {};  // it fits only on the reserved ranks
-    }
-    if (!fillPacks()) return {};
-    return ordered(limit);
+    extra_ = unit_ * heights.front();
+    return true;
   }
 
- private:
+  // The highest ones first, which get the longest sequences.
+  void addGiven(const Heights& given) {
+    unit_ = extra_ = given.others.front();
+    heights_ = given;
+    auto reserved = given.reserved.begin();
+    const auto end = reserved_ > 0 ? given.reserved.end() : reserved;
+    for (const double height : given.others) {
+      for (; reserved != end && *reserved >= height; ++reserved) addWave(*reserved, 0, reserved_);
+      addWave(height, reserved_, problem_.ranks());
+    }
+    for (; reserved != end; ++reserved) addWave(*reserved, 0, reserved_);
+  }
+
   // For heights that are numbers even where a pass takes no time.
   static double forwardShare(const CostModel& cost) {
     return std::clamp(cost.params().forward, 0.05, 0.95);
@@ -242,6 +304,7 @@ class WavePlanner {
   // the height; 0 if there are none.
   int sizeWithin(const Job& job, int first, int last, double height) const {
     const int left = last - first;
+    if (cost_.cluster().speeds.empty()) return sizeWithin(job, left, height);
     int size = cost_.sizeWithin(job.load, job.min_size, left, height * speeds_[first]);
     while (size > 0 &&
            speeds_[first + size - 1] < speeds_[first]) {  // at the speed of the last one
@@ -250,6 +313,17 @@ class WavePlanner {
       size = more;
     }
     return size;
+  }
+
+  // The same where all ranks are alike. Sequences of one length that follow each other get equal
+  // sizes.
+  int sizeWithin(const Job& job, int left, double height) const {
+    if (job.load.tokens != last_size_.tokens || job.load.squares != last_size_.squares ||
+        height != last_size_.height) {
+      const int size = cost_.sizeWithin(job.load, job.min_size, problem_.ranks(), height);
+      last_size_ = {job.load.tokens, job.load.squares, height, size};
+    }
+    return last_size_.size <= left ? last_size_.size : 0;
   }
 
   // The fastest number of the fastest ranks from place `first` to `last`.
@@ -279,14 +353,43 @@ class WavePlanner {
     return sizeWithin(job, first, last, unit_) == 0;
   }
 
-  // Deals the short sequences to the packs, longest first, each to the pack that lacks most.
-  // Returns whether they fit.
-  bool fillPacks() {
+  // The micro-batches of the waves, in the order that drains and fills a pipeline fastest, once the
+  // short sequences are dealt to the packs; none if they take longer than these limits.
+  std::vector<MicroBatch> dealt(double limit, double most) {
     double work = 0;
     for (size_t i = 0; i < jobs_.size(); ++i) {
       if (!used_[i]) work += jobs_[i].min_size_s;
     }
-    if (work <= 0) return true;
+    std::vector<Lacking> lacking;
+    if (work > 0) lacking = shareOut(work, limit);
+    if (work > 0 && lacking.empty()) return {};
+    for (Wave& wave : waves_) {
+      wave.height = 0;
+      for (const Wave::Wide& wide : wave.wide) wave.height = std::max(wave.height, wide.seconds);
+    }
+    for (const auto& [seconds, pack] : lacking) {
+      Wave& wave = waves_[pack.first];
+      wave.height = std::max(wave.height, seconds / speeds_[wave.used + pack.second]);
+    }
+    if (!order(most)) return {};
+    const size_t waves = waves_.size();
+    if (work > 0) fillPacks(std::move(lacking));
+    if (waves_.size() > waves && !order(most)) return {};
+    if (cost_.cluster().speeds.empty()) turnWaves();
+    std::vector<MicroBatch> batches;
+    for (const size_t wave : order_) take(waves_[wave], batches);
+    return batches;
+  }
+
+  struct LastSize {
+    double tokens = 0, squares = 0, height = 0;
+    int size = 0;
+  };
+  using Lacking = std::pair<double, std::pair<int, int>>;  // (seconds, (wave, pack))
+
+  // What each pack is to get of the short sequences; adds waves until there is room for them. Empty
+  // if these take longer than `limit`.
+  std::vector<Lacking> shareOut(double work, double limit) {
     const double full = fullPackSeconds();
     double room = 0;
     const auto count = [&](const Wave& wave) {
@@ -297,24 +400,31 @@ class WavePlanner {
       for (size_t k = 0; k < wave.packs.size(); ++k) room += packSeconds(wave, k, full);
     };
     for (const Wave& wave : waves_) count(wave);
-    while (room < work) {
-      addWave(std::min(unit_, full), reserved_, problem_.ranks());
+    const double height = std::min(unit_, full);
+    for (double added = 0; room < work;) {
+      added += height;
+      if (added > limit) return {};
+      addWave(height, reserved_, problem_.ranks());
       count(waves_.back());
     }
     const double scale = work / room;
-    using Entry = std::pair<double, std::pair<int, int>>;  // (seconds lacking, (wave, pack))
-    std::vector<Entry> entries;
+    std::vector<Lacking> lacking;
     for (size_t w = 0; w < waves_.size(); ++w) {
       for (size_t k = 0; k < waves_[w].packs.size(); ++k) {
-        entries.push_back(
+        lacking.push_back(
             {scale * packSeconds(waves_[w], k, full), {static_cast<int>(w), static_cast<int>(k)}});
       }
     }
-    std::priority_queue<Entry> lacking(std::less<Entry>(), std::move(entries));
+    return lacking;
+  }
+
+  // Deals the short sequences to the packs, longest first, each to the pack that lacks most.
+  void fillPacks(std::vector<Lacking> entries) {
+    std::priority_queue<Lacking> lacking(std::less<Lacking>(), std::move(entries));
     std::vector<std::vector<double>> tokens;
     for (const Wave& wave : waves_) tokens.emplace_back(wave.packs.size(), 0.0);
     const double capacity = static_cast<double>(cost_.memory().capacity);
-    std::vector<Entry> passed;
+    std::vector<Lacking> passed;
     std::vector<int32_t> left_over;
     for (size_t i = 0; i < jobs_.size(); ++i) {
       if (used_[i]) continue;
@@ -322,7 +432,7 @@ class WavePlanner {
       passed.clear();
       bool placed = false;
       while (!placed && !lacking.empty() && passed.size() < kMaxProbes) {
-        Entry entry = lacking.top();
+        Lacking entry = lacking.top();
         lacking.pop();
         const auto [w, k] = entry.second;
         if (tokens[w][k] + job.load.tokens <= capacity) {
@@ -333,14 +443,13 @@ class WavePlanner {
         }
         passed.push_back(entry);
       }
-      for (const Entry& entry : passed) {
+      for (const Lacking& entry : passed) {
         const auto [w, k] = entry.second;
         if (tokens[w][k] < capacity) lacking.push(entry);
       }
       if (!placed) left_over.push_back(job.sequence);
     }
     addLeftOver(left_over);
-    return true;
   }
 
   // Seconds of a pack at full speed that end with the wave on its rank; `full`: most.
@@ -361,7 +470,12 @@ class WavePlanner {
         wave.packs.resize(problem_.ranks() - reserved_);
         waves_.push_back(std::move(wave));
       }
-      waves_.back().packs[place] = std::move(bins[i]);
+      Load load;
+      for (const int32_t sequence : bins[i]) load += problem_.own(sequence);
+      Wave& wave = waves_.back();
+      wave.height = std::max(wave.height,
+                             cost_.seconds(load, 1) / speeds_[reserved_ + static_cast<int>(place)]);
+      wave.packs[place] = std::move(bins[i]);
     }
   }
 
@@ -378,64 +492,82 @@ class WavePlanner {
     return 0.97 * capacity * seconds / tokens + cost_.params().fixed;
   }
 
-  // The micro-batches of all waves, in the order that drains and fills a pipeline fastest. Reserved
-  // ranks and the others have no micro-batch in common.
-  std::vector<MicroBatch> ordered(double limit) {
-    for (Wave& wave : waves_) {
-      wave.height = 0;
-      for (const Wave::Wide& wide : wave.wide) wave.height = std::max(wave.height, wide.seconds);
-      for (size_t k = 0; k < wave.packs.size(); ++k) {
-        const auto& pack = wave.packs[k];
-        Load load;
-        for (const int32_t sequence : pack) load += problem_.own(sequence);
-        if (pack.empty()) continue;
-        wave.height = std::max(wave.height, cost_.seconds(load, 1) / speeds_[wave.used + k]);
-      }
-    }
-    std::stable_sort(waves_.begin(), waves_.end(),
-                     [](const Wave& a, const Wave& b) { return a.height > b.height; });
-    std::vector<MicroBatch> batches;
+  // Finds the order of the waves: those of the reserved ranks, then those of the others, which have
+  // no micro-batch in common. False if a pipeline takes longer than `limit` for them.
+  bool order(double limit) {
+    std::vector<size_t> by_height(waves_.size());
+    std::iota(by_height.begin(), by_height.end(), 0);
+    std::stable_sort(by_height.begin(), by_height.end(),
+                     [&](size_t a, size_t b) { return waves_[a].height > waves_[b].height; });
+    order_.clear();
+    predicted_ = 0;
     for (const bool reserved : {true, false}) {
+      std::vector<size_t> waves;
       double seconds = 0;  // that the last stage works, at least
-      for (const Wave& wave : waves_) {
-        if ((wave.first < reserved_) == reserved) seconds += wave.height;
+      for (const size_t wave : by_height) {
+        if ((waves_[wave].first < reserved_) != reserved) continue;
+        waves.push_back(wave);
+        seconds += waves_[wave].height;
       }
-      if (seconds > limit * kHopeless) return {};
-      const std::deque<size_t> order = orderOf(reserved, seconds);
-      if (seconds > limit * kHopeless) return {};
-      for (const size_t wave : order) take(waves_[wave], batches);
+      if (seconds > limit) return false;
+      const std::deque<size_t> order = outwards(waves, seconds);
+      if (seconds > limit) return false;
+      predicted_ = std::max(predicted_, seconds);
+      order_.insert(order_.end(), order.begin(), order.end());
     }
-    return batches;
+    return true;
   }
 
-  // The waves of the reserved or of the other ranks, from the highest one outwards: each goes to
-  // the end where it costs less. `seconds`: of a rank of these heights.
-  std::deque<size_t> orderOf(bool reserved, double& seconds) const {
+  // From the highest wave outwards: each goes to the end where it costs less. `seconds`: of a rank
+  // of these heights.
+  std::deque<size_t> outwards(const std::vector<size_t>& waves, double& seconds) const {
     Solo solo(cost_.cluster().pipeline, cost_.params().forward);
     std::deque<double> times;
     std::deque<size_t> order;
-    for (size_t w = 0; w < waves_.size(); ++w) {
-      if ((waves_[w].first < reserved_) != reserved) continue;
-      times.push_front(waves_[w].height);
+    for (const size_t wave : waves) {
+      times.push_front(waves_[wave].height);
       const double front = solo.run(times);
       times.pop_front();
-      times.push_back(waves_[w].height);
+      times.push_back(waves_[wave].height);
       const double back = solo.run(times);
       seconds = std::min(front, back);
       if (back <= front) {
-        order.push_back(w);
+        order.push_back(wave);
       } else {
         times.pop_back();
-        times.push_front(waves_[w].height);
-        order.push_front(w);
+        times.push_front(waves_[wave].height);
+        order.push_front(wave);
       }
     }
     return order;
   }
 
+  // The longest sequences of a wave lie on its first ranks, and these have more to do than the last
+  // ones. Turns waves, so that all ranks have about as much to do.
+  void turnWaves() {
+    std::vector<double> busy(problem_.ranks(), 0.0);
+    std::vector<double> times;
+    for (Wave& wave : waves_) {
+      times.clear();
+      for (const Wave::Wide& wide : wave.wide) times.insert(times.end(), wide.size, wide.seconds);
+      for (const auto& pack : wave.packs) {
+        Load load;
+        for (const int32_t sequence : pack) load += problem_.own(sequence);
+        times.push_back(pack.empty() ? 0 : cost_.seconds(load, 1));
+      }
+      double difference = 0;
+      const int last = static_cast<int>(times.size()) - 1;
+      for (int i = 0; i <= last; ++i)
+        difference += busy[wave.first + i] * (times[i] - times[last - i]);
+      wave.turned = difference > 0;
+      for (int i = 0; i <= last; ++i) busy[wave.first + i] += times[wave.turned ? last - i : i];
+    }
+  }
+
   void take(Wave& wave, std::vector<MicroBatch>& batches) const {
     const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
       MicroBatch batch;
+      if (wave.turned) first = wave.first + wave.last - first - size;
       batch.ranks = ringOrder(ranksFrom(first, size), cost_.cluster());
       batch.sequences = std::move(sequences);
       batch.start = static_cast<double>(batches.size());
@@ -453,6 +585,7 @@ class WavePlanner {
     }
   }
 
+  static constexpr int kMaxNode = 16;  // ranks of a node, for levels
   static constexpr int kMaxMisses = 64;
   static constexpr size_t kMaxSpread = 64;
   static constexpr double kHopeless = 1.05;  // of the limit, where waves as a whole take longer
@@ -472,6 +605,11 @@ class WavePlanner {
   int reserved_ = 0;  // ranks, the first ones by place, for the longest sequences
   std::vector<bool> used_;
   std::vector<Wave> waves_;
+  mutable LastSize last_size_;  // of sizeWithin()
+  Heights heights_;             // of the waves
+  double extra_ = 0;            // of those that are added where these do not suffice
+  std::vector<size_t> order_;   // of the waves
+  double predicted_ = 0;        // seconds of a pipeline with these heights
 };
 
 }  // namespace hdpcomm::planner

@@ -11,6 +11,14 @@
 
 namespace hdpcomm::planner {
 
+// Seconds of the waves on the ranks that are reserved for the longest sequences, beside those of
+// these, and on the other ranks.
+struct Heights {
+  std::vector<double> reserved, others;
+
+  bool operator==(const Heights&) const = default;
+};
+
 // How the heights of the waves rise and fall.
 struct Shape {
   static constexpr double kSlack = 0.04;
@@ -30,6 +38,7 @@ struct Shape {
   double top = 0;
   int beside = 0;
   int own = std::numeric_limits<int>::max();  // most sequences in that wave
+  Heights given = {};                         // instead of all that; empty: none
 
   bool operator==(const Shape&) const = default;
 
