@@ -73,6 +73,7 @@ class _Samples:
     seconds: Vector  # [M]
     ranks: NDArray[np.int64]  # [M]
     weights: Vector  # [M]: how many measurements each one stands for
+    steps: NDArray[np.int64]  # [M]: 0 for the first one that is remembered
 
 
 class CostLearner:
@@ -81,8 +82,10 @@ class CostLearner:
 
     Compute: a regression of relative errors over the last steps, robust (Huber) and with forgetting, whose coefficients
     stay where they are as far as the steps say nothing about them; in turns with the speeds, medians of what a rank
-    should have taken over what it took. Links: the bandwidth with the least sum of absolute errors of the waiting that
-    no compute hid: the ranks of a group also wait for the last one to come and for the slowest one to compute, so what
+    should have taken over what it took, 1 where noise explains the rest: that of each micro-batch, and that which all
+    micro-batches of a rank have in common in a step and not in the next one. Links: the bandwidth with the least sum of
+    absolute errors of the waiting that no compute hid: the ranks of a group also wait for the last one to come and
+    for the slowest one to compute, so what
     the shortest stay of a rank has beyond the longest compute is what counts.
     The idea of telling slow ranks from slow work by comparing each with what it would ideally take is that of the
     what-if analysis of stragglers, arXiv 2505.05713.
@@ -202,7 +205,7 @@ class CostLearner:
             found, deviation = fit_robust(samples.rows, at_speed, samples.weights, found, spread)
             if self.cluster.cores is None and turn < _ROUNDS:
                 least = least_differences if turn < _ROUNDS - 1 else 1.0
-                speeds = self._found_speeds(samples, _times(samples.rows, found) / samples.seconds, least * deviation)
+                speeds = self._found_speeds(samples, _times(samples.rows, found) / samples.seconds, deviation, least)
         return found, speeds, deviation
 
     def _samples(self) -> _Samples:
@@ -217,10 +220,14 @@ class CostLearner:
             seconds=np.concatenate([step.pair_s for step in self._steps]),
             ranks=np.concatenate([step.pair_rank for step in self._steps]),
             weights=pairs * (counted / squared) if squared > 0 else pairs,
+            steps=np.concatenate([np.full(len(step.pair_s), k) for k, step in enumerate(self._steps)]),
         )
 
-    def _found_speeds(self, samples: _Samples, ratios: Vector, deviation: float) -> Vector:
-        """Of each rank, relative to the median rank; 1 where noise would explain it, or where nothing is known."""
+    def _found_speeds(self, samples: _Samples, ratios: Vector, deviation: float, least: float) -> Vector:
+        """Of each rank, relative to the median rank; 1 where noise would explain it, or where nothing is known.
+
+        ``least``: share of what noise explains that counts.
+        """
         count = self.cluster.ranks
         speeds, unsure, unknown = np.ones(count), np.zeros(count), np.ones(count, dtype=np.bool_)
         order = np.argsort(samples.ranks, kind="stable")
@@ -234,6 +241,7 @@ class CostLearner:
                 unsure[rank] = deviation * (folded_sum(weights * weights) ** 0.5 / folded_sum(weights))
         known = np.sort(speeds[~unknown])
         speeds /= float(known[len(known) // 2])
+        unsure = least * np.maximum(unsure, self._unsteady(samples, ratios))
         alike = (np.abs(speeds - 1) < np.maximum(_SAME_SPEED, _SIGNIFICANT * unsure)) | unknown
         return np.where(alike, 1.0, np.maximum(speeds, _LEAST_SPEED))
 
@@ -242,6 +250,31 @@ class CostLearner:
         first, last = min(batch.ranks), max(batch.ranks)
         node, domain = self.cluster.node_ranks, self.cluster.domain_ranks
         return 0 if first // node == last // node else 1 if first // domain == last // domain else 2
+
+    def _unsteady(self, samples: _Samples, ratios: Vector) -> Vector:
+        """By rank, the deviation of its speed by noise that all of its micro-batches of a step have in common, as
+        where ranks take turns on processors: what ratios do from one step to the next. After a single step, how far the
+        ranks differ, since nothing tells a slow rank from one that was unlucky."""
+        count, steps = self.cluster.ranks, len(self._steps)
+        cells = samples.steps * count + samples.ranks
+        weights = np.bincount(cells, samples.weights, minlength=steps * count).reshape(steps, count)
+        sums = np.bincount(cells, samples.weights * ratios, minlength=steps * count).reshape(steps, count)
+        seen = weights > 0
+        means = np.where(seen, sums / np.where(seen, weights, 1.0), np.nan)
+        for k in range(steps):  # a step that was slow for all ranks tells nothing of one
+            means[k] /= np.sort(means[k][seen[k]])[int(seen[k].sum()) // 2] if seen[k].any() else 1.0
+        both = seen[1:] & seen[:-1]
+        if both.any():
+            changes = np.abs(means[1:] - means[:-1])[both] * 0.5**0.5
+        else:
+            changes = np.abs(means[seen] - 1)
+        deviation = 1.4826 * weighted_median(changes, np.ones(len(changes)))
+        total, squares = np.zeros(count), np.zeros(count)
+        for of_step in weights:
+            total += of_step
+            squares += of_step * of_step
+        unsure: Vector = deviation * np.sqrt(squares) / np.where(total > 0, total, 1.0)
+        return unsure
 
     def _learn_links(self) -> None:
         model = self.cost_model
