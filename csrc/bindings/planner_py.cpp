@@ -1,11 +1,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "base/error.hpp"
 #include "bindings/planner_table_py.hpp"
 #include "bindings/rooms.hpp"
+#include "planner/noise.hpp"
 #include "planner/plan.hpp"
 #include "planner/simulator.hpp"
 
@@ -31,7 +33,7 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
   return load;
 }
 
-// (columns, makespan, lower bound, idle share)
+// (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan)
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
                        std::vector<double> squares, const std::vector<int64_t>& ids) {
@@ -39,6 +41,7 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
   double lower_bound = 0;
   double makespan = 0;
   double idle_share = 0;
+  double noise_s = 0;
   {
     py::gil_scoped_release release;
     const Problem problem(std::move(lengths), cost, std::move(squares));
@@ -48,8 +51,9 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
     columns.emplace(plan, problem.lengths(), ids);
     makespan = plan.makespan;
     idle_share = plan.idle_share;
+    noise_s = std::max(0.0, planner::expectedMakespan(problem, plan) - makespan);
   }
-  return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share);
+  return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s);
 }
 
 // The simulator counts on ranks that the cluster has.
@@ -132,10 +136,10 @@ void bindPlanner(py::module_& module) {
                       double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
                       int chunks, std::vector<double> speeds, int nics, double put_off, bool split,
                       int ring_peers, int ranks_per_domain, double kv_domain, double latency_domain,
-                      int uplinks) {
+                      int uplinks, double noise) {
             return CostModel(CostParams{attention, piece, linear, fixed, ring_step, kv_intra,
                                         kv_domain, kv_inter, latency_intra, latency_domain,
-                                        latency_inter, forward, forward_transfer, put_off},
+                                        latency_inter, forward, forward_transfer, put_off, noise},
                              MemoryParams{capacity, offloadable, host_tokens, copy},
                              Cluster{.ranks = ranks,
                                      .ranks_per_node = ranks_per_node,
@@ -156,7 +160,7 @@ void bindPlanner(py::module_& module) {
           py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
           py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false,
           py::arg("ring_peers") = 0, py::arg("ranks_per_domain") = 0, py::arg("kv_domain") = 0.0,
-          py::arg("latency_domain") = 0.0, py::arg("uplinks") = 0)
+          py::arg("latency_domain") = 0.0, py::arg("uplinks") = 0, py::arg("noise") = 0.0)
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node,

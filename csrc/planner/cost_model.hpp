@@ -25,6 +25,7 @@ struct CostParams {
   double forward = 1 / 3.;           // share of the compute that is the forward pass
   double forward_transfer = 1 / 4.;  // share of the transfers
   double put_off = 0;  // of `linear`: gradients of weights, which split backward passes put off
+  double noise = 0;    // relative standard deviation of a micro-batch's compute
 };
 
 // Memory is counted in tokens: the bytes that one token keeps on the device without offload.

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.hpp"
+#include "planner/noise.hpp"
 #include "planner/plan.hpp"
 
 namespace hdpcomm::planner {
@@ -116,7 +117,9 @@ Plan planFreely(const Problem& problem, const std::string& policy, const PolicyO
   if (policy == "static") return planStatic(problem, options);
   if (policy == "naive") return planNaive(problem);
   if (policy == "pow2") return planPow2(problem);
-  if (isBalanced(policy)) return planBalanced(problem, options, lower_bound);
+  if (isBalanced(policy)) {
+    return planForNoise(problem, planBalanced(problem, options, lower_bound));
+  }
   throwInvalidUsage("policy is '" + policy +
                     "', expected static, naive, balanced, pipeline or pow2");
 }

@@ -38,6 +38,7 @@ class CostModel:
         kv_domain: float = 0.0,
         latency_domain: float = 0.0,
         uplinks: int = 0,
+        noise: float = 0.0,
     ) -> None: ...
     def seconds(self, lengths: Sequence[int], size: int, one_node: bool, one_domain: bool = False) -> float: ...
     def token_limit(self, ratio: float) -> int: ...
@@ -52,7 +53,7 @@ def solve(
     context_ranks: int,
     squares: Sequence[float] = (),
     ids: Sequence[int] = (),
-) -> tuple[Columns, float, float, float]: ...
+) -> tuple[Columns, float, float, float, float]: ...
 def make_batches(
     table: Columns,
     first: int,

@@ -102,6 +102,10 @@ def _show(
     )
     for policy, report in zip(policies, reports, strict=True):
         print(_row(policy, report, reports[-1]))
+    noise = [sum(step.plan.noise_s for step in report.steps) / len(report.steps) for report in reports]
+    if any(noise):
+        told = ", ".join(f"{policy} {seconds:.3g} s" for policy, seconds in zip(policies, noise, strict=True))
+        print(f"steps are those without noise; in the mean it adds {told} to each")
     if options.plot:
         from hdpcomm.trace import plot_plans
 
@@ -136,7 +140,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         metavar="RUN",
         help="the model, costs, mesh and batches of a run of hdpcomm train --out RUN, beside what its steps took; "
-        "--ranks, --ranks-per-node, --capacity and --slow-ranks may differ",
+        "--ranks, --ranks-per-node, --capacity, --slow-ranks and --noise may differ",
     )
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="run the plan that hdpcomm plan --out wrote, and make none"

@@ -96,6 +96,9 @@ class CostModel:
         weights: share of ``linear`` without ``experts`` that goes to the gradients of weights, which split backward
             passes leave for later (``ClusterSpec.split_backward``): at most one of three matrix products, less where a
             stage has more than linear layers. :func:`hdpcomm.train.profile.weights_share` measures it.
+        noise: standard deviation of the compute of a micro-batch, relative to what is predicted; micro-batches vary
+            independently of each other. Plans count with it where each rank has processors of its own, no pipeline and
+            no expert group. :class:`hdpcomm.plan.CostLearner` finds it in steps that were measured.
     """
 
     attention: float
@@ -113,10 +116,12 @@ class CostModel:
     weights: float = 1 / 3
     kv_domain: float | None = None
     latency_domain: float | None = None
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            most = 1.0 if field.name.startswith("forward") or field.name == "weights" else math.inf
+            share = field.name.startswith("forward") or field.name in ("weights", "noise")
+            most = 1.0 if share else math.inf
             value = getattr(self, field.name)
             if value is not None or not field.name.endswith("_domain"):
                 check_number("CostModel", field.name, value, least=0, most=most)
@@ -452,6 +457,9 @@ def core_cost(
     values["linear"] += experts * (cluster.expert_imbalance - 1)
     values["kv_domain"], values["latency_domain"] = cost.links(one_node=False, one_domain=True)
     domain = cluster.ranks_per_domain or 0 if cluster.node_ranks < cluster.ranks else 0  # else all are on one node
+    shared_links = cluster.node_ranks < cluster.ranks and bool(cluster.nics or cluster.uplinks)
+    if cluster.cores is not None or cluster.pipeline > 1 or cluster.expert > 1 or shared_links:
+        values["noise"] = 0.0  # ranks then wait for others at other times than at the end of a step
     return core.CostModel(
         **values,
         capacity=memory.capacity,

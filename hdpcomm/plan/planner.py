@@ -128,7 +128,7 @@ class Planner:
         """
         start = time.perf_counter()
         jobs = self._jobs(lengths)
-        table, makespan, lower_bound, idle_share = self._solve(self._core, jobs)
+        table, makespan, lower_bound, idle_share, noise_s = self._solve(self._core, jobs)
         lower_bound *= 1 - self._spare
         if self._in_waves:
             return self._plan_in_waves(jobs, table, start)
@@ -142,9 +142,9 @@ class Planner:
         ):
             with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
                 plain = self._solve(others, jobs)
-                if plain[1] < makespan:  # heuristics may find a better plan with fewer choices
-                    table, makespan, _, idle_share = plain
-        return self._made(jobs, start, table, makespan, lower_bound, idle_share)
+                if plain[1] + plain[4] < makespan + noise_s:  # heuristics may find a better plan with fewer choices
+                    table, makespan, _, idle_share, noise_s = plain
+        return self._made(jobs, start, table, makespan, lower_bound, idle_share, noise_s)
 
     def _made(
         self,
@@ -154,6 +154,7 @@ class Planner:
         makespan: float,
         lower_bound: float,
         idle_share: float,
+        noise_s: float = 0.0,
     ) -> StepPlan:
         return StepPlan.of_table(
             table,
@@ -163,6 +164,7 @@ class Planner:
             lower_bound_s=lower_bound,
             planning_s=time.perf_counter() - start,
             idle_share=idle_share,
+            noise_s=noise_s,
             fragments=jobs.fragments,
         )
 
@@ -219,11 +221,12 @@ class Planner:
 
     def _solve(
         self, cost: core.CostModel, jobs: Jobs, policy: str | None = None
-    ) -> tuple[PlanTable, float, float, float]:
+    ) -> tuple[PlanTable, float, float, float, float]:
+        """Also the makespan, the bound, the idle share, and what noise adds to the makespan."""
         options = (policy or self.policy, self.context, self.context_ranks)
         columns, *rest = core.solve(cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids)
-        makespan, lower_bound, idle_share = rest
-        return PlanTable(*columns), makespan, lower_bound, idle_share
+        makespan, lower_bound, idle_share, noise_s = rest
+        return PlanTable(*columns), makespan, lower_bound, idle_share, noise_s
 
     def schedule(self, plan: StepPlan) -> PipelineSchedule:
         """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.

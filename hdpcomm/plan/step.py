@@ -43,6 +43,7 @@ class StepPlan:
         lower_bound_s: seconds that no plan can beat under the same cost model (docs/planner.md).
         planning_s: seconds that planning took; not part of the hash.
         idle_share: share of ranks x makespan in which ranks wait or are done.
+        noise_s: seconds that the noise of the cost model adds to the makespan in the mean; 0 without noise.
         fragments: parts of trees that were cut; number i has the id ``len(lengths) + i``, and its tree none.
     """
 
@@ -54,6 +55,7 @@ class StepPlan:
     planning_s: float
     idle_share: float
     fragments: tuple[TreeFragment, ...] = ()
+    noise_s: float = 0.0
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -99,6 +101,11 @@ class StepPlan:
     def gap(self) -> float:
         """How far the makespan is above the lower bound: 0.02 means 2%."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def expected_s(self) -> float:
+        """Mean seconds until the last rank is done, with the noise of the cost model."""
+        return self.makespan_s + self.noise_s
 
     @property
     def tokens(self) -> int:
@@ -167,11 +174,13 @@ class StepPlan:
         counts = np.diff(self._rows_by_rank()[1])
         tokens = table.tokens()
         ring_tokens = int(((table.group_sizes() - 1) * tokens).sum())
+        noise = f" and {self.noise_s:.3g} s of noise" if self.noise_s else ""
         lines = [
             f"policy {self.policy} on {self.num_ranks} ranks: {self.tokens:,} tokens in {len(table)} "
             f"micro-batches, {counts.min()} to {counts.max()} a rank",
-            f"predicted {self.makespan_s:.6g} s, lower bound {self.lower_bound_s:.6g} s (gap {100 * self.gap:.2f}%), "
-            f"idle {100 * self.idle_share:.2f}%, planned in {1e3 * self.planning_s:.1f} ms",
+            f"predicted {self.makespan_s:.6g} s{noise}, lower bound {self.lower_bound_s:.6g} s "
+            f"(gap {100 * self.gap:.2f}%), idle {100 * self.idle_share:.2f}%, "
+            f"planned in {1e3 * self.planning_s:.1f} ms",
             f"widest group {table.group_sizes().max(initial=0)} ranks, at most {table.most_peers()} ring peers a rank, "
             f"KV of {ring_tokens:,} tokens passed on per layer and pass",
         ]
@@ -196,6 +205,7 @@ class StepPlan:
             "gap": self.gap,
             "planning_s": self.planning_s,
             "idle_share": self.idle_share,
+            "noise_s": self.noise_s,
             "hash": self.hash,
             "fragments": [
                 {"tree": f.tree, "segments": list(f.segments), "repeated": list(f.repeated)} for f in self.fragments
@@ -220,6 +230,7 @@ class StepPlan:
                 lower_bound_s=float(data["lower_bound_s"]),
                 planning_s=float(data["planning_s"]),
                 idle_share=float(data["idle_share"]),
+                noise_s=float(data.get("noise_s", 0.0)),
                 fragments=tuple(
                     TreeFragment(int(f["tree"]), tuple(map(int, f["segments"])), tuple(map(bool, f["repeated"])))
                     for f in data.get("fragments", ())
@@ -282,7 +293,7 @@ class StepPlan:
             check_sequences(self.table, self.fragments, lengths)
 
 
-_VALUES = ("policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share")
+_VALUES = ("policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s")
 
 
 def _plan_of_columns(columns: tuple[Any, ...], values: dict[str, Any], fragments: tuple[TreeFragment, ...]) -> StepPlan:

@@ -49,7 +49,7 @@ def run_report(run: Path) -> str:
     parts = [_head(run, by_policy)]
     parts.append(_section("Curves", curves(by_policy, evaluations)))
     parts.append(_section("Policies side by side", _policies(by_policy, timelines)))
-    parts.append(_section("Plans against the clock", _clock(by_policy), _slow_ranks(by_policy)))
+    parts.append(_section("Plans against the clock", _clock(by_policy), _slow_ranks(by_policy) + _noise(by_policy)))
     parts.append(_section("Where the time went", time_shares({p: _shares(rows) for p, rows in by_policy.items()})))
     for policy, row in timelines.items():
         parts.append(_section(f"Step {row['step']} under {policy}", step_gantt(row), _gantt_note(row)))
@@ -162,6 +162,13 @@ def _slow_ranks(by_policy: Mapping[str, Sequence[Row]]) -> str:
     if not found:
         return "No rank was slow in half of the steps or more."
     return "Slow ranks: " + "; ".join(found) + ". hdpcomm train --learn-costs gives them less."
+
+
+def _noise(by_policy: Mapping[str, Sequence[Row]]) -> str:
+    """What the last step's plan knew of chance."""
+    last = {policy: steps[-1].get("noise") for policy, steps in by_policy.items() if steps}
+    told = [f"{noise:.1%} under {policy}" for policy, noise in last.items() if isinstance(noise, (int, float))]
+    return f" Micro-batches took longer or shorter by chance (standard deviation): {', '.join(told)}." if told else ""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
