@@ -101,13 +101,26 @@ def test_closed_loop() -> None:
     by_case = {(row["case"], row["ranks"], row["step"]): row for row in found["rows"]}
     rows = rows_of("| case | ranks | step |")
     assert len(rows) >= 20
-    for case, ranks, step, square, work, planned, bound, blind in rows:
+    for case, ranks, step, square, work, noise, planned, bound, blind in rows:
         row = by_case[case, int(ranks), int(step)]
         assert square == f"{row['square_term']:.2f} ({row['worst_square_term']:.2f})"
         assert work == f"{row['slowest_share']:.2f}"
+        assert noise == f"{100 * row['noise']:.1f}%"
         assert planned == f"{row['over_planned']:.3f}"
         assert bound == f"{row['over_bound']:.3f} ({row['worst_over_bound']:.3f})"
         assert blind == f"{row['not_learning_over_bound']:.3f}"
+
+
+def test_noise_floor() -> None:
+    found = json.loads((TOP / "benchmarks/results/noise_floor.json").read_text())
+    assert f"`{found['command']} --json benchmarks/results/noise_floor.json`" in PAGE
+    rows = rows_of("| context | floor |")
+    assert len(rows) == len(found["rows"])
+    for (context, *figures, batches), row in zip(rows, found["rows"], strict=True):
+        assert context == f"{row['context']:,}"
+        names = ("floor", "long", "blind", "knowing", "expected")
+        assert figures == [f"{row[name]:.3f}" if name in row else "" for name in names]
+        assert batches == f"x {row['more_batches']:.2f}"
 
 
 def test_trees() -> None:
