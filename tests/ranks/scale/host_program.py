@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm import bootstrap
-from hdpcomm.comm.topology import measure_topology
+from hdpcomm.comm.topology import Host, _find_domains, measure_topology
 from hdpcomm.torch_backend import communicator
 from tests.ranks.attention.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
@@ -63,12 +63,11 @@ def interfaces(folder: Path) -> None:
 
 
 def racks(folder: Path) -> None:
-    """Which hosts are near each other, and what a planner gets of it."""
+    """Which hosts are near each other, of one rank each."""
     with hdp.init(timeout=60) as world:
-        topology = measure_topology(world)
-        cluster = topology.to_cluster("h100")
-        near = topology.domain is not None and topology.inter is not None
-        write(folder, f"racks{world.rank}", (topology.domains, cluster.ranks_per_domain, near))
+        hosts = [Host(str(rank), (rank,), 1, (), ()) for rank in range(world.size)]
+        write(folder, f"racks{world.rank}", _find_domains(world, hosts))
+        time.sleep(1)  # what was sent last is still on its way over the slow links
 
 
 def cut(folder: Path) -> None:
