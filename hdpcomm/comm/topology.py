@@ -42,7 +42,7 @@ __all__ = [
 _FACT_BYTES = 4096  # length of a rank's description of its host
 _PAIRS = 3  # as many are measured inside and between hosts
 _LARGE_BYTES = 16 << 20
-_NEAR = 2.0  # times as far as others, from which on hosts are in different domains
+_NEAR = 2.0  # times as much bandwidth, from which on links are of another kind
 _MOST_COMPARED = 16  # hosts; with more of them the pairs are too many
 
 
@@ -86,8 +86,8 @@ class Topology:
     Attributes:
         inter: between hosts, of different domains where there are any.
         domains: hosts that are near each other, by their place in ``hosts``: those of which ``HDPCOMM_DOMAIN`` says so,
-            or, where no host has one and they are 3 to 16, those that are joined by links of more than half of the best
-            bandwidth between two hosts. Empty where all hosts are alike.
+            or, where no host has one and they are 3 to 16, those that the faster links join, if the slower ones have
+            half of their bandwidth or less. Empty where all hosts are alike.
         domain: between hosts of one domain.
         nics: network interfaces that the ranks of a host share: how much more all of them send to the next host at
             once than one alone does. ``None`` where each rank has its own, and where no two ranks share a host.
@@ -322,12 +322,13 @@ def _find_domains(comm: Communicator, hosts: list[Host]) -> tuple[tuple[int, ...
 
 
 def _near_each_other(count: int, bandwidths: dict[tuple[int, int], float]) -> list[int]:
-    """By host, a number for its domain: links of more than half of the best bandwidth join hosts, also by way of
-    others."""
-    best = max(bandwidths.values())
+    """By host, a number for its domain: links join hosts, also by way of others, that are faster than the widest gap
+    between two bandwidths in order; all hosts where no gap is as wide as ``_NEAR``."""
+    ordered = sorted(bandwidths.values())
+    gap, least = max(((b / a, b) for a, b in itertools.pairwise(ordered)), default=(1.0, 0.0))
     domain_of = list(range(count))
     for (a, b), bandwidth in bandwidths.items():
-        if bandwidth * _NEAR > best:
+        if gap < _NEAR or bandwidth >= least:
             domain_of = [domain_of[a] if each == domain_of[b] else each for each in domain_of]
     return domain_of
 

@@ -301,12 +301,17 @@ def test_domains_that_no_cluster_has() -> None:
         replace(DEVICES["h100"], domain_bandwidth=0.0)
 
 
-def test_hosts_are_joined_by_links_of_more_than_half_of_the_best_bandwidth() -> None:
+def test_hosts_are_joined_by_the_faster_links() -> None:
     near = {(0, 2), (1, 3), (3, 4)}
     speeds = {(a, b): 1e9 if (a, b) in near else 4e8 for a in range(6) for b in range(a + 1, 6)}
     found = _near_each_other(6, speeds)
     assert [found.index(each) for each in found] == [0, 1, 0, 1, 1, 5]
+    uneven = {
+        pair: 5e9 if pair == (0, 2) else 2e9 if pair in near else 4e8 for pair in speeds
+    }  # the lower gap is wider
+    assert _near_each_other(6, uneven) == found
     assert len(set(_near_each_other(6, dict.fromkeys(speeds, 5e8)))) == 1
+    assert len(set(_near_each_other(3, {(0, 1): 5e8, (0, 2): 9e8, (1, 2): 7e8}))) == 1
 
 
 def test_doctor_tells_the_domains() -> None:
