@@ -51,6 +51,7 @@ class Configurations {
       begin = end;
     }
     count_ = static_cast<double>(alike.size());
+    equal_ = alike.front().tokens == alike.back().tokens;
   }
 
   // The largest time, from `low` on, that is proved to be too short; `low` if none is.
@@ -76,6 +77,8 @@ class Configurations {
   static constexpr int kMaxSideBySide = 24;
   static constexpr int kMaxRanks = 512;  // the same, of the ranks
   static constexpr double kMaxStack = 40;
+  static constexpr int kMaxPackRanks = 16;  // of micro-batches with so many equal sequences,
+  static constexpr int kMaxTogether = 128;  // which are listed one by one
   static constexpr double kLeastGain = 5e-4;
   static constexpr double kFirstGain = 2e-3;
   static constexpr double kMostGain = 1.5;
@@ -89,11 +92,12 @@ class Configurations {
     std::vector<double> prices;  // of the knots; then of the others
   };
 
-  // From `first` to `last` ranks, at least so many seconds.
+  // From `first` to `last` ranks, at least so many seconds for so many sequences together.
   struct Sizes {
     int first = 1;
     int last = 1;
     double seconds = 0;
+    int together = 1;
   };
 
   struct Class {
@@ -131,8 +135,11 @@ class Configurations {
     }
     placeKnots();
     const Class& shortest = classes_.back();
-    return work >= kLeastShare * (work + others_work_) &&
-           shortest.sizes.front().seconds * kMaxStack >= time;
+    double longest = 0;  // micro-batch on the fewest ranks
+    for (const Sizes& sizes : shortest.sizes) {
+      if (sizes.first == shortest.sizes.front().first) longest = std::max(longest, sizes.seconds);
+    }
+    return work >= kLeastShare * (work + others_work_) && longest * kMaxStack >= time;
   }
 
   // Knots at both ends of each range of classes with the same least size, and between them.
@@ -181,15 +188,36 @@ class Configurations {
       }
       last = std::min(last, ranks_);
       double seconds = cost_.leastSeconds(each.load, first, last);
-      if (seconds <= time) {
-        if (!alone(each.load, first, last, charges.held)) {
-          seconds = std::min(seconds, charges.work(each.load, first) / last);
-        }
-        each.sizes.push_back({first, last, seconds});
-        each.work = std::min(each.work, first * seconds);
+      const int most = mostTogether(each.load, first, last, charges.held);
+      for (int together = 1; together <= most && seconds <= time; ++together) {
+        addSizes(each, {first, last, seconds, together});
+        const double more = together + 1;
+        seconds = cost_.seconds({each.load.squares * more, tokens * more}, first);
+      }
+      if (most == 0 && seconds <= time) {
+        seconds = std::min(seconds, charges.work(each.load, first) / last);
+        addSizes(each, {first, last, seconds});
       }
       first = last + 1;
     }
+  }
+
+  static void addSizes(Class& each, const Sizes& sizes) {
+    each.sizes.push_back(sizes);
+    each.work = std::min(each.work, sizes.first * sizes.seconds / sizes.together);
+  }
+
+  // How many of the long sequences a micro-batch can have for which its time is that of these
+  // alone, and shorter ones add no less than their own work to it; 0 if that is not known.
+  int mostTogether(const Load& load, int first, int last, double held) const {
+    if (alone(load, first, last, held)) return 1;
+    if (!equal_ || last > kMaxPackRanks || first != last) return 0;
+    if (others_.tokens > 0 &&
+        !(addsItsWork(shortest_other_, first, held) && addsItsWork(longest_other_, first, held))) {
+      return 0;
+    }
+    const double most = std::floor(first * held / load.tokens * (1 + 1e-9));
+    return most <= kMaxTogether ? static_cast<int>(most) : 0;
   }
 
   // Whether no other of the long sequences fits into its micro-batch, and a shorter one adds no
@@ -253,8 +281,8 @@ class Configurations {
       double least = std::numeric_limits<double>::infinity();
       for (const Sizes& sizes : classes_[knot.at].sizes) {
         const double often = std::floor(time_ / sizes.seconds);
-        least =
-            std::min(least, chained ? costOf(weights, sizes, often) / often : sizes.first / often);
+        const double cost = chained ? costOf(weights, sizes, often) : sizes.first;
+        least = std::min(least, cost / (often * sizes.together));
       }
       costs.push_back(least);
     }
@@ -314,9 +342,10 @@ class Configurations {
         const auto cells = static_cast<int>(sizes.seconds / cell * (1 - 1e-9));
         if (cells == 0) return std::numeric_limits<double>::infinity();
         if (cells > kCells) continue;
-        const double gain = weights.chained > 0 ? price - weights.chained * sizes.first *
-                                                              sizes.seconds / roomForWork()
-                                                : price / sizes.first;
+        const double all = price * sizes.together;
+        const double gain = weights.chained > 0 ? all - weights.chained * sizes.first *
+                                                            sizes.seconds / roomForWork()
+                                                : all / sizes.first;
         if (gain > best_[cells].gain) best_[cells] = {gain, i, k};
       }
     }
@@ -350,7 +379,7 @@ class Configurations {
         x -= kept_[i];
         const Class& each = classes_[found.in_class];
         const Sizes& sizes = each.sizes[found.size];
-        const double covers = weights.chained > 0 ? 1.0 : 1.0 / sizes.first;
+        const double covers = sizes.together / (weights.chained > 0 ? 1.0 : sizes.first);
         column.covers[each.knot] += covers * (1 - each.share);
         if (each.share > 0) column.covers[each.knot + 1] += covers * each.share;
         if (weights.chained > 0) {
@@ -366,6 +395,7 @@ class Configurations {
   const int ranks_;
   std::vector<Class> classes_;  // by falling length
   double count_ = 0;            // of the long sequences
+  bool equal_ = false;          // these have one length
   Load shortest_;               // of these
   Load others_;                 // sums over the shorter ones
   Load longest_other_, shortest_other_;

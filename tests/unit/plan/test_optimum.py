@@ -250,6 +250,44 @@ def test_bound_optimum_plan_of_pipelines_with_several_micro_batches(part: int, c
     assert statistics.mean(tightness) <= 1.06
 
 
+def packs_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
+    """Sequences of one length, of which some fit into a micro-batch together: see claim 12."""
+    capacity, ranks = rng.choice([8, 10, 100]), rng.choice([2, 3, 3])
+    cost = CostModel(
+        attention=rng.choice([0, 1e-5]),
+        linear=1e-3,
+        fixed=rng.choice([1e-3, 1e-2]),
+        ring_step=rng.choice([0, 1e-3]),
+        kv_intra=rng.choice([0, 1e-3]),
+        kv_inter=3e-3,
+    )
+    lengths = [rng.randint(capacity // 4, capacity)] * rng.randint(4, 7)
+    if rng.random() < 0.3:
+        lengths[0] = max(1, lengths[1] // 3)
+    cluster = ClusterSpec(ranks=ranks, ranks_per_node=rng.randint(1, ranks), capacity=capacity)
+    return lengths, cluster, cost, MemoryModel(capacity)
+
+
+def test_bound_optimum_plan_of_packs_of_equal_sequences() -> None:
+    rng = random.Random(8)
+    ratios, tightness = [], []
+    while len(ratios) < CASES // 3:
+        lengths, cluster, cost, memory = case = packs_case(rng)
+        plan = Planner(None, cluster, cost_model=cost, memory=memory).plan(lengths)
+        try:
+            best = optimum(lengths, cluster, cost, memory, above=plan.makespan_s * (1 + 1e-9))
+        except TooManyNodes:
+            continue
+        assert plan.lower_bound_s <= best * (1 + 1e-9), case
+        assert best <= plan.makespan_s * (1 + 1e-6), case
+        ratios.append(plan.makespan_s / best)
+        tightness.append(best / plan.lower_bound_s)
+    print(f"packs of equal sequences: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(sorted(ratios), 0.95):.4f}, optimum / bound {statistics.mean(tightness):.4f}")
+    assert percentile(sorted(ratios), 0.95) <= 1.01
+    assert statistics.mean(tightness) <= 1.045  # 1.061 if packs could run in parts
+
+
 def alike_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
     """Sequences of about the same length on a few pipelines, often beside one or two short ones: see claim 15."""
     ranks, stages, capacity = rng.choice([1, 2, 2, 3]), rng.randint(2, 6), rng.choice([32, 100])
