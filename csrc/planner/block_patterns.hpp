@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -182,19 +183,22 @@ class BlockPatterns {
         most / node * node, min_size, node, limit, inside_.get(), [&](int size, int count) {
           return seconds(size, count, size <= node ? Scope::kNode : widest);
         });
+    side_by_side_ = std::make_unique<BlockTimes>(
+        most / node * node, min_size, 1, limit, nullptr, [&](int size, int count) {
+          const double crossing = crossingShare(size);
+          return (1 - crossing) * seconds(size, count, crossing < 1 ? Scope::kNode : widest) +
+                 crossing * seconds(size, count, widest);
+        });
   }
 
   // Those that end by a target time, for all numbers of ranks that lie well in nodes.
   std::vector<BlockPattern> find(double target) const {
     std::vector<BlockPattern> found;
     for (int ranks = min_size_; ranks <= most_; ++ranks) {
-      const BlockTimes& times = timesOf(ranks);
       if (ranks < node_ && node_ % ranks != 0 && inside_ != nullptr) continue;
-      const int most = times.most(ranks, target);
-      const int least = std::max(1, most - std::max(1, ranks / min_size_));
-      for (int count = most; count >= least; --count) {
-        found.push_back({ranks, count, times.work(ranks, count) / ranks, &times});
-      }
+      addPatterns(timesOf(ranks), ranks, target, found);
+      const bool whole_nodes = ranks > node_ && ranks % node_ == 0;
+      if (whole_nodes && side_by_side_) addPatterns(*side_by_side_, ranks, target, found);
     }
     return found;
   }
@@ -202,6 +206,20 @@ class BlockPatterns {
  private:
   static constexpr double kMostSteps = 3e5;
   static constexpr int kMostRanks = 96;
+
+  void addPatterns(const BlockTimes& times, int ranks, double target,
+                   std::vector<BlockPattern>& found) const {
+    const int most = times.most(ranks, target);
+    const int least = std::max(1, most - std::max(1, ranks / min_size_));
+    for (int count = most; count >= least; --count) {
+      found.push_back({ranks, count, times.work(ranks, count) / ranks, &times});
+    }
+  }
+
+  // The share of groups of this size that lie on two nodes where they fill nodes side by side.
+  double crossingShare(int size) const {
+    return size > node_ ? 1 : static_cast<double>(size - std::gcd(size, node_)) / node_;
+  }
 
   const BlockTimes& timesOf(int ranks) const {
     if (inside_ == nullptr) return *anywhere_;
@@ -233,6 +251,8 @@ class BlockPatterns {
   std::unique_ptr<BlockTimes> anywhere_;  // groups lie anywhere
   std::unique_ptr<BlockTimes> inside_;    // within a node; null where links are all alike
   std::unique_ptr<BlockTimes> nodes_;     // whole nodes
+  // Whole nodes whose groups lie side by side, some across a border: times are about their mean.
+  std::unique_ptr<BlockTimes> side_by_side_;
 };
 
 }  // namespace hdpcomm::planner
