@@ -15,9 +15,10 @@ std::optional<Plan> planNested(const Problem& problem, double lower_bound, doubl
   const double about_as_long = kAboutAsLong * jobs.front().load.tokens;
   size_t long_ones = 0;
   while (long_ones < jobs.size() && jobs[long_ones].load.tokens >= about_as_long) ++long_ones;
-  const bool all = long_ones == jobs.size();
-  const bool packed = 2 * jobs.front().load.tokens <= static_cast<double>(cost.memory().capacity);
-  if (packed && !all) return {};
+  const bool packed = long_ones == jobs.size();  // micro-batches may have several of them
+  const bool short_ones =
+      2 * jobs.front().load.tokens <= static_cast<double>(cost.memory().capacity);
+  if (short_ones && !packed) return {};
 
   std::vector<NestedBlocks::Unit> units;
   double others_s = 0;

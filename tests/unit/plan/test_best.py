@@ -113,6 +113,23 @@ def test_nested_groups_lie_in_nodes_where_links_differ() -> None:
     assert plan.makespan_s <= 1.03 * plan.lower_bound_s
 
 
+def test_groups_that_do_not_divide_a_node_lie_side_by_side_across_nodes() -> None:
+    """Those of 17,099 tokens need 3 ranks of the 8 of a node: 5.74 waves of 85 groups, but 7.66 of 64 inside nodes."""
+    planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=256, capacity=8192, ranks_per_node=8))
+    plan = planner.plan([17099] * 490)
+    planner.validate(plan, [17099] * 490)
+    assert plan.gap <= 0.035
+
+
+def test_packs_may_share_several_ranks() -> None:
+    """Of those of 4,461 tokens one fits onto a rank, and nine onto five."""
+    planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=256, capacity=8192, ranks_per_node=8))
+    plan = planner.plan([4461] * 1880)
+    planner.validate(plan, [4461] * 1880)
+    assert plan.gap <= 0.004
+    assert any(len(batch.sequences) > 1 for batch in plan.micro_batches)
+
+
 def test_sequences_that_cannot_run_side_by_side_raise_the_bound() -> None:
     """Five sequences of 3 ranks each on 8 ranks: at most two side by side, so three follow each other somewhere."""
     cost = CostModel(1e-9, 1e-6, ring_step=1.0)  # more ranks only cost
