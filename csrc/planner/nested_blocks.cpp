@@ -34,7 +34,10 @@ std::optional<Plan> planNested(const Problem& problem, double lower_bound, doubl
 
   NestedBlocks blocks(cost, std::move(units), others_s, limit, packed);
   BlockPacker packer(problem, jobs);
-  std::optional<Plan> best;
+  // The best of all that were placed; plans are made of that alone.
+  std::vector<NestedBlocks::Micro> best;
+  Packing best_packing;
+  bool found = false;
   double low = lower_bound;
   double high = limit;
   double target = lower_bound * (1 + 1e-6);
@@ -42,34 +45,34 @@ std::optional<Plan> planNested(const Problem& problem, double lower_bound, doubl
     if (blocks.fit(target)) {
       high = target;
       std::vector<double> ready;
-      const std::vector<NestedBlocks::Micro> placed = blocks.place(ready);
-      std::vector<Placement> placements;
-      for (const NestedBlocks::Micro& micro : placed) placements.push_back(micro.placement);
-      Plan plan;
-      if (packed) {
-        std::vector<MicroBatch> batches = placedBatches(problem, jobs, placements);
-        for (size_t i = 0; i < batches.size(); ++i) {
-          batches[i].sequences.clear();
-          for (const int32_t unit : placed[i].units) {
-            batches[i].sequences.push_back(jobs[unit].sequence);
-          }
-        }
-        plan = finishPlan(problem, std::move(batches));
-      } else {
-        const double makespan = packer.runPlaced(std::move(placements), ready, long_ones);
-        if (makespan >= limit) continue;
-        plan = finishPlan(problem, collectPlaced(problem, jobs, packer.take()));
+      std::vector<NestedBlocks::Micro> placed = blocks.place(ready);
+      double makespan = *std::max_element(ready.begin(), ready.end());
+      if (!packed) {
+        std::vector<Placement> placements;
+        for (const NestedBlocks::Micro& micro : placed) placements.push_back(micro.placement);
+        makespan = packer.runPlaced(std::move(placements), ready, long_ones);
       }
-      if (plan.makespan < limit) {
-        limit = plan.makespan;
-        best = std::move(plan);
+      if (makespan < limit) {
+        limit = makespan;
+        found = true;
+        best = std::move(placed);
+        if (!packed) best_packing = packer.take();
       }
     } else {
       low = target;
     }
     target = 0.5 * (low + high);
   }
-  return best;
+  if (!found) return {};
+  if (!packed) return finishPlan(problem, collectPlaced(problem, jobs, best_packing));
+  std::vector<Placement> placements;
+  for (const NestedBlocks::Micro& micro : best) placements.push_back(micro.placement);
+  std::vector<MicroBatch> batches = placedBatches(problem, jobs, placements);
+  for (size_t i = 0; i < batches.size(); ++i) {
+    batches[i].sequences.clear();
+    for (const int32_t unit : best[i].units) batches[i].sequences.push_back(jobs[unit].sequence);
+  }
+  return finishPlan(problem, std::move(batches));
 }
 
 }  // namespace hdpcomm::planner
