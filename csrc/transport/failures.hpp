@@ -54,6 +54,13 @@ inline bool hidesCause(const Error& error) {
          firstCause(error.what()).ends_with(" called resync()");
 }
 
+// Whether an error says no more than that the rank that raises it called resync().
+inline bool calledResyncItself(const Error& error) {
+  return hidesCause(error) && firstCause(error.what()) == "rank " +
+                                                              std::to_string(error.context().rank) +
+                                                              " called resync()";
+}
+
 inline bool upTo(uint32_t number, std::optional<uint32_t> limit) {
   return limit && static_cast<int32_t>(*limit - number) >= 0;
 }

@@ -1,8 +1,10 @@
 """What the living ranks of a communicator agree on after errors: who they are, and whether all gave a flag.
 
 In rounds. A rank brings itself into step with all members that it believes to live (``resync()``), and exchanges with
-each of them whom it believes to live. If all believe the same, that is the answer; else the next round takes those who
-believe in each other. A rank that finds another one dead starts another round, which ends that of the others.
+each of them whom it believes to live. If all believe the same, they tell each other that they know, and that is the
+answer; else the next round takes those who believe in each other. A rank that finds another one dead starts another
+round, which ends that of the others: who has heard of all that they know can return, since without another death none
+of them starts one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from hdpcomm.errors import Aborted, CommTimeout, Mismatch, PeerLost
 __all__ = ["Agreement", "agree"]
 
 _CALLS = ("shrink", "agree")
-_PAUSE_S = 0.002  # between two rounds
+# Between two rounds; twice as long after each. The end of a round ends those of the others, which must not happen to
+# rounds that have begun again already, or ranks would end each other's rounds for ever.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.128
 _LEAST_S = 1e-3
 
 _Views = dict[int, torch.Tensor]  # by rank: 1 for each rank of the world that it believes to live, its flag, its call
@@ -43,10 +47,14 @@ def agree(core: _core.comm.Communicator, call: str, flag: bool, timeout: float) 
     world, ranks = core.world, core.ranks
     limit = time.monotonic() + timeout
     living = sorted(ranks)
+    pause = _PAUSE_S
     while True:
         living = [rank for rank in living if rank == world.rank or not world.has_left(rank)]
         try:
             views = _round(core, living, call, flag, limit)
+            agreed = all(view[: world.size].nonzero().flatten().tolist() == living for view in views.values())
+            if agreed:
+                _exchange(core, {rank: torch.ones(1, dtype=torch.uint8) for rank in living}, limit)
         except (Aborted, CommTimeout, Mismatch, PeerLost) as error:
             if world.over:
                 raise
@@ -61,9 +69,10 @@ def agree(core: _core.comm.Communicator, call: str, flag: bool, timeout: float) 
                 ) from error
             if isinstance(error, PeerLost) and error.peer != world.rank:
                 living = [rank for rank in living if rank != error.peer]
-            time.sleep(_PAUSE_S)
+            time.sleep(min(pause, max(0.0, limit - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
             continue
-        if all(view[: world.size].nonzero().flatten().tolist() == living for view in views.values()):
+        if agreed:
             _check_calls(views, call, world.rank)
             positions = tuple(position for position, rank in enumerate(ranks) if rank in living)
             return Agreement(positions, all(bool(view[-2]) for view in views.values()))
@@ -72,26 +81,32 @@ def agree(core: _core.comm.Communicator, call: str, flag: bool, timeout: float) 
 
 def _round(core: _core.comm.Communicator, living: list[int], call: str, flag: bool, limit: float) -> _Views:
     """Exchanges views with the living ranks, once they are in step with this one."""
-
-    def left() -> float:
-        return max(limit - time.monotonic(), _LEAST_S)
-
     world, ranks = core.world, core.ranks
     group = _core.comm.subset(core, [position for position, rank in enumerate(ranks) if rank in living])
     assert group is not None  # this rank is one of them
-    group[0].resync(left(), quiet=True)
+    group[0].resync(_left(limit), quiet=True)
     views = {rank: torch.zeros(world.size + 2, dtype=torch.uint8) for rank in living}
     mine = views[world.rank]
     mine[living] = 1
     mine[-2], mine[-1] = flag, _CALLS.index(call)
-    others = [rank for rank in living if rank != world.rank]
+    _exchange(core, views, limit)
+    return views
+
+
+def _exchange(core: _core.comm.Communicator, views: _Views, limit: float) -> None:
+    """Sends this rank's view to the others, and takes theirs."""
+    world = core.world
+    others = [rank for rank in views if rank != world.rank]
     if others:
         # On the communicator of all ranks, since two ranks may call shrink() on communicators of different size.
-        sends, recvs = [(mine, rank) for rank in others], [(views[rank], rank) for rank in others]
+        sends, recvs = [(views[world.rank], rank) for rank in others], [(views[rank], rank) for rank in others]
         work = _core.comm.exchange(world.communicator(), describe, sends, recvs, True)
         assert work is not None  # asynchronous
-        work.wait(left(), quiet=True)
-    return views
+        work.wait(_left(limit), quiet=True)
+
+
+def _left(limit: float) -> float:
+    return max(limit - time.monotonic(), _LEAST_S)
 
 
 def _connected(views: _Views) -> list[int]:

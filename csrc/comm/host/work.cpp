@@ -149,11 +149,19 @@ bool ResyncWork::advance(Transport& transport) {
   if (completion_.pending > 0 || completion_.failure) return false;
   // A peer that was in step with this rank may have failed with another one since. That it, or
   // another thread of this rank, has called the next resync() is no failure of this one.
+  bool again = false;
   for (const int peer : *ranks_) {
     const auto error = transport.outOfStep(peer);
-    if (error && !hidesCause(*error)) completion_.failure = error;
+    if (!error) continue;
+    if (keeps_on_ && !calledResyncItself(*error)) {
+      transport.restartNumbers(peer);
+      transport.postResync(peer, &completion_);
+      again = true;
+    } else if (!hidesCause(*error)) {
+      completion_.failure = error;
+    }
   }
-  return false;
+  return again;
 }
 
 ExchangeWork::ExchangeWork(const Call& call, Ranks ranks, std::span<const Message> sends,

@@ -147,6 +147,10 @@ class ResyncWork final : public Work {
  public:
   using Work::Work;
 
+  // Pairs that fall out of step again meanwhile, since the peer failed with another rank, are
+  // brought into step once more, instead of a failure: the peer calls resync() again, too.
+  void keepOn() { keeps_on_ = true; }
+
  protected:
   void takeNumbers(Transport& transport) override;
   bool advance(Transport& transport) override;
@@ -156,6 +160,7 @@ class ResyncWork final : public Work {
 
  private:
   bool posted_ = false;
+  bool keeps_on_ = false;
 };
 
 // Sends and receives, all posted at once.

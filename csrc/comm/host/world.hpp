@@ -77,7 +77,8 @@ class World {
   void run(Work& work, double timeout_s, const InterruptCheck& check_interrupt);
   // Collective over the given ranks: brings their pairs into step again (transport.hpp). Fails the
   // operations that are under way between them, and drops what was sent before. Deadline as for
-  // wait(). `quiet`: the caller tells the program of no error (Work::keepQuiet).
+  // wait(). `quiet`: the caller tells the program of no error (Work::keepQuiet), and each of the
+  // ranks calls resync() again when it fails (ResyncWork::keepOn).
   void resync(const Call& call, const Ranks& ranks, double timeout_s,
               const InterruptCheck& check_interrupt, bool quiet);
   // True when the work has ended (an error is thrown by wait()). Never blocks.

@@ -203,7 +203,10 @@ void World::run(Work& work, double timeout_s, const InterruptCheck& check_interr
 void World::resync(const Call& call, const Ranks& ranks, double timeout_s,
                    const InterruptCheck& check_interrupt, bool quiet) {
   const auto work = std::make_shared<ResyncWork>(call, ranks);
-  if (quiet) work->keepQuiet();
+  if (quiet) {
+    work->keepQuiet();
+    work->keepOn();
+  }
   {
     std::lock_guard lock(mutex_);
     if (over()) throwUnusable();
