@@ -61,7 +61,7 @@ struct Cluster {
   // Whether rings can get in each other's way.
   bool sharesLinks() const noexcept { return sharesInterfaces() || uplinks > 0; }
 
-  // Of ranks between these two.
+  // What a group has in common whose lowest and highest rank are these.
   Scope scope(int first, int last) const noexcept {
     if (first / ranks_per_node == last / ranks_per_node) return Scope::kNode;
     const int domain = ranks_per_domain;

@@ -11,7 +11,8 @@ struct PassCosts {
   struct Pass {
     double seconds = 0;
     double exposed = 0;  // part of `seconds` that waits for KV
-    // Of each ring step after the first: compute, and the message beside it over a link of its own.
+    // What each ring step after the first takes: compute, and beside it the message, over a link
+    // that no other ring uses.
     double compute = 0;
     double bytes = 0;
     double latency = 0;

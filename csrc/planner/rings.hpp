@@ -28,7 +28,7 @@ struct LinkUse {
   int messages = 0;
 };
 
-// Of all links that a ring uses; none on one node, and where no links are shared.
+// The shared links that a ring uses; none on one node.
 std::vector<LinkUse> linksOf(const std::vector<int32_t>& ring, const Cluster& cluster);
 // Links of the cluster, and the messages that one has room for at full bandwidth.
 size_t numLinks(const Cluster& cluster) noexcept;

@@ -260,7 +260,7 @@ class Simulator {
     changePaces(micro_batch);
   }
 
-  // Of all passes that share a link with this one.
+  // Makes all passes that share a link with this one go on at the pace which it leaves them.
   void changePaces(int32_t micro_batch) {
     for (const int32_t other : links_.beside(micro_batch)) {
       SharedPass& own = shared_[other];
