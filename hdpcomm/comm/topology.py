@@ -89,6 +89,8 @@ class Topology:
             or, where no host has one and they are 3 to 16, those that the faster links join, if the slower ones have
             half of their bandwidth or less. Empty where all hosts are alike.
         domain: between hosts of one domain.
+        uplinks: links between a domain and the others: how much more all of its ranks send to the next domain at once
+            than one alone does. ``None`` where that is as much as their interfaces take, and without domains.
         nics: network interfaces that the ranks of a host share: how much more all of them send to the next host at
             once than one alone does. ``None`` where each rank has its own, and where no two ranks share a host.
     """
@@ -100,6 +102,7 @@ class Topology:
     nics: int | None = None
     domains: tuple[tuple[int, ...], ...] = ()
     domain: LinkCost | None = None
+    uplinks: int | None = None
 
     @property
     def domain_of_rank(self) -> list[int] | None:
@@ -129,11 +132,13 @@ class Topology:
         measured = dataclasses.replace(DEVICES[device], name=f"{device}, links measured", **changes)
         smallest = min(len(host.ranks) for host in self.hosts)
         near = min(map(len, self.domains), default=1) * smallest
+        has_domains = self.domain is not None and near > smallest
         return ClusterSpec(
             ranks=self.ranks,
             ranks_per_node=smallest,
-            ranks_per_domain=near if self.domain is not None and near > smallest else None,
+            ranks_per_domain=near if has_domains else None,
             nics=self.nics,
+            uplinks=self.uplinks if has_domains else None,
             device=measured,
         )
 
@@ -298,8 +303,10 @@ def measure_topology(comm: Communicator) -> Topology:
     pairs = [(a, b) for a in range(comm.size) for b in range(a + 1, comm.size)]
     intra = [pair for pair in pairs if node_of_rank[pair[0]] == node_of_rank[pair[1]]]
     apart = [pair for pair in pairs if node_of_rank[pair[0]] != node_of_rank[pair[1]]]
-    nics = _measure_nics(comm, [host.ranks for host in hosts])
-    found = Topology(comm.transport, tuple(hosts), _measure(comm, intra), None, nics, _find_domains(comm, hosts))
+    nics = _shared_links(comm, [host.ranks for host in hosts])
+    domains = _find_domains(comm, hosts)
+    uplinks = _measure_uplinks(comm, hosts, domains, nics)
+    found = Topology(comm.transport, tuple(hosts), _measure(comm, intra), None, nics, domains, uplinks=uplinks)
     where = found.domain_of_rank
     near = [pair for pair in apart if where is not None and where[pair[0]] == where[pair[1]]]
     far = [pair for pair in apart if where is None or where[pair[0]] != where[pair[1]]]
@@ -349,14 +356,31 @@ def _host_bandwidths(comm: Communicator, hosts: list[Host]) -> dict[tuple[int, i
     return {pair: buffer.numel() / seconds for pair, seconds in zip(pairs, took.tolist(), strict=True)}
 
 
-def _measure_nics(comm: Communicator, hosts: list[tuple[int, ...]]) -> int | None:
-    """See :attr:`Topology.nics`. Messages go round the hosts, of one rank each and of as many as each host has."""
-    local = min(len(ranks) for ranks in hosts)
-    if len(hosts) == 1 or local == 1:
+def _measure_uplinks(
+    comm: Communicator, hosts: list[Host], domains: Sequence[Sequence[int]], nics: int | None
+) -> int | None:
+    """See :attr:`Topology.uplinks`. Collective over ``comm``."""
+    if not domains:
+        return None
+    groups = []
+    for places in domains:
+        by_turns = itertools.zip_longest(*(hosts[place].ranks for place in places))  # of each host one, then another
+        groups.append(tuple(rank for turn in by_turns for rank in turn if rank is not None))
+    found = _shared_links(comm, groups)
+    local = min(len(host.ranks) for host in hosts)
+    interfaces = min(map(len, domains)) * (local if nics is None else nics)
+    return found if found is not None and found < interfaces else None
+
+
+def _shared_links(comm: Communicator, groups: Sequence[tuple[int, ...]]) -> int | None:
+    """Links that the ranks of a group share to those of the next one, by messages that go round the groups, of one rank
+    each and of as many as each group has. ``None``: each rank has its own. Collective."""
+    local = min(len(ranks) for ranks in groups)
+    if len(groups) == 1 or local == 1:
         return None
     out, back = (torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=comm.device) for _ in range(2))
-    place = next((number, ranks.index(comm.rank)) for number, ranks in enumerate(hosts) if comm.rank in ranks)
-    before, after = (hosts[(place[0] + step) % len(hosts)] for step in (-1, 1))
+    place = next((number, ranks.index(comm.rank)) for number, ranks in enumerate(groups) if comm.rank in ranks)
+    before, after = (groups[(place[0] + step) % len(groups)] for step in (-1, 1))
 
     def seconds(senders: int) -> float:
         comm.barrier()
@@ -371,8 +395,8 @@ def _measure_nics(comm: Communicator, hosts: list[tuple[int, ...]]) -> int | Non
     slowest = torch.tensor(found[1:], dtype=torch.float64)
     comm.all_reduce(slowest, "max")
     alone, together = slowest.amin(0).tolist()
-    nics = max(1, round(local * alone / together))
-    return nics if nics < local else None
+    links = max(1, round(local * alone / together))
+    return links if links < local else None
 
 
 def _await_device(comm: Communicator) -> None:

@@ -82,6 +82,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         offload=config.offload_bytes > 0,
         cores=shared_cores(comm) if comm.device.type == "cpu" else None,
         nics=topology.nics,
+        uplinks=topology.uplinks if domain_block(comm, near) else None,
     )
     device = _device(comm, config, topology, spec, cost)
     device = _as_measured(device, spec, cluster, reduction_s, optimizer_s)

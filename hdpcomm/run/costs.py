@@ -55,7 +55,8 @@ class Costs:
         memory: with offload only.
         pool: pinned host memory of this rank, with offload only.
         processor_model: of :class:`hdpcomm.plan.Calibration`; ``None`` where it was not measured.
-        nics: network interfaces of a host, by a calibration; ``None``: none that its ranks share, or nobody has looked.
+        nics, uplinks: network interfaces of a host, and links of a domain to others, by a calibration; ``None``: none
+            that their ranks share, or nobody has looked.
     """
 
     cost_model: CostModel
@@ -64,6 +65,7 @@ class Costs:
     pool: PinnedPool | None = None
     processor_model: CostModel | None = None
     nics: int | None = None
+    uplinks: int | None = None
 
 
 def measure_costs(
@@ -91,6 +93,7 @@ def measure_costs(
             pool,
             CostModel(**processor) if processor else None,
             facts.get("nics"),
+            facts.get("uplinks"),
         )
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
@@ -135,6 +138,7 @@ def _calibrated(
         pool,
         calibration.processor_model,
         calibration.cluster.nics,
+        calibration.cluster.uplinks,
     )
 
 
@@ -185,10 +189,12 @@ def make_planner(
     domains = domains_of(comm)
     local = math.gcd(*(node_block(comm, group) for group in groups))
     near = math.gcd(*(domain_block(comm, domains, group) or 1 for group in groups))
+    has_domains = near > local and near % local == 0
     cluster = ClusterSpec(
         ranks=len(groups[0]),
         ranks_per_node=local,
-        ranks_per_domain=near if near > local and near % local == 0 else None,
+        ranks_per_domain=near if has_domains else None,
+        uplinks=costs.uplinks if has_domains else None,
         capacity=costs.capacity,
         tensor=config.tensor,
         pipeline=config.pipeline,

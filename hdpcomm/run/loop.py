@@ -300,6 +300,7 @@ class _Run:
             "memory_model": None if memory is None else asdict(memory),
             "processor_model": None if processor is None else asdict(processor),
             "nics": self.costs.nics,
+            "uplinks": self.costs.uplinks,
             "loader": self.batches.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import hdpcomm as hdp
-from hdpcomm.comm import bootstrap
-from hdpcomm.comm.topology import Host, _find_domains, measure_topology
+from hdpcomm.comm import bootstrap, topology
+from hdpcomm.comm.topology import Host, _find_domains, _measure_uplinks, measure_topology
 from hdpcomm.torch_backend import communicator
 from tests.ranks.attention.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
@@ -58,15 +58,17 @@ def everything(folder: Path) -> None:
 def interfaces(folder: Path) -> None:
     """What the ranks find that they share, and what a planner gets of it."""
     with hdp.init(timeout=60) as world:
-        topology = measure_topology(world)
-        write(folder, f"nics{world.rank}", (topology.nics, topology.to_cluster("h100").nics))
+        found = measure_topology(world)
+        write(folder, f"nics{world.rank}", (found.nics, found.to_cluster("h100").nics))
 
 
 def racks(folder: Path) -> None:
-    """Which hosts are near each other, of one rank each."""
+    """Which hosts are near each other, of one rank each, and the links that each domain has to the others."""
+    topology._LARGE_BYTES = 8 << 20  # the links are slow
     with hdp.init(timeout=60) as world:
         hosts = [Host(str(rank), (rank,), 1, (), ()) for rank in range(world.size)]
-        write(folder, f"racks{world.rank}", _find_domains(world, hosts))
+        domains = _find_domains(world, hosts)
+        write(folder, f"racks{world.rank}", (domains, _measure_uplinks(world, hosts, domains, None)))
         time.sleep(1)  # what was sent last is still on its way over the slow links
 
 
