@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan.micro_batch import MicroBatch
     from hdpcomm.plan.table import PlanTable
 
-__all__ = ["check_batches", "check_sequences", "check_values"]
+__all__ = ["check_batches", "check_queue", "check_sequences", "check_values"]
 
 _MOST_RANKS = 1 << 24
 _MOST_TOKENS = 1 << 40  # of a sequence, as the planner takes
@@ -69,6 +69,23 @@ def check_batches(table: PlanTable, num_ranks: int, memory: MemoryModel | None) 
         f"(capacity {memory.capacity}, offload ratio {batch.offload_ratio:.2f}, host memory for "
         f"{memory.host_tokens:.0f} tokens): give it more ranks or fewer sequences"
     )
+
+
+def check_queue(table: PlanTable, num_ranks: int, queued: int, pools: int) -> None:
+    """Raises InvalidUsage unless the last ``queued`` micro-batches can wait in the queues of so many pools of ranks."""
+    if not 0 <= queued <= len(table):
+        raise InvalidUsage(f"the plan's queued is {queued}, expected 0 to {len(table)}, as it has micro-batches")
+    if not 1 <= pools <= num_ranks or (pools > 1 and not queued):
+        most = num_ranks if queued else 1
+        raise InvalidUsage(f"the plan's queue_pools is {pools}, expected 1 to {most}")
+    first = len(table) - queued
+    wrong = (table.group_sizes()[first:] != 1) | (table.offload_ratio[first:] != 0)
+    if wrong.any():
+        batch = table.micro_batches(first + int(np.argmax(wrong)), first + int(np.argmax(wrong)) + 1)[0]
+        raise InvalidUsage(
+            f"micro-batch {batch.index} is in the queue, with ranks {batch.ranks} and offload ratio "
+            f"{batch.offload_ratio}: those have one rank and no offload"
+        )
 
 
 def _wrong_rows(table: PlanTable, num_ranks: int) -> NDArray[np.bool_]:

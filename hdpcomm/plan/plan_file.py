@@ -32,7 +32,7 @@ __all__ = ["check_plan_suffix", "read_plan", "read_text", "write_file", "write_p
 _SUFFIXES = (".json", ".safetensors")
 _FORMAT, _VERSION = "hdpcomm.plan", "1"
 _TEXTS = ("format", "version", "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share")
-_LATER = {"noise_s": 0.0}  # values that files of earlier releases lack, and what they are there
+_LATER = {"noise_s": 0.0, "queued": 0, "queue_pools": 1}  # values that files may lack, and what they are there
 _KINDS = {np.int64: "I64", np.int32: "I32", np.float64: "F64"}
 _ALIGNMENT = 64
 _MOST_HEADER = 100 << 20  # as the package safetensors
@@ -179,7 +179,7 @@ def _values(metadata: dict[str, str]) -> dict[str, Any]:
         )
     values: dict[str, Any] = {"policy": metadata["policy"], "num_ranks": int(metadata["num_ranks"])}
     values |= {name: float(metadata[name]) for name in _TEXTS if name.endswith(("_s", "_share"))}
-    return values | {name: float(metadata.get(name, before)) for name, before in _LATER.items()}
+    return values | {name: type(before)(metadata.get(name, before)) for name, before in _LATER.items()}
 
 
 def _fragments(text: str) -> tuple[TreeFragment, ...]:

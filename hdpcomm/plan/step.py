@@ -16,7 +16,7 @@ from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo, format_ranks
-from hdpcomm.plan.plan_checks import check_batches, check_sequences, check_values
+from hdpcomm.plan.plan_checks import check_batches, check_queue, check_sequences, check_values
 from hdpcomm.plan.plan_file import check_plan_suffix, read_plan, read_text, write_file, write_plan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
@@ -44,6 +44,11 @@ class StepPlan:
         planning_s: seconds that planning took; not part of the hash.
         idle_share: share of ranks x makespan in which ranks wait or are done.
         noise_s: seconds that the noise of the cost model adds to the makespan in the mean; 0 without noise.
+        queued: micro-batches at the end of the plan that wait in a queue, each for one rank and without offload. A rank
+            runs what is bound to it, then takes the next one of the queue until none is left. The rank that the plan
+            names for it is the one that would take it if all went as predicted; a plan may also be run so.
+        queue_pools: queues that there are: a micro-batch is for the ranks that are equal to its own one modulo this
+            number (:mod:`hdpcomm.plan.queue`).
         fragments: parts of trees that were cut; number i has the id ``len(lengths) + i``, and its tree none.
     """
 
@@ -56,6 +61,8 @@ class StepPlan:
     idle_share: float
     fragments: tuple[TreeFragment, ...] = ()
     noise_s: float = 0.0
+    queued: int = 0
+    queue_pools: int = 1
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -112,8 +119,17 @@ class StepPlan:
         """Tokens of the step."""
         return int(self.table.lengths.sum())
 
-    def for_rank(self, rank: int) -> tuple[MicroBatch, ...]:
-        """The micro-batches of a rank, in the order in which it runs them.
+    def with_table(self, table: PlanTable) -> StepPlan:
+        """The plan with other micro-batches, all else as it is."""
+        return StepPlan.of_table(table, fragments=self.fragments, **{name: getattr(self, name) for name in _VALUES})
+
+    def micro_batch(self, row: int) -> MicroBatch:
+        """That of a row of :attr:`table`; makes no others."""
+        return self._batch(range(len(self.table))[row])
+
+    def for_rank(self, rank: int, *, rows: int | None = None) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a rank, in the order in which it runs them; with ``rows`` only those of the table's
+        first so many.
 
         Raises:
             InvalidUsage: the plan has no such rank.
@@ -123,8 +139,9 @@ class StepPlan:
             raise InvalidUsage(
                 f"rank {rank} asked of a plan for {self.num_ranks} ranks: give 0 to {self.num_ranks - 1}"
             )
-        rows, bounds = self._rows_by_rank()
-        return tuple(self._batch(row) for row in rows[bounds[rank] : bounds[rank + 1]].tolist())
+        found, bounds = self._rows_by_rank()
+        own = found[bounds[rank] : bounds[rank + 1]].tolist()
+        return tuple(self._batch(row) for row in own if rows is None or row < rows)
 
     def _rows_by_rank(self) -> tuple[Any, Any]:
         found: tuple[Any, Any] | None = self._cache.get("by_rank")
@@ -150,6 +167,8 @@ class StepPlan:
         if found is None:
             digest = hashlib.sha256(f"{self.policy},{self.num_ranks}".encode())
             digest.update(core.hashed_text(self.table.columns()))
+            if self.queued:
+                digest.update(f"queue {self.queued} {self.queue_pools}\n".encode())
             for fragment in self.fragments:
                 digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
             found = self._cache["hash"] = digest.hexdigest()
@@ -188,6 +207,9 @@ class StepPlan:
         if len(rows) > max_rows:
             rows = np.argsort(-tokens, kind="stable")[:max_rows].tolist()
             lines.append(f"the {max_rows} largest micro-batches:")
+        if self.queued:
+            pools = "" if self.queue_pools == 1 else f", one for each of {self.queue_pools} pools of ranks"
+            lines.insert(1, f"{self.queued} of them wait in a queue{pools}: who is free takes the next one")
         starts = self.timeline()
         return "\n".join([*lines, *(f"  {self._batch(row).describe(starts[row])}" for row in rows)])
 
@@ -206,12 +228,17 @@ class StepPlan:
             "planning_s": self.planning_s,
             "idle_share": self.idle_share,
             "noise_s": self.noise_s,
+            **self._queue_values(),
             "hash": self.hash,
             "fragments": [
                 {"tree": f.tree, "segments": list(f.segments), "repeated": list(f.repeated)} for f in self.fragments
             ],
             "micro_batches": self.table.to_dicts(),
         }
+
+    def _queue_values(self) -> dict[str, int]:
+        """What files have of a queue: nothing where there is none."""
+        return {name: getattr(self, name) for name in _QUEUE_VALUES} if self.queued else {}
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
@@ -231,6 +258,8 @@ class StepPlan:
                 planning_s=float(data["planning_s"]),
                 idle_share=float(data["idle_share"]),
                 noise_s=float(data.get("noise_s", 0.0)),
+                queued=int(data.get("queued", 0)),
+                queue_pools=int(data.get("queue_pools", 1)),
                 fragments=tuple(
                     TreeFragment(int(f["tree"]), tuple(map(int, f["segments"])), tuple(map(bool, f["repeated"])))
                     for f in data.get("fragments", ())
@@ -260,7 +289,8 @@ class StepPlan:
         if check_plan_suffix(path) == ".json":
             write_file(path, (self.to_json() + "\n").encode())
         else:
-            write_plan(path, self.table, {name: getattr(self, name) for name in _VALUES}, self.fragments)
+            values = {name: getattr(self, name) for name in _VALUES if name not in _QUEUE_VALUES}
+            write_plan(path, self.table, values | self._queue_values(), self.fragments)
 
     @classmethod
     def load(cls, path: Path | str) -> StepPlan:
@@ -289,11 +319,15 @@ class StepPlan:
             InvalidUsage: says which micro-batch is wrong, and why.
         """
         check_batches(self.table, self.num_ranks, memory)
+        check_queue(self.table, self.num_ranks, self.queued, self.queue_pools)
         if lengths is not None:
             check_sequences(self.table, self.fragments, lengths)
 
 
-_VALUES = ("policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s")
+_QUEUE_VALUES = ("queued", "queue_pools")
+_VALUES = (
+    "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s", *_QUEUE_VALUES
+)  # fmt: skip
 
 
 def _plan_of_columns(columns: tuple[Any, ...], values: dict[str, Any], fragments: tuple[TreeFragment, ...]) -> StepPlan:
