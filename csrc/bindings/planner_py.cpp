@@ -9,6 +9,7 @@
 #include "bindings/rooms.hpp"
 #include "planner/noise.hpp"
 #include "planner/plan.hpp"
+#include "planner/queue.hpp"
 #include "planner/simulator.hpp"
 
 namespace py = pybind11;
@@ -33,27 +34,39 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
   return load;
 }
 
-// (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan)
+// (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan,
+// micro-batches that wait in a queue, pools of ranks)
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
-                       std::vector<double> squares, const std::vector<int64_t>& ids) {
+                       std::vector<double> squares, const std::vector<int64_t>& ids, bool queue) {
   std::optional<PlanColumns> columns;
   double lower_bound = 0;
   double makespan = 0;
   double idle_share = 0;
   double noise_s = 0;
+  int queued = 0;
+  int pools = 1;
   {
     py::gil_scoped_release release;
     const Problem problem(std::move(lengths), cost, std::move(squares));
     lower_bound = planner::lowerBound(problem);
     const PolicyOptions options{context, context_ranks};
-    const Plan plan = planner::planPolicy(problem, policy, options, lower_bound);
+    Plan plan = planner::planPolicy(problem, policy, options, lower_bound);
+    std::optional<double> mean;
+    if (queue && problem.count() > 0) {
+      planner::QueuedPlan found = planner::planQueue(problem, options, std::move(plan));
+      plan = std::move(found.plan);
+      queued = found.queued;
+      pools = queued > 0 ? found.pools : 1;
+      if (queued > 0) mean = found.mean;
+    }
     columns.emplace(plan, problem.lengths(), ids);
     makespan = plan.makespan;
     idle_share = plan.idle_share;
-    noise_s = std::max(0.0, planner::expectedMakespan(problem, plan) - makespan);
+    noise_s = std::max(0.0, mean.value_or(planner::expectedMakespan(problem, plan)) - makespan);
   }
-  return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s);
+  return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s,
+                        queued, pools);
 }
 
 // The simulator counts on ranks that the cluster has.
@@ -172,7 +185,8 @@ void bindPlanner(py::module_& module) {
       .def("token_limit", &CostModel::tokenLimit, py::arg("ratio"));
   module.def("solve", &solveToTuple, py::arg("cost"), py::arg("lengths"), py::arg("policy"),
              py::arg("context"), py::arg("context_ranks"),
-             py::arg("squares") = std::vector<double>(), py::arg("ids") = std::vector<int64_t>());
+             py::arg("squares") = std::vector<double>(), py::arg("ids") = std::vector<int64_t>(),
+             py::arg("queue") = false);
   module.def(
       "lower_bound",
       [](const CostModel& cost, std::vector<int64_t> lengths, std::vector<double> squares) {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/xorshift.hpp"
+#include "planner/luck.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -26,113 +26,14 @@ int drawsFor(size_t batches) {
   return static_cast<int>(std::clamp<size_t>(most, kFewestDraws, kMostDraws));
 }
 
-// Random factors of the micro-batch that each sequence is the first of, in a number of possible
-// steps: half of these mirror the others, and the deviation over all of them is exact.
-class Luck {
- public:
-  Luck(size_t sequences, int steps, double noise) : steps_(steps), factors_(sequences * steps) {
-    const size_t half = steps / 2;
-    Xorshift random;
-    std::vector<double> normal(half);
-    float* next = factors_.data();
-    for (size_t i = 0; i < sequences; ++i, next += steps) {
-      double squares = 0;
-      for (double& value : normal) {
-        value = -6;  // a sum of twelve uniform numbers: nearly normal, and the same on any machine
-        for (int term = 0; term < 12; ++term) value += random.unit();
-        squares += value * value;
-      }
-      const double scale = noise / std::sqrt(squares / static_cast<double>(half));
-      for (size_t k = 0; k < half; ++k) {
-        next[k] = static_cast<float>(std::max(0.0, 1 + scale * normal[k]));
-        next[half + k] = static_cast<float>(std::max(0.0, 1 - scale * normal[k]));
-      }
-    }
-  }
-
-  int steps() const noexcept { return steps_; }
-  const float* of(int32_t sequence) const noexcept {
-    return factors_.data() + static_cast<size_t>(sequence) * steps_;
-  }
-
- private:
-  int steps_;
-  std::vector<float> factors_;
-};
-
-// Seconds of a micro-batch that vary, and those that do not.
-struct Certainty {
-  double compute = 0;
-  double wait = 0;
-};
-
-Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
-  const CostModel& cost = problem.cost();
-  const CostParams& params = cost.params();
-  const int size = static_cast<int>(batch.ranks.size());
-  const Load load = workOf(problem, batch).load;
-  const double compute =
-      cost.computeSeconds(load, size) + params.fixed + (size - 1) * params.ring_step;
-  const double all = cost.seconds(load, size, scopeOf(batch.ranks, cost.cluster()),
-                                  crowding(batch.ranks, cost.cluster()));
-  const double speed = slowest(batch.ranks, cost.cluster());
-  return {compute / speed, std::max(0.0, all - compute) / speed};
-}
-
-double meanMakespan(const Problem& problem, const std::vector<MicroBatch>& batches,
-                    const Luck& luck) {
-  const size_t steps = luck.steps();
-  std::vector<float> ends(batches.size() * steps);
-  std::vector<float> makespans(steps, 0.0F);
-  std::vector<int64_t> last(problem.ranks(), -1);
-  std::vector<int64_t> before;
-  for (size_t i = 0; i < batches.size(); ++i) {
-    float* const end = ends.data() + i * steps;
-    before.clear();
-    for (const int32_t rank : batches[i].ranks) {
-      if (last[rank] >= 0) before.push_back(last[rank]);
-      last[rank] = static_cast<int64_t>(i);
-    }
-    std::sort(before.begin(), before.end());
-    before.erase(std::unique(before.begin(), before.end()), before.end());
-    for (const int64_t other : before) {
-      const float* const ready = ends.data() + static_cast<size_t>(other) * steps;
-      for (size_t k = 0; k < steps; ++k) end[k] = std::max(end[k], ready[k]);
-    }
-    const Certainty parts = certaintyOf(problem, batches[i]);
-    const auto compute = static_cast<float>(parts.compute);
-    const auto wait = static_cast<float>(parts.wait);
-    const float* const factors = luck.of(batches[i].sequences.front());
-    for (size_t k = 0; k < steps; ++k) {
-      end[k] += wait + compute * factors[k];
-      makespans[k] = std::max(makespans[k], end[k]);
-    }
-  }
-  double sum = 0;
-  for (const float makespan : makespans) sum += makespan;
-  return sum / static_cast<double>(steps);
-}
-
 // Deals anew what the ranks run by themselves after the last micro-batch that they share.
-class Tails {
+class Dealer {
  public:
-  Tails(const Problem& problem, const Plan& plan) : problem_(problem), cost_(problem.cost()) {
-    std::vector<bool> alone(problem.ranks(), true);
-    for (auto batch = plan.micro_batches.rbegin(); batch != plan.micro_batches.rend(); ++batch) {
-      const int32_t rank = batch->ranks.front();
-      if (batch->ranks.size() == 1 && batch->offload == 0 && alone[rank]) {
-        sequences_.insert(sequences_.end(), batch->sequences.begin(), batch->sequences.end());
-        continue;
-      }
-      for (const int32_t member : batch->ranks) alone[member] = false;
-      shared_.push_back(*batch);
-    }
-    std::reverse(shared_.begin(), shared_.end());
-    std::sort(sequences_.begin(), sequences_.end(), [&](int32_t a, int32_t b) {
-      const double of_a = cost_.seconds(problem_.own(a), 1);
-      const double of_b = cost_.seconds(problem_.own(b), 1);
-      return of_a != of_b ? of_a > of_b : a < b;
-    });
+  Dealer(const Problem& problem, Tails tails)
+      : problem_(problem),
+        cost_(problem.cost()),
+        shared_(std::move(tails.shared)),
+        sequences_(std::move(tails.sequences)) {
     findEnds();
   }
 
@@ -217,20 +118,20 @@ double expectedMakespan(const Problem& problem, const Plan& plan) {
   const double noise = problem.cost().params().noise;
   if (noise <= 0 || plan.micro_batches.empty()) return plan.makespan;
   const Luck luck(problem.count(), drawsFor(plan.micro_batches.size()), noise);
-  return meanMakespan(problem, plan.micro_batches, luck);
+  return DrawnEnds(problem, plan.micro_batches, luck).meanMakespan();
 }
 
 Plan planForNoise(const Problem& problem, Plan plan) {
   const double noise = problem.cost().params().noise;
   if (noise <= 0) return plan;
-  const Tails tails(problem, plan);
-  if (tails.empty()) return plan;
+  const Dealer dealer(problem, takeTails(problem, plan));
+  if (dealer.empty()) return plan;
   const Luck luck(problem.count(), drawsFor(problem.count()), noise);
-  double best = meanMakespan(problem, plan.micro_batches, luck);
+  double best = DrawnEnds(problem, plan.micro_batches, luck).meanMakespan();
   std::vector<MicroBatch> batches;
   const auto attempt = [&](int parts, double caution) {
-    std::vector<MicroBatch> found = tails.deal(parts, caution);
-    const double mean = meanMakespan(problem, found, luck);
+    std::vector<MicroBatch> found = dealer.deal(parts, caution);
+    const double mean = DrawnEnds(problem, found, luck).meanMakespan();
     if (mean >= best) return false;
     best = mean;
     batches = std::move(found);

@@ -53,7 +53,8 @@ def solve(
     context_ranks: int,
     squares: Sequence[float] = (),
     ids: Sequence[int] = (),
-) -> tuple[Columns, float, float, float, float]: ...
+    queue: bool = False,
+) -> tuple[Columns, float, float, float, float, int, int]: ...
 def make_batches(
     table: Columns,
     first: int,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,23 @@ __all__ = ["POLICIES", "Planner"]
 POLICIES = ("balanced", "pipeline", "naive", "pow2", "static")
 
 
+class _Solved(NamedTuple):
+    """What the solver found; see :class:`StepPlan`."""
+
+    table: PlanTable
+    makespan: float
+    lower_bound: float
+    idle_share: float
+    noise_s: float
+    queued: int = 0
+    queue_pools: int = 1
+
+    @property
+    def expected(self) -> float:
+        """The mean makespan."""
+        return self.makespan + self.noise_s
+
+
 class Planner:
     """Plans steps for one model on one cluster. Local: every rank that plans the same lengths gets the same plan.
 
@@ -45,6 +62,9 @@ class Planner:
         ring_peers: the most ranks that a rank may exchange ring messages with in a step, 2 or more; ``None``: any
             number. A plan that has no more than that anyway stays as it is. Else groups are of neighbouring ranks, of
             which a rank has 4 at most; rings that leave each host once are made where there is room for their peers.
+        queue: sequences that fit one rank wait in a queue (:attr:`StepPlan.queued`) in small micro-batches, from which
+            ranks take when they are free, so that a rank that has bad luck or is slower than was thought does less. A
+            step in which that would take longer has none. For ``balanced`` without pipelines and expert ranks.
 
     Example:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
@@ -64,6 +84,7 @@ class Planner:
         context_ranks: int = 0,
         memory: MemoryModel | None = None,
         ring_peers: int | None = None,
+        queue: bool = False,
     ) -> None:
         if policy not in POLICIES:
             raise InvalidUsage(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
@@ -76,6 +97,13 @@ class Planner:
         check_whole("Planner", "context_ranks", context_ranks, least=0)
         if ring_peers is not None:
             check_whole("Planner", "ring_peers", ring_peers, least=2, most=(1 << 31) - 1)
+        check_type("Planner", "queue", queue, bool)
+        if queue and (policy not in ("balanced", "pipeline") or cluster.pipeline > 1 or cluster.expert > 1):
+            raise InvalidUsage(
+                f"queue was given with policy {policy!r}, {cluster.pipeline} device(s) of a pipeline and "
+                f"{cluster.expert} expert rank(s): only plans of the policy 'balanced' have one, without pipelines and "
+                "ranks that share experts"
+            )
         if cost_model is None:
             if model is None:
                 raise InvalidUsage("neither a model nor a cost_model is given: one of them has to say what tokens cost")
@@ -88,6 +116,7 @@ class Planner:
         self.context = context
         self.context_ranks = context_ranks
         self.ring_peers = ring_peers
+        self.queue = queue
         self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / cluster.ranks)
         self._core = core_cost(cost_model, self.memory, cluster, ring_peers)
         self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
@@ -107,6 +136,7 @@ class Planner:
             context_ranks=self.context_ranks,
             memory=self.memory,
             ring_peers=self.ring_peers,
+            queue=self.queue,
         )
 
     @property
@@ -128,47 +158,40 @@ class Planner:
         """
         start = time.perf_counter()
         jobs = self._jobs(lengths)
-        table, makespan, lower_bound, idle_share, noise_s = self._solve(self._core, jobs)
-        lower_bound *= 1 - self._spare
+        solved = self._solve(self._core, jobs)
+        lower_bound = solved.lower_bound * (1 - self._spare)
         if self._in_waves:
-            return self._plan_in_waves(jobs, table, start)
+            return self._plan_in_waves(jobs, solved.table, start)
         if self.policy == "balanced" and self._spare:
-            return self._plan_for_shared_cores(jobs, table, lower_bound, start)
+            return self._plan_for_shared_cores(jobs, solved, lower_bound, start)
         others = self._without_offload
         if (
             others is not None
-            and makespan > lower_bound * (1 + 1e-9)
+            and solved.makespan > lower_bound * (1 + 1e-9)
             and max(jobs.tokens, default=0) <= self.max_length
         ):
             with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
                 plain = self._solve(others, jobs)
-                if plain[1] + plain[4] < makespan + noise_s:  # heuristics may find a better plan with fewer choices
-                    table, makespan, _, idle_share, noise_s = plain
-        return self._made(jobs, start, table, makespan, lower_bound, idle_share, noise_s)
+                if plain.expected < solved.expected:  # heuristics may find a better plan with fewer choices
+                    solved = plain
+        return self._made(jobs, start, solved._replace(lower_bound=lower_bound))
 
-    def _made(
-        self,
-        jobs: Jobs,
-        start: float,
-        table: PlanTable,
-        makespan: float,
-        lower_bound: float,
-        idle_share: float,
-        noise_s: float = 0.0,
-    ) -> StepPlan:
+    def _made(self, jobs: Jobs, start: float, solved: _Solved) -> StepPlan:
         return StepPlan.of_table(
-            table,
+            solved.table,
             policy=self.policy,
             num_ranks=self.cluster.ranks,
-            makespan_s=makespan,
-            lower_bound_s=lower_bound,
+            makespan_s=solved.makespan,
+            lower_bound_s=solved.lower_bound,
             planning_s=time.perf_counter() - start,
-            idle_share=idle_share,
-            noise_s=noise_s,
+            idle_share=solved.idle_share,
+            noise_s=solved.noise_s,
+            queued=solved.queued,
+            queue_pools=solved.queue_pools,
             fragments=jobs.fragments,
         )
 
-    def _plan_for_shared_cores(self, jobs: Jobs, balanced: PlanTable, lower_bound: float, start: float) -> StepPlan:
+    def _plan_for_shared_cores(self, jobs: Jobs, balanced: _Solved, lower_bound: float, start: float) -> StepPlan:
         """The plan in which the ranks together have the least to do: idle ranks leave their cores to others.
 
         Costs are those of ranks that all work at once. Then a step takes the mean of the ranks' times, but never less
@@ -178,13 +201,15 @@ class Planner:
         costs = [self._core] if self._without_offload is None else [self._core, self._without_offload]
         for policy, cost in [("balanced", None), *product(("naive", "static"), costs)]:
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
-                table = balanced if cost is None else self._solve(cost, jobs, policy)[0]
-                seconds = np.repeat(table.predicted_s, table.group_sizes())
-                busy = np.bincount(table.ranks, weights=seconds, minlength=self.cluster.ranks).tolist()
+                solved = balanced if cost is None else self._solve(cost, jobs, policy)
+                seconds = np.repeat(solved.table.predicted_s, solved.table.group_sizes())
+                busy = np.bincount(solved.table.ranks, weights=seconds, minlength=self.cluster.ranks).tolist()
                 mean = sum(busy) / len(busy)
-                found.append((max(mean, (1 - self._spare) * max(busy)), mean, table))
+                found.append((max(mean, (1 - self._spare) * max(busy)), mean, solved))
         makespan, mean, best = min(found, key=lambda one: one[0])
-        return self._made(jobs, start, best, makespan, lower_bound, 1 - mean / makespan if makespan else 0.0)
+        idle_share = 1 - mean / makespan if makespan else 0.0
+        found_best = best._replace(makespan=makespan, lower_bound=lower_bound, idle_share=idle_share, noise_s=0.0)
+        return self._made(jobs, start, found_best)
 
     def _plan_in_waves(self, jobs: Jobs, table: PlanTable, start: float) -> StepPlan:
         """The plan whose waves end first: of the micro-batches as they are and the longest first, for ``balanced`` also
@@ -193,19 +218,15 @@ class Planner:
         others = ("naive", "pow2", "static") if self.policy in ("balanced", "pipeline") else ()
         for policy in (None, *others):
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
-                solved = (table if policy is None else self._solve(self._core, jobs, policy)[0]).micro_batches()
+                solved = (table if policy is None else self._solve(self._core, jobs, policy).table).micro_batches()
                 for made in (solved, sorted_for_waves(solved)):
                     waves = wave_times(made, [each.predicted_s for each in made], self.cost_model, self.cluster)
                     mean = sum(waves.rank_busy) / self.cluster.ranks
                     found.append((max(mean, (1 - self._spare) * waves.makespan_s), mean, made))
         makespan, mean, best = min(found, key=lambda one: one[0])
+        idle_share = 1 - mean / makespan if makespan else 0.0
         return self._made(
-            jobs,
-            start,
-            PlanTable.of(best),
-            makespan,
-            self._bound_in_waves(jobs),
-            1 - mean / makespan if makespan else 0.0,
+            jobs, start, _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0)
         )
 
     def _bound_in_waves(self, jobs: Jobs) -> float:
@@ -219,14 +240,12 @@ class Planner:
         mean = (cost.attention * squares + linear * sum(jobs.tokens)) / self.cluster.ranks
         return max((1 - self._spare) * bound, mean)
 
-    def _solve(
-        self, cost: core.CostModel, jobs: Jobs, policy: str | None = None
-    ) -> tuple[PlanTable, float, float, float, float]:
-        """Also the makespan, the bound, the idle share, and what noise adds to the makespan."""
+    def _solve(self, cost: core.CostModel, jobs: Jobs, policy: str | None = None) -> _Solved:
+        """``policy``: another one, without a queue."""
         options = (policy or self.policy, self.context, self.context_ranks)
-        columns, *rest = core.solve(cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids)
-        makespan, lower_bound, idle_share, noise_s = rest
-        return PlanTable(*columns), makespan, lower_bound, idle_share, noise_s
+        queue = self.queue and policy is None
+        found = core.solve(cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids, queue=queue)
+        return _Solved(PlanTable(*found[0]), *found[1:])
 
     def schedule(self, plan: StepPlan) -> PipelineSchedule:
         """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.

@@ -1,0 +1,223 @@
+#include "planner/queue.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "planner/luck.hpp"
+#include "planner/noise.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+constexpr int kPoolRanks = 256;         // that one counter answers
+constexpr double kAskSeconds = 100e-6;  // what a rank waits for the counter's answer
+// Deviation that micro-batches are thought to have where the cost model knows of none: no clock of
+// a step was ever without.
+constexpr double kAssumedNoise = 0.02;
+// A queue may be longer than the plan without one by this share, in the mean: what nobody predicts
+// speaks for it.
+constexpr double kWorthIt = 0.005;
+constexpr size_t kMostQueueTimes = 1 << 20;  // micro-batches of the queue x steps
+constexpr int kMostQueueDraws = 64;
+constexpr int kFewestQueueDraws = 4;
+constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its sequences take at least
+// A micro-batch takes this part of what would be each rank's share of all that is left (guided
+// self-scheduling).
+constexpr double kShares[] = {0.5, 0.25, 1.0};
+// Of the makespan; sequences that take longer on one rank may be bound as well as wait.
+constexpr double kShort[] = {std::numeric_limits<double>::infinity(), 0.06};
+
+using Entry = std::pair<double, int32_t>;
+using Free = std::priority_queue<Entry, std::vector<Entry>, std::greater<>>;
+
+struct Pack {
+  std::vector<int32_t> sequences;
+  double seconds = 0;
+};
+
+// Micro-batches of these sequences, which are sorted by falling time: smaller and smaller ones.
+std::vector<Pack> packGuided(const Problem& problem, const std::vector<int32_t>& sequences,
+                             double share) {
+  const CostModel& cost = problem.cost();
+  const double fixed = cost.params().fixed;
+  const int64_t capacity = cost.memory().capacity;
+  double left = 0;
+  for (const int32_t each : sequences) left += cost.seconds(problem.own(each), 1) - fixed;
+  std::vector<Pack> packs;
+  Load load;
+  double limit = 0;
+  for (const int32_t each : sequences) {
+    Load more = load;
+    more += problem.own(each);
+    const bool fits =
+        more.tokens <= static_cast<double>(capacity) && cost.seconds(more, 1) - fixed <= limit;
+    if (packs.empty() || !fits) {
+      if (!packs.empty()) left -= packs.back().seconds - fixed;
+      packs.emplace_back();
+      load = {};
+      limit = std::max(share * left / problem.ranks(), kLeastPack * fixed);
+    }
+    load += problem.own(each);
+    packs.back().sequences.push_back(each);
+    packs.back().seconds = cost.seconds(load, 1);
+  }
+  std::stable_sort(packs.begin(), packs.end(),
+                   [](const Pack& a, const Pack& b) { return a.seconds > b.seconds; });
+  return packs;
+}
+
+// What waits in a queue after what is bound to ranks.
+struct Candidate {
+  std::vector<MicroBatch> bound;
+  std::vector<int32_t> waiting;
+};
+
+class Queue {
+ public:
+  Queue(const Problem& problem, int pools) : problem_(problem), pools_(pools) {}
+
+  // The plan of these micro-batches, each of the queue on the rank that takes it.
+  Plan plan(const Candidate& candidate, const std::vector<Pack>& packs) const {
+    Plan heads = finishPlan(problem_, candidate.bound);
+    std::vector<double> ready(problem_.ranks(), 0.0);
+    for (const MicroBatch& batch : heads.micro_batches) {
+      double end = 0;
+      for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
+      for (const int32_t rank : batch.ranks) ready[rank] = end + batch.predicted_s;
+    }
+    std::vector<Entry> entries;
+    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) entries.push_back({ready[rank], rank});
+    Free free(std::greater<>(), std::move(entries));
+    std::vector<MicroBatch> batches = std::move(heads.micro_batches);
+    for (const Pack& pack : packs) {
+      const auto [when, rank] = free.top();
+      free.pop();
+      MicroBatch batch;
+      batch.ranks = {rank};
+      batch.sequences = pack.sequences;
+      batches.push_back(std::move(batch));
+      free.push({when + kAskSeconds + pack.seconds / problem_.cost().cluster().speed(rank), rank});
+    }
+    for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
+    return finishPlan(problem_, std::move(batches));
+  }
+
+  // Mean makespan over possible steps, in each of which the ranks take from the queue as they are
+  // free then. `pool_of`: by pack.
+  double mean(const DrawnEnds& bound, const Luck& luck, const std::vector<Pack>& packs,
+              const std::vector<int32_t>& pool_of) const {
+    std::vector<std::vector<int32_t>> of_pool(pools_);
+    for (size_t i = 0; i < packs.size(); ++i) {
+      of_pool[pool_of[i]].push_back(static_cast<int32_t>(i));
+    }
+    double sum = 0;
+    for (int step = 0; step < luck.steps(); ++step) {
+      double makespan = bound.makespan(step);
+      for (int pool = 0; pool < pools_; ++pool) {
+        std::vector<Entry> entries;
+        for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
+          entries.push_back({bound.ofRank(rank, step), rank});
+        }
+        Free free(std::greater<>(), std::move(entries));
+        for (const int32_t i : of_pool[pool]) {
+          const auto [when, rank] = free.top();
+          free.pop();
+          const double factor = luck.of(packs[i].sequences.front())[step];
+          const double seconds = packs[i].seconds * factor;
+          const double end = when + kAskSeconds + seconds / problem_.cost().cluster().speed(rank);
+          makespan = std::max(makespan, end);
+          free.push({end, rank});
+        }
+      }
+      sum += makespan;
+    }
+    return sum / luck.steps();
+  }
+
+ private:
+  const Problem& problem_;
+  int pools_;
+};
+
+// Whether a sequence can wait: it fits a rank without offload, and nothing rides on it.
+bool canWait(const Problem& problem, int sequence) {
+  return problem.lengths()[sequence] <= problem.cost().memory().capacity &&
+         !problem.rides(sequence) && problem.withRiders(sequence).size() == 1;
+}
+
+// All sequences that can wait and take at most `longest` seconds do; the others are planned as if
+// there were no more.
+Candidate waitingAll(const Problem& problem, const PolicyOptions& options, double longest) {
+  const CostModel& cost = problem.cost();
+  Candidate found;
+  std::vector<int32_t> others;
+  std::vector<int64_t> lengths;
+  std::vector<double> squares;
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    if (canWait(problem, i) && cost.seconds(problem.own(i), 1) <= longest) {
+      found.waiting.push_back(i);
+      continue;
+    }
+    others.push_back(i);
+    lengths.push_back(problem.lengths()[i]);
+    if (problem.hasTrees()) squares.push_back(problem.own(i).squares);
+  }
+  sortByTime(problem, found.waiting);
+  if (others.empty()) return found;
+  const Problem rest(std::move(lengths), cost, std::move(squares));
+  Plan plan = planPolicy(rest, "balanced", options, lowerBound(rest));
+  for (MicroBatch& batch : plan.micro_batches) {
+    for (int32_t& sequence : batch.sequences) sequence = others[sequence];
+  }
+  found.bound = std::move(plan.micro_batches);
+  for (size_t i = 0; i < found.bound.size(); ++i) found.bound[i].start = static_cast<double>(i);
+  return found;
+}
+
+}  // namespace
+
+QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan bound) {
+  const CostModel& cost = problem.cost();
+  const double told = cost.params().noise;
+  const double noise = told > 0 ? told : kAssumedNoise;
+  const int pools = (problem.ranks() + kPoolRanks - 1) / kPoolRanks;
+  const size_t most = kMostQueueTimes / std::max<size_t>(problem.count(), 1) / 2 * 2;
+  const int draws = static_cast<int>(std::clamp<size_t>(most, kFewestQueueDraws, kMostQueueDraws));
+  const Luck luck(problem.count(), draws, noise);
+  const Queue queue(problem, pools);
+
+  QueuedPlan best;
+  double best_mean = std::numeric_limits<double>::infinity();
+  const auto attempt = [&](Candidate candidate) {
+    if (candidate.waiting.empty()) return;
+    const DrawnEnds ends(problem, candidate.bound, luck);
+    for (const double share : kShares) {
+      const std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
+      Plan plan = queue.plan(candidate, packs);
+      std::vector<int32_t> pool_of;
+      for (auto each = plan.micro_batches.end() - static_cast<int64_t>(packs.size());
+           each != plan.micro_batches.end(); ++each) {
+        pool_of.push_back(each->ranks.front() % pools);
+      }
+      const double mean = queue.mean(ends, luck, packs, pool_of);
+      if (mean >= best_mean) continue;
+      best_mean = mean;
+      best.queued = static_cast<int>(packs.size());
+      best.mean = told > 0 ? mean : plan.makespan;
+      best.plan = std::move(plan);
+    }
+  };
+  Tails tails = takeTails(problem, bound);
+  attempt({std::move(tails.shared), std::move(tails.sequences)});
+  for (const double share : kShort) attempt(waitingAll(problem, options, share * bound.makespan));
+  best.pools = pools;
+  const double without = DrawnEnds(problem, bound.micro_batches, luck).meanMakespan();
+  if (best_mean <= without * (1 + kWorthIt)) return best;
+  return {std::move(bound), 0, 1, told > 0 ? without : bound.makespan};
+}
+
+}  // namespace hdpcomm::planner
