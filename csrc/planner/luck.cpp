@@ -58,6 +58,11 @@ double DrawnEnds::meanMakespan() const noexcept {
   return sum / static_cast<double>(steps_);
 }
 
+int drawsFor(size_t count, size_t times, int fewest, int most) noexcept {
+  const size_t draws = times / std::max<size_t>(count, 1) / 2 * 2;
+  return static_cast<int>(std::clamp<size_t>(draws, fewest, most));
+}
+
 Tails takeTails(const Problem& problem, const Plan& plan) {
   Tails tails;
   std::vector<bool> alone(problem.ranks(), true);

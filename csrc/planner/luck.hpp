@@ -74,6 +74,10 @@ class DrawnEnds {
   std::vector<int64_t> last_;  // micro-batch of each rank, or -1
 };
 
+// An even number of possible steps: at most `most`, fewer where `count` numbers for each are more
+// than `times`, and at least `fewest`.
+int drawsFor(size_t count, size_t times, int fewest, int most) noexcept;
+
 // A plan in two parts: the micro-batches that ranks share or that keep memory by offload, with
 // what comes before them on these ranks; and the sequences that ranks run by themselves after them,
 // those that take longest first.

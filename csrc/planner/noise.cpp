@@ -14,16 +14,16 @@
 namespace hdpcomm::planner {
 namespace {
 
-constexpr int kMostDraws = 256;  // possible steps that are looked at
+// Micro-batches x possible steps that are looked at, and steps.
+constexpr size_t kMostDrawnTimes = 1 << 23;
+constexpr int kMostDraws = 256;
 constexpr int kFewestDraws = 16;
-constexpr size_t kMostDrawnTimes = 1 << 23;   // micro-batches x steps
 constexpr int kParts[] = {1, 2, 3, 4, 6, 8};  // micro-batches in the place of a full one
 // Standard deviations of its end that a rank leaves free.
 constexpr double kCautions[] = {1.5, 0, 3};
 
-int drawsFor(size_t batches) {
-  const size_t most = kMostDrawnTimes / std::max<size_t>(batches, 1) / 2 * 2;
-  return static_cast<int>(std::clamp<size_t>(most, kFewestDraws, kMostDraws));
+int draws(size_t batches) noexcept {
+  return drawsFor(batches, kMostDrawnTimes, kFewestDraws, kMostDraws);
 }
 
 // Deals anew what the ranks run by themselves after the last micro-batch that they share.
@@ -117,7 +117,7 @@ class Dealer {
 double expectedMakespan(const Problem& problem, const Plan& plan) {
   const double noise = problem.cost().params().noise;
   if (noise <= 0 || plan.micro_batches.empty()) return plan.makespan;
-  const Luck luck(problem.count(), drawsFor(plan.micro_batches.size()), noise);
+  const Luck luck(problem.count(), draws(plan.micro_batches.size()), noise);
   return DrawnEnds(problem, plan.micro_batches, luck).meanMakespan();
 }
 
@@ -126,7 +126,7 @@ Plan planForNoise(const Problem& problem, Plan plan) {
   if (noise <= 0) return plan;
   const Dealer dealer(problem, takeTails(problem, plan));
   if (dealer.empty()) return plan;
-  const Luck luck(problem.count(), drawsFor(problem.count()), noise);
+  const Luck luck(problem.count(), draws(problem.count()), noise);
   double best = DrawnEnds(problem, plan.micro_batches, luck).meanMakespan();
   std::vector<MicroBatch> batches;
   const auto attempt = [&](int parts, double caution) {

@@ -13,23 +13,30 @@
 namespace hdpcomm::planner {
 namespace {
 
-constexpr int kPoolRanks = 256;         // that one counter answers
-constexpr double kAskSeconds = 100e-6;  // what a rank waits for the counter's answer
+constexpr int kPoolRanks = 256;  // that one counter answers
+// What a rank waits for the counter's answer: of its own host, of another one.
+constexpr double kAskSeconds[] = {5e-6, 200e-6};
 // Deviation that micro-batches are thought to have where the cost model knows of none: no clock of
 // a step was ever without.
 constexpr double kAssumedNoise = 0.02;
 // A queue may be longer than the plan without one by this share, in the mean: what nobody predicts
 // speaks for it.
 constexpr double kWorthIt = 0.005;
-constexpr size_t kMostQueueTimes = 1 << 20;  // micro-batches of the queue x steps
-constexpr int kMostQueueDraws = 64;
-constexpr int kFewestQueueDraws = 4;
+// Sequences x possible steps that are looked at for each try, and for the best one; and steps.
+constexpr size_t kMostTriedTimes = 1 << 18;
+constexpr size_t kMostTimes = 1 << 21;
+constexpr int kMostLooksTried = 32;
+constexpr int kMostLooks = 256;
+constexpr int kFewestLooks = 4;
 constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its sequences take at least
 // A micro-batch takes this part of what would be each rank's share of all that is left (guided
 // self-scheduling).
-constexpr double kShares[] = {0.5, 0.25, 1.0};
+constexpr double kShares[] = {0.25, 0.5, 1.0};
 // Of the makespan; sequences that take longer on one rank may be bound as well as wait.
 constexpr double kShort[] = {std::numeric_limits<double>::infinity(), 0.06};
+// A later try has to be better than the ones before by this share: they have more in the queue, and
+// in smaller parts.
+constexpr double kBetter = 0.002;
 
 using Entry = std::pair<double, int32_t>;
 using Free = std::priority_queue<Entry, std::vector<Entry>, std::greater<>>;
@@ -78,7 +85,10 @@ struct Candidate {
 
 class Queue {
  public:
-  Queue(const Problem& problem, int pools) : problem_(problem), pools_(pools) {}
+  Queue(const Problem& problem, int pools)
+      : problem_(problem),
+        pools_(pools),
+        ask_(kAskSeconds[problem.ranks() > problem.cost().cluster().ranks_per_node]) {}
 
   // The plan of these micro-batches, each of the queue on the rank that takes it.
   Plan plan(const Candidate& candidate, const std::vector<Pack>& packs) const {
@@ -100,19 +110,21 @@ class Queue {
       batch.ranks = {rank};
       batch.sequences = pack.sequences;
       batches.push_back(std::move(batch));
-      free.push({when + kAskSeconds + pack.seconds / problem_.cost().cluster().speed(rank), rank});
+      free.push({when + ask_ + pack.seconds / problem_.cost().cluster().speed(rank), rank});
     }
     for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
     return finishPlan(problem_, std::move(batches));
   }
 
   // Mean makespan over possible steps, in each of which the ranks take from the queue as they are
-  // free then. `pool_of`: by pack.
+  // free then. `plan`: that of these packs.
   double mean(const DrawnEnds& bound, const Luck& luck, const std::vector<Pack>& packs,
-              const std::vector<int32_t>& pool_of) const {
+              const Plan& plan) const {
+    const size_t first = plan.micro_batches.size() - packs.size();
     std::vector<std::vector<int32_t>> of_pool(pools_);
     for (size_t i = 0; i < packs.size(); ++i) {
-      of_pool[pool_of[i]].push_back(static_cast<int32_t>(i));
+      const int32_t named = plan.micro_batches[first + i].ranks.front();
+      of_pool[named % pools_].push_back(static_cast<int32_t>(i));
     }
     double sum = 0;
     for (int step = 0; step < luck.steps(); ++step) {
@@ -128,7 +140,7 @@ class Queue {
           free.pop();
           const double factor = luck.of(packs[i].sequences.front())[step];
           const double seconds = packs[i].seconds * factor;
-          const double end = when + kAskSeconds + seconds / problem_.cost().cluster().speed(rank);
+          const double end = when + ask_ + seconds / problem_.cost().cluster().speed(rank);
           makespan = std::max(makespan, end);
           free.push({end, rank});
         }
@@ -141,6 +153,7 @@ class Queue {
  private:
   const Problem& problem_;
   int pools_;
+  double ask_;
 };
 
 // Whether a sequence can wait: it fits a rank without offload, and nothing rides on it.
@@ -181,43 +194,53 @@ Candidate waitingAll(const Problem& problem, const PolicyOptions& options, doubl
 }  // namespace
 
 QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan bound) {
-  const CostModel& cost = problem.cost();
-  const double told = cost.params().noise;
+  const double told = problem.cost().params().noise;
   const double noise = told > 0 ? told : kAssumedNoise;
+  if (problem.ranks() == 1) return {std::move(bound)};
   const int pools = (problem.ranks() + kPoolRanks - 1) / kPoolRanks;
-  const size_t most = kMostQueueTimes / std::max<size_t>(problem.count(), 1) / 2 * 2;
-  const int draws = static_cast<int>(std::clamp<size_t>(most, kFewestQueueDraws, kMostQueueDraws));
-  const Luck luck(problem.count(), draws, noise);
   const Queue queue(problem, pools);
+  const auto count = static_cast<size_t>(problem.count());
+  const Luck luck(count, drawsFor(count, kMostTriedTimes, kFewestLooks, kMostLooksTried), noise);
 
   QueuedPlan best;
+  Candidate best_candidate;
+  std::vector<Pack> best_packs;
   double best_mean = std::numeric_limits<double>::infinity();
+  double best_share = 0;
   const auto attempt = [&](Candidate candidate) {
     if (candidate.waiting.empty()) return;
     const DrawnEnds ends(problem, candidate.bound, luck);
+    const bool first = best.queued == 0;
+    bool better = false;
     for (const double share : kShares) {
-      const std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
+      if (!first && share != best_share) continue;  // the size that was best for another one
+      std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
       Plan plan = queue.plan(candidate, packs);
-      std::vector<int32_t> pool_of;
-      for (auto each = plan.micro_batches.end() - static_cast<int64_t>(packs.size());
-           each != plan.micro_batches.end(); ++each) {
-        pool_of.push_back(each->ranks.front() % pools);
-      }
-      const double mean = queue.mean(ends, luck, packs, pool_of);
-      if (mean >= best_mean) continue;
+      const double mean = queue.mean(ends, luck, packs, plan);
+      if (mean >= best_mean * (1 - kBetter)) continue;
+      better = true;
       best_mean = mean;
+      best_share = share;
       best.queued = static_cast<int>(packs.size());
-      best.mean = told > 0 ? mean : plan.makespan;
       best.plan = std::move(plan);
+      best_packs = std::move(packs);
     }
+    if (better) best_candidate = std::move(candidate);
   };
+  for (const double share : kShort) attempt(waitingAll(problem, options, share * bound.makespan));
   Tails tails = takeTails(problem, bound);
   attempt({std::move(tails.shared), std::move(tails.sequences)});
-  for (const double share : kShort) attempt(waitingAll(problem, options, share * bound.makespan));
+  if (best.queued == 0) return {std::move(bound)};
+
+  // Both by as many possible steps as there is time for.
+  const Luck more(count, drawsFor(count, kMostTimes, kFewestLooks, kMostLooks), noise);
+  const double without = DrawnEnds(problem, bound.micro_batches, more).meanMakespan();
+  const DrawnEnds ends(problem, best_candidate.bound, more);
+  best.mean = queue.mean(ends, more, best_packs, best.plan);
   best.pools = pools;
-  const double without = DrawnEnds(problem, bound.micro_batches, luck).meanMakespan();
-  if (best_mean <= without * (1 + kWorthIt)) return best;
-  return {std::move(bound), 0, 1, told > 0 ? without : bound.makespan};
+  if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
+  if (told <= 0) best.mean = best.plan.makespan;
+  return best;
 }
 
 }  // namespace hdpcomm::planner
