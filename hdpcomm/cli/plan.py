@@ -120,6 +120,12 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--calibration, else 0)",
     )
     cluster.add_argument(
+        "--queue",
+        action="store_true",
+        help="plans of balanced let sequences that fit one rank wait in a queue, from which ranks take when they are "
+        "free",
+    )
+    cluster.add_argument(
         "--calibration",
         type=Path,
         metavar="FILE",
@@ -252,8 +258,22 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     if options.context is None and not options.lengths:
         options.context = _default_context(Planner(model, cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
-    peers = options.ring_peers
-    return [Planner(model, cluster, policy, cost, context=context, ring_peers=peers) for policy in policies]
+    queued = _queued(options, policies)
+    return [
+        Planner(model, cluster, policy, cost, context=context, ring_peers=options.ring_peers, queue=policy in queued)
+        for policy in policies
+    ]
+
+
+def _queued(options: argparse.Namespace, policies: Sequence[str]) -> list[str]:
+    """The policies whose plans have a queue."""
+    found = [policy for policy in policies if policy in ("balanced", "pipeline")] if options.queue else []
+    if options.queue and not found:
+        raise InvalidUsage(
+            f"--queue was given with the policies {', '.join(policies)}, and only plans of balanced have one: give "
+            "balanced, too, or leave it out"
+        )
+    return found
 
 
 def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: ClusterSpec | None) -> ClusterSpec:
@@ -306,6 +326,7 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
     cluster = replace(found.cluster, offload=options.offload, speeds=speeds)
     noise = found.cost_model.noise if options.noise is None else options.noise
     cost_model = replace(found.cost_model, noise=noise)
+    queued = _queued(options, policies)
 
     def planner(policy: str, context: int) -> Planner:
         return Planner(
@@ -316,6 +337,7 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
             context=context,
             memory=memory,
             ring_peers=options.ring_peers,
+            queue=policy in queued,
         )
 
     if options.context is None and not options.lengths:

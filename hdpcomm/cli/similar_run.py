@@ -32,7 +32,8 @@ _KNOWN_BY_RUN = {
 
 
 class SimilarRun:
-    """A finished or running run in a folder. Sets ``calibration``, ``context`` and ``offload`` of the options.
+    """A finished or running run in a folder. Sets ``calibration``, ``context``, ``offload`` and ``queue`` of the
+    options.
 
     Raises: InvalidUsage for an option that the run decides, a folder without a run, data that are not there any more.
     """
@@ -71,6 +72,7 @@ class SimilarRun:
         self._processor_model = Calibration.load(options.calibration).processor_model
         options.context = int(corpus.lengths.max())
         options.offload = trained.offload > 0
+        options.queue = options.queue or trained.queue
 
     def batches(self, steps: int | None) -> list[list[int]]:
         """The lengths of the last steps that were measured."""

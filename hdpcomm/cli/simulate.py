@@ -106,6 +106,10 @@ def _show(
     if any(noise):
         told = ", ".join(f"{policy} {seconds:.3g} s" for policy, seconds in zip(policies, noise, strict=True))
         print(f"steps are those without noise; in the mean it adds {told} to each")
+    for policy, report in zip(policies, reports, strict=True):
+        if queued := sum(step.plan.queued for step in report.steps):
+            count = sum(len(step.plan.table) for step in report.steps)
+            print(f"{policy}: {queued:,} of {count:,} micro-batches wait in a queue, and run here where predicted")
     if options.plot:
         from hdpcomm.trace import plot_plans
 
@@ -140,7 +144,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         metavar="RUN",
         help="the model, costs, mesh and batches of a run of hdpcomm train --out RUN, beside what its steps took; "
-        "--ranks, --ranks-per-node, --capacity, --slow-ranks and --noise may differ",
+        "--ranks, --ranks-per-node, --capacity, --slow-ranks, --noise and --queue may differ",
     )
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="run the plan that hdpcomm plan --out wrote, and make none"
