@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hdpcomm.train.shards import Fetch, FetchParts
+from hdpcomm.train.shards import Fetch, FetchAhead, FetchParts
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -30,7 +31,14 @@ class _DeclaredParts(_Declared):
             return parts
 
 
+class _DeclaredAhead(_DeclaredParts):
+    def ahead(self, parts: Sequence[tuple[int, int, int]], /) -> None:
+        self._fetch.ahead(parts)
+
+
 def declared(fetch: Fetch, comm: Communicator) -> Fetch:
     """``fetch``, each call of which is an activity of this rank (:meth:`hdpcomm.comm.Communicator.busy`). It reads
-    parts of sequences if ``fetch`` does. Local."""
+    parts of sequences, and reads ahead, if ``fetch`` does. Local."""
+    if isinstance(fetch, FetchAhead):
+        return _DeclaredAhead(fetch, comm)
     return (_DeclaredParts if isinstance(fetch, FetchParts) else _Declared)(fetch, comm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from hdpcomm.attention import positions as positions_of
 from hdpcomm.attention import shard
 from hdpcomm.attention.layout import Layout, layout_of
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.tree import Tree
 from hdpcomm.train.loss import IGNORE, next_token_labels
 
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import MicroBatch, StepPlan
 
-__all__ = ["Fetch", "FetchParts", "PackedShard", "checked", "empty_shard", "no_tokens", "pack_shard", "parts_of_rank"]
+__all__ = [
+    "Fetch",
+    "FetchAhead",
+    "FetchParts",
+    "PackedShard",
+    "checked",
+    "empty_shard",
+    "no_tokens",
+    "pack_shard",
+    "parts_of_rank",
+]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor]"]
 """Gives the tokens ``[length]`` (int64) of a sequence of the global batch by its place in the lengths.
@@ -39,6 +50,14 @@ class FetchParts(Protocol):
 
     def part(self, place: int, start: int, stop: int, /) -> tuple[Tensor, Tensor]:
         """(tokens, labels) ``[stop - start]`` of a part of it; the label of the last token is still the next one."""
+
+
+@runtime_checkable
+class FetchAhead(FetchParts, Protocol):
+    """:class:`FetchParts` that reads many parts at once where it is told before."""
+
+    def ahead(self, parts: Sequence[tuple[int, int, int]], /) -> None:
+        """Begins to read (place, start, stop), which are about to be asked for. Does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +114,8 @@ def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, dev
     if size > 1 and isinstance(fetch, FetchParts):
         tokens, labels = _own_parts(micro_batch, fetch, cu_seqlens, rank=rank, size=size)
     else:
+        if isinstance(fetch, FetchAhead):
+            fetch.ahead([(each.id, 0, each.length) for each in micro_batch.sequences])
         whole = [checked(fetch(each.id), each.id, each.length) for each in micro_batch.sequences]
         tokens, labels = (shard(torch.cat(each), cu_seqlens, rank=rank, size=size) for each in zip(*whole, strict=True))
     return PackedShard(
@@ -106,10 +127,10 @@ def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, dev
 
 
 def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
-    """What :func:`pack_shard` will fetch for all micro-batches of a rank: (place, first token, token after the last) of
-    parts of plain sequences. Local."""
+    """What :func:`pack_shard` will fetch for all micro-batches that a plan binds to a rank: (place, first token, token
+    after the last) of parts of plain sequences. Which ones it takes from the queue, nobody knows before. Local."""
     found = []
-    for micro_batch in plan.for_rank(rank):
+    for micro_batch in fixed_for_rank(plan, rank):
         lengths = [sequence.length for sequence in micro_batch.sequences]
         if len(micro_batch.ranks) == 1:
             found += [(sequence.id, 0, sequence.length) for sequence in micro_batch.sequences]

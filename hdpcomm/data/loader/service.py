@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -114,7 +114,7 @@ class LoaderService:
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._parts: dict[tuple[int, str], _Prefetched] = {}
+        self._parts: dict[tuple[int, str], dict[Part, _Prefetched]] = {}
         self._wait_s, self._bytes = 0.0, 0
         self._spans: dict[int, tuple[float, float]] = {}
         self._servers = self._start_servers(servers, stream, tokens, seed, loaders, comm, folder)
@@ -188,14 +188,16 @@ class LoaderService:
 
     def prefetch(self, step: int, parts: Sequence[Part], tag: str = "") -> None:
         """Begins to read parts of the sequences of a step, which :meth:`reader` of the same ``tag`` then has. Does not
-        wait. Without it each part is read when it is asked for."""
+        wait, nor read again what an earlier call has. Without it each part is read when it is asked for."""
         batch = self.batch(step)
-        asked = [PartOf(batch.sequences[place], start, stop) for place, start, stop in parts]
         with self._changed:
-            if self._closed:
+            ahead = self._parts.setdefault((step, tag), {})
+            new = [part for part in dict.fromkeys(parts) if part not in ahead]
+            if self._closed or not new:
                 return
+            asked = [PartOf(batch.sequences[place], start, stop) for place, start, stop in new]
             found = self._reader.submit(self._read, asked)
-            self._parts[step, tag] = _Prefetched(found, {part: number for number, part in enumerate(parts)})
+            ahead.update({part: _Prefetched(found, number) for number, part in enumerate(new)})
 
     def done(self, steps: int) -> None:
         """So many steps have been trained: nothing of those before will be asked for. All ranks have come as far as the
@@ -294,10 +296,10 @@ class LoaderService:
     def _part(self, batch: LoadedBatch, tag: str, part: Part) -> SequencePart:
         """A part, read ahead or now; counts the time."""
         begun = time.perf_counter()
-        ahead = self._parts.get((batch.step, tag))
-        if ahead is not None and part in ahead.places:
+        ahead = self._parts.get((batch.step, tag), {}).get(part)
+        if ahead is not None:
             try:
-                found = ahead.found.result(self._deadline_s)[ahead.places[part]]
+                found = ahead.found.result(self._deadline_s)[ahead.number]
             except FutureTimeout:
                 raise CommTimeout(
                     f"rank {self._rank}: the tokens of step {batch.step} did not come within {self._deadline_s:g} s; "
@@ -313,7 +315,7 @@ class LoaderService:
 @dataclass(frozen=True, slots=True)
 class _Prefetched:
     found: Future[list[SequencePart]]
-    places: Mapping[Part, int] = field(repr=False)
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +333,11 @@ class StepReader:
     def part(self, place: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of a part of it."""
         return self._checked(place, start, stop).labelled(stop - start)
+
+    def ahead(self, parts: Sequence[Part]) -> None:
+        """Begins to read parts, all at once, that are about to be asked for; those that are there already are not read
+        again. Does not wait."""
+        self.loader.prefetch(self.batch.step, parts, self.tag)
 
     def payloads(self, place: int, start: int = 0, stop: int | None = None) -> tuple[Payload, ...]:
         """The bytes that some of these tokens stand for."""
