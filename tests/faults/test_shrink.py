@@ -21,6 +21,7 @@ from hdpcomm.comm import recovery
 from hdpcomm.testing import spawn
 from tests.fakes import run_threads
 from tests.faults.cases import LONG_S, caught, still_works, wait_for
+from tests.faults.test_hostile_peers import framed_pair
 
 KILLS = int(os.environ.get("SHRINK_KILLS", "6"))  # in all
 RANKS = 4
@@ -252,3 +253,15 @@ _real_subset = _core.comm.subset
 
 def _subset_of_the_real(core: Any, positions: list[int]) -> Any:
     return _real_subset(core.core if isinstance(core, CutOff) else core, positions)
+
+
+def test_who_said_goodbye_has_left() -> None:
+    """Also for a rank that has no operation under way."""
+    links, comms = framed_pair()
+    assert not comms[1]._core.world.has_left(0)
+    comms[0].close()
+    frame = links[0].next(1)
+    assert frame is not None
+    links[1].deliver(0, frame)
+    assert comms[1]._core.world.has_left(0)
+    comms[1].close()

@@ -297,6 +297,7 @@ void World::listen(std::shared_ptr<WorldListener> listener) {
 std::optional<Error> World::departure(int peer) {
   refuseInChild();
   std::lock_guard lock(mutex_);
+  transport_->progress();  // also without operations: the peer may have said goodbye
   progressLocked();
   return transport_->departure(peer);
 }
