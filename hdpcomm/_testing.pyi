@@ -159,6 +159,7 @@ class FakeNccl:
 
 # --- what the core knows and the product does not ask
 FRAME_HEAD_BYTES: int
+FRAME_MAGIC: int
 
 def channel_offset(num_ranks: int, payload_bytes: int, src: int, dst: int) -> int: ...  # in a shared segment
 def arena_bytes(engine: StreamEngine) -> int: ...  # of device memory that peers map

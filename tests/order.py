@@ -53,6 +53,7 @@ WAITING = (
     "faults/test_paths_errors.py",
     "faults/test_nccl_errors.py",
     "faults/test_liveness.py",
+    "faults/test_counter_faults.py",
     "faults/test_device_liveness.py",
     "faults/test_fuzz.py",
     "faults/test_desync.py",

@@ -50,6 +50,7 @@ SKIPPED: dict[str, dict[str, str]] = {
         "tests/faults/test_processes.py::test_a_forked_child_may_not_use_a_communicator": (
             "ThreadSanitizer's runtime may wait for ever in the forked child of a process with several threads"
         ),
+        "tests/ranks/comm/test_counter.py::test_a_forked_child_may_not_use_a_counter": "as the one before",
         # In the forked child of a process with several threads ThreadSanitizer holds SIGCHLD back for good, so a fork
         # server there never hears that its ranks have ended.
         "tests/faults/test_faults_benchmark.py::test_rows_and_file": "its ranks end unheard",

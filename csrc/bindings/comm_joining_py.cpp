@@ -37,6 +37,7 @@ std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
   auto local = makeShmTransport(segment, rank, members);
   shmWaitAllReady(*local, {joining_s, std::move(pids), checkSignals});
   link->setWake(local->waker());
+  link->serveCounters(local->counterWords(rank));
   std::vector<std::unique_ptr<Transport>> parts;
   parts.push_back(std::move(local));
   parts.push_back(makeFramedTransport(link, name));

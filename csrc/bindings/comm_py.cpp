@@ -228,6 +228,7 @@ void bindComm(py::module_& module) {
   bindJoining(module);
   bindStream(module);
   bindCommunicator(module);
+  bindCounter(module);
   bindNames(module);
 }
 

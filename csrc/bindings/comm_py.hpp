@@ -33,6 +33,8 @@ bool describePlain(PyObject* x, TensorView* described);
 bool describeTuple(PyObject* x, TensorView* described);
 // Messages with labels (comm_mailbox_py.cpp).
 void bindMailbox(pybind11::module_& module);
+// Counters (comm_counter_py.cpp).
+void bindCounter(pybind11::module_& module);
 // How worlds begin and end (comm_joining_py.cpp).
 void bindJoining(pybind11::module_& module);
 // Operations on streams (comm_stream_py.cpp).

@@ -118,6 +118,9 @@ void FuzzedRank::call(FuzzBytes& bytes) {
       transport_.postResync(1, &resync.completion);
       return;
     }
+    case 8:
+      if (auto fetch = transport_.startFetch(1, {0, 1, 1})) fetches_.push_back(std::move(fetch));
+      return;
     default:
       transport_.progress();
   }
@@ -142,6 +145,11 @@ std::set<std::string> FuzzedRank::end() {
   if (const auto error = transport_.outOfStep(1)) results.insert(shapeOf(error->what()));
   if (const auto error = transport_.departure(1)) results.insert(shapeOf(error->what()));
   checkPulse();
+  for (const auto& fetch : fetches_) {
+    const auto result = fetch->wait({});
+    results.insert("fetch: " + std::string(result ? 1 + static_cast<size_t>(result->end) : 0, '+'));
+  }
+  fetches_.clear();
   for (const auto* list : {&receives_, &sends_}) {
     for (const auto& each : *list) {
       const char* kind = list == &receives_ ? "receive: " : "send: ";

@@ -50,6 +50,8 @@ class FuzzedRank {
   // One call of the transport, as the bytes choose.
   void call(FuzzBytes& bytes);
   void checkPulse();
+  // Fetches of rank 1's counters that were started; those of one host need none.
+  size_t fetches() const { return fetches_.size(); }
   // Ends everything; throws std::runtime_error where a guard has changed. Returns what came of the
   // requests: the texts of their errors, without numbers.
   std::set<std::string> end();
@@ -62,6 +64,7 @@ class FuzzedRank {
   Transport& transport_;
   std::vector<std::unique_ptr<Posted>> receives_;
   std::vector<std::unique_ptr<Posted>> sends_;
+  std::vector<std::unique_ptr<RemoteFetch>> fetches_;
   Posted nothing_;
 };
 

@@ -63,15 +63,36 @@ void change(void* object, size_t size, FuzzBytes& bytes) {
 
 // --- frames
 
+// What an honest rank would send next.
+struct Progress {
+  size_t message = 0;
+  uint64_t offset = 0;
+  uint64_t fetch = 0;
+  uint64_t answer = 0;
+};
+
 // The piece of the message that comes next, as an honest rank would send it, or a frame of another
 // kind.
-framed::Header nextHeader(const FuzzedRank& rank, FuzzBytes& bytes, size_t& message,
-                          uint64_t& offset) {
+framed::Header nextHeader(const FuzzedRank& rank, FuzzBytes& bytes, Progress& progress) {
+  auto& [message, offset, fetch, answer] = progress;
   const FuzzedRank::Posted& expected = rank.expected(message);
   framed::Header header;
   const size_t kind = bytes.below(20);
-  if (kind <= static_cast<size_t>(framed::Kind::kMarker)) {
+  if (kind <= static_cast<size_t>(framed::Kind::kFetched)) {
     header.kind = static_cast<framed::Kind>(kind);
+  }
+  if (header.kind == framed::Kind::kFetch) {
+    header.index = fetch++;
+    header.number = static_cast<uint32_t>(bytes.below(kCounterWords + 1));
+    header.other = static_cast<uint32_t>(bytes.below(3));
+    header.bytes = bytes.below(2) == 0 ? bytes.number() : 1;
+    return header;
+  }
+  if (header.kind == framed::Kind::kFetched) {
+    header.index = answer++;
+    header.detail = static_cast<uint8_t>(bytes.below(5));
+    header.number = static_cast<uint32_t>(bytes.number());
+    return header;
   }
   header.index = message;
   header.number = expected.number;
@@ -93,6 +114,16 @@ framed::Header nextHeader(const FuzzedRank& rank, FuzzBytes& bytes, size_t& mess
   return header;
 }
 
+// Only the counter that is open has counted.
+void checkCounters(const CounterWords& words) {
+  for (uint32_t i = 0; i < kCounterWords; ++i) {
+    const uint64_t value = words.at[i].value.load(std::memory_order_relaxed);
+    if (i == 0 ? value >> 32 != 1 : value != 0) {
+      throw std::runtime_error("a counter that nobody has opened has changed");
+    }
+  }
+}
+
 }  // namespace
 
 std::set<std::string> fuzzFrames(std::span<const uint8_t> data) {
@@ -100,14 +131,18 @@ std::set<std::string> fuzzFrames(std::span<const uint8_t> data) {
   const auto link = std::make_shared<FrameLink>(0, 2);
   const std::unique_ptr<Transport> transport = makeFramedTransport(link, "fuzzed");
   FuzzedRank rank(*transport, bytes);
-  size_t message = 0;
-  uint64_t offset = 0;
+  const auto words = transport->counterWords(0);
+  openWord(words->at[0], 1);
+  Progress sent;
+  size_t fetches = 0;
   for (int step = 0; step < kSteps && !bytes.empty(); ++step) {
     if (bytes.below(3) == 0) {
       rank.call(bytes);
+      // The carrier takes fetches before messages, so it need not wait here.
+      for (; fetches < rank.fetches(); ++fetches) (void)link->next(1);
       continue;
     }
-    FramePtr frame = framed::makeFrame(nextHeader(rank, bytes, message, offset), nullptr);
+    FramePtr frame = framed::makeFrame(nextHeader(rank, bytes, sent), nullptr);
     for (size_t changes = bytes.below(3); changes > 0; --changes) {
       change(frame->head(), sizeof(framed::Header), bytes);
     }
@@ -121,6 +156,7 @@ std::set<std::string> fuzzFrames(std::span<const uint8_t> data) {
     link->deliver(1, arrived);
     if (bytes.below(2) == 0) transport->progress();
   }
+  checkCounters(*words);
   return rank.end();
 }
 

@@ -6,7 +6,7 @@
 #include "planner/cost_model.hpp"
 #include "planner/plan.hpp"
 #include "testing/module.hpp"
-#include "transport/host/framed/frame_link.hpp"
+#include "transport/host/framed/frame.hpp"
 #include "transport/host/shm/layout.hpp"
 
 namespace py = pybind11;
@@ -16,6 +16,7 @@ namespace hdpcomm::testing {
 void bindViews(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   module.attr("FRAME_HEAD_BYTES") = kFrameHeadBytes;
+  module.attr("FRAME_MAGIC") = framed::kMagic;
   // Where the channel of an ordered pair of ranks lies in a segment.
   module.def(
       "channel_offset",

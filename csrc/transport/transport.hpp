@@ -25,6 +25,7 @@
 
 #include "base/call.hpp"
 #include "base/error.hpp"
+#include "transport/counters.hpp"
 #include "transport/pulse.hpp"
 #include "transport/stats.hpp"
 #include "transport/wait_board.hpp"
@@ -70,6 +71,15 @@ struct RecvRequest {
              piece_bytes / element_bytes);
     }
   }
+};
+
+// A FetchRequest to a rank of another host. Thread-safe, and needs no lock of the World.
+class RemoteFetch {
+ public:
+  virtual ~RemoteFetch() = default;
+  // Waits for the answer. None when `until` is over, or when none can come: the owner was lost or
+  // has left, or this rank has.
+  virtual std::optional<FetchResult> wait(Clock::time_point until) = 0;
 };
 
 class Transport {
@@ -148,6 +158,17 @@ class Transport {
   virtual WaitPlace* waitPlace(int rank) {
     (void)rank;
     return nullptr;
+  }
+
+  // The counters of a rank; null for ranks of other hosts. The memory may outlive the transport.
+  // This and startFetch() may be called from any thread without the World's lock.
+  virtual std::shared_ptr<CounterWords> counterWords(int rank) = 0;
+  // Asks a rank of another host to add to a counter of its own; its carrier's thread does so,
+  // whatever the rank does. If it is dropped before it was sent, it is not sent.
+  virtual std::unique_ptr<RemoteFetch> startFetch(int rank, const FetchRequest& request) {
+    (void)rank;
+    (void)request;
+    return nullptr;  // no rank is of another host
   }
 
   // Changes whenever a message of this rank has moved on, even if only by a piece.

@@ -2,5 +2,6 @@
 
 from hdpcomm.comm.bootstrap import init
 from hdpcomm.comm.communicator import Communicator, Work
+from hdpcomm.comm.counter import SharedCounter
 
-__all__ = ["Communicator", "Work", "init"]
+__all__ = ["Communicator", "SharedCounter", "Work", "init"]

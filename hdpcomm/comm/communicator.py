@@ -10,6 +10,7 @@ import torch
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds, check_whole
 from hdpcomm.comm import recovery
+from hdpcomm.comm.counter import SharedCounter, open_counter
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.membership import Membership
 from hdpcomm.comm.profiling import messages, operands, peers, profiler, recorded
@@ -211,6 +212,16 @@ class Communicator(Membership):
     def barrier(self, *, async_op: bool = False) -> Work:
         """Ends when all ranks have called it. It says nothing about what streams have yet to do."""
         return self._collective(_BARRIER, None, None, None, None, "auto", async_op)
+
+    def counter(self) -> SharedCounter:
+        """A new counter at 0 that all ranks may add to, without the help of others. Collective: one small broadcast.
+
+        For work that ranks take when they are free: each number of :meth:`SharedCounter.fetch_add` goes to one rank.
+        Position 0 owns it. A rank may own 16 at a time.
+
+        Raises: InvalidUsage on all ranks, if it owns too many; what :meth:`broadcast` raises.
+        """
+        return open_counter(self._core, lambda place: self.broadcast(place, 0))
 
     def synchronize(self, timeout: float | None = None) -> None:
         """The host waits until all device operations of this rank so far have ended, in whatever communicator. Local.

@@ -11,6 +11,7 @@ import re
 import struct
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hdpcomm import _core
 from hdpcomm._core import comm as core_comm
 from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.counter import SharedCounter
 from hdpcomm.testing import spawn
 from tests.faults.cases import LONG_S, caught, wait_for, works_again
 from tests.native import _testing
@@ -59,7 +61,7 @@ FIELDS = [
     "other",
 ]
 HEAD = struct.Struct("<IBBhQQQQIIII")
-DATA, FAILURE, GOODBYE = 0, 3, 7
+DATA, FAILURE, GOODBYE, FETCH, FETCHED = 0, 3, 7, 9, 10
 
 
 def changed(frame: transport.Frame, **values: int) -> None:
@@ -79,7 +81,7 @@ def framed_pair() -> tuple[list[transport.FrameLink], list[Communicator]]:
     ("field", "values"),
     [
         ("magic", {"magic": 7}),
-        ("kind", {"kind": 9}),
+        ("kind", {"kind": 11}),
         ("kind", {"kind": 255}),
         ("index", {"index": 1}),
         ("index", {"index": HUGE}),
@@ -187,9 +189,115 @@ def test_headers_of_labelled_messages(at: int, value: int) -> None:
         comm.close()
 
 
+# --- counters between hosts
+
+
+def counting_pair() -> tuple[list[transport.FrameLink], list[Communicator], list[SharedCounter]]:
+    """Rank 0 owns a counter, and rank 1 counts on it."""
+    links, comms = framed_pair()
+    own = core_comm.open_counter(comms[0]._core)
+    other = core_comm.join_counter(comms[1]._core, own.word, own.generation)
+    return links, comms, [SharedCounter(own), SharedCounter(other)]
+
+
+def made(kind: int, **values: int) -> transport.Frame:
+    frame = transport.Frame()
+    HEAD.pack_into(frame.head, 0, _testing.FRAME_MAGIC, kind, *[values.get(name, 0) for name in FIELDS[2:]])
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("told", "values"),
+    [
+        ("the counter of its frame is 16", {"number": 16}),
+        ("the counter of its frame is 4294967295", {"number": 2**32 - 1}),
+        ("the amount of its frame is 0", {"bytes": 0}),
+        ("the amount of its frame is 4294967296", {"bytes": 2**32}),
+        ("the amount of its frame is 18446744073709551615", {"bytes": 2**64 - 1}),
+        ("the piece of its frame is 8", {"piece": 8}),
+        ("it asked for a counter out of order", {"index": 1}),
+        ("it asked for a counter out of order", {"index": HUGE}),
+    ],
+)
+def test_fetches(told: str, values: dict[str, int]) -> None:
+    links, comms, counters = counting_pair()
+    assert not links[0].deliver(1, made(FETCH, **({"other": 1, "bytes": 1} | values)))
+    error = caught(lambda: comms[0].recv(torch.zeros(1), 1))
+    assert isinstance(error, hdp.PeerLost)
+    assert f"rank 1 was cut off: {told}" in str(error).replace(" while rank 0 waited for it", "")
+    assert counters[0].fetch_add() == 0
+    for comm in comms:
+        comm.close()
+
+
+@pytest.mark.parametrize("other", [0, 2, 2**32 - 1])
+def test_fetches_of_counters_that_are_not_there(other: int) -> None:
+    """No generation but the present one is counted; the answer says so, and the peer stays."""
+    links, comms, counters = counting_pair()
+    for number in (0, 15):
+        assert links[0].deliver(1, made(FETCH, other=other, bytes=7, number=number, index=number // 15))
+        answer = links[0].next(1)
+        assert answer is not None
+        head = dict(zip(FIELDS, HEAD.unpack_from(answer.head), strict=True))
+        assert (head["kind"], head["detail"], head["index"], head["number"]) == (FETCHED, 1, number // 15, 0)
+    assert counters[0].fetch_add() == 0
+    for comm in comms:
+        comm.close()
+
+
+def test_fetches_whose_answers_nobody_takes() -> None:
+    links, comms, counters = counting_pair()
+    for index in range(64):
+        assert links[0].deliver(1, made(FETCH, other=1, bytes=1, index=index))
+    assert not links[0].deliver(1, made(FETCH, other=1, bytes=1, index=64))
+    assert "asks for counters and takes no answers" in str(caught(lambda: comms[0].recv(torch.zeros(1), 1)))
+    assert counters[0].fetch_add() == 64
+    for comm in comms:
+        comm.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "values"),
+    [
+        ("answered for a counter that nobody asked for", {"index": 1}),
+        ("answered for a counter that nobody asked for", {"index": HUGE}),
+        ("the detail of its frame is 4", {"detail": 4}),
+        ("the detail of its frame is 255", {"detail": 255}),
+        ("the piece of its frame is 3", {"piece": 3}),
+    ],
+)
+def test_answers(told: str, values: dict[str, int]) -> None:
+    links, comms, counters = counting_pair()
+    with ThreadPoolExecutor(1) as pool:
+        fetches = pool.submit(caught, counters[1].fetch_add)
+        frame = links[1].next(0)
+        assert frame is not None
+        assert links[0].deliver(1, frame)
+        answer = links[0].next(1)
+        assert answer is not None
+        changed(answer, **values)
+        assert not links[1].deliver(0, answer)
+        error = fetches.result()
+    assert isinstance(error, hdp.PeerLost)
+    assert f"rank 0 was cut off: {told}" in str(error).replace("cut off: it answered", "cut off: answered")
+    assert counters[0].fetch_add() == 1
+    for comm in comms:
+        comm.close()
+
+
+def test_an_answer_to_no_question() -> None:
+    links, comms, counters = counting_pair()
+    assert not links[1].deliver(0, made(FETCHED))
+    error = caught(counters[1].fetch_add)
+    assert isinstance(error, hdp.PeerLost)
+    assert "rank 0 was cut off: it answered for a counter that nobody asked for" in str(error)
+    for comm in comms:
+        comm.close()
+
+
 # --- slots
 
-MAGIC = 0x68647063_6F6D6D33
+MAGIC = 0x68647063_6F6D6D34
 KINDS = {"inline": 0, "eager": 1, "direct": 2, "shared": 3, "fragment": 4, "failure": 5}
 COUNTS = {"inline": 2, "eager": 500, "direct": 100_000, "shared": 100_000, "fragment": 100_000}
 SLOT_FIELDS = {"bytes": (32, 8), "address": (40, 8), "fragment": (48, 8), "kind": (62, 1), "detail": (63, 1)}

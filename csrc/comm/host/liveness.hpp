@@ -11,6 +11,7 @@
 // it moves, and ranks that wait in a circle have no newer moves to tell: only moves make new times.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <thread>
@@ -19,6 +20,12 @@
 #include "transport/transport.hpp"
 
 namespace hdpcomm {
+
+// At most what a clock of nanoseconds can hold, and some.
+inline Clock::duration durationOf(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(std::min(seconds, 1e9)));
+}
 
 // Not thread-safe: used under the lock of the world.
 class Liveness {

@@ -318,6 +318,7 @@ void World::abortTransport(const std::string& reason) {
   }
   dropEndedLocked();
   transport_->progress();
+  leaveCountersLocked();
   transport_->close("aborted: " + abort_reason_);
 }
 
@@ -342,6 +343,7 @@ void World::close(const std::string& reason) {
     }
     dropEndedLocked();
     transport_->progress();
+    leaveCountersLocked();
     transport_->close(last_words);
     stop_ = true;
   }

@@ -5,6 +5,7 @@
 // sides. If all ranks submit in one global order, no mix of overlapping subsets can deadlock.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -144,6 +145,25 @@ class World {
     function();
   }
 
+  // Counters (counter.hpp). A word of this rank, and which of those that had it is meant:
+  struct CounterPlace {
+    uint32_t word = 0;
+    uint32_t generation = 0;
+  };
+  // Throws InvalidUsage if this rank owns too many.
+  CounterPlace openCounter();
+  // Idempotent; does nothing in a forked child.
+  void closeCounter(const CounterPlace& place);
+  // Those of a rank of this host; null for other ranks.
+  std::shared_ptr<CounterWords> counterWords(int owner);
+  // Waits for the answer of a rank of another host, with the deadline of operations.
+  FetchResult fetchFrom(int owner, const FetchRequest& request, const Ranks& ranks,
+                        const InterruptCheck& check_interrupt);
+  // A fetch is a move of this rank.
+  void noteFetch() noexcept { fetches_.fetch_add(1, std::memory_order_relaxed); }
+  bool usable() const noexcept { return !over() && forkGeneration() == forks_; }
+  void checkUsable();  // throws the error of operations that come too late
+
   // The last operations of this rank.
   FlightRecorder::Flight flight();
 
@@ -180,6 +200,11 @@ class World {
   void checkHealthLocked(Clock::time_point now);
   WaitRecord waitRecordLocked();
   Error timeoutError(const Work& work, Clock::duration waited, const std::optional<Stuck>& stuck);
+
+  // world_counters.cpp
+  void leaveCountersLocked();
+  FetchResult waitForFetch(int owner, const FetchRequest& request, Clock::time_point start,
+                           const InterruptCheck& check_interrupt);
 
   // world_liveness.cpp
   void tellLocked();
@@ -245,6 +270,13 @@ class World {
   std::string abort_reason_;  // not empty after abort()
   std::string first_cause_;   // the first error since this rank was last in step with all others
   HeardFailures heard_;
+
+  struct OwnCounter {
+    bool open = false;
+    uint32_t generation = 0;
+  };
+  std::array<OwnCounter, kCounterWords> own_counters_;
+  std::atomic<uint64_t> fetches_{0};  // relaxed: only counted
 
   std::shared_ptr<WorldPart> part_;
   std::shared_ptr<WorldListener> listener_;

@@ -4,15 +4,6 @@
 #include "comm/host/world.hpp"
 
 namespace hdpcomm {
-namespace {
-
-Clock::duration durationOf(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(
-      std::chrono::duration<double>(std::min(seconds, 1e9)));
-}
-
-}  // namespace
-
 void World::goByLiveness(bool on) {
   refuseInChild();
   std::lock_guard lock(mutex_);
@@ -80,7 +71,9 @@ void World::tellLocked() {
 }
 
 void World::publishPulseLocked(Clock::time_point now) {
-  liveness_.look(static_cast<uint64_t>(next_seq_) + transport_->moves(), now);
+  liveness_.look(static_cast<uint64_t>(next_seq_) + transport_->moves() +
+                     fetches_.load(std::memory_order_relaxed),
+                 now);
   Pulse pulse = ownPulseLocked(now);
   if (!liveness_.busy(now)) {
     std::vector<int> awaited = part_moves_.awaited;

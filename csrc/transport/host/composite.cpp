@@ -81,6 +81,12 @@ class CompositeTransport final : public Transport {
     return members_[0]->allocate(bytes);
   }
   WaitPlace* waitPlace(int rank) override { return to(rank).waitPlace(rank); }
+  std::shared_ptr<CounterWords> counterWords(int rank) override {
+    return to(rank).counterWords(rank);
+  }
+  std::unique_ptr<RemoteFetch> startFetch(int rank, const FetchRequest& request) override {
+    return to(rank).startFetch(rank, request);
+  }
   uint64_t moves() const override {
     uint64_t sum = 0;
     for (const auto& member : members_) sum += member->moves();

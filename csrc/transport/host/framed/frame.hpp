@@ -8,7 +8,7 @@
 
 namespace hdpcomm::framed {
 
-inline constexpr uint32_t kMagic = 0x6864'6601;  // the last byte is the layout's version
+inline constexpr uint32_t kMagic = 0x6864'6602;  // the last byte is the layout's version
 
 enum class Kind : uint8_t {
   kData,      // a piece of a message
@@ -23,6 +23,10 @@ enum class Kind : uint8_t {
           // last moves in milliseconds in `index` and `offset`, `cause`, and the text
   kGoodbye,  // the last frame; the text says why
   kMarker,   // of resync(): `number` is the sender's attempt, `other` the receiver's last one
+  // FetchRequest: `number` is the word, `other` the generation, `bytes` the amount. `index` counts
+  // those of the sender, from 0
+  kFetch,
+  kFetched,  // the answer to number `index`: `detail` is the FetchEnd, `number` the count before
 };
 
 inline constexpr uint32_t kConfirm = 1;  // kData: the sender wants a kAccepted
@@ -55,6 +59,8 @@ inline constexpr size_t kEagerBytes = 128 * 1024;
 // A piece counts its bytes plus kPieceUnits.
 inline constexpr uint64_t kWindow = 8 * kFrameBulkBytes;
 inline constexpr uint64_t kPieceUnits = 64;
+// Most fetches of a pair in one direction that have no answer.
+inline constexpr size_t kFetches = 64;
 inline constexpr size_t kOutboxFrames = 4;  // most frames that wait for the carrier
 
 inline Header readHeader(const Frame& frame) {

@@ -12,13 +12,26 @@ std::string bad(const char* field, uint64_t value) {
          ", which no rank of this version of hdpcomm sends";
 }
 
+std::optional<std::string> badFetch(const Header& header) {
+  if (header.piece > 0) return bad("piece", header.piece);
+  if (header.kind == Kind::kFetched) {
+    if (header.detail > static_cast<uint8_t>(FetchEnd::kOwnerLeft)) {
+      return bad("detail", header.detail);
+    }
+    return std::nullopt;
+  }
+  if (header.number >= kCounterWords) return bad("counter", header.number);
+  if (header.bytes == 0 || header.bytes > kMaxCount) return bad("amount", header.bytes);
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::optional<std::string> badFrame(const Frame& frame, int num_ranks) {
   const Header header = readHeader(frame);
   const size_t room = frame.bulkBytes() > 0 ? frame.bulkBytes() : kInlineBytes;
   if (header.magic != kMagic) return bad("magic", header.magic);
-  if (header.kind > Kind::kMarker) return bad("kind", static_cast<uint64_t>(header.kind));
+  if (header.kind > Kind::kFetched) return bad("kind", static_cast<uint64_t>(header.kind));
   if (header.piece > room) return bad("piece", header.piece);
   const bool text = header.kind == Kind::kFailure || header.kind == Kind::kGoodbye;
   if (text && header.piece > kTextBytes) return bad("text length", header.piece);
@@ -34,6 +47,7 @@ std::optional<std::string> badFrame(const Frame& frame, int num_ranks) {
     const uint64_t age = std::max(header.index, header.offset);
     if (age > static_cast<uint64_t>(kOldestMoveMs)) return bad("age", age);
   }
+  if (header.kind == Kind::kFetch || header.kind == Kind::kFetched) return badFetch(header);
   if (header.kind != Kind::kData) return std::nullopt;
   // In this order: the sum of offset and piece cannot wrap.
   if (header.offset > header.bytes) return bad("offset", header.offset);

@@ -57,7 +57,8 @@ FramePtr FrameLink::next(int peer_rank) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
   peer.for_carrier.wait(lock, [&] {
-    return !peer.outbox.empty() || peer.ping_due || peer.pong_due || closed_ || !peer.loss.empty();
+    return !peer.outbox.empty() || peer.ping_due || peer.pong_due || answerDue(peer) ||
+           fetchDue(peer) || closed_ || !peer.loss.empty();
   });
   if (!peer.loss.empty()) return nullptr;
   if (peer.ping_due || peer.pong_due) {
@@ -68,6 +69,8 @@ FramePtr FrameLink::next(int peer_rank) {
     header.number = peer.ping;
     return framed::makeFrame(header, nullptr);
   }
+  if (answerDue(peer)) return makeAnswer(peer);
+  if (fetchDue(peer)) return makeFetch(peer);
   if (peer.outbox.empty()) return nullptr;  // closed
   FramePtr frame = std::move(peer.outbox.front());
   peer.outbox.pop_front();
@@ -97,9 +100,20 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
     if (header.number == peer.ping) takePong(peer_rank, peer, *frame);
     return true;
   }
+  if (kind == Kind::kFetch || kind == Kind::kFetched) {
+    const auto wrong = kind == Kind::kFetch ? takeFetch(peer, *frame) : takeAnswer(peer, *frame);
+    if (!wrong.empty()) {
+      lose(lock, peer, "was cut off: " + wrong);
+      return false;
+    }
+    lock.unlock();
+    peer.for_carrier.notify_all();
+    return true;
+  }
   peer.last_moved = peer.last_heard;
   peer.ended = kind == Kind::kGoodbye;
   const bool ended = peer.ended;
+  if (ended) for_fetches_.notify_all();
   arrivals_.push_back({peer_rank, std::move(frame)});
   signal(lock);
   return !ended;
@@ -113,6 +127,7 @@ void FrameLink::waitClosed() {
 void FrameLink::lost(int peer_rank, const std::string& why) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
+  if (peer.ended) return;
   lose(lock, peer,
        "was lost: " + (why.empty() ? "the connection broke" : why) +
            " (its process or its host died, or the network between them)");
@@ -124,9 +139,10 @@ void FrameLink::cutOff(int peer_rank, const std::string& why) {
 }
 
 void FrameLink::lose(std::unique_lock<std::mutex>& lock, Peer& peer, const std::string& what) {
-  if (peer.ended || !peer.loss.empty()) return;
+  if (!peer.loss.empty()) return;
   peer.loss = what;
   peer.for_carrier.notify_all();
+  for_fetches_.notify_all();
   signal(lock);
 }
 
@@ -229,6 +245,7 @@ void FrameLink::close() {
   std::unique_lock lock(mutex_);
   closed_ = true;
   for (Peer& peer : peers_) peer.for_carrier.notify_all();
+  for_fetches_.notify_all();
   signal(lock);
 }
 

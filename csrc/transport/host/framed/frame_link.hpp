@@ -95,6 +95,21 @@ class FrameLink {
   // No more frames will be posted.
   void close();
 
+  // --- counters; any thread
+  // Where the other hosts' ranks count on this one: memory of the link's own, until told.
+  void serveCounters(std::shared_ptr<CounterWords> words);
+  std::shared_ptr<CounterWords> counterWords() const;
+  struct Fetch {
+    FetchRequest request;
+    bool sent = false;
+    std::optional<FetchResult> result;
+  };
+  std::shared_ptr<Fetch> startFetch(int peer, const FetchRequest& request);
+  // See RemoteFetch::wait().
+  std::optional<FetchResult> waitFetch(int peer, const Fetch& fetch, Clock::time_point until);
+  // Nobody waits for it any more: it is not sent, if it has not been yet.
+  void dropFetch(int peer, const Fetch& fetch);
+
   uint32_t ticket() const;
   void wait(uint32_t ticket, Clock::time_point until);
   void wake();  // ends a wait()
@@ -117,21 +132,40 @@ class FrameLink {
     uint32_t ping = 0;        // number of the last one
     uint32_t peers_ping = 0;  // of the peer's, which the next pong answers
     std::optional<Pulse> pulse;
-    Clock::time_point last_moved;  // when the last frame came that is no ping or pong
+    // When the last frame came that its rank has made, not its link by itself.
+    Clock::time_point last_moved;
+
+    std::deque<std::shared_ptr<Fetch>> fetches;  // without an answer, in order; first those sent
+    size_t fetches_sent = 0;                     // of them
+    uint64_t fetches_answered = 0;
+    uint64_t peers_fetches = 0;       // that have arrived
+    std::deque<FetchResult> answers;  // to the last of them
   };
   void signal(std::unique_lock<std::mutex>& lock);
   FramePtr makePong(const Peer& peer) const;
   void takePong(int peer_rank, Peer& peer, Frame& frame);
+
+  // frame_fetches.cpp, all under the lock
+  bool answerDue(const Peer& peer) const;
+  bool fetchDue(const Peer& peer) const;
+  FramePtr makeFetch(Peer& peer);
+  FramePtr makeAnswer(Peer& peer);
+  // What is wrong with the frame after those before it; empty: nothing, and it was taken.
+  std::string takeFetch(Peer& peer, const Frame& frame);
+  std::string takeAnswer(Peer& peer, const Frame& frame);
+
   void lose(std::unique_lock<std::mutex>& lock, Peer& peer, const std::string& what);
 
   int rank_;
   mutable std::mutex mutex_;
   std::condition_variable for_transport_;
+  std::condition_variable for_fetches_;
   std::deque<Peer> peers_;  // never moves its elements
   std::vector<Arrival> arrivals_;
   std::shared_ptr<const std::function<void()>> wake_;  // copied for each event
   uint32_t events_ = 0;
   std::optional<Pulse> own_pulse_;
+  std::shared_ptr<CounterWords> words_ = std::make_shared<CounterWords>();
   Clock::duration ping_after_;  // without an answer or a message from the peer
   bool closed_ = false;
 };

@@ -60,6 +60,8 @@ void FramedTransport::route(Peer& peer, FramePtr frame) {
     case Kind::kCredit:
     case Kind::kPing:
     case Kind::kPong:
+    case Kind::kFetch:
+    case Kind::kFetched:
       return;
   }
 }

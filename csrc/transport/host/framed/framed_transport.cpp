@@ -13,6 +13,21 @@ bool needsConfirmation(const SendRequest& request) {
   return request.confirm || request.bytes > kEagerBytes;
 }
 
+class FetchOverLink final : public RemoteFetch {
+ public:
+  FetchOverLink(std::shared_ptr<FrameLink> link, int rank, const FetchRequest& request)
+      : link_(std::move(link)), rank_(rank), fetch_(link_->startFetch(rank, request)) {}
+  ~FetchOverLink() override { link_->dropFetch(rank_, *fetch_); }
+  std::optional<FetchResult> wait(Clock::time_point until) override {
+    return link_->waitFetch(rank_, *fetch_, until);
+  }
+
+ private:
+  std::shared_ptr<FrameLink> link_;
+  int rank_;
+  std::shared_ptr<FrameLink::Fetch> fetch_;
+};
+
 }  // namespace
 
 FramedTransport::FramedTransport(std::shared_ptr<FrameLink> link, std::string name)
@@ -220,6 +235,14 @@ std::optional<Error> FramedTransport::lost(int peer_rank, std::optional<uint32_t
 
 std::function<void()> FramedTransport::waker() {
   return [link = link_] { link->wake(); };
+}
+
+std::shared_ptr<CounterWords> FramedTransport::counterWords(int rank) {
+  return rank == link_->rank() ? link_->counterWords() : nullptr;
+}
+
+std::unique_ptr<RemoteFetch> FramedTransport::startFetch(int rank, const FetchRequest& request) {
+  return std::make_unique<FetchOverLink>(link_, rank, request);
 }
 
 uint64_t FramedTransport::moves() const {

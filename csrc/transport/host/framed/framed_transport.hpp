@@ -83,6 +83,8 @@ class FramedTransport final : public Transport {
   std::function<void()> waker() override;
   // The carrier's threads need the cores that a busy wait would take.
   bool oversubscribed() const noexcept override { return true; }
+  std::shared_ptr<CounterWords> counterWords(int rank) override;
+  std::unique_ptr<RemoteFetch> startFetch(int rank, const FetchRequest& request) override;
   uint64_t moves() const override;
   void publishPulse(const Pulse& pulse) override { link_->publishPulse(pulse); }
   std::optional<Pulse> pulse(int peer) override { return link_->pulse(peer); }

@@ -13,12 +13,13 @@
 #include <cstring>
 
 #include "base/call.hpp"
+#include "transport/counters.hpp"
 #include "transport/pulse.hpp"
 #include "transport/wait_board.hpp"
 
 namespace hdpcomm::shm {
 
-inline constexpr uint64_t kMagic = 0x6864'7063'6f6d'6d33;
+inline constexpr uint64_t kMagic = 0x6864'7063'6f6d'6d34;
 inline constexpr size_t kSlots = 64;  // descriptors in flight on a channel; a power of two
 inline constexpr size_t kInlineBytes = 16;
 inline constexpr size_t kFragmentBytes = 32 * 1024;  // of a fragmented message
@@ -139,6 +140,7 @@ struct alignas(64) Control {
   char reason[kFailureText];  // why this rank closed or failed, for the errors of the others
   WaitPlace wait;
   PulsePlace pulse;
+  CounterWords counters;
 };
 
 struct alignas(64) Header {

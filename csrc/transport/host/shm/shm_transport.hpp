@@ -99,6 +99,9 @@ class ShmTransport final : public Transport {
   bool oversubscribed() const noexcept override { return oversubscribed_; }
   std::shared_ptr<std::byte> allocate(size_t bytes) override;
   WaitPlace* waitPlace(int rank) override { return &segment_->control(rank).wait; }
+  std::shared_ptr<CounterWords> counterWords(int rank) override {
+    return {segment_, &segment_->control(rank).counters};
+  }
   uint64_t moves() const override;
   void publishPulse(const Pulse& pulse) override;
   std::optional<Pulse> pulse(int peer) override;

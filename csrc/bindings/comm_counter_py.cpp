@@ -1,0 +1,54 @@
+// SharedCounter. Its call is a plain CPython function, as in comm_calls_py.cpp.
+#include "bindings/comm_py.hpp"
+#include "comm/host/counter.hpp"
+
+namespace py = pybind11;
+
+namespace hdpcomm {
+namespace {
+
+// (counter, amount) -> the count before. Within a host it takes less time than to let go of the GIL
+// and take it again, and never blocks.
+PyObject* fetchAdd(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    expect(count, 2);
+    auto& counter = py::cast<SharedCounter&>(py::handle(args[0]));
+    const int64_t amount = integer(args[1]);
+    std::optional<uint32_t> before = counter.fetchAddHere(amount);
+    if (!before) {
+      const py::gil_scoped_release release;
+      before = counter.fetchAdd(amount, kCheckSignals);
+    }
+    return PyLong_FromUnsignedLong(*before);
+  });
+}
+
+PyMethodDef calls[] = {
+    {"fetch_add", function(fetchAdd), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void bindCounter(py::module_& module) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<SharedCounter, std::shared_ptr<SharedCounter>>(
+      module, "SharedCounter", py::release_gil_before_calling_cpp_dtor())
+      .def_property_readonly("word", &SharedCounter::word)
+      .def_property_readonly("generation", &SharedCounter::generation)
+      .def_property_readonly("owner", &SharedCounter::owner)
+      .def("close", &SharedCounter::close, Unlocked());
+  module.def(
+      "open_counter",
+      [](const Communicator& comm) { return std::make_shared<SharedCounter>(comm); },
+      py::arg("comm"), Unlocked());
+  module.def(
+      "join_counter",
+      [](const Communicator& comm, int64_t word, int64_t generation) {
+        return std::make_shared<SharedCounter>(comm, word, generation);
+      },
+      py::arg("comm"), py::arg("word"), py::arg("generation"), Unlocked());
+  if (PyModule_AddFunctions(module.ptr(), calls) != 0) throw py::error_already_set();
+}
+
+}  // namespace hdpcomm
