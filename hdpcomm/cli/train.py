@@ -168,6 +168,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         expert=options.expert,
         ring_peers=options.ring_peers,
         learn_costs=options.learn_costs,
+        queue=options.queue,
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
         check_replicas=options.check_replicas,
     )

@@ -119,6 +119,10 @@ class TrainOptions:
         "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
         "same bits", action="store_true",
     )  # fmt: skip
+    queue: bool = _option(
+        "ranks", False, "short sequences wait in a queue, from which ranks take when they are free: slow or unlucky "
+        "ones do less; no two runs then have the same bits", action="store_true",
+    )  # fmt: skip
     calibration: Path | None = _option(
         "ranks", None, "what hdpcomm calibrate measured of this model on such ranks, in place of a short profile at "
         "the start", Path, metavar="FILE",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from hdpcomm.parallel.waves import waves_of
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
+from hdpcomm.train.queue import StepQueue
 from hdpcomm.train.replicas import check_replicas, share_values
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
@@ -286,6 +288,12 @@ class MeshTrainer(Trainer):
     def _token_comms(self) -> tuple[Communicator, ...]:
         return self.mesh.hdp_comm, self.mesh.tensor_comm
 
+    def _open_queue(self, plan: StepPlan) -> contextlib.AbstractContextManager[StepQueue | None]:
+        mesh = self.mesh
+        if not plan.queued or mesh.expert > 1 or mesh.pipeline > 1:  # these run a plan as it is
+            return contextlib.nullcontext()
+        return StepQueue(plan, mesh.hdp_comm, mesh.tensor_comm)
+
     def _waves(self, plan: StepPlan) -> Sequence[MicroBatch | None]:
         """This rank's micro-batches in their order; ``None`` where others need it in their layers with experts."""
         mesh = self.mesh
@@ -304,7 +312,9 @@ class MeshTrainer(Trainer):
 
     def _run_each(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
         total = torch.zeros(2, dtype=torch.float64)
-        for micro_batch in self._waves(planned.plan):
+        plan = planned.plan
+        waves: Iterable[MicroBatch | None] = self._waves(plan) if self._queue is None else self._micro_batches(plan)
+        for micro_batch in waves:
             if micro_batch is None:
                 self._pass_without_tokens().backward()  # type: ignore[no-untyped-call]
                 self._collect()

@@ -41,6 +41,8 @@ class RunConfig:
         ring_peers: most ranks that a rank exchanges ring messages with in a step (:class:`hdpcomm.plan.Planner`).
         learn_costs: plans follow what the steps before took, and ranks that are slow get less work
             (:class:`hdpcomm.plan.CostLearner`).
+        queue: in steps of the policy ``balanced``, sequences that fit one rank wait in a queue, from which ranks take
+            when they are free (:class:`hdpcomm.plan.Planner`).
         memory_bytes: device memory of a rank for a step, states included; 0: not limited.
         eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
         calibration: costs that were measured before (:func:`hdpcomm.run.calibrate`), in place of a short profile when
@@ -76,6 +78,7 @@ class RunConfig:
     expert: int = 1
     ring_peers: int | None = None
     learn_costs: bool = False
+    queue: bool = False
     calibration: Calibration | None = None
     check_replicas: int = 100
 
@@ -170,6 +173,12 @@ class RunConfig:
             what = "expert ranks"
         if self.calibration is not None and self.pipeline * self.tensor > 1:
             raise InvalidUsage(f"a calibration is that of ranks without {what}; leave out --calibration or {option}")
+        if self.queue and ("balanced" not in self.policies or self.pipeline * self.expert > 1):
+            why = f"policies is {self.policies}" if "balanced" not in self.policies else f"the ranks have {what}"
+            raise InvalidUsage(
+                f"queue was given and {why}: only the policy balanced has one, without pipelines and expert ranks; "
+                "leave out --queue"
+            )
         if "ddp" in self.policies and self.on_mesh:
             raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
 

@@ -216,6 +216,7 @@ def make_planner(
         context=corpus.longest,
         memory=costs.memory,
         ring_peers=config.ring_peers,
+        queue=config.queue and policy == "balanced",
     )
 
 

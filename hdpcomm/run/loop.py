@@ -71,7 +71,8 @@ def train(
     weights of its own: what else the machine does slows all alike. With ``saving`` the run writes checkpoints, goes on
     from one, and on SIGTERM or Ctrl-C ends after the step, saved. On as many ranks as before, a resumed run computes
     the very bits that it would have computed without the interruption: the checkpoint holds the measured costs, which
-    the plans follow. With ``config.learn_costs`` plans follow the clock, so no two runs are the same to the bit.
+    the plans follow. With ``config.learn_costs`` plans follow the clock, and with ``config.queue`` ranks do, so no two
+    runs are the same to the bit.
 
     Args:
         corpus: every rank reads only the tokens of its own shards. A :class:`hdpcomm.data.DocumentStream` becomes
@@ -230,17 +231,18 @@ class _Run:
         taken = time.perf_counter()
         metrics = trainer.step(planned, self.batches.fetch(step, policy))
         self.steps[policy].append(metrics)
+        ran = trainer.ran or planned.plan
         waited = 0.0 if trainer.offload is None else trainer.offload.stats().host_wait_s
         stall_s, self.stalled[policy] = waited - self.stalled[policy], waited
         costs, times = step_costs(
-            trainer.timeline.spans, planned.plan, self.comm, seconds=metrics.seconds, spec=self.spec,
+            trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
             device=self.comm.device, stall_s=stall_s, cost_model=trainer.planner.cost_model,
             mesh=trainer.mesh if isinstance(trainer, MeshTrainer) else None,
             stage_bytes=trainer.boundary_bytes if isinstance(trainer, MeshTrainer) else 0,
             loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.learning:
-            self.learning[policy].add(planned.plan, times)
+            self.learning[policy].add(ran, times)
             costs["slowest_rank"], costs["slowest_speed"] = self.learning[policy].slowest()
             costs["noise"] = trainer.planner.cost_model.noise
         if watching.on_step is not None:

@@ -49,7 +49,8 @@ def run_report(run: Path) -> str:
     parts = [_head(run, by_policy)]
     parts.append(_section("Curves", curves(by_policy, evaluations)))
     parts.append(_section("Policies side by side", _policies(by_policy, timelines)))
-    parts.append(_section("Plans against the clock", _clock(by_policy), _slow_ranks(by_policy) + _noise(by_policy)))
+    told = "".join(tell(by_policy) for tell in (_slow_ranks, _noise, _queue))
+    parts.append(_section("Plans against the clock", _clock(by_policy), told))
     parts.append(_section("Where the time went", time_shares({p: _shares(rows) for p, rows in by_policy.items()})))
     for policy, row in timelines.items():
         parts.append(_section(f"Step {row['step']} under {policy}", step_gantt(row), _gantt_note(row)))
@@ -161,7 +162,7 @@ def _slow_ranks(by_policy: Mapping[str, Sequence[Row]]) -> str:
         ]
     if not found:
         return "No rank was slow in half of the steps or more."
-    return "Slow ranks: " + "; ".join(found) + ". hdpcomm train --learn-costs gives them less."
+    return f"Slow ranks: {'; '.join(found)}. hdpcomm train --learn-costs gives them less; with --queue they take less."
 
 
 def _noise(by_policy: Mapping[str, Sequence[Row]]) -> str:
@@ -169,6 +170,16 @@ def _noise(by_policy: Mapping[str, Sequence[Row]]) -> str:
     last = {policy: steps[-1].get("noise") for policy, steps in by_policy.items() if steps}
     told = [f"{noise:.1%} under {policy}" for policy, noise in last.items() if isinstance(noise, (int, float))]
     return f" Micro-batches took longer or shorter by chance (standard deviation): {', '.join(told)}." if told else ""
+
+
+def _queue(by_policy: Mapping[str, Sequence[Row]]) -> str:
+    """How often a rank took what was predicted for another one."""
+    told = []
+    for policy, steps in by_policy.items():
+        queued, moved = (sum(row.get(name, 0) for row in steps) for name in ("queued", "moved"))
+        if queued:
+            told.append(f"{moved / queued:.0%} of {queued:,} micro-batches under {policy}")
+    return f" Taken from the queue by another rank than predicted: {', '.join(told)}." if told else ""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

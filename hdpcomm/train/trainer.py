@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from hdpcomm.arguments import check_has
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.plan import PlannedStep
+from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import trained_parameters
 from hdpcomm.train.dtensor import is_fully_sharded
@@ -26,6 +27,7 @@ from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.queue import StepQueue
 from hdpcomm.train.reading import declared
 from hdpcomm.train.replicas import check_replicas, share_values
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
@@ -127,6 +129,10 @@ class Trainer:
         """Whether a step has made what kernels and compilers make at their first call."""
         self._bytes_elsewhere = 0
         """Bytes a step that this rank sends by other ways than ``comm``."""
+        self._queue: StepQueue | None = None
+        """Of the step that runs, if its plan has one."""
+        self.ran: StepPlan | None = None
+        """The plan of the last step as it ran: micro-batches of its queue with the ranks that have taken them."""
         if offload is None and planner.memory.offloadable:
             raise InvalidUsage(
                 "the planner counts on host memory (offload) and the trainer has no way there; give "
@@ -167,8 +173,8 @@ class Trainer:
                 :class:`hdpcomm.plan.PlanAhead` has planned with this trainer's ``planner`` while the step before ran,
                 so that this one waits for no plan.
             fetch: ``fetch(i)`` gives the tokens (int64 ``[lengths[i]]``) of sequence i, or (tokens, labels); it is
-                called only for the sequences that this rank works on. Without labels, every token is to predict the
-                next one.
+                called only for the sequences that this rank works on: with a queue (``Planner(queue=True)``) any of
+                those in it may be among them. Without labels, every token is to predict the next one.
                 Of a tree, (tokens, weights): each token is a label of the one before it on its way from the root, with
                 a loss times its weight; by default the number of trajectories that contain it. The loss is the sum
                 over all labels divided by the sum of all weights. :func:`hdpcomm.data.fold` makes these.
@@ -201,15 +207,18 @@ class Trainer:
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         sharded = self.gradients if isinstance(self.gradients, ShardedParameters) else None
         first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
-        with offloading, first:
-            loss = self._run_all(planned, fetch, scale, offloading)
-        self._compiled = True
-        if sharded is not None:
-            sharded.start()
-        self._synchronize()
-        self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
-        idle = (self.comm.stats()["wait_ns"] - waited) * 1e-9
-        self.timeline.end("wait for others")
+        with self._open_queue(plan) as self._queue:
+            with offloading, first:
+                loss = self._run_all(planned, fetch, scale, offloading)
+            self._compiled = True
+            if sharded is not None:
+                sharded.start()
+            self._synchronize()
+            self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
+            idle = (self.comm.stats()["wait_ns"] - waited) * 1e-9
+            self.timeline.end("wait for others")
+            self.ran = plan if self._queue is None else self._queue.plan_as_run()
+        self._queue = None
         total, labels = loss.tolist()
         mean = self._mean(total, labels)
         self.gradients.reduce(1.0 / (scale * labels))
@@ -228,6 +237,19 @@ class Trainer:
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         metrics = add_expert_load(metrics, self._loads, self._token_comms, self.comm)
         return offloading.add_to(metrics, self.comm)
+
+    def _open_queue(self, plan: StepPlan) -> contextlib.AbstractContextManager[StepQueue | None]:
+        """The queue of a plan, if it has one. Collective over the ranks of the plan."""
+        return StepQueue(plan, self._plan_comm) if plan.queued else contextlib.nullcontext()
+
+    def _micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
+        """What this rank runs: what the plan gives to it alone, then what it takes from the queue."""
+        rank = self._plan_comm.rank
+        if self._queue is None:
+            yield from plan.for_rank(rank)
+        else:
+            yield from fixed_for_rank(plan, rank)
+            yield from self._queue
 
     def _seconds_waited(self) -> tuple[float, float]:
         """So far, of this rank: inside layers for ranks that share them; for ranks that share experts and for other
@@ -335,10 +357,12 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _run_each(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
-        micro_batches = planned.plan.for_rank(self._plan_comm.rank)
+        plan = planned.plan
+        bound = () if plan.queued else plan.for_rank(self._plan_comm.rank)
+        last = bound[-1].index if bound else -1  # with a queue, nobody knows it before
         loss = torch.zeros(2, dtype=torch.float64)
-        for place, micro_batch in enumerate(micro_batches):
-            last_and_alone = place == len(micro_batches) - 1 and len(micro_batch.ranks) == 1
+        for micro_batch in self._micro_batches(plan):
+            last_and_alone = micro_batch.index == last and len(micro_batch.ranks) == 1
             if last_and_alone and isinstance(self.gradients, ShardedParameters):
                 self.gradients.reduce_early()
             loss += self._run(micro_batch, planned, fetch, scale, offloading)
@@ -414,6 +438,8 @@ class Trainer:
             plan_wait_s=plan_wait / self.comm.size,
             processor_s=rows[:, 3].max().item(),
             sequences_on_ranks=plan.table.sequences_on_ranks(),
+            queued=plan.queued,
+            moved=_moved(plan, self.ran),
         )
 
     def _same_start(self) -> None:
@@ -423,3 +449,8 @@ class Trainer:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _moved(plan: StepPlan, ran: StepPlan | None) -> int:
+    """Micro-batches that ran on other ranks than planned."""
+    return 0 if ran is None or ran is plan else int((ran.table.ranks != plan.table.ranks).sum())

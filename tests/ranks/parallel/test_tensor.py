@@ -12,7 +12,7 @@ from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import Mesh, MeshTrainer, tensor_parallel
-from hdpcomm.plan import ClusterSpec, Planner, Tree
+from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.testing import run_threads
 from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, check_gradients, part_of, tokens_of, wanted
 from tests.ranks.parallel.test_pipeline import LENGTHS, LIMIT, UNEVEN
@@ -58,6 +58,14 @@ def test_gradients_are_those_of_one_process(how, dtype):
     results = run_threads(lambda: one_step(planner, CONFIG, dtype, LENGTHS, **more), 4)
     check(results, CONFIG, dtype, LENGTHS)
     assert all((moved > 0) == (how == "offload") for _, _, moved in results)
+
+
+def test_tensor_ranks_take_from_a_queue_together():
+    cost = CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-3, noise=0.1)
+    planner = Planner(None, ClusterSpec(2, 60, tensor=2), cost_model=cost, queue=True)
+    results = run_threads(lambda: one_step(planner, CONFIG, torch.float64, LENGTHS), 4)
+    check(results, CONFIG, torch.float64, LENGTHS)
+    assert results[0][0].queued == planner.plan(LENGTHS).queued > 0
 
 
 @pytest.mark.parametrize(

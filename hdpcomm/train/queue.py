@@ -1,0 +1,95 @@
+"""Micro-batches that are bound to no rank: who is free takes the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from hdpcomm.errors import Error
+from hdpcomm.plan.queue import as_run, pool_rows
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator, SharedCounter
+    from hdpcomm.plan import MicroBatch, StepPlan
+
+__all__ = ["StepQueue"]
+
+_ONCE = 1 << 32  # counts who has run a micro-batch, above the number of the rank
+
+
+class StepQueue:
+    """This rank's end of the queue of one step (:attr:`hdpcomm.plan.StepPlan.queued`).
+
+    Iterating gives the micro-batches that this rank takes, as its own, one at a time: it asks for the next one when it
+    comes back, so the device has to be done with the one before. The ranks of a pool ask one counter, and nobody waits
+    for anybody. Every rank iterates to the end. Leave it as a context manager only after :meth:`plan_as_run`, when all
+    ranks have come to their ends, or with an error.
+
+    Args:
+        plan: the step's, equal on all ranks.
+        comm: its ranks. Collective over those of each pool.
+        team: ranks that run all micro-batches of this one together, as tensor ranks do: the first one of them asks.
+            ``None``: this one alone.
+
+    Raises: what :meth:`hdpcomm.comm.Communicator.counter` raises.
+    """
+
+    def __init__(self, plan: StepPlan, comm: Communicator, team: Communicator | None = None) -> None:
+        self._plan, self._comm = plan, comm
+        self._team = team if team is not None and team.size > 1 else None
+        pool = comm.rank % plan.queue_pools
+        self._rows = pool_rows(plan, pool).tolist()
+        self._taken: list[int] = []
+        self._counter: SharedCounter | None = None
+        if self._team is None or self._team.rank == 0:
+            ranks = cast("Communicator", comm.subset(range(pool, comm.size, plan.queue_pools)))
+            self._counter = ranks.counter()
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        while (place := self._next()) < len(self._rows):
+            row = self._rows[place]
+            self._taken.append(row)
+            yield replace(self._plan.micro_batch(row), ranks=(self._comm.rank,))
+
+    def _next(self) -> int:
+        place = 0 if self._counter is None else self._counter.fetch_add()
+        if self._team is None:
+            return place
+        told = torch.tensor([place], dtype=torch.int64)
+        self._team.broadcast(told, 0)
+        return int(told)
+
+    def plan_as_run(self) -> StepPlan:
+        """The plan with the ranks that have run the micro-batches of the queue. Collective over ``comm``: 8 bytes for
+        each of them; no rank returns before all have come to the end of the queue.
+
+        Raises:
+            Error: one was not run, or twice; nothing may be made of the step's gradients then.
+        """
+        first = len(self._plan.table) - self._plan.queued
+        runs = torch.zeros(self._plan.queued, dtype=torch.int64)
+        runs[torch.tensor(self._taken, dtype=torch.int64) - first] = _ONCE + self._comm.rank
+        self._comm.all_reduce(runs)
+        if bool((runs // _ONCE != 1).any()):
+            place = int((runs // _ONCE != 1).nonzero()[0])
+            raise Error(
+                f"micro-batch {int(self._plan.table.index[first + place])} of the queue was run "
+                f"{int(runs[place] // _ONCE)} times in one step, once was expected: this is a defect of hdpcomm; train "
+                "without a queue, and report it",
+                rank=self._comm.global_rank,
+                op="step",
+            )
+        return as_run(self._plan, (runs % _ONCE).to(torch.int32).numpy())
+
+    def __enter__(self) -> StepQueue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._counter is not None:
+            self._counter.close()
