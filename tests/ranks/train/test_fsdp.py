@@ -17,6 +17,7 @@ from hdpcomm.train.data_parallel import gloo_group
 
 CONFIG = LlamaConfig(vocabulary=31, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(1e-6, 1e-5)
+NOISY = CostModel(1e-4, 1e-2, 1e-3, ring_step=1e-2, noise=0.1)  # whose plans have a queue
 
 
 def sharded(model, mesh):
@@ -26,7 +27,9 @@ def sharded(model, mesh):
 
 
 def trainer_of(model, comm, policy="balanced", **options):
-    planner = Planner(None, ClusterSpec(comm.size, capacity=32), policy, COST)
+    queue = policy == "queue"
+    policy, cost = ("balanced", NOISY) if queue else (policy, COST)
+    planner = Planner(None, ClusterSpec(comm.size, capacity=32), policy, cost, queue=queue)
     return Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), planner, comm, max_grad_norm=0.5, **options)
 
 
@@ -57,6 +60,7 @@ def both(lengths, policy, recompute):
         (3, [30, 31, 30, 32, 3], "naive", 2),
         (2, [9], "naive", "none"),
         (2, [60, 20], "static", "full"),
+        (3, [60, 5, 20, 30, 31, 7, 1, 9, 2, 13, 22], "queue", "none"),
     ],
 )
 def test_the_losses_of_the_unsharded_model(ranks, size, lengths, policy, recompute):
@@ -67,6 +71,7 @@ def test_the_losses_of_the_unsharded_model(ranks, size, lengths, policy, recompu
         assert kept < 0.75 * Llama(CONFIG).num_parameters()
         if policy == "naive":
             assert len(set(counts)) == 2  # different numbers of micro-batches
+        assert (found[-1].queued > 0) == (policy == "queue")
 
 
 def refused(case):

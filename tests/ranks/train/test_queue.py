@@ -53,7 +53,13 @@ class QueuePlanner:
 
 
 def gradients(
-    planner: Any, size: int, dtype: torch.dtype = torch.float64, recompute: str = "none", steps: int = 1, **options: Any
+    planner: Any,
+    size: int,
+    dtype: torch.dtype = torch.float64,
+    recompute: str = "none",
+    steps: int = 1,
+    transport: str = "shm",
+    **options: Any,
 ) -> list[Any]:
     """By rank: losses, gradients of the last step, the sequences that the rank has read in it, its metrics, the plan as
     it ran."""
@@ -78,7 +84,7 @@ def gradients(
             found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
             return losses, found, read, metrics, trainer.ran
 
-    return run_threads(rank, size, timeout=60.0)
+    return run_threads(rank, size, transport=transport, timeout=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +109,10 @@ def check(results: list[Any], wanted: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("size", "pools"), [(1, 1), (2, 1), (3, 1), (4, 2), (5, 4)])
 def test_the_gradients_are_those_of_a_single_device(size: int, pools: int, dtype: torch.dtype, wanted: Any) -> None:
     check(gradients(QueuePlanner(size, pools), size, dtype, steps=2), wanted, dtype)
+
+
+def test_ranks_of_a_device_take_from_a_queue(wanted: Any) -> None:
+    check(gradients(QueuePlanner(3), 3, transport="sim"), wanted, torch.float64)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -109,6 +109,8 @@ def test_closed_loop() -> None:
         assert planned == f"{row['over_planned']:.3f}"
         assert bound == f"{row['over_bound']:.3f} ({row['worst_over_bound']:.3f})"
         assert blind == f"{row['not_learning_over_bound']:.3f}"
+    for step in range(6):
+        assert by_case["noise alone, queue", 256, step]["over_bound"] <= 1.04
 
 
 def test_noise_floor() -> None:
@@ -116,11 +118,23 @@ def test_noise_floor() -> None:
     assert f"`{found['command']} --json benchmarks/results/noise_floor.json`" in PAGE
     rows = rows_of("| context | floor |")
     assert len(rows) == len(found["rows"])
-    for (context, *figures, batches), row in zip(rows, found["rows"], strict=True):
+    for (context, *figures, batches, queue, expected, more), row in zip(rows, found["rows"], strict=True):
         assert context == f"{row['context']:,}"
         names = ("floor", "long", "blind", "knowing", "expected")
         assert figures == [f"{row[name]:.3f}" if name in row else "" for name in names]
-        assert batches == f"x {row['more_batches']:.2f}"
+        assert [batches, more] == [f"x {row[name]:.2f}" for name in ("more_batches", "queue_more_batches")]
+        assert [queue, expected] == [f"{row[name]:.3f}" for name in ("queue", "queue_expected")]
+
+
+def test_steps_with_a_queue() -> None:
+    found = json.loads((TOP / "benchmarks/results/queue_steps.json").read_text())
+    assert f"`{found['command']} --json benchmarks/results/queue_steps.json`" in PAGE
+    rows = rows_of("| context | static / bound |")
+    assert len(rows) == len(found["rows"])
+    for (case, *figures, moved), row in zip(rows, found["rows"], strict=True):
+        assert case == row["case"]
+        assert figures == [f"{row[name]:.3f}" for name in ("static", "queue", "quicker")]
+        assert moved == f"{100 * row['moved']:.0f}%"
 
 
 def test_trees() -> None:
