@@ -2,13 +2,15 @@
 makes of them. Independent of what else the machine does.
 
 Every step is planned by what was learned so far, and runs on ranks whose true costs and speeds the planner does not
-know: a micro-batch starts when all of its ranks are free and takes the time of its slowest rank. Prints the tables of
-docs/planner.md. Usage: ``python benchmarks/closed_loop.py [--seeds 20] [--json FILE]``.
+know: a micro-batch starts when all of its ranks are free and takes the time of its slowest rank. Rows with a queue are
+of plans whose short sequences wait until a rank is free. Prints the tables of docs/planner.md.
+Usage: ``python benchmarks/closed_loop.py [--seeds 20] [--json FILE]``.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import platform
 import random
@@ -19,8 +21,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostLearner, CostModel, Planner, RankTimes, StepPlan
+from hdpcomm.plan.queue import as_run
 
 CAPACITY = 8192
 NODE = 8
@@ -28,6 +33,23 @@ STEPS = 5  # after the first one
 SHOWN = (0, 1, 5)  # of these, in the table
 TOKENS_PER_RANK = 32_768
 NOISE = 0.05  # standard deviation of a micro-batch's time, relative
+ASK = 200e-6  # seconds until a rank knows which micro-batch of the queue is the next one
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that ran.
+
+    Attributes:
+        times: what each rank measured.
+        work: seconds at full speed that each one did.
+        plan: with the ranks that have taken the micro-batches of its queue.
+    """
+
+    seconds: float
+    times: list[RankTimes]
+    work: list[float]
+    plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +59,24 @@ class TrueRanks:
     cost: CostModel
     speeds: tuple[float, ...]
 
-    def run(self, plan: StepPlan, rng: random.Random) -> tuple[float, list[RankTimes], list[float]]:
-        """Seconds of the step, what each rank measured, and the seconds of work at full speed that each one did."""
+    def run(self, plan: StepPlan, rng: random.Random) -> Ran:
+        """One step."""
         ranks = plan.num_ranks
         ready, work = [0.0] * ranks, [0.0] * ranks
+        first = len(plan.table) - plan.queued
+        free = [[(0.0, rank) for rank in range(pool, ranks, plan.queue_pools)] for pool in range(plan.queue_pools)]
+        takers: list[int] = []
         compute: list[list[float]] = [[] for _ in range(ranks)]
         waits: list[list[float]] = [[] for _ in range(ranks)]
         free_links = replace(self.cost, kv_intra=0.0, kv_inter=0.0, latency_intra=0.0, latency_inter=0.0)
-        for batch in plan.micro_batches:
+        for row, batch in enumerate(plan.micro_batches):
+            if row == first:
+                free = [sorted((ready[rank], rank) for _, rank in pool) for pool in free]  # a sorted list is a heap
+            if row >= first:
+                _, taker = heapq.heappop(free[batch.ranks[0] % plan.queue_pools])
+                takers.append(taker)
+                ready[taker] += ASK
+                batch = replace(batch, ranks=(taker,))
             lengths, size = [sequence.length for sequence in batch.sequences], len(batch.ranks)
             inside = min(batch.ranks) // NODE == max(batch.ranks) // NODE
             alone = free_links.seconds(lengths, size) * rng.lognormvariate(0.0, NOISE)
@@ -57,8 +89,10 @@ class TrueRanks:
                 waits[rank].append(max(0.0, end - ready[rank] - own))  # also for the ranks that come or work later
                 work[rank] += alone
                 ready[rank] = end
+            if row >= first:
+                heapq.heappush(free[takers[-1] % plan.queue_pools], (ready[takers[-1]], takers[-1]))
         times = [RankTimes(tuple(own), tuple(waited)) for own, waited in zip(compute, waits, strict=True)]
-        return max(ready), times, work
+        return Ran(max(ready), times, work, as_run(plan, np.array(takers, dtype=np.int32)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +103,7 @@ class Case:
     true: TrueRanks
     believed: CostModel
     context: int = 0  # of the sequences; 0: what a quarter of the ranks hold
+    queue: bool = False  # of the plans
 
 
 def cases(seed: int) -> list[Case]:
@@ -82,12 +117,15 @@ def cases(seed: int) -> list[Case]:
         one_slow = tuple(0.5 if rank == slow else 1.0 for rank in range(ranks))
         mixed = tuple(rng.choice([1.0, 1.0, 1.0, 0.8, 0.6]) for _ in range(ranks))
         true = TrueRanks(cost, alike)
-        found += [Case("noise alone", true, cost), Case("noise, no long sequences", true, cost, CAPACITY)]
+        for queue in (False, True):
+            found.append(Case("noise alone", true, cost, queue=queue))
+            found.append(Case("noise, no long sequences", true, cost, CAPACITY, queue))
         for factor in (0.3, 0.7, 1.3):
             found.append(Case(f"square term x {factor}", true, replace(cost, attention=factor * cost.attention)))
         found.append(Case("links twice as slow", TrueRanks(replace(cost, kv_inter=2 * cost.kv_inter), alike), cost))
-        found.append(Case("a rank at half speed", TrueRanks(cost, one_slow), cost))
-        found.append(Case("speeds 0.6, 0.8 and 1", TrueRanks(cost, mixed), cost))
+        for queue in (False, True):
+            found.append(Case("a rank at half speed", TrueRanks(cost, one_slow), cost, queue=queue))
+            found.append(Case("speeds 0.6, 0.8 and 1", TrueRanks(cost, mixed), cost, queue=queue))
     return found
 
 
@@ -104,23 +142,23 @@ def learn(case: Case, seed: int) -> list[dict[str, float]]:
     for step in range(STEPS + 1):
         context = case.context or CAPACITY * ranks // 4
         lengths = sample_lengths("byted", tokens=TOKENS_PER_RANK * ranks, context=context, seed=100 * seed + step)
-        plan = Planner(None, learner.cluster, cost_model=learner.cost_model).plan(lengths)
+        plan = Planner(None, learner.cluster, cost_model=learner.cost_model, queue=case.queue).plan(lengths)
         noise = rng.getrandbits(32)
-        seconds, times, work = true.run(plan, random.Random(noise))
+        ran = true.run(plan, random.Random(noise))
         bound = known.lower_bound(lengths)
         speeds = learner.speeds or (1.0,) * ranks
         rows.append(
             {
                 "square_term": learner.cost_model.attention / true.cost.attention,
                 "speed_error": max(abs(a - b) for a, b in zip(speeds, true.speeds, strict=True)),
-                "slowest_share": work[slowest] * (ranks - 1) / (sum(work) - work[slowest]),
+                "slowest_share": ran.work[slowest] * (ranks - 1) / (sum(ran.work) - ran.work[slowest]),
                 "noise": learner.cost_model.noise,
-                "over_planned": seconds / plan.expected_s,
-                "over_bound": seconds / bound,
-                "not_learning_over_bound": true.run(blind.plan(lengths), random.Random(noise))[0] / bound,
+                "over_planned": ran.seconds / plan.expected_s,
+                "over_bound": ran.seconds / bound,
+                "not_learning_over_bound": true.run(blind.plan(lengths), random.Random(noise)).seconds / bound,
             }
         )
-        learner.add(plan, times)
+        learner.add(ran.plan, ran.times)
     return rows
 
 
@@ -160,9 +198,10 @@ def main() -> None:
         runs = [learn(cases(seed)[place], seed) for seed in range(options.seeds)]
         ranks = len(case.true.speeds)
         for step, row in enumerate(summary(runs)):
-            table.append({"case": case.name, "ranks": ranks, "step": step} | row)
+            name = f"{case.name}, queue" if case.queue else case.name
+            table.append({"case": name, "ranks": ranks, "step": step} | row)
             if step in SHOWN:
-                print(line(case.name, ranks, step, row), flush=True)
+                print(line(name, ranks, step, row), flush=True)
     if options.json:
         result: dict[str, Any] = {
             "date": date.today().isoformat(),

@@ -1,10 +1,11 @@
 """What noise adds to a step at least, and what plans make of it: byted steps of 32K tokens on each of 256 ranks, with
 contexts from 8K to 512K tokens, every micro-batch 5% quicker or slower by chance.
 
-``floor`` is proved for every plan (docs/planner.md). ``long`` is what would be left if only sequences that take more
-than 0.3 of the step had noise, packed longest first, and all shares of the ranks could be chosen freely; it is shown
-where some do. ``blind`` and ``knowing`` are simulated steps of plans that do not and do know of the noise. All are over
-the bound without noise, means over the seeds. Usage: ``python benchmarks/noise_floor.py [--seeds 10] [--json FILE]``.
+``floor`` is proved for every plan that binds sequences to ranks (docs/planner.md). ``long`` is what would be left if
+only sequences that take more than 0.3 of the step had noise, packed longest first, and all shares of the ranks could be
+chosen freely; it is shown where some do. ``blind`` and ``knowing`` are simulated steps of plans that do not and do know
+of the noise, ``queue`` those of plans whose short sequences wait until a rank is free. All are over the bound without
+noise, means over the seeds. Usage: ``python benchmarks/noise_floor.py [--seeds 10] [--json FILE]``.
 """
 
 from __future__ import annotations
@@ -113,10 +114,12 @@ def figures(context: int, seed: int) -> dict[str, float]:
         found["long"] = float(np.exp(NOISE**2 / 2)) + excess(*packed(long))
     rng = random.Random(seed)
     true = TrueRanks(cost, (1.0,) * RANKS)
-    for name, plan in (("blind", blind), ("knowing", knowing)):
-        found[name] = statistics.mean(true.run(plan, rng)[0] for _ in range(STEPS)) / bound
-    found["expected"] = knowing.expected_s / bound
+    queued = Planner(None, cluster, cost_model=replace(cost, noise=NOISE), queue=True).plan(lengths)
+    for name, plan in (("blind", blind), ("knowing", knowing), ("queue", queued)):
+        found[name] = statistics.mean(true.run(plan, rng).seconds for _ in range(STEPS)) / bound
+    found["expected"], found["queue_expected"] = knowing.expected_s / bound, queued.expected_s / bound
     found["more_batches"] = len(knowing.table) / len(blind.table)
+    found["queue_more_batches"] = len(queued.table) / len(blind.table)
     return found
 
 
@@ -127,8 +130,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}, expected at least 1")
-    print("| context | floor | long | blind | knowing | expected | micro-batches |")
-    print("|---|---|---|---|---|---|---|")
+    print("| context | floor | long | blind | knowing | expected | micro-batches | queue | expected | micro-batches |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     rows = []
     for context in CONTEXTS:
         runs = [figures(context, seed) for seed in range(options.seeds)]
@@ -138,7 +141,8 @@ def main() -> None:
         long = f"{row['long']:.3f}" if "long" in row else ""
         print(
             f"| {context:,} | {row['floor']:.3f} | {long} | {row['blind']:.3f} | {row['knowing']:.3f} | "
-            f"{row['expected']:.3f} | x {row['more_batches']:.2f} |",
+            f"{row['expected']:.3f} | x {row['more_batches']:.2f} | {row['queue']:.3f} | {row['queue_expected']:.3f} | "
+            f"x {row['queue_more_batches']:.2f} |",
             flush=True,
         )
     if options.json:
