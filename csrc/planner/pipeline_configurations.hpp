@@ -70,6 +70,12 @@ class PipelineConfigurations {
     double less = 0, more = 0;  // of these and what other sequences run in them
   };
 
+  // Where in the tables the passes are that such a box allows.
+  struct Reach {
+    double idle = 0;                   // seconds, for the ways down and back
+    double forward = 0, backward = 0;  // of the longest passes
+  };
+
   // Raises `low` as far as these weights prove.
   double raise(double low, double top, double beside, double times) {
     if (!tooShort(low * kStep, beside, times)) return low;
@@ -108,11 +114,11 @@ class PipelineConfigurations {
     // What was possible with other weights may be possible with these.
     if (found_.high > 0) {
       const Box box{found_.low * time, found_.high * time, found_.less * time, found_.more * time};
-      if (most(box) >= needed_) return false;
+      if (firstCount(box, 0) >= 0) return false;
     }
     boxes_ = 0;
     const double others = (stages_ - 1) * other_s_;
-    return !mayFit({0, time, 0, time + others});
+    return !mayFit({0, time, 0, time + others}, 0);
   }
 
   // The most that the ranks of a micro-batch get beyond the price of its time, by the length of its
@@ -165,10 +171,12 @@ class PipelineConfigurations {
   }
 
   // Whether a rank may get its share of all weights with idle seconds from this box. Tests what can
-  // only be wrong by taking the better end for each term, and halves what passes.
-  bool mayFit(const Box& box) {
+  // only be wrong by taking the better end for each term, and halves what passes. Fewer than
+  // `least` micro-batches with long sequences are known not to suffice.
+  bool mayFit(const Box& box, int least) {
     if (++boxes_ > kBoxes) return true;
-    if (most(box) < needed_) return false;
+    least = firstCount(box, least);
+    if (least < 0) return false;
     const double width = box.high - box.low;
     const double height = long_.others_work > 0 ? box.more - box.less : 0;
     if (std::max(width, height) <= kLeaf * time_) {
@@ -181,55 +189,60 @@ class PipelineConfigurations {
     } else {
       first.more = second.less = 0.5 * (box.less + box.more);
     }
-    return mayFit(second) || mayFit(first);
+    return mayFit(second, least) || mayFit(first, least);
   }
 
-  double most(const Box& box) {
+  // The fewest micro-batches with long sequences, from `least` on, with which a rank may get its
+  // share in this box; -1 if there are none. Each term is better in a box than in a part of it, so
+  // what a number cannot get in a box it cannot get in a part of it.
+  int firstCount(const Box& box, int least) {
     const double others = stages_ - 1;
     const double share = cost_.params().forward;
     const double large = std::max(share, 1 - share);
     double hidden = 0;  // of other sequences
-    double reach = box.high;
+    double idle = box.high;
     if (long_.others_work > 0) {
       // What they hide at most, and how long they are for what they have to hide.
       const double full = others * other_s_;
-      if (box.more < box.low || box.less > box.high + full) return 0;
+      if (box.more < box.low || box.less > box.high + full) return -1;
       const double wanted = std::max(0.0, box.less - box.high);
       hidden =
           wanted <= large * full ? wanted / large : full + (wanted - large * full) / (1 - large);
       // The work in it, without what each of these micro-batches costs.
       hidden = std::max(0.0, hidden - 2 * others * cost_.params().fixed);
-      reach = box.more;
+      idle = box.more;
     }
     const double busy = ramps_->mostWork(time_);
     const double fixed = cost_.params().fixed;
     const double price = long_.others_work > 0 ? 1 : 0;  // of the other sequences
-    double best = price * std::min(time_ - box.low, busy);
-    const auto highest_forward = static_cast<int>(cellAt(longestPass(long_.most_share, box.high)));
-    const auto highest_backward =
-        static_cast<int>(cellAt(longestPass(1 - long_.least_share, box.high)));
+    if (least == 0 && price * std::min(time_ - box.low, busy) >= needed_) return 0;
+    down_.clear();
+    back_.clear();
+    const Reach reach{idle, cellAt(longestPass(long_.most_share, box.high)),
+                      cellAt(longestPass(1 - long_.least_share, box.high))};
     std::array<double, kPrices.size()> highest;
     for (size_t k = 0; k < kPrices.size(); ++k) {
-      highest[k] = std::min(forward_[k][highest_forward], backward_[k][highest_backward]);
+      highest[k] = std::min(forward_[k][static_cast<int>(reach.forward)],
+                            backward_[k][static_cast<int>(reach.backward)]);
     }
-    for (int count = 1; count <= most_ && best < needed_; ++count) {
+    for (int count = std::max(1, least); count <= most_; ++count) {
       const double room = std::min(time_ - box.low, busy + count * fixed);
       if (room < hidden + count * long_.least * (1 - 1e-9)) break;
-      double found = kForever;
       const auto flat = [&](size_t k) { return kPrices[k] * (room - hidden) + price * hidden; };
-      for (size_t k = kPrices.size(); k-- > 0 && kPrices[k] >= price;) {
-        found = std::min(found, flat(k) + count * highest[k]);
+      bool enough = true;
+      for (size_t k = kPrices.size(); enough && k-- > 0 && kPrices[k] >= price;) {
+        enough = flat(k) + count * highest[k] >= needed_;
       }
       // The price that showed it last time first.
-      for (size_t i = 0; i < kPrices.size() && found >= needed_; ++i) {
+      for (size_t i = 0; i < kPrices.size() && enough; ++i) {
         const size_t k = i == 0 ? first_price_ : i - (i <= first_price_ ? 1 : 0);
         if (kPrices[k] < price) continue;
-        found = std::min(found, flat(k) + onPath(count, k, reach, box.high));
-        if (found < needed_) first_price_ = k;
+        enough = mayGet(needed_ - flat(k), count, k, reach);
+        if (!enough) first_price_ = k;
       }
-      best = std::max(best, found);
+      if (enough) return count;
     }
-    return best;
+    return -1;
   }
 
   double longestPass(double share, double idle) const { return idle * ramps_->highest() * share; }
@@ -239,29 +252,85 @@ class PipelineConfigurations {
     return std::min(static_cast<double>(kCells), seconds / cell_ * (1 + 1e-9));
   }
 
-  // The most that `count` micro-batches of a rank get beyond the price of their times. `reach` idle
-  // seconds are for the way of the first ones down the stages, a part that never falls from one
-  // micro-batch to the next, and for the way of the last ones back.
-  double onPath(int count, size_t price, double reach, double idle) const {
-    const std::vector<double>& forward = forward_[price];
-    const std::vector<double>& backward = backward_[price];
-    const double highest_forward = cellAt(longestPass(long_.most_share, idle));
-    const double highest_backward = cellAt(longestPass(1 - long_.least_share, idle));
-    std::array<double, kLevels> gains{};
+  // Whether `count` micro-batches of a rank may get so much beyond the price of their times. The
+  // idle seconds are for the way of the first ones down the stages, a part that never falls from
+  // one micro-batch to the next, and for the way of the last ones back. Most often they may, with
+  // the parts with which they could in the last box.
+  bool mayGet(double wanted, int count, size_t price, const Reach& reach) {
+    std::vector<int>& parts = parts_[price][count];
+    if (!parts.empty() && gainWith(parts, price, reach) >= wanted) return true;
+    findCells(count, reach);
+    findGains(count, price);
+    const auto& all = gains_[count - 1];
+    if (*std::max_element(all.begin(), all.end()) < wanted) return false;
+    parts.resize(count);
+    for (int i = count - 1, levels = kLevels; i >= 0; --i) {  // what each of them follows
+      const auto begin = gains_[i].begin();
+      parts[i] = static_cast<int>(std::max_element(begin, begin + levels) - begin);
+      levels = parts[i] + 1;
+    }
+    return true;
+  }
+
+  double gainWith(const std::vector<int>& parts, size_t price, const Reach& reach) const {
+    const auto count = static_cast<int>(parts.size());
+    double gain = 0;
     for (int i = 0; i < count; ++i) {
-      const double up = cellAt(ramps_->rising(i) * long_.least_share * reach / kLevels);
-      const double down =
-          cellAt(ramps_->falling(count - 1 - i) * (1 - long_.most_share) * reach / kLevels);
-      double before = -kForever;
+      const int f =
+          cellDown(cellOfWay(ramps_->rising(i) * long_.least_share, reach), parts[i], reach);
+      const int b =
+          cellBack(cellOfWay(ramps_->falling(count - 1 - i) * (1 - long_.most_share), reach),
+                   parts[i], reach);
+      gain += std::min(forward_[price][f], backward_[price][b]);
+    }
+    return gain;
+  }
+
+  // The cell of a pass for each level, and those of the longest passes at one of them.
+  double cellOfWay(double seconds, const Reach& reach) const {
+    return cellAt(seconds * reach.idle / kLevels);
+  }
+  static int cellDown(double each, int level, const Reach& reach) {
+    return static_cast<int>(std::min(each * (level + 1), reach.forward));
+  }
+  static int cellBack(double each, int level, const Reach& reach) {
+    return static_cast<int>(std::min(each * (kLevels - level), reach.backward));
+  }
+
+  // All cells of micro-batches counted from the first one on the way down and from the last one on
+  // the way back.
+  void findCells(int count, const Reach& reach) {
+    for (auto i = static_cast<int>(down_.size()); i < count; ++i) {
+      const double down = cellOfWay(ramps_->rising(i) * long_.least_share, reach);
+      const double back = cellOfWay(ramps_->falling(i) * (1 - long_.most_share), reach);
+      down_.emplace_back();
+      back_.emplace_back();
       for (int level = 0; level < kLevels; ++level) {
-        before = std::max(before, gains[level]);
-        const double f = std::min(up * (level + 1), highest_forward);
-        const double b = std::min(down * (kLevels - level), highest_backward);
-        gains[level] =
-            before + std::min(forward[static_cast<int>(f)], backward[static_cast<int>(b)]);
+        down_[i][level] = cellDown(down, level, reach);
+        back_[i][level] = cellBack(back, level, reach);
       }
     }
-    return *std::max_element(gains.begin(), gains.end());
+  }
+
+  // The most that the micro-batches get up to each one, by its part.
+  void findGains(int count, size_t price) {
+    const double* const forward = forward_[price].data();
+    const double* const backward = backward_[price].data();
+    const std::array<double, kLevels> none{};
+    gains_.resize(std::max<size_t>(gains_.size(), count));
+    for (int i = 0; i < count; ++i) {
+      const auto& before = i == 0 ? none : gains_[i - 1];
+      const Cells& f = down_[i];
+      const Cells& b = back_[count - 1 - i];
+      const auto own = [&](int level) { return std::min(forward[f[level]], backward[b[level]]); };
+      double most = -kForever;
+      for (int level = 0; level < kLevels; level += 2) {  // pairs: half as long a chain of maxima
+        const double both = std::max(before[level], before[level + 1]);
+        gains_[i][level] = std::max(most, before[level]) + own(level);
+        most = std::max(most, both);
+        gains_[i][level + 1] = most + own(level + 1);
+      }
+    }
   }
 
   static constexpr double kForever = std::numeric_limits<double>::infinity();
@@ -281,6 +350,12 @@ class PipelineConfigurations {
   int boxes_ = 0;
   Box found_;  // the last one that was not ruled out, in shares of the time
   size_t first_price_ = 3;
+  // Levels of the parts with which so many micro-batches could get enough, by price and number.
+  std::array<std::array<std::vector<int>, kMost + 1>, kPrices.size()> parts_;
+  // For a box:
+  using Cells = std::array<int, kLevels>;
+  std::vector<Cells> down_, back_;
+  std::vector<std::array<double, kLevels>> gains_;
   std::array<std::vector<double>, kPrices.size()> forward_, backward_;  // by price, by cell
 };
 
