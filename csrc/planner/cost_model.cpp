@@ -179,13 +179,24 @@ double CostModel::leastSeconds(const Load& load, int first, int last) const noex
 
 int CostModel::searchWithin(const Load& load, int first, int last, double limit) const noexcept {
   if (first > last) return 0;
-  if (seconds(load, first) <= limit) return first;
-  int high = last;
-  if (seconds(load, high) > limit) {
-    high = fastestIn(load, first, last);
-    if (seconds(load, high) > limit) return 0;
+  double slow = seconds(load, first);
+  if (slow <= limit) return first;
+  // In growing steps, until a size is fast enough or the fastest one is passed.
+  int low = first;  // too slow, and in the end `high` is fast enough
+  int high = first;
+  for (int step = 1;; step *= 2) {
+    const int next = std::min(last, high + step);
+    const double found = seconds(load, next);
+    if (found > limit && (found >= slow || next == last)) {
+      high = fastestIn(load, low, next);
+      if (seconds(load, high) > limit) return 0;
+      break;
+    }
+    low = high;
+    high = next;
+    if (found <= limit) break;
+    slow = found;
   }
-  int low = first;  // too slow; `high` is fast enough
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
     (seconds(load, middle) <= limit ? high : low) = middle;
