@@ -86,7 +86,7 @@ Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
   Packing packing;
   const auto attempt = [&](const std::vector<int>& counts) {
     for (const bool turned : {false, true}) {
-      const double makespan = packer.runWaves(counts, turned);
+      const double makespan = packer.runWaves(counts, turned, best);
       if (makespan >= best) continue;
       best = makespan;
       packing = packer.take();

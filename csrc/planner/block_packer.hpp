@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -28,8 +29,8 @@ struct Packing {
 
 class BlockPacker {
  public:
-  // `on_borders`: groups of several nodes or domains begin with a whole one where their block
-  // allows it, so that fewer rings share the links of one.
+  // The jobs are all there, in their order. `on_borders`: groups of several nodes or domains begin
+  // with a whole one where their block allows it, so that fewer rings share the links of one.
   BlockPacker(const Problem& problem, std::vector<Job>& jobs, bool on_borders = false)
       : problem_(problem),
         cost_(problem.cost()),
@@ -62,8 +63,8 @@ class BlockPacker {
   // Places the first jobs in waves that follow each other, each over all ranks: `counts` jobs to
   // a wave, with the sizes that make the wave shortest. The other jobs have to be short. With
   // `turned`, every other wave has its longest jobs at the other end, and the sizes of the last one
-  // make all of its jobs end together.
-  double runWaves(const std::vector<int>& counts, bool turned) {
+  // make all of its jobs end together. Gives up like run().
+  double runWaves(const std::vector<int>& counts, bool turned, double limit) {
     placements_.clear();
     gaps_.clear();
     std::vector<double> ready(problem_.ranks(), 0.0);
@@ -71,7 +72,7 @@ class BlockPacker {
     bool backwards = false;
     for (const int count : counts) {
       int first = 0;
-      std::vector<int> sizes = waveSizes(next, count);
+      std::vector<int> sizes = sizesOfWave(next, count);
       if (turned && &count == &counts.back())
         sizes = levelSizes(next, std::move(sizes), backwards, ready);
       for (int i = 0; i < count; ++i) {
@@ -80,18 +81,21 @@ class BlockPacker {
         const size_t job = next + place;
         const auto begin = ready.begin() + first;
         const double start = *std::max_element(begin, begin + size);
-        for (int rank = first; rank < first + size; ++rank) {
-          if (ready[rank] < start) gaps_.push_back({ready[rank], start, rank, 1, speed(rank)});
-        }
+        forEachBlock(ready, first, first + size, [&](const Block& block) {
+          if (block.ready >= start) return;
+          gaps_.push_back({block.ready, start, block.first, block.count, block.speed});
+        });
         const double slowest = cost_.cluster().slowest(first, size);
-        std::fill_n(begin, size, start + seconds(jobs_[job], first, size) / slowest);
+        const double end = start + seconds(jobs_[job], first, size) / slowest;
+        if (end >= limit) return limit;
+        std::fill_n(begin, size, end);
         placements_.push_back({static_cast<int32_t>(job), start, {{first, size}}});
         first += size;
       }
       next += count;
       backwards = turned && !backwards;
     }
-    return fillUp(ready, next);
+    return fillUp(ready, next, limit);
   }
 
   // Places the jobs from `next` on, all of them short, around those that are placed already;
@@ -100,7 +104,7 @@ class BlockPacker {
                    size_t next) {
     placements_ = std::move(placements);
     gaps_.clear();
-    return fillUp(ready, next);
+    return fillUp(ready, next, kNever);
   }
 
   // The result of the last run, which this takes away.
@@ -113,29 +117,41 @@ class BlockPacker {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
 
   // Sizes of `count` jobs from `next` on that run side by side, with the least longest time.
-  std::vector<int> waveSizes(size_t next, int count) {
-    std::vector<int> sizes(count);
+  const std::vector<int>& sizesOfWave(size_t next, int count) {
+    std::vector<int>& sizes = wave_sizes_[{next, count}];
+    if (sizes.empty()) sizes = findSizes(next, count);
+    return sizes;
+  }
+
+  std::vector<int> findSizes(size_t next, int count) const {
+    std::vector<int> sizes(count);  // the smallest ones, which the caller knows to fit
     double low = 0;
     double high = 0;
-    for (int i = 0; i < count; ++i) high = std::max(high, jobs_[next + i].min_size_s);
-    const auto fit = [&](double limit, std::vector<int>& found) {
-      int left = problem_.ranks();
+    int taken = 0;
+    for (int i = 0; i < count; ++i) {
+      sizes[i] = jobs_[next + i].min_size;
+      taken += sizes[i];
+      high = std::max(high, jobs_[next + i].min_size_s);
+    }
+    // In less time than that of `sizes`, of which no job takes fewer ranks.
+    const auto fit = [&](double limit, std::vector<int>& found, int& all) {
+      all = taken;
       for (int i = 0; i < count; ++i) {
         const Job& job = jobs_[next + i];
         const bool same = i > 0 && job.load.squares == jobs_[next + i - 1].load.squares;
         const int size =
-            same ? found[i - 1] : cost_.sizeWithin(job.load, job.min_size, problem_.ranks(), limit);
-        if (size == 0 || size > left) return false;
+            same ? found[i - 1] : cost_.sizeWithin(job.load, sizes[i], problem_.ranks(), limit);
+        all += size - sizes[i];
+        if (size == 0 || all > problem_.ranks()) return false;
         found[i] = size;
-        left -= size;
       }
       return true;
     };
-    fit(high, sizes);  // the smallest sizes, which the caller knows to fit
     std::vector<int> tried(count);
-    for (int step = 0; step < 12; ++step) {
+    for (int step = 0, all = 0; step < 12; ++step) {
       const double middle = 0.5 * (low + high);
-      if (fit(middle, tried)) {
+      if (fit(middle, tried, all)) {
+        taken = all;
         high = middle;
         sizes = tried;
       } else {
@@ -208,12 +224,24 @@ class BlockPacker {
 
   double speed(size_t rank) const noexcept { return cost_.cluster().speed(static_cast<int>(rank)); }
 
-  double fillUp(const std::vector<double>& ready, size_t next) {
-    blocks_.clear();
-    for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      blocks_.insert({ready[rank], rank, 1, speed(rank)});
+  double fillUp(const std::vector<double>& ready, size_t next, double limit) {
+    std::vector<Block> blocks;
+    forEachBlock(ready, 0, problem_.ranks(), [&](const Block& block) { blocks.push_back(block); });
+    std::stable_sort(blocks.begin(), blocks.end(),
+                     [](const Block& a, const Block& b) { return a.ready < b.ready; });
+    if (filler_.leastEnd(next, gaps_, blocks) >= limit) return limit;
+    return filler_.place(next, gaps_, blocks, limit);
+  }
+
+  // Calls `use(block)` for the neighbouring ranks of one speed that are free at the same time.
+  template <class Use>
+  void forEachBlock(const std::vector<double>& ready, int first, int last, const Use& use) const {
+    while (first < last) {
+      int end = first + 1;
+      while (end < last && ready[end] == ready[first] && speed(end) == speed(first)) ++end;
+      use(Block{ready[first], first, end - first, speed(first)});
+      first = end;
     }
-    return filler_.place(next, gaps_, blocks_, std::numeric_limits<double>::infinity());
   }
 
   // One block for all neighbouring ranks of equal speed, free from the start.
@@ -532,6 +560,7 @@ class BlockPacker {
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
   std::vector<double> speed_limits_;
+  std::map<std::pair<size_t, int>, std::vector<int>> wave_sizes_;  // of sizesOfWave()
 };
 
 // Jobs by falling length, on the smallest sizes that memory allows.

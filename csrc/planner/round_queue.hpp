@@ -16,7 +16,11 @@ class RoundQueue {
   using Entry = std::pair<double, int32_t>;  // (time, id); the ids differ
 
   explicit RoundQueue(std::vector<Entry> entries) : sorted_(std::move(entries)) {
-    std::sort(sorted_.begin(), sorted_.end(), std::greater<>());
+    if (std::is_sorted(sorted_.begin(), sorted_.end())) {
+      std::reverse(sorted_.begin(), sorted_.end());
+    } else if (!std::is_sorted(sorted_.begin(), sorted_.end(), std::greater<>())) {
+      std::sort(sorted_.begin(), sorted_.end(), std::greater<>());
+    }
   }
 
   bool empty() const noexcept { return sorted_.empty() && later_.empty(); }

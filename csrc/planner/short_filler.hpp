@@ -48,28 +48,30 @@ struct ShortJobs {
 
 class ShortFiller {
  public:
-  ShortFiller(const CostModel& cost, const std::vector<Job>& jobs) : cost_(cost), jobs_(jobs) {}
+  ShortFiller(const CostModel& cost, const std::vector<Job>& jobs)
+      : cost_(cost), jobs_(jobs), work_(jobs.size() + 1, 0.0) {
+    for (size_t i = jobs.size(); i-- > 0;) work_[i] = work_[i + 1] + timeOf(jobs[i]);
+  }
 
   // What place() cannot end before: the last rank of a block, and the mean of all ranks if
-  // the gaps are filled without rest.
-  double leastEnd(size_t next, const std::vector<Gap>& gaps, const BlockList& blocks) const {
+  // the gaps are filled without rest. `Blocks`: any sequence of Block.
+  template <class Blocks>
+  double leastEnd(size_t next, const std::vector<Gap>& gaps, const Blocks& blocks) const {
     double last = 0;
     double free_area = 0;  // in seconds of ranks, up to the last one
     for (const Block& block : blocks) last = std::max(last, block.ready);
     for (const Block& block : blocks) free_area += (last - block.ready) * block.count * block.speed;
     for (const Gap& gap : gaps) free_area += (gap.until - gap.start) * gap.count * gap.speed;
-    const double capacity = static_cast<double>(cost_.memory().capacity);
-    for (; next < jobs_.size(); ++next) {
-      const Job& job = jobs_[next];
-      free_area -= job.min_size_s - cost_.params().fixed * (1 - job.load.tokens / capacity);
-    }
-    return free_area >= 0 ? last : last - free_area / cost_.cluster().ranks;
+    free_area -= work_[next];
+    const double rounding = 1e-9 * last;
+    return free_area >= 0 ? last : last - free_area / cost_.cluster().ranks - rounding;
   }
 
   // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the ranks
   // that end them first. Returns the makespan of all jobs; a run that cannot end before `limit` is
   // given up.
-  double place(size_t next, const std::vector<Gap>& gaps, const BlockList& blocks, double limit) {
+  template <class Blocks>
+  double place(size_t next, const std::vector<Gap>& gaps, const Blocks& blocks, double limit) {
     found_.first = next;
     found_.slots.clear();
     found_.slot_of.resize(jobs_.size() - next);
@@ -96,11 +98,9 @@ class ShortFiller {
     std::vector<RoundQueue>
         classes;  // time ready and slot of the ranks of about the same speed each
     for (auto& [unused, tail] : tails) classes.emplace_back(std::move(tail));
-    const CostParams& params = cost_.params();
-    const double capacity = static_cast<double>(cost_.memory().capacity);
     for (; next < jobs_.size(); ++next) {
       const Job& job = jobs_[next];
-      const double time = job.min_size_s - params.fixed * (1 - job.load.tokens / capacity);
+      const double time = timeOf(job);
       if (!gap_slots.empty() && -gap_slots.top().first >= job.min_size_s) {
         const auto [negative_left, slot] = gap_slots.top();
         found_.slot_of[next - found_.first] = -slot;
@@ -129,6 +129,12 @@ class ShortFiller {
   ShortJobs take() { return std::exchange(found_, {}); }
 
  private:
+  // With its share of what a full micro-batch costs beside its sequences.
+  double timeOf(const Job& job) const {
+    const double capacity = static_cast<double>(cost_.memory().capacity);
+    return job.min_size_s - cost_.params().fixed * (1 - job.load.tokens / capacity);
+  }
+
   // Speeds that differ by a few per cent only are in one class.
   static int speedClass(double speed) {
     return speed == 1 ? 0 : static_cast<int>(std::floor(16 * std::log2(speed)));
@@ -136,6 +142,7 @@ class ShortFiller {
 
   const CostModel& cost_;
   const std::vector<Job>& jobs_;
+  std::vector<double> work_;  // of the jobs from each one on
   ShortJobs found_;
 };
 

@@ -19,7 +19,11 @@ constexpr size_t kMostBatches = 1 << 14;
 class SequenceSwaps {
  public:
   SequenceSwaps(const Problem& problem, std::vector<MicroBatch>& batches)
-      : problem_(problem), cost_(problem.cost()), batches_(batches), groups_(batches.size()) {
+      : problem_(problem),
+        cost_(problem.cost()),
+        batches_(batches),
+        groups_(batches.size()),
+        ends_(batches.size()) {
     std::vector<int> last(problem.ranks(), -1);
     for (size_t i = 0; i < batches.size(); ++i) {
       const std::vector<int32_t>& ranks = batches[i].ranks;
@@ -123,10 +127,9 @@ class SequenceSwaps {
       batches_[b].sequences = was_b_;
       return false;
     }
-    ends_.clear();
-    for (const Group& group : groups_) ends_.push_back(group.end);
     take(a, b, less, more);
     for (size_t i = std::min(a, b); i < groups_.size(); ++i) {
+      ends_[i] = groups_[i].end;
       groups_[i].end = startOf(groups_[i]) + groups_[i].seconds;
     }
     return true;
@@ -136,7 +139,7 @@ class SequenceSwaps {
     batches_[a].sequences = was_a_;
     batches_[b].sequences = was_b_;
     take(a, b, load_a_, load_b_);
-    for (size_t i = 0; i < groups_.size(); ++i) groups_[i].end = ends_[i];
+    for (size_t i = std::min(a, b); i < groups_.size(); ++i) groups_[i].end = ends_[i];
   }
 
   void take(size_t a, size_t b, const Load& load_a, const Load& load_b) {
@@ -181,8 +184,8 @@ class SequenceSwaps {
   std::vector<size_t> critical_;
   std::vector<int32_t> was_a_, was_b_;  // before the last change
   Load load_a_, load_b_;
-  std::vector<double> ends_;
-  double unit_ = 1;  // the makespan at first
+  std::vector<double> ends_;  // of the groups that it moved
+  double unit_ = 1;           // the makespan at first
   Xorshift random_;
 };
 
