@@ -23,10 +23,10 @@ constexpr double kAssumedNoise = 0.02;
 // speaks for it.
 constexpr double kWorthIt = 0.005;
 // Sequences x possible steps that are looked at for each try, and for the best one; and steps.
-constexpr size_t kMostTriedTimes = 1 << 18;
-constexpr size_t kMostTimes = 1 << 21;
-constexpr int kMostLooksTried = 32;
-constexpr int kMostLooks = 256;
+constexpr size_t kMostTriedTimes = 1 << 17;
+constexpr size_t kMostTimes = 1 << 19;
+constexpr int kMostLooksTried = 16;
+constexpr int kMostLooks = 64;
 constexpr int kFewestLooks = 4;
 constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its sequences take at least
 // A micro-batch takes this part of what would be each rank's share of all that is left (guided

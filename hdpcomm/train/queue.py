@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hdpcomm.errors import Error
+from hdpcomm.errors import Aborted, Error, InvalidUsage
 from hdpcomm.plan.queue import as_run, pool_rows
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class StepQueue:
         team: ranks that run all micro-batches of this one together, as tensor ranks do: the first one of them asks.
             ``None``: this one alone.
 
-    Raises: what :meth:`hdpcomm.comm.Communicator.counter` raises.
+    Raises: what :meth:`hdpcomm.comm.Communicator.counter` raises; while iterating Aborted, where the rank that holds
+        the counter has given up the step, PeerLost and CommTimeout.
     """
 
     def __init__(self, plan: StepPlan, comm: Communicator, team: Communicator | None = None) -> None:
@@ -56,12 +57,25 @@ class StepQueue:
             yield replace(self._plan.micro_batch(row), ranks=(self._comm.rank,))
 
     def _next(self) -> int:
-        place = 0 if self._counter is None else self._counter.fetch_add()
+        place = 0 if self._counter is None else self._ask(self._counter)
         if self._team is None:
             return place
         told = torch.tensor([place], dtype=torch.int64)
         self._team.broadcast(told, 0)
         return int(told)
+
+    def _ask(self, counter: SharedCounter) -> int:
+        try:
+            return counter.fetch_add()
+        except InvalidUsage as error:  # it was closed, which only an error does meanwhile
+            owner = self._comm.ranks[self._comm.rank % self._plan.queue_pools]
+            raise Aborted(
+                f"rank {owner} has given up the step while rank {self._comm.global_rank} took from its queue: look for "
+                f"the error of rank {owner}",
+                rank=self._comm.global_rank,
+                op="step",
+                peer=owner,
+            ) from error
 
     def plan_as_run(self) -> StepPlan:
         """The plan with the ranks that have run the micro-batches of the queue. Collective over ``comm``: 8 bytes for
@@ -72,7 +86,8 @@ class StepQueue:
         """
         first = len(self._plan.table) - self._plan.queued
         runs = torch.zeros(self._plan.queued, dtype=torch.int64)
-        runs[torch.tensor(self._taken, dtype=torch.int64) - first] = _ONCE + self._comm.rank
+        for row in self._taken:
+            runs[row - first] += _ONCE + self._comm.rank
         self._comm.all_reduce(runs)
         if bool((runs // _ONCE != 1).any()):
             place = int((runs // _ONCE != 1).nonzero()[0])

@@ -11,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm import SharedCounter
-from hdpcomm.errors import Error, Mismatch
+from hdpcomm.errors import Aborted, Error, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, PlanAhead, Planner, SequenceInfo, StepPlan
 from hdpcomm.testing import run_threads
@@ -245,3 +245,31 @@ def test_steps_that_fail_give_their_counter_back() -> None:
         return texts
 
     assert run_threads(rank, 2, timeout=60.0) == [[str(len(LENGTHS) - 1)]] * 2
+
+
+def test_ranks_are_told_that_the_owner_of_the_counter_has_given_up() -> None:
+    gave_up = threading.Event()
+
+    def rank() -> Any:
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model = Llama(CONFIG, seed=3)
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), QueuePlanner(3), comm)  # type: ignore[arg-type]
+
+            def broken(i: int) -> torch.Tensor:
+                if i > 0 and comm.rank == 0:
+                    raise OSError("the disk is gone")
+                if i > 0:
+                    gave_up.wait(30.0)
+                return TOKENS[i]
+
+            with pytest.raises(OSError if comm.rank == 0 else Aborted) as caught:
+                trainer.step(LENGTHS, broken)
+            gave_up.set()
+            comm.resync()
+            return str(caught.value), trainer.step(LENGTHS, TOKENS.__getitem__).queued
+
+    found = run_threads(rank, 3, timeout=60.0)
+    assert found[0][0] == "the disk is gone"
+    assert all("rank 0 has given up the step" in text and "error of rank 0" in text for text, _ in found[1:])
+    assert all(queued == len(LENGTHS) - 1 for _, queued in found)
