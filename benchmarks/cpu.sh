@@ -38,6 +38,7 @@ fi
 part "point to point" "$python" benchmarks/p2p.py --json "$out/p2p.json"
 part "torch.distributed" "$python" benchmarks/torch_backend.py --json "$out/torch_backend.json"
 part "subsets" "$python" benchmarks/subsets.py --json "$out/subsets.json"
+part "counters" "$python" benchmarks/counter.py --json "$out/counter.json"
 part "collectives, 2 ranks" "$python" benchmarks/collectives.py "${cpp[@]}" --ranks 2 --rounds 5 --json "$out/collectives-2.json"
 # MPICH spins without end where ranks share cores.
 part "collectives, 4 ranks" "$python" benchmarks/collectives.py "${cpp[@]}" --ranks 4 --rounds 5 --peers gloo openmpi \
