@@ -105,7 +105,6 @@ def on_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
                     seconds[name].append(took.item())
                     losses[name].append(metrics.loss)
                     crossed[name].append(crossing_tokens(planner.plan(lengths), tuple(ranks.ranks)))
-        time.sleep(2)  # what was sent last is still on its way over the slow links
         if world.rank:
             return None
         return {

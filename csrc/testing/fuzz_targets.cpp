@@ -78,7 +78,7 @@ framed::Header nextHeader(const FuzzedRank& rank, FuzzBytes& bytes, Progress& pr
   const FuzzedRank::Posted& expected = rank.expected(message);
   framed::Header header;
   const size_t kind = bytes.below(20);
-  if (kind <= static_cast<size_t>(framed::Kind::kFetched)) {
+  if (kind <= static_cast<size_t>(framed::Kind::kHeardGoodbye)) {
     header.kind = static_cast<framed::Kind>(kind);
   }
   if (header.kind == framed::Kind::kFetch) {

@@ -4,8 +4,9 @@ The core cuts messages into frames and keeps all the rules (numbers, matching, d
 to move tensors in order between two ranks, by ``send`` and ``recv`` with a tag, which gloo, UCC and MPI offer. None of
 its operations is ever withdrawn: giving up a message happens above, and what is under way arrives and is dropped.
 
-Two threads serve a peer, one a direction. They hold frames, never a user's tensor, and end with the goodbyes that the
-ranks send when they close.
+Two threads serve a peer, one a direction. They hold frames, never a user's tensor. After the goodbye that a rank sends
+when it closes, its thread that receives ends when the peer has told that it has all frames, or has said goodbye itself:
+a connection that ends earlier takes what is on its way with it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _BULK_TAG = _HEAD_TAG + _DEPTH
 _END_TAG = _BULK_TAG + _DEPTH
 _PROOF_TAG = _END_TAG + 1
 _FOREVER = datetime.timedelta(days=20)  # deadlines are the core's
-_GRACE_S = 2.0  # for the last frames and the peers' goodbyes, before the connections are cut
+_GRACE_S = 5.0  # after the last frame has left, for the peers to tell that they have it, before connections are cut
+_CUT_S = 2.0  # for the threads to end once they are
 
 # Held until their threads have ended: a thread that drops the last reference to a group ends its connections without
 # the GIL, and must not be surprised by the end of the interpreter.
@@ -69,6 +71,7 @@ class GroupCarrier:
         self._owned = owned
         peers = [peer for peer in range(link.size) if peer != link.rank]
         self._proven = {peer: threading.Event() for peer in peers}  # or lost
+        self._left = time.monotonic()  # when a frame last left
         self._senders = [self._thread(self._send, peer) for peer in peers]
         self._receivers = [self._thread(self._receive, peer) for peer in peers]
         self._closer = threading.Thread(target=self._close, name="hdpcomm-torch-close", daemon=True)
@@ -122,8 +125,10 @@ class GroupCarrier:
             if len(under_way) == _DEPTH:
                 oldest = under_way.popleft()  # its frame is read until the waits are over
                 _wait(oldest[1])
+                self._left = time.monotonic()
         for _, works in under_way:
             _wait(works)
+            self._left = time.monotonic()
 
     def _receive(self, peer: int) -> None:
         if self._secret is not None:
@@ -148,16 +153,18 @@ class GroupCarrier:
                 return
 
     def _close(self) -> None:
-        """After our goodbyes, gives the peers a moment for theirs; then ends what nobody will answer."""
+        """After our goodbyes, waits until the peers have what was sent; then ends what nobody will answer."""
         self._link.wait_closed()
-        deadline = time.monotonic() + _GRACE_S
+        self._left = time.monotonic()
         threads = [*self._senders, *self._receivers]
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and (left := self._left + _GRACE_S - time.monotonic()) > 0:
+                thread.join(left)
         if self._owned and any(thread.is_alive() for thread in threads):
             self.cut()
+            limit = time.monotonic() + _CUT_S
             for thread in threads:
-                thread.join(_GRACE_S)
+                thread.join(max(0.0, limit - time.monotonic()))
         self._group = None  # its connections end here
 
     def cut(self) -> None:
@@ -172,17 +179,21 @@ class GroupCarrier:
                         datetime.timedelta(milliseconds=1)
                     )
 
-    def join(self, timeout: float) -> bool:
-        """Waits until the threads have ended, after the world was closed; returns whether they have."""
-        self._closer.join(timeout)
+    def join(self) -> bool:
+        """Waits until the threads have ended, after the world was closed, or should have; returns whether they have."""
+        began = time.monotonic()
+        while self._closer.is_alive():
+            left = max(self._left, began) + _GRACE_S + 2 * _CUT_S - time.monotonic()
+            if left <= 0:
+                break
+            self._closer.join(left)
         return not self._closer.is_alive()
 
 
 def _join_all() -> None:
     # Worlds were closed before: handlers run in reverse order of registration.
-    limit = time.monotonic() + 2 * _GRACE_S
     for carrier in list(_carriers):
-        carrier.join(max(0.0, limit - time.monotonic()))
+        carrier.join()
 
 
 atexit.register(_join_all)

@@ -61,7 +61,7 @@ FIELDS = [
     "other",
 ]
 HEAD = struct.Struct("<IBBhQQQQIIII")
-DATA, FAILURE, GOODBYE, FETCH, FETCHED = 0, 3, 7, 9, 10
+DATA, FAILURE, GOODBYE, FETCH, FETCHED, HEARD_GOODBYE = 0, 3, 7, 9, 10, 11
 
 
 def changed(frame: transport.Frame, **values: int) -> None:
@@ -81,7 +81,7 @@ def framed_pair() -> tuple[list[transport.FrameLink], list[Communicator]]:
     ("field", "values"),
     [
         ("magic", {"magic": 7}),
-        ("kind", {"kind": 11}),
+        ("kind", {"kind": 12}),
         ("kind", {"kind": 255}),
         ("index", {"index": 1}),
         ("index", {"index": HUGE}),
@@ -291,6 +291,16 @@ def test_an_answer_to_no_question() -> None:
     error = caught(counters[1].fetch_add)
     assert isinstance(error, hdp.PeerLost)
     assert "rank 0 was cut off: it answered for a counter that nobody asked for" in str(error)
+    for comm in comms:
+        comm.close()
+
+
+def test_who_hears_a_goodbye_that_nobody_said() -> None:
+    links, comms = framed_pair()
+    assert not links[0].deliver(1, made(HEARD_GOODBYE))
+    error = caught(lambda: comms[0].recv(torch.zeros(1), 1))
+    assert isinstance(error, hdp.PeerLost)
+    assert "it heard a goodbye that nobody said" in str(error)
     for comm in comms:
         comm.close()
 

@@ -69,7 +69,6 @@ def racks(folder: Path) -> None:
         hosts = [Host(str(rank), (rank,), 1, (), ()) for rank in range(world.size)]
         domains = _find_domains(world, hosts)
         write(folder, f"racks{world.rank}", (domains, _measure_uplinks(world, hosts, domains, None)))
-        time.sleep(1)  # what was sent last is still on its way over the slow links
 
 
 def cut(folder: Path) -> None:

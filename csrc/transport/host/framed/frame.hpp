@@ -8,7 +8,7 @@
 
 namespace hdpcomm::framed {
 
-inline constexpr uint32_t kMagic = 0x6864'6602;  // the last byte is the layout's version
+inline constexpr uint32_t kMagic = 0x6864'6603;  // the last byte is the layout's version
 
 enum class Kind : uint8_t {
   kData,      // a piece of a message
@@ -27,6 +27,7 @@ enum class Kind : uint8_t {
   // those of the sender, from 0
   kFetch,
   kFetched,  // the answer to number `index`: `detail` is the FetchEnd, `number` the count before
+  kHeardGoodbye,  // all frames of the receiver have come, up to its goodbye
 };
 
 inline constexpr uint32_t kConfirm = 1;  // kData: the sender wants a kAccepted

@@ -31,7 +31,7 @@ std::optional<std::string> badFrame(const Frame& frame, int num_ranks) {
   const Header header = readHeader(frame);
   const size_t room = frame.bulkBytes() > 0 ? frame.bulkBytes() : kInlineBytes;
   if (header.magic != kMagic) return bad("magic", header.magic);
-  if (header.kind > Kind::kFetched) return bad("kind", static_cast<uint64_t>(header.kind));
+  if (header.kind > Kind::kHeardGoodbye) return bad("kind", static_cast<uint64_t>(header.kind));
   if (header.piece > room) return bad("piece", header.piece);
   const bool text = header.kind == Kind::kFailure || header.kind == Kind::kGoodbye;
   if (text && header.piece > kTextBytes) return bad("text length", header.piece);

@@ -58,9 +58,14 @@ FramePtr FrameLink::next(int peer_rank) {
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
   peer.for_carrier.wait(lock, [&] {
     return !peer.outbox.empty() || peer.ping_due || peer.pong_due || answerDue(peer) ||
-           fetchDue(peer) || closed_ || !peer.loss.empty();
+           fetchDue(peer) || peer.heard_due || closed_ || !peer.loss.empty();
   });
   if (!peer.loss.empty()) return nullptr;
+  if (std::exchange(peer.heard_due, false)) {
+    Header header;
+    header.kind = Kind::kHeardGoodbye;
+    return framed::makeFrame(header, nullptr);
+  }
   if (peer.ping_due || peer.pong_due) {
     if (std::exchange(peer.pong_due, false)) return makePong(peer);
     peer.ping_due = false;
@@ -100,6 +105,10 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
     if (header.number == peer.ping) takePong(peer_rank, peer, *frame);
     return true;
   }
+  if (kind == Kind::kHeardGoodbye) {
+    if (!peer.said_goodbye) lose(lock, peer, "was cut off: it heard a goodbye that nobody said");
+    return false;
+  }
   if (kind == Kind::kFetch || kind == Kind::kFetched) {
     const auto wrong = kind == Kind::kFetch ? takeFetch(peer, *frame) : takeAnswer(peer, *frame);
     if (!wrong.empty()) {
@@ -113,7 +122,11 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   peer.last_moved = peer.last_heard;
   peer.ended = kind == Kind::kGoodbye;
   const bool ended = peer.ended;
-  if (ended) for_fetches_.notify_all();
+  if (ended) {
+    peer.heard_due = true;
+    peer.for_carrier.notify_all();
+    for_fetches_.notify_all();
+  }
   arrivals_.push_back({peer_rank, std::move(frame)});
   signal(lock);
   return !ended;
@@ -156,6 +169,7 @@ void FrameLink::post(int peer_rank, FramePtr frame) {
   }
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
   if (!peer.loss.empty()) return;
+  peer.said_goodbye = framed::readHeader(*frame).kind == Kind::kGoodbye;
   peer.outbox.push_back(std::move(frame));
   lock.unlock();
   peer.for_carrier.notify_all();

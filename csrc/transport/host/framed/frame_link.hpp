@@ -65,7 +65,7 @@ class FrameLink {
   // peer was lost.
   FramePtr next(int peer);
   // Passes on a frame from `peer`, in order. False: no more is wanted: it was the peer's last
-  // frame, or one that no rank sends, and the peer is lost.
+  // frame, it told that the peer has our last one, or no rank sends it, and the peer is lost.
   bool deliver(int peer, FramePtr frame);
   // Returns when no more frames will be posted.
   void waitClosed();
@@ -122,7 +122,9 @@ class FrameLink {
     std::condition_variable for_carrier;
     std::deque<FramePtr> outbox;
     std::string loss;
-    bool ended = false;  // its last frame has arrived
+    bool ended = false;         // its last frame has arrived
+    bool heard_due = false;     // and it has not been told so
+    bool said_goodbye = false;  // the last frame to it was posted
     bool pong_due = false;
     bool ping_due = false;
     Clock::time_point last_heard;   // any frame

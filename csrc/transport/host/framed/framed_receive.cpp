@@ -62,6 +62,7 @@ void FramedTransport::route(Peer& peer, FramePtr frame) {
     case Kind::kPong:
     case Kind::kFetch:
     case Kind::kFetched:
+    case Kind::kHeardGoodbye:
       return;
   }
 }
