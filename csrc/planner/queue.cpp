@@ -26,7 +26,7 @@ constexpr double kWorthIt = 0.005;
 constexpr size_t kMostTriedTimes = 1 << 17;
 constexpr size_t kMostTimes = 1 << 19;
 constexpr int kMostLooksTried = 16;
-constexpr int kMostLooks = 64;
+constexpr int kMostLooks = 256;
 constexpr int kFewestLooks = 4;
 constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its sequences take at least
 // A micro-batch takes this part of what would be each rank's share of all that is left (guided
@@ -236,7 +236,7 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   const Luck more(count, drawsFor(count, kMostTimes, kFewestLooks, kMostLooks), noise);
   const double without = DrawnEnds(problem, bound.micro_batches, more).meanMakespan();
   const DrawnEnds ends(problem, best_candidate.bound, more);
-  best.mean = queue.mean(ends, more, best_packs, best.plan);
+  best.mean = std::max(queue.mean(ends, more, best_packs, best.plan), best.plan.makespan);
   best.pools = pools;
   if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
   if (told <= 0) best.mean = best.plan.makespan;

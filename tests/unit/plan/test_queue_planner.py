@@ -97,7 +97,7 @@ def test_pools_of_large_clusters_take_what_is_theirs() -> None:
 STEPS = st.lists(st.integers(1, 3000) | st.integers(1, 100), min_size=1, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     STEPS,
     st.integers(1, 9),
