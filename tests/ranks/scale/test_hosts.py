@@ -62,7 +62,7 @@ def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]
 
 
 def test_the_ranks_of_a_host_share_its_interface(two: Hosts, tmp_path: Path) -> None:
-    two.limit(1000)  # far less than one rank sends, even where other tests run beside it
+    two.limit(400)  # far less than one rank sends, even where other tests run beside it
     two.ranks([PROGRAM, "interfaces", str(tmp_path)], [0, 0, 1, 1])
     two.finish(90)
     assert [load(tmp_path, f"nics{rank}") for rank in range(4)] == [(1, 1)] * 4
