@@ -34,7 +34,7 @@ class PipelineConfigurations {
     long_.held = held(low * kMostGain);
     size_t before = 0;
     const double top = low * kMostGain;
-    for (const double part : {0.75, 0.35, 0.12}) {
+    for (const double part : {0.75, 0.5, 0.35, 0.12}) {
       const double least = part * long_.loads.front().tokens;
       const size_t count =
           std::partition_point(long_.loads.begin(), long_.loads.end(),
@@ -44,10 +44,10 @@ class PipelineConfigurations {
       before = count;
       if (!long_.choose(count)) break;
       ramps_.emplace(cost_, long_.least_share, long_.most_share, shortest_);
-      for (const double beside : {0.0, 1.5, 4.0, 10.0}) {
-        for (const double times : {1.0, 1.25, 1.6, 2.2}) {
+      for (const double beside : {-2.0, 0.0, 1.5, 4.0, 10.0}) {
+        for (const double times : {1.0, 1.25, 1.6, 2.2, 3.0}) {
           if (long_.others_work <= 0 && times > 1) break;
-          low = raise(low, top, beside, times);
+          for (const double rise : {0.0, 1.0, 2.0}) low = raise(low, top, {beside, times, rise});
         }
       }
     }
@@ -76,34 +76,42 @@ class PipelineConfigurations {
     double forward = 0, backward = 0;  // of the longest passes
   };
 
+  // Of the long sequences: as if their micro-batches took a share of the time, `beside` others
+  // after each other, so many times; more for longer ones, with this power of their length, since
+  // no others fill the highest places.
+  struct Weights {
+    double beside, times, rise;
+  };
+
   // Raises `low` as far as these weights prove.
-  double raise(double low, double top, double beside, double times) {
-    if (!tooShort(low * kStep, beside, times)) return low;
+  double raise(double low, double top, const Weights& weights) {
+    if (!tooShort(low * kStep, weights)) return low;
     double step = kStep;
     double high = low * step;
     do {
       low = high;
       step *= step;
       high = low * step;
-    } while (high < top && tooShort(high, beside, times));
+    } while (high < top && tooShort(high, weights));
     high = std::min(high, top);
     while (high > low * kStep) {
       const double middle = 0.5 * (low + high);
-      (tooShort(middle, beside, times) ? low : high) = middle;
+      (tooShort(middle, weights) ? low : high) = middle;
     }
     return low;
   }
 
-  // Whether the weights of all sequences are more than all ranks can get within the time. The long
-  // ones weigh as if their micro-batches took a share of the time, `beside` others after each
-  // other.
-  bool tooShort(double time, double beside, double times) {
+  // Whether the weights of all sequences are more than all ranks can get within the time.
+  bool tooShort(double time, const Weights& weights) {
     const double longest = time / stages_;
     most_ = static_cast<int>(std::min(time / long_.least + 1e-9, 1e6));
     if (most_ > kMost) return false;
     double all = long_.others_work;
+    const double shortest_long = long_.classes.back().load.tokens;
     for (LongSequences::Class& each : long_.classes) {
-      each.gain = times * LongSequences::price(each, time / (stages_ + beside));
+      const double rise = std::pow(each.load.tokens / shortest_long, weights.rise);
+      const double wanted = time / std::max(1.0, stages_ + weights.beside);
+      each.gain = weights.times * rise * LongSequences::price(each, wanted);
       all += each.gain * each.count;
     }
     needed_ = all / ranks_ * (1 - 1e-9);
