@@ -1,6 +1,14 @@
 #include "comm/host/counter.hpp"
 
+#include <chrono>
+#include <thread>
+
 namespace hdpcomm {
+namespace {
+
+constexpr std::chrono::seconds kLastWords(1);  // that an owner's last words may take to come
+
+}  // namespace
 
 SharedCounter::SharedCounter(const Communicator& comm)
     : world_(comm.sharedWorld()),
@@ -77,9 +85,14 @@ void SharedCounter::throwClosed() const {
                .seq = -1});
 }
 
-// What the owner said when it left may be on its way still.
+// From another host, the answer overtakes what the owner says when it leaves.
 void SharedCounter::throwOwnerLeft() {
-  const auto gone = world_->departure(owner_);
+  const auto until = Clock::now() + kLastWords;
+  auto gone = world_->departure(owner_);
+  while (!gone && Clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    gone = world_->departure(owner_);
+  }
   throw Error(
       ErrorKind::kPeerLost,
       (gone ? gone->what() : "rank " + std::to_string(owner_) + " closed its communicator") +
