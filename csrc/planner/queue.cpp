@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <limits>
-#include <queue>
 #include <utility>
 #include <vector>
 
@@ -38,8 +37,35 @@ constexpr double kShort[] = {std::numeric_limits<double>::infinity(), 0.06};
 // in smaller parts.
 constexpr double kBetter = 0.002;
 
-using Entry = std::pair<double, int32_t>;
-using Free = std::priority_queue<Entry, std::vector<Entry>, std::greater<>>;
+// When ranks are free; those free at the same time by rising rank. A heap whose first entry is
+// moved in one pass: a priority_queue takes two, one to pop it and one to push it again.
+class Free {
+ public:
+  void clear() noexcept { entries_.clear(); }
+  void add(double when, int32_t rank) { entries_.push_back({when, rank}); }
+  // After the last add().
+  void arrange() { std::make_heap(entries_.begin(), entries_.end(), std::greater<>()); }
+
+  double when() const noexcept { return entries_.front().first; }
+  int32_t rank() const noexcept { return entries_.front().second; }
+
+  // The rank that is free first is so at `when`, which is later.
+  void delayFirst(double when) noexcept {
+    const std::pair<double, int32_t> moved{when, rank()};
+    const size_t size = entries_.size();
+    size_t at = 0;
+    for (size_t child = 1; child < size; child = 2 * at + 1) {
+      if (child + 1 < size && entries_[child + 1] < entries_[child]) ++child;
+      if (moved < entries_[child]) break;
+      entries_[at] = entries_[child];
+      at = child;
+    }
+    entries_[at] = moved;
+  }
+
+ private:
+  std::vector<std::pair<double, int32_t>> entries_;
+};
 
 struct Pack {
   std::vector<int32_t> sequences;
@@ -99,18 +125,18 @@ class Queue {
       for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
       for (const int32_t rank : batch.ranks) ready[rank] = end + batch.predicted_s;
     }
-    std::vector<Entry> entries;
-    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) entries.push_back({ready[rank], rank});
-    Free free(std::greater<>(), std::move(entries));
+    Free free;
+    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) free.add(ready[rank], rank);
+    free.arrange();
     std::vector<MicroBatch> batches = std::move(heads.micro_batches);
     for (const Pack& pack : packs) {
-      const auto [when, rank] = free.top();
-      free.pop();
+      const int32_t rank = free.rank();
       MicroBatch batch;
       batch.ranks = {rank};
       batch.sequences = pack.sequences;
       batches.push_back(std::move(batch));
-      free.push({when + ask_ + pack.seconds / problem_.cost().cluster().speed(rank), rank});
+      const double speed = problem_.cost().cluster().speed(rank);
+      free.delayFirst(free.when() + ask_ + pack.seconds / speed);
     }
     for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
     return finishPlan(problem_, std::move(batches));
@@ -127,22 +153,22 @@ class Queue {
       of_pool[named % pools_].push_back(static_cast<int32_t>(i));
     }
     double sum = 0;
+    Free free;
     for (int step = 0; step < luck.steps(); ++step) {
       double makespan = bound.makespan(step);
       for (int pool = 0; pool < pools_; ++pool) {
-        std::vector<Entry> entries;
+        free.clear();
         for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
-          entries.push_back({bound.ofRank(rank, step), rank});
+          free.add(bound.ofRank(rank, step), rank);
         }
-        Free free(std::greater<>(), std::move(entries));
+        free.arrange();
         for (const int32_t i : of_pool[pool]) {
-          const auto [when, rank] = free.top();
-          free.pop();
           const double factor = luck.of(packs[i].sequences.front())[step];
           const double seconds = packs[i].seconds * factor;
-          const double end = when + ask_ + seconds / problem_.cost().cluster().speed(rank);
+          const double speed = problem_.cost().cluster().speed(free.rank());
+          const double end = free.when() + ask_ + seconds / speed;
           makespan = std::max(makespan, end);
-          free.push({end, rank});
+          free.delayFirst(end);
         }
       }
       sum += makespan;
