@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hdpcomm.cli.main import main
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner, StepPlan, Tree
-from hdpcomm.plan.queue import fixed_for_rank, pool_rows
+from hdpcomm.plan.queue import as_run, fixed_for_rank, pool_rows
 
 CLUSTER = ClusterSpec(32, 8192, ranks_per_node=8)
 COST = replace(CostModel.analytic(MODELS["llama-7b"], CLUSTER), noise=0.05)
@@ -92,6 +93,19 @@ def test_pools_of_large_clusters_take_what_is_theirs() -> None:
     assert sum(map(len, rows)) == plan.queued
     work = [sum(plan.table.predicted_s[row]) for row in rows]
     assert max(work) <= 1.1 * min(work)
+
+
+def test_a_step_of_equal_sequences_is_a_plan_of_whoever_ran_them() -> None:
+    planner, lengths = queued(), [900] * 500
+    plan = planner.plan(lengths)
+    assert plan.queued > 32
+    _, takers = run_queue(plan, CLUSTER, noise=0.2, seed=1)
+    ran = as_run(plan, np.array(takers))
+    planner.validate(ran, lengths)
+    assert [batch.ranks[0] for batch in ran.micro_batches[len(plan.table) - plan.queued :]] == takers
+    assert ran.hash != plan.hash
+    named = [batch.ranks[0] for batch in plan.micro_batches[len(plan.table) - plan.queued :]]
+    assert as_run(ran, np.array(named)).hash == plan.hash
 
 
 STEPS = st.lists(st.integers(1, 3000) | st.integers(1, 100), min_size=1, max_size=60)
