@@ -137,7 +137,7 @@ def test_steps_of_all_kinds_have_valid_plans(lengths: list[int], ranks: int, noi
     planner.validate(plan, lengths)
     assert plan.hash == planner.plan(lengths).hash
     bound = Planner(None, cluster, cost_model=cost, **options).plan(lengths)
-    if noise and kind != "cores":
+    if noise and kind not in ("cores", "nics"):  # where plans do not count with noise
         assert plan.expected_s <= 1.006 * bound.expected_s
     assert plan.makespan_s >= plan.lower_bound_s * (1 - 1e-9)
     assert sum(len(fixed_for_rank(plan, rank)) for rank in range(ranks)) == sum(
