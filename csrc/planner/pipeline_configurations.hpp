@@ -76,7 +76,7 @@ class PipelineConfigurations {
     double forward = 0, backward = 0;  // of the longest passes
   };
 
-  // Of the long sequences: as if their micro-batches took a share of the time, `beside` others
+  // For the long sequences: as if their micro-batches took a share of the time, `beside` others
   // after each other, so many times; more for longer ones, with this power of their length, since
   // no others fill the highest places.
   struct Weights {

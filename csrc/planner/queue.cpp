@@ -31,7 +31,7 @@ constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its seque
 // A micro-batch takes this part of what would be each rank's share of all that is left (guided
 // self-scheduling).
 constexpr double kShares[] = {0.25, 0.5, 1.0};
-// Of the makespan; sequences that take longer on one rank may be bound as well as wait.
+// Shares of the makespan: sequences that take longer on one rank may be bound as well as wait.
 constexpr double kShort[] = {std::numeric_limits<double>::infinity(), 0.06};
 // A later try has to be better than the ones before by this share: they have more in the queue, and
 // in smaller parts.
