@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
@@ -222,7 +221,6 @@ def test_one_that_is_dropped_is_closed() -> None:
     with hdp.init() as comm:
         for _ in range(40):
             assert comm.counter().fetch_add() == 0
-            gc.collect()
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]], ids=str)
