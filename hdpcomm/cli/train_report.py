@@ -112,10 +112,26 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         f"each step was planned while the one before ran: {1e3 * total.planning_s / total.steps:.2f} ms on average, of "
         f"which the step waited {1e3 * total.plan_wait_s / total.steps:.2f} ms"
     )
+    if config.queue:
+        console.print(_queue_text(result.steps["balanced"]))
     for rival in config.policies[1:]:
         console.print(_verdict(policy, rival, result))
     if len(config.policies) > 1:
         console.print(cluster_text())
+
+
+def _queue_text(steps: list[StepMetrics]) -> str:
+    """What the queue of the balanced plans was good for."""
+    queued, moved = sum(step.queued for step in steps), sum(step.moved for step in steps)
+    if not queued:
+        return (
+            "no step had a queue: its plans were not longer without one (ranks that share processors, few short "
+            "sequences)"
+        )
+    return (
+        f"{queued:,} of {sum(step.micro_batches for step in steps):,} micro-batches waited in a queue; "
+        f"{moved / queued:.0%} of them were taken by another rank than predicted"
+    )
 
 
 def _stdout() -> Console:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.cli.train_report import _queue_text
 from hdpcomm.data import open_corpus, open_stream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
@@ -19,6 +20,7 @@ from hdpcomm.run import Loading, RunConfig, RunFiles, Saving, Watching, read_met
 from hdpcomm.run import costs as run_costs
 from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
+from hdpcomm.train import StepMetrics
 
 CONFIG = LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(attention=1e-6, linear=1e-4, fixed=1e-3)
@@ -116,6 +118,15 @@ def test_the_report_tells_who_took_what(data: str, tmp_path: Path) -> None:
     run_threads(rank, 2, timeout=100.0)
     queued = sum(row["queued"] for row in read_metrics(tmp_path / "metrics.jsonl"))
     assert f"% of {queued:,} micro-batches under balanced" in run_report(tmp_path)
+
+
+def test_the_command_tells_what_the_queue_was_good_for() -> None:
+    def step(queued: int, moved: int) -> StepMetrics:
+        return StepMetrics(0, 1.0, 1, 1.0, 0, 0.0, 1.0, 1, 1, 10, 1.0, 0.0, 0.0, queued=queued, moved=moved)
+
+    told = "12 of 20 micro-batches waited in a queue; 25% of them were taken by another rank than predicted"
+    assert _queue_text([step(8, 3), step(4, 0)]) == told
+    assert _queue_text([step(0, 0)]).startswith("no step had a queue: its plans were not longer without one")
 
 
 @pytest.mark.parametrize(
