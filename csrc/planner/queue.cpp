@@ -116,11 +116,10 @@ class Queue {
         pools_(pools),
         ask_(kAskSeconds[problem.ranks() > problem.cost().cluster().ranks_per_node]) {}
 
-  // The plan of these micro-batches, each of the queue on the rank that takes it.
-  Plan plan(const Candidate& candidate, const std::vector<Pack>& packs) const {
-    Plan heads = finishPlan(problem_, candidate.bound);
+  // The plan of these micro-batches after those of `bound`, each on the rank that takes it.
+  Plan plan(const Plan& bound, const std::vector<Pack>& packs) const {
     std::vector<double> ready(problem_.ranks(), 0.0);
-    for (const MicroBatch& batch : heads.micro_batches) {
+    for (const MicroBatch& batch : bound.micro_batches) {
       double end = 0;
       for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
       for (const int32_t rank : batch.ranks) ready[rank] = end + batch.predicted_s;
@@ -128,7 +127,7 @@ class Queue {
     Free free;
     for (int32_t rank = 0; rank < problem_.ranks(); ++rank) free.add(ready[rank], rank);
     free.arrange();
-    std::vector<MicroBatch> batches = std::move(heads.micro_batches);
+    std::vector<MicroBatch> batches = bound.micro_batches;
     for (const Pack& pack : packs) {
       const int32_t rank = free.rank();
       MicroBatch batch;
@@ -236,12 +235,13 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   const auto attempt = [&](Candidate candidate) {
     if (candidate.waiting.empty()) return;
     const DrawnEnds ends(problem, candidate.bound, luck);
+    const Plan heads = finishPlan(problem, candidate.bound);
     const bool first = best.queued == 0;
     bool better = false;
     for (const double share : kShares) {
       if (!first && share != best_share) continue;  // the size that was best for another one
       std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
-      Plan plan = queue.plan(candidate, packs);
+      Plan plan = queue.plan(heads, packs);
       const double mean = queue.mean(ends, luck, packs, plan);
       if (mean >= best_mean * (1 - kBetter)) continue;
       better = true;
