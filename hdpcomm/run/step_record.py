@@ -164,6 +164,7 @@ def other_policies(planner: Planner, lengths: Sequence[int | Tree]) -> dict[str,
                 context=planner.context,
                 memory=planner.memory,
                 ring_peers=planner.ring_peers,
+                queue=planner.queue and policy == "balanced",
             )
             plan = other.plan(lengths)
             found[policy] = {
