@@ -30,12 +30,14 @@ void bindFrames(py::module_& module) {
       .def_property_readonly("head", [](Frame& f) { return viewOf(f.head(), kFrameHeadBytes); })
       .def_property_readonly("bulk", [](Frame& f) { return viewOf(f.bulk(), f.bulkBytes()); })
       .def_property_readonly("bulk_bytes", &Frame::bulkBytes)
+      .def_property_readonly("more", &Frame::more)
       .def("expect_bulk", &Frame::expectBulk);
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<FrameLink, std::shared_ptr<FrameLink>>(module, "FrameLink")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("size"))
       .def_property_readonly("rank", &FrameLink::rank)
       .def_property_readonly("size", &FrameLink::size)
+      .def("ready", &FrameLink::ready, py::arg("peer"), Unlocked())
       .def("next", &FrameLink::next, py::arg("peer"), Unlocked())
       .def("deliver", &FrameLink::deliver, py::arg("peer"), py::arg("frame"), Unlocked())
       .def("wait_closed", &FrameLink::waitClosed, Unlocked())

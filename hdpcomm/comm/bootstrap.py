@@ -18,11 +18,12 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm import flight_recorder
+from hdpcomm.comm.carrier_groups import make_groups
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, join_devices
-from hdpcomm.comm.group_carrier import GroupCarrier, make_group
+from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import agent_restarts, joined, master, rank_and_size
@@ -310,8 +311,8 @@ def _join_torch(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, l
 def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
     joining.from_all("ready", "")  # torch's group waits for its ranks and does not notice when one dies
     store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
-    group, owned = make_group(store, joining.rank, joining.size, timeout=joining.left, connecting=joining.watching)
-    GroupCarrier(group, link, owned=owned, secret=job_secret(), store=joining.store)
+    groups = make_groups(store, joining.rank, joining.size, timeout=joining.left, connecting=joining.watching)
+    GroupCarrier(groups, link, owned=True, secret=job_secret(), store=joining.store)
 
 
 def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:

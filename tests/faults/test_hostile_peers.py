@@ -153,7 +153,7 @@ def test_more_than_the_window() -> None:
     comms[1].send(torch.ones((512 << 10) // 4), 0, async_op=True)
     frame = links[1].next(0)
     assert frame is not None
-    for index in range(9):
+    for index in range(17):
         copy = transport.Frame()
         copy.head[:] = frame.head
         changed(copy, index=index)
@@ -161,7 +161,7 @@ def test_more_than_the_window() -> None:
         links[0].deliver(1, copy)
 
     def receive() -> None:
-        for _ in range(9):
+        for _ in range(17):
             comms[0].recv(torch.zeros((512 << 10) // 4), 1)
 
     error = caught(receive)

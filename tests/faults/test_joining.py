@@ -88,7 +88,7 @@ def dies_before_it_connects(folder: str) -> None:
     rank = os.environ["RANK"]
     with pytest.MonkeyPatch.context() as patch:
         if rank == "2":
-            patch.setattr(bootstrap, "make_group", dies)
+            patch.setattr(bootstrap, "make_groups", dies)
         with pytest.raises(hdp.PeerLost, match=r"rank 2 (died|ended).* while the ranks joined the world"):
             hdp.init("torch", timeout=LONG_S)
     Path(folder, rank).touch()

@@ -387,7 +387,7 @@ def joined_over_gloo(secrets: list[Secret | None]) -> list[Any]:
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     worlds = [core.join_framed_world(link, "torch", 1.0) for link in links]
     for rank, link in enumerate(links):
-        GroupCarrier(QueueGroup(wires, rank), link, owned=False, secret=secrets[rank])
+        GroupCarrier([QueueGroup(wires, rank)], link, owned=False, secret=secrets[rank])
     return [Communicator(world.communicator(), world.rank, world.size) for world in worlds]
 
 

@@ -22,8 +22,9 @@ import hdpcomm as hdp
 from hdpcomm._core import comm as core
 from hdpcomm._core import transport
 from hdpcomm.comm import group_carrier
+from hdpcomm.comm.carrier_groups import own_address
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.group_carrier import GroupCarrier, own_address
+from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.testing import spawn
 from tests.faults.cases import LONG_S, sums, survives, told_survivors, wait_for
 from tests.native import _testing
@@ -121,7 +122,7 @@ def pair() -> tuple[list[Communicator], list[GroupCarrier], dict[tuple[int, int,
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     joined = [core.join_framed_world(link, "torch", 5.0) for link in links]
     worlds = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
-    carriers = [GroupCarrier(QueueGroup(wires, rank), link, owned=False) for rank, link in enumerate(links)]
+    carriers = [GroupCarrier([QueueGroup(wires, rank)], link, owned=False) for rank, link in enumerate(links)]
     return worlds, carriers, wires
 
 
@@ -144,7 +145,7 @@ def together(comms: list[Communicator], call: Any) -> list[BaseException | None]
 
 def test_any_group_with_send_and_recv_carries_frames() -> None:
     comms, carriers, _ = pair()
-    for count in (0, 3, 2_000_000):  # the last has more pieces than the window
+    for count in (0, 3, 5_000_000):  # the last has more pieces than the window
         x = [torch.full((count,), float(rank + 1)) for rank in range(2)]
         assert together(comms, lambda comm, x=x: comm.all_reduce(x[comm.rank])) == [None, None]
         assert all((each == 3).all() for each in x)
@@ -155,7 +156,7 @@ def test_any_group_with_send_and_recv_carries_frames() -> None:
 
 def test_a_large_unexpected_message_waits_in_its_window() -> None:
     comms, _, wires = pair()
-    x = torch.arange(4_000_000.0)  # 16 MB; a window has 4 MiB
+    x = torch.arange(4_000_000.0)  # 16 MB; a window has 8 MiB
     work = comms[0].send(x, 1, async_op=True)
     time.sleep(0.5)
     assert not work.done()
@@ -241,7 +242,7 @@ def test_what_a_rank_sent_before_it_left_comes_over_a_slow_link(monkeypatch: pyt
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     joined = [core.join_framed_world(link, "torch", LONG_S) for link in links]
     comms = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
-    carriers = [GroupCarrier(SlowGroup(wires, rank, 0.3), link, owned=True) for rank, link in enumerate(links)]
+    carriers = [GroupCarrier([SlowGroup(wires, rank, 0.3)], link, owned=True) for rank, link in enumerate(links)]
     parts = [[torch.full((3,), float(10 * k + rank)) for k in range(8)] for rank in range(2)]
     gathered = [[torch.empty(6) for _ in range(8)] for _ in range(2)]
     works = [comms[1].all_gather(gathered[1][k], parts[1][k], async_op=True) for k in range(8)]
@@ -263,7 +264,7 @@ def test_a_peer_that_does_not_tell_that_all_has_come_is_given_up(monkeypatch: py
     link = transport.FrameLink(0, 2)
     world = core.join_framed_world(link, "torch", LONG_S)
     group = SlowGroup(defaultdict(queue.Queue), 0, 0.0)
-    carrier = GroupCarrier(group, link, owned=True)
+    carrier = GroupCarrier([group], link, owned=True)
     world.close("")
     assert carrier.join()
     assert group.is_cut.is_set()

@@ -33,6 +33,7 @@ enum class Kind : uint8_t {
 inline constexpr uint32_t kConfirm = 1;  // kData: the sender wants a kAccepted
 inline constexpr uint8_t kHasPulse = 1;  // `detail` of a kPong
 inline constexpr uint32_t kDropped = 2;  // kRejected: no operation received it; there is no call
+inline constexpr uint32_t kMore = 1u << 31;  // any kind: see Frame::more()
 
 struct Header {
   uint32_t magic = kMagic;
@@ -58,11 +59,11 @@ inline constexpr size_t kTextBytes = 768;
 inline constexpr size_t kEagerBytes = 128 * 1024;
 // Most units of a pair in flight that the receiver has not consumed; bounds the receiver's memory.
 // A piece counts its bytes plus kPieceUnits.
-inline constexpr uint64_t kWindow = 8 * kFrameBulkBytes;
+inline constexpr uint64_t kWindow = 16 * kFrameBulkBytes;
 inline constexpr uint64_t kPieceUnits = 64;
 // Most fetches of a pair in one direction that have no answer.
 inline constexpr size_t kFetches = 64;
-inline constexpr size_t kOutboxFrames = 4;  // most frames that wait for the carrier
+inline constexpr size_t kOutboxFrames = 8;  // most frames that wait for the carrier
 
 inline Header readHeader(const Frame& frame) {
   Header header;
@@ -72,6 +73,12 @@ inline Header readHeader(const Frame& frame) {
 
 inline void writeHeader(Frame& frame, const Header& header) {
   std::memcpy(frame.head(), &header, sizeof header);
+}
+
+inline void announceMore(Frame& frame) {
+  Header header = readHeader(frame);
+  header.flags |= kMore;
+  writeHeader(frame, header);
 }
 
 inline std::byte* payload(Frame& frame) {

@@ -37,6 +37,8 @@ size_t Frame::expectBulk() {
   return bulk_bytes_;
 }
 
+bool Frame::more() const noexcept { return (framed::readHeader(*this).flags & framed::kMore) != 0; }
+
 FrameLink::FrameLink(int rank, int size)
     : rank_(rank), peers_(static_cast<size_t>(std::max(size, 0))), ping_after_(pingAfter()) {
   if (size < 1 || size > 4096 || rank < 0 || rank >= size) {
@@ -53,13 +55,20 @@ void FrameLink::signal(std::unique_lock<std::mutex>& lock) {
   if (wake) (*wake)();
 }
 
+bool FrameLink::isReady(const Peer& peer) const {
+  return !peer.outbox.empty() || peer.ping_due || peer.pong_due || answerDue(peer) ||
+         fetchDue(peer) || peer.heard_due || closed_ || !peer.loss.empty();
+}
+
+bool FrameLink::ready(int peer) const {
+  std::lock_guard lock(mutex_);
+  return isReady(peers_.at(static_cast<size_t>(peer)));
+}
+
 FramePtr FrameLink::next(int peer_rank) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
-  peer.for_carrier.wait(lock, [&] {
-    return !peer.outbox.empty() || peer.ping_due || peer.pong_due || answerDue(peer) ||
-           fetchDue(peer) || peer.heard_due || closed_ || !peer.loss.empty();
-  });
+  peer.for_carrier.wait(lock, [&] { return isReady(peer); });
   if (!peer.loss.empty()) return nullptr;
   if (std::exchange(peer.heard_due, false)) {
     Header header;
@@ -79,6 +88,7 @@ FramePtr FrameLink::next(int peer_rank) {
   if (peer.outbox.empty()) return nullptr;  // closed
   FramePtr frame = std::move(peer.outbox.front());
   peer.outbox.pop_front();
+  if (!peer.outbox.empty()) framed::announceMore(*frame);
   signal(lock);
   return frame;
 }
@@ -169,8 +179,13 @@ void FrameLink::post(int peer_rank, FramePtr frame) {
   }
   Peer& peer = peers_[static_cast<size_t>(peer_rank)];
   if (!peer.loss.empty()) return;
-  peer.said_goodbye = framed::readHeader(*frame).kind == Kind::kGoodbye;
-  peer.outbox.push_back(std::move(frame));
+  const Kind kind = framed::readHeader(*frame).kind;
+  peer.said_goodbye = kind == Kind::kGoodbye;
+  if (kind == Kind::kCredit) {  // the peer may be waiting for it, and its order does not matter
+    peer.outbox.push_front(std::move(frame));
+  } else {
+    peer.outbox.push_back(std::move(frame));
+  }
   lock.unlock();
   peer.for_carrier.notify_all();
 }

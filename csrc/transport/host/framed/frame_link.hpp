@@ -41,6 +41,9 @@ class Frame {
   // Call after the head has been received: allocates the bytes that follow it, and returns how
   // many. Throws Error if the head is not of this version.
   size_t expectBulk();
+  // Another frame follows at once: its head is under way before anything is done with this one, so
+  // that the receiver can ask for the bytes behind both, and the link is never idle in between.
+  bool more() const noexcept;
   void allocate(size_t bulk_bytes) {
     bulk_ = std::make_unique_for_overwrite<std::byte[]>(bulk_bytes);
     bulk_bytes_ = bulk_bytes;
@@ -64,6 +67,8 @@ class FrameLink {
   // Waits for the next frame to send to `peer`. Null after the last one (the goodbye), or if the
   // peer was lost.
   FramePtr next(int peer);
+  // Whether next() would return at once.
+  bool ready(int peer) const;
   // Passes on a frame from `peer`, in order. False: no more is wanted: it was the peer's last
   // frame, it told that the peer has our last one, or no rank sends it, and the peer is lost.
   bool deliver(int peer, FramePtr frame);
@@ -144,6 +149,7 @@ class FrameLink {
     std::deque<FetchResult> answers;  // to the last of them
   };
   void signal(std::unique_lock<std::mutex>& lock);
+  bool isReady(const Peer& peer) const;  // see ready(), under the lock
   FramePtr makePong(const Peer& peer) const;
   void takePong(int peer_rank, Peer& peer, Frame& frame);
 

@@ -97,7 +97,7 @@ bool FramedTransport::pushPiece(Peer& peer, Outgoing& out) {
   if (peer.sent_units + units - peer.credited_units > kWindow) return false;
   if (!std::exchange(out.started, true)) out.index = peer.next_index++;
   Header header;
-  header.consumed = peer.announced_units = peer.consumed_units;
+  header.consumed = peer.consumed_units;  // not announced: a credit may overtake this frame
   header.index = out.index;
   header.bytes = request.bytes;
   header.offset = out.offset;
