@@ -7,6 +7,7 @@
 #include "planner/height_changes.hpp"
 #include "planner/level_order.hpp"
 #include "planner/wave_planner.hpp"
+#include "planner/zone_shapes.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -34,7 +35,8 @@ class ShapeSearch {
     descend();
     if (by_levels_) {
       attemptLevels();
-      tune();
+      tune(kMostMisses);
+      attemptZones();
     }
     return finishPlan(problem_, std::move(best_.micro_batches));
   }
@@ -167,8 +169,8 @@ class ShapeSearch {
   }
 
   // Changes the heights of the waves at random. What makes the plan a little longer is kept at
-  // first, too.
-  void tune() {
+  // first, too. `most_misses`: trials that bring nothing, one after the other, after which it ends.
+  void tune(int most_misses) {
     HeightChanges changes;
     const auto waves = static_cast<double>(heights_.others.size());
     const double size = problem_.count() + waves * problem_.ranks() + waves * waves * stages_;
@@ -177,7 +179,7 @@ class ShapeSearch {
     current.given = heights_;
     double makespan = best_.makespan;
     double predicted = predicted_;
-    for (int trial = 0, misses = 0; trial < trials && misses < kMostMisses; ++trial) {
+    for (int trial = 0, misses = 0; trial < trials && misses < most_misses; ++trial) {
       if (goodEnough()) return;
       Shape shape = current;
       changes.apply(shape);
@@ -191,6 +193,17 @@ class ShapeSearch {
       makespan = found;
       predicted = waves_.predicted();
     }
+  }
+
+  // Where all that leaves the plan far from the bound: the longest sequences one after the other.
+  void attemptZones() {
+    const CostModel& cost = problem_.cost();
+    if (best_.makespan < kFar * bound_ || !cost.cluster().speeds.empty()) return;
+    const double before = best_.makespan;
+    const double share = std::clamp(cost.params().forward, 0.05, 0.95);
+    const ZoneShapes zones(problem_, waves_.meanWork() * problem_.ranks(), share);
+    for (const Shape& shape : zones.beside(before)) makespanOf(shape, kForever);
+    if (best_.makespan < before) tune(kMostMisses / 2);
   }
 
   void changeUp() {
@@ -232,11 +245,12 @@ class ShapeSearch {
   }
 
   static constexpr double kGoodEnough = 1.001;  // of the bound
+  static constexpr double kFar = 1.06;          // the same
   static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
   static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
   static constexpr double kNear = 1.02;         // the same, for small changes of these
   static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
-  static constexpr int kMostMisses = 100;  // trials that bring nothing, one after the other
+  static constexpr int kMostMisses = 100;
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
   const Problem& problem_;
