@@ -1,8 +1,9 @@
-// Segments of shared memory, frames for a carrier that is written in Python, and the NCCL library.
+// Segments of shared memory, frames and who carries them, and the NCCL library.
 #include <pybind11/stl.h>
 
 #include "bindings/rooms.hpp"
 #include "transport/host/framed/frame_link.hpp"
+#include "transport/host/framed/socket_carrier.hpp"
 #include "transport/host/shm/shm.hpp"
 #include "transport/stream/nccl/nccl_api.hpp"
 
@@ -37,11 +38,38 @@ void bindFrames(py::module_& module) {
       .def(py::init<int, int>(), py::arg("rank"), py::arg("size"))
       .def_property_readonly("rank", &FrameLink::rank)
       .def_property_readonly("size", &FrameLink::size)
-      .def("ready", &FrameLink::ready, py::arg("peer"), Unlocked())
+      .def(
+          "try_next",
+          [](FrameLink& link, int peer) -> std::pair<bool, FramePtr> {
+            std::optional<FramePtr> frame = link.tryNext(peer);
+            return {frame.has_value(), frame.value_or(nullptr)};
+          },
+          py::arg("peer"), Unlocked())
       .def("next", &FrameLink::next, py::arg("peer"), Unlocked())
       .def("deliver", &FrameLink::deliver, py::arg("peer"), py::arg("frame"), Unlocked())
+      .def_property_readonly("closed", &FrameLink::closed)
       .def("wait_closed", &FrameLink::waitClosed, Unlocked())
       .def("lost", &FrameLink::lost, py::arg("peer"), py::arg("why"), Unlocked());
+}
+
+void bindSocketCarrier(py::module_& module) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<SocketCarrier, std::shared_ptr<SocketCarrier>>(module, "SocketCarrier")
+      .def(py::init<std::shared_ptr<FrameLink>, double>(), py::arg("link"), py::arg("grace_s"))
+      .def("wanted", &SocketCarrier::wanted, Unlocked())
+      .def(
+          "connected",
+          [](SocketCarrier& carrier, int peer, int socket) { carrier.connected(peer, Fd(socket)); },
+          py::arg("peer"), py::arg("socket"), Unlocked())
+      .def(
+          "accepted",
+          [](SocketCarrier& carrier, int peer, int socket) {
+            return carrier.accepted(peer, Fd(socket));
+          },
+          py::arg("peer"), py::arg("socket"), Unlocked())
+      .def("unreachable", &SocketCarrier::unreachable, py::arg("peer"), py::arg("why"), Unlocked())
+      .def("stop", &SocketCarrier::stop, Unlocked())
+      .def("join", &SocketCarrier::join, py::arg("seconds"), Unlocked());
 }
 
 void bindNccl(py::module_& module) {
@@ -62,6 +90,7 @@ void bindNccl(py::module_& module) {
 void bindTransport(py::module_& module) {
   bindSegment(module);
   bindFrames(module);
+  bindSocketCarrier(module);
   bindNccl(module);
 }
 

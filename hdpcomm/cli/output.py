@@ -13,7 +13,7 @@ from hdpcomm.files import write_whole
 
 MOST = 1 << 53
 
-TRANSPORTS = ("auto", "shm", "torch", "sim", "cuda", "nccl", "cuda+nccl")
+TRANSPORTS = ("auto", "shm", "tcp", "torch", "sim", "cuda", "nccl", "cuda+nccl")
 """Those of :func:`hdpcomm.init`, for parsers, which import no torch."""
 
 __all__ = [

@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +20,10 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm import flight_recorder
-from hdpcomm.comm.carrier_groups import make_groups
+from hdpcomm.comm.addresses import allow_sockets, listening_address
+from hdpcomm.comm.carrier_groups import make_groups, torch_runs_on_fabric
 from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.connections import WORLD_BYTES, Connections, listen
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, join_devices
@@ -67,13 +71,14 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     Ranks that know ``HDPCOMM_SECRET`` join with no others (docs/security.md); ``hdpcomm train`` and ``spawn`` make one.
     ``init()`` may be called again after ``close()``, or for a second, independent world.
 
-    transport: ``shm`` (ranks on one host, host tensors); ``torch`` (CPU ranks on any hosts, over a process group of
-        torch); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may
-        share a GPU); ``nccl`` (ranks on any hosts, one GPU each; host tensors as with auto, and CUDA tensors by one
-        NCCL communicator); ``cuda+nccl`` (ranks on any hosts; CUDA tensors by streams between GPUs of one host that
-        reach each other, by NCCL between all others; NCCL is asked for only if there are such); ``sim`` (host tensors
-        by the streams of a simulated device); ``auto``: shm inside each host and torch between hosts, and where torch
-        sees a GPU on every rank cuda+nccl. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
+    transport: ``shm`` (ranks on one host, host tensors); ``tcp`` (host tensors on any hosts, by connections of our
+        own); ``torch`` (the same over a process group of torch); ``cuda`` (ranks on one host; host tensors as with shm,
+        and CUDA tensors by streams; several ranks may share a GPU); ``nccl`` (ranks on any hosts, one GPU each; host
+        tensors as with auto, and CUDA tensors by one NCCL communicator); ``cuda+nccl`` (ranks on any hosts; CUDA
+        tensors by streams between GPUs of one host that reach each other, by NCCL between all others; NCCL is asked for
+        only if there are such); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each
+        host and tcp between hosts (torch, where torch.distributed runs on MPI or UCC), and where torch sees a GPU on
+        every rank cuda+nccl. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks),
         PeerLost (a rank died or gave up while the ranks joined: told by the ranks of its host).
@@ -88,7 +93,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         machine().refuse_threads(transport, world.size)
         world.set_costs(**load_costs("shm"))
         names = [machine().host(each) for each in range(world.size)]
-        _set_nodes(world, [names.index(name) for name in names], load_costs("torch"))
+        _set_nodes(world, [names.index(name) for name in names], load_costs("tcp"))
         return _communicator(world, transport)
     rank, size = _rank_and_size()
     gpus = machine().has_gpu(rank)
@@ -125,8 +130,8 @@ def join(
 
 
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:
-    if transport == "torch":
-        return _core.comm.join_framed_world(_core.transport.FrameLink(0, 1), "torch", timeout)
+    if transport in ("tcp", "torch"):
+        return _core.comm.join_framed_world(_core.transport.FrameLink(0, 1), transport, timeout)
     return _core.comm.join_shm_world(_core.transport.create_segment(1), 0, timeout=timeout, joining=timeout)
 
 
@@ -301,11 +306,40 @@ def _join_shm(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, lis
     return world, hosts
 
 
+def _join_tcp(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
+    link = _core.transport.FrameLink(joining.rank, joining.size)
+    world = _core.comm.join_framed_world(link, "tcp", joining.seconds)
+    _connect(joining, link)
+    return world, hosts
+
+
 def _join_torch(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
     link = _core.transport.FrameLink(joining.rank, joining.size)
     world = _core.comm.join_framed_world(link, "torch", joining.seconds)
     _carry(joining, link)
     return world, hosts
+
+
+def _connect(joining: Joining, link: _core.transport.FrameLink) -> None:
+    """Carries the frames of the link over TCP. Collective over all ranks of the world."""
+    address = listening_address(joining.store)
+    try:
+        listener = listen(address)
+    except OSError as error:
+        raise Error(
+            f"rank {joining.rank} cannot listen at {address}: {error}; name the interface to use by GLOO_SOCKET_IFNAME",
+            rank=joining.rank,
+        ) from error
+    places = []
+    for text in joining.from_all("place", json.dumps([address, listener.getsockname()[1]])):
+        with joining.reading("place"):
+            host, port = json.loads(text)
+            places.append((str(host), int(port)))
+    name = joining.from_rank_0("world", lambda: secrets.token_hex(WORLD_BYTES))
+    with joining.reading("world"):
+        world = bytes.fromhex(name)
+    allow_sockets(joining.rank, 2 * joining.size)
+    Connections(link, listener, places, world, job_secret())
 
 
 def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
@@ -316,7 +350,7 @@ def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
 
 
 def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
-    """Shared memory inside the hosts, the torch transport between them.
+    """Shared memory inside the hosts; between them TCP, or what torch.distributed runs on where that is MPI or UCC.
 
     Equal identities are not enough for a common host: a rank that cannot open the segment of its host's first rank (a
     hardened /proc, say) is taken as a host of its own.
@@ -336,10 +370,11 @@ def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, li
         )
     else:
         link = _core.transport.FrameLink(rank, joining.size)
+        name, carry = ("torch", _carry) if torch_runs_on_fabric() else ("tcp", _connect)
         world = _core.comm.join_hosts(
-            segment, link, hosts, "torch", timeout=joining.seconds, joining=joining.left, pids=joining.pids
+            segment, link, hosts, name, timeout=joining.seconds, joining=joining.left, pids=joining.pids
         )
-        _carry(joining, link)
+        carry(joining, link)
     segment.release()
     return world, hosts
 
@@ -348,8 +383,9 @@ def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, li
 _JOINS: dict[str, _Join] = {
     "auto": _join_auto,
     "shm": _join_shm,
+    "tcp": _join_tcp,
     "torch": _join_torch,
     "nccl": _join_auto,
     "cuda+nccl": _join_auto,
 }
-TRANSPORTS = ("auto", "shm", "torch", *DEVICE_TRANSPORTS)
+TRANSPORTS = ("auto", "shm", "tcp", "torch", *DEVICE_TRANSPORTS)

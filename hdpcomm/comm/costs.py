@@ -23,6 +23,8 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     # Estimated, for gloo over TCP. `hdpcomm perf --calibrate --transport torch --ranks 2` measures the loopback of a
     # machine; on ranks of several hosts --calibrate measures their network.
     "torch": {"alpha_s": 2e-4, "message_s": 5e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
+    # By benchmarks/host_links.py, between two network namespaces of one machine (2 cores, 2026-11-23).
+    "tcp": {"alpha_s": 5e-5, "message_s": 1e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
     "cuda": _DEVICE,  # derived, with its sources in csrc/collective/peer_reads.hpp
     # By the figures of planner and simulator (hdpcomm/plan/nccl_costs.py): inside a node, and between nodes.
     "nccl": _NCCL_INSIDE,
@@ -42,7 +44,7 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
 
 def cost_names(transport: str) -> tuple[str, str]:
     """Under which names the costs of a world's transport are stored: inside its hosts, and between them."""
-    inside, _, between = transport.partition("+")  # "shm+torch", "cuda+nccl"
+    inside, _, between = transport.partition("+")  # "shm+tcp", "cuda+nccl"
     between = between or inside
     return inside, "nccl between nodes" if between == "nccl" else between
 

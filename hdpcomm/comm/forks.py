@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-__all__ = ["closed_in_children"]
+__all__ = ["close_in_children", "closed_in_children"]
 
 _sockets: dict[int, int] = {}  # descriptor -> inode, which tells whether it is still the same socket
 
@@ -20,9 +20,22 @@ def closed_in_children() -> Iterator[None]:
     """
     before = _open_sockets()
     yield
-    for handle in [handle for handle, inode in _sockets.items() if _inode(handle) != inode]:
-        del _sockets[handle]
+    _forget_closed()
     _sockets.update({handle: inode for handle, inode in _open_sockets().items() if before.get(handle) != inode})
+
+
+def close_in_children(handle: int) -> None:
+    """The open socket is closed in forked children of this process from now on."""
+    _forget_closed()
+    inode = _inode(handle)
+    if inode is not None:
+        _sockets[handle] = inode
+
+
+def _forget_closed() -> None:
+    for handle, inode in list(_sockets.items()):
+        if _inode(handle) != inode:
+            _sockets.pop(handle, None)
 
 
 def _open_sockets() -> dict[int, int]:

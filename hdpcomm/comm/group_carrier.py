@@ -130,11 +130,13 @@ class GroupCarrier:
         headed: deque[tuple[transport.Frame, list[Any], int]] = deque()
         count, bulks, ended = 0, 0, False
         while sent or not ended:
-            if not ended and (not sent or (len(sent) < _DEPTH and self._link.ready(peer))):
-                frame = self._link.next(peer)
-                if frame is None:
-                    ended = True
-                    continue
+            now, frame = False, None
+            if not ended and not sent:
+                now, frame = True, self._link.next(peer)
+            elif not ended and len(sent) < _DEPTH:
+                now, frame = self._link.try_next(peer)
+            ended = ended or (now and frame is None)
+            if frame is not None:
                 works = [group.send([_tensor(frame.head)], peer, _HEAD_TAG + count % _DEPTH)]
                 sent.append((frame, works))
                 if frame.bulk_bytes:
@@ -144,7 +146,7 @@ class GroupCarrier:
                 frame, works, tag = headed.popleft()
                 works.append(group.send([_tensor(frame.bulk)], peer, tag))
                 bulks += 1
-            else:
+            elif sent:
                 frame, works = sent.popleft()
                 _wait(works)
                 bulks -= bool(frame.bulk_bytes)

@@ -23,12 +23,12 @@ LONG_S = 600.0
 
 @contextlib.contextmanager
 def pool_over(transport: str, ranks: int) -> Iterator[RankPool]:
-    """Ranks over ``shm``, the same with ``fragments`` in place of copies between processes, or ``torch``."""
+    """Ranks over ``shm``, the same with ``fragments`` in place of copies between processes, or ``tcp``."""
     with pytest.MonkeyPatch.context() as patch:
         if transport == "fragments":
             patch.setenv("HDPCOMM_SHM_CMA", "0")
-        if transport == "torch":
-            patch.setenv("HDPCOMM_TRANSPORT", "torch")
+        if transport == "tcp":
+            patch.setenv("HDPCOMM_TRANSPORT", "tcp")
         made = RankPool(ranks)
     yield made
     made.close()

@@ -119,7 +119,7 @@ def assert_told(error: hdp.Error) -> None:
 
 def await_notice(comm: hdp.Communicator) -> None:
     """Returns when this rank is out of step. Over a network the other one's notice may still be on its way."""
-    if comm.transport == "torch":
+    if comm.transport == "tcp":
         caught(lambda: comm.recv(zeros(3333), 1 - comm.rank))
 
 
@@ -155,7 +155,7 @@ def after(name: str, folder: str) -> list[int]:
     return num_refused
 
 
-@pytest.fixture(scope="module", params=["shm", "fragments", "torch"])
+@pytest.fixture(scope="module", params=["shm", "fragments", "tcp"])
 def pool(request: pytest.FixtureRequest) -> Any:
     with pool_over(request.param, 2) as made:
         yield made

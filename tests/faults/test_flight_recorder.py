@@ -62,7 +62,7 @@ def many_operations(comm: hdp.Communicator) -> int:
     return 9 + 1 + 2 * size + 2 + 1
 
 
-TRANSPORTS = ("shm", "torch", "sim")
+TRANSPORTS = ("shm", "tcp", "sim")
 
 
 def dumps(folder: str) -> int:

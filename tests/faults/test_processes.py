@@ -116,7 +116,7 @@ def uses_it_in_a_child(transport: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_forked_child_may_not_use_a_communicator(ranks: Any, transport: str) -> None:
     for told in ranks(2, uses_it_in_a_child, transport):
         assert told.pop() == "nothing"  # close() is the parent's matter
@@ -140,7 +140,7 @@ def dies_with_a_child(folder: str, transport: str) -> None:
     Path(folder, "told").touch()
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_children_of_a_dead_rank_do_not_hide_its_death(tmp_path: Path, transport: str) -> None:
     """The child lives until the death was told, and fails else."""
     with pytest.raises(hdp.PeerLost, match="rank 1 ended by signal SIGKILL"):

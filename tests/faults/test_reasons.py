@@ -77,7 +77,7 @@ def program(seed: int) -> list[str]:
     return told
 
 
-@pytest.fixture(scope="module", params=["shm", "fragments", "torch"])
+@pytest.fixture(scope="module", params=["shm", "fragments", "tcp"])
 def pool(request: pytest.FixtureRequest) -> Any:
     with pool_over(request.param, RANKS) as made:
         yield made

@@ -99,12 +99,12 @@ def killer(home: Path, seed: int, kills: int, dead: list[int]) -> None:
 
 @pytest.mark.usefixtures("nothing_left_in_shm")
 @pytest.mark.parametrize("subsets", [False, True], ids=["all ranks", "subsets"])
-@pytest.mark.parametrize("transport", ["shm", "fragments", "torch"])
+@pytest.mark.parametrize("transport", ["shm", "fragments", "tcp"])
 def test_survivors_go_on(transport: str, subsets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if transport == "fragments":
         monkeypatch.setenv("HDPCOMM_SHM_CMA", "0")
-    if transport == "torch":
-        monkeypatch.setenv("HDPCOMM_TRANSPORT", "torch")
+    if transport == "tcp":
+        monkeypatch.setenv("HDPCOMM_TRANSPORT", "tcp")
     each = max(1, -(-KILLS // 6))  # of the six kinds
     for run in range(-(-each // (RANKS - 1))):
         kills = min(RANKS - 1, each - run * (RANKS - 1))

@@ -345,5 +345,5 @@ def test_costs_of_both_kinds() -> None:
     assert cost_names("cuda+nccl") == ("cuda", "nccl between nodes")
     assert cost_names("sim+nccl") == ("sim", "nccl between nodes")
     assert cost_names("nccl") == ("nccl", "nccl between nodes")
-    assert cost_names("shm+torch") == ("shm", "torch")
+    assert cost_names("shm+tcp") == ("shm", "tcp")
     assert cost_names("cuda") == ("cuda", "cuda")

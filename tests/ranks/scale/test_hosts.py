@@ -42,7 +42,7 @@ def load(folder: Path, name: str) -> Any:
 def test_collectives_and_ring_attention_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
     two.ranks([PROGRAM, "everything", str(tmp_path)], [0, 0, 1, 1])
     two.finish(90)
-    assert {load(tmp_path, f"transport{rank}") for rank in range(4)} == {"shm+torch"}
+    assert {load(tmp_path, f"transport{rank}") for rank in range(4)} == {"shm+tcp"}
     parts = [load(tmp_path, f"ring{rank}") for rank in range(4)]
     want = expected(RING)
     for name, cuts in zip(GRADS, (RING.cu, RING.cu, RING.cu_k, RING.cu_k), strict=True):
@@ -80,7 +80,7 @@ def test_the_backend_of_torch_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
     environment = {"HDPCOMM_SECRET": "a secret of sixteen characters"}
     two.ranks([PROGRAM, "torch_backend", str(tmp_path)], [0, 0, 1, 1], environment)
     two.finish(90)
-    assert [load(tmp_path, f"told{rank}") for rank in range(4)] == [[(rank, "shm+torch") for rank in range(4)]] * 4
+    assert [load(tmp_path, f"told{rank}") for rank in range(4)] == [[(rank, "shm+tcp") for rank in range(4)]] * 4
     wire = load(tmp_path, "sent0") + load(tmp_path, "sent2")  # of the two interfaces: a sum crosses once each way
     assert 2 * TRAFFIC_BYTES <= wire <= 2.2 * TRAFFIC_BYTES + 200_000
 
@@ -141,7 +141,7 @@ def test_a_slurm_step_on_two_hosts_needs_nothing(two: Hosts) -> None:
     outputs = two.finish(60)
     assert [output.count("# Avg bus bandwidth") for output in outputs] == [1, 0, 0]  # torch warns on stderr
     told = outputs[0]
-    assert "# transport: shm+torch" in told
+    assert "# transport: shm+tcp" in told
     assert "# Out of bounds values : 0 OK" in told
     ranks = [line.split() for line in told.splitlines() if line.startswith("#  Rank")]
     assert [(words[7], words[9]) for words in ranks] == [("on", "device")] * 3

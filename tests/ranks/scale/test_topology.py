@@ -48,7 +48,7 @@ def test_two_hosts(ranks: Any) -> None:
     found = ranks(3, on_two_hosts)
     assert all(each == found[0] for each in found)
     topology = found[0]
-    assert topology.transport == "shm+torch"
+    assert topology.transport == "shm+tcp"
     assert [host.ranks for host in topology.hosts] == [(0, 1), (2,)]
     assert topology.ranks == 3
     assert topology.intra.pairs == 1

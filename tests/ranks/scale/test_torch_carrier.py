@@ -18,7 +18,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import comm as core
 from hdpcomm._core import transport
-from hdpcomm.comm import carrier_groups, group_carrier
+from hdpcomm.comm import addresses, group_carrier
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.comm.secret import Secret
@@ -180,19 +180,19 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, changed = [(100, 4096)], []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[0])
     monkeypatch.setattr(resource, "setrlimit", lambda _, value: changed.append(value))
-    carrier_groups._allow_sockets(3, 2)
+    addresses.allow_sockets(3, 2)
     before = changed[-1][0] if changed else 100
-    carrier_groups._allow_sockets(3, 1000)
+    addresses.allow_sockets(3, 1000)
     assert changed[-1][1] == 4096
     assert changed[-1][0] > max(1000, before)
     with pytest.raises(hdp.Error, match=r"rank 3 needs \d+ open files.* may have 4096: raise the hard limit"):
-        carrier_groups._allow_sockets(3, 5000)
+        addresses.allow_sockets(3, 5000)
     changed.clear()
     limits[0] = (10_000, 10_000)
-    carrier_groups._allow_sockets(3, 5000)
+    addresses.allow_sockets(3, 5000)
     limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    carrier_groups._allow_sockets(3, 10**9)
+    addresses.allow_sockets(3, 10**9)
     limits[0] = (100, resource.RLIM_INFINITY)
     assert changed == []
-    carrier_groups._allow_sockets(3, 10**6)
+    addresses.allow_sockets(3, 10**6)
     assert changed[0][0] > 10**6

@@ -22,7 +22,7 @@ import hdpcomm as hdp
 from hdpcomm._core import comm as core
 from hdpcomm._core import transport
 from hdpcomm.comm import group_carrier
-from hdpcomm.comm.carrier_groups import own_address
+from hdpcomm.comm.addresses import own_address
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.testing import spawn
@@ -289,7 +289,7 @@ def test_no_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_transport_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDPCOMM_TRANSPORT", "smoke")
     with pytest.raises(
-        hdp.InvalidUsage, match="'smoke' of HDPCOMM_TRANSPORT is unknown; give one of: auto, shm, torch"
+        hdp.InvalidUsage, match="'smoke' of HDPCOMM_TRANSPORT is unknown; give one of: auto, shm, tcp, torch"
     ):
         hdp.init()
 

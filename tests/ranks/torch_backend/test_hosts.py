@@ -52,7 +52,7 @@ def where() -> tuple[str, int]:
 
 
 def test_memory_inside_a_host_and_frames_between(ranks: Any) -> None:
-    assert ranks(4, placed, "aabb", where) == [("shm+torch", 0)] * 4
+    assert ranks(4, placed, "aabb", where) == [("shm+tcp", 0)] * 4
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ std::shared_ptr<FrameLink::Fetch> FrameLink::startFetch(int peer_rank,
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
   peer.fetches.push_back(fetch);
-  lock.unlock();
-  peer.for_carrier.notify_all();
+  wakeCarrier(peer);
   return fetch;
 }
 

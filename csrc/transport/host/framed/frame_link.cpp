@@ -45,6 +45,7 @@ FrameLink::FrameLink(int rank, int size)
     throwInvalidUsage("rank " + std::to_string(rank) + " of " + std::to_string(size) +
                       " was given; a world has 1 to 4096 ranks");
   }
+  for (int each = 0; each < size; ++each) peers_[static_cast<size_t>(each)].rank = each;
 }
 
 void FrameLink::signal(std::unique_lock<std::mutex>& lock) {
@@ -60,15 +61,31 @@ bool FrameLink::isReady(const Peer& peer) const {
          fetchDue(peer) || peer.heard_due || closed_ || !peer.loss.empty();
 }
 
-bool FrameLink::ready(int peer) const {
+void FrameLink::wakeCarrier(Peer& peer) {
+  peer.for_carrier.notify_all();
+  if (carrier_wake_) carrier_wake_(peer.rank);
+}
+
+void FrameLink::setCarrierWake(std::function<void(int)> wake) {
   std::lock_guard lock(mutex_);
-  return isReady(peers_.at(static_cast<size_t>(peer)));
+  carrier_wake_ = std::move(wake);
 }
 
 FramePtr FrameLink::next(int peer_rank) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
   peer.for_carrier.wait(lock, [&] { return isReady(peer); });
+  return takeNext(lock, peer);
+}
+
+std::optional<FramePtr> FrameLink::tryNext(int peer_rank) {
+  std::unique_lock lock(mutex_);
+  Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
+  if (!isReady(peer)) return std::nullopt;
+  return takeNext(lock, peer);
+}
+
+FramePtr FrameLink::takeNext(std::unique_lock<std::mutex>& lock, Peer& peer) {
   if (!peer.loss.empty()) return nullptr;
   if (std::exchange(peer.heard_due, false)) {
     Header header;
@@ -107,8 +124,7 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   if (kind == Kind::kPing) {
     peer.pong_due = true;
     peer.peers_ping = header.number;
-    lock.unlock();
-    peer.for_carrier.notify_all();
+    wakeCarrier(peer);
     return true;
   }
   if (kind == Kind::kPong) {
@@ -125,8 +141,7 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
       lose(lock, peer, "was cut off: " + wrong);
       return false;
     }
-    lock.unlock();
-    peer.for_carrier.notify_all();
+    wakeCarrier(peer);
     return true;
   }
   peer.last_moved = peer.last_heard;
@@ -134,7 +149,7 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   const bool ended = peer.ended;
   if (ended) {
     peer.heard_due = true;
-    peer.for_carrier.notify_all();
+    wakeCarrier(peer);
     for_fetches_.notify_all();
   }
   arrivals_.push_back({peer_rank, std::move(frame)});
@@ -145,6 +160,11 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
 void FrameLink::waitClosed() {
   std::unique_lock lock(mutex_);
   for_transport_.wait(lock, [&] { return closed_; });
+}
+
+bool FrameLink::closed() const {
+  std::lock_guard lock(mutex_);
+  return closed_;
 }
 
 void FrameLink::lost(int peer_rank, const std::string& why) {
@@ -164,7 +184,7 @@ void FrameLink::cutOff(int peer_rank, const std::string& why) {
 void FrameLink::lose(std::unique_lock<std::mutex>& lock, Peer& peer, const std::string& what) {
   if (!peer.loss.empty()) return;
   peer.loss = what;
-  peer.for_carrier.notify_all();
+  wakeCarrier(peer);
   for_fetches_.notify_all();
   signal(lock);
 }
@@ -186,8 +206,7 @@ void FrameLink::post(int peer_rank, FramePtr frame) {
   } else {
     peer.outbox.push_back(std::move(frame));
   }
-  lock.unlock();
-  peer.for_carrier.notify_all();
+  wakeCarrier(peer);
 }
 
 bool FrameLink::hasRoom(int peer) const {
@@ -220,8 +239,7 @@ double FrameLink::silence(int peer_rank) {
   peer.ping_time = now;
   peer.ping_due = true;
   ++peer.ping;
-  lock.unlock();
-  peer.for_carrier.notify_all();
+  wakeCarrier(peer);
   return 0;
 }
 
@@ -273,7 +291,7 @@ std::optional<Pulse> FrameLink::pulse(int peer_rank) const {
 void FrameLink::close() {
   std::unique_lock lock(mutex_);
   closed_ = true;
-  for (Peer& peer : peers_) peer.for_carrier.notify_all();
+  for (Peer& peer : peers_) wakeCarrier(peer);
   for_fetches_.notify_all();
   signal(lock);
 }

@@ -67,13 +67,16 @@ class FrameLink {
   // Waits for the next frame to send to `peer`. Null after the last one (the goodbye), or if the
   // peer was lost.
   FramePtr next(int peer);
-  // Whether next() would return at once.
-  bool ready(int peer) const;
+  // The same without waiting; nothing: there is no frame now.
+  std::optional<FramePtr> tryNext(int peer);
   // Passes on a frame from `peer`, in order. False: no more is wanted: it was the peer's last
   // frame, it told that the peer has our last one, or no rank sends it, and the peer is lost.
   bool deliver(int peer, FramePtr frame);
   // Returns when no more frames will be posted.
   void waitClosed();
+  bool closed() const;
+  // Sets a function that is called, with locks held, whenever there may be a frame for a peer.
+  void setCarrierWake(std::function<void(int peer)> wake);
   // Reports that the connection to `peer` broke.
   void lost(int peer, const std::string& why);
 
@@ -124,6 +127,7 @@ class FrameLink {
 
  private:
   struct Peer {
+    int rank = 0;
     std::condition_variable for_carrier;
     std::deque<FramePtr> outbox;
     std::string loss;
@@ -149,7 +153,10 @@ class FrameLink {
     std::deque<FetchResult> answers;  // to the last of them
   };
   void signal(std::unique_lock<std::mutex>& lock);
-  bool isReady(const Peer& peer) const;  // see ready(), under the lock
+  // All under the lock:
+  bool isReady(const Peer& peer) const;
+  FramePtr takeNext(std::unique_lock<std::mutex>& lock, Peer& peer);  // may unlock
+  void wakeCarrier(Peer& peer);
   FramePtr makePong(const Peer& peer) const;
   void takePong(int peer_rank, Peer& peer, Frame& frame);
 
@@ -171,6 +178,7 @@ class FrameLink {
   std::deque<Peer> peers_;  // never moves its elements
   std::vector<Arrival> arrivals_;
   std::shared_ptr<const std::function<void()>> wake_;  // copied for each event
+  std::function<void(int)> carrier_wake_;
   uint32_t events_ = 0;
   std::optional<Pulse> own_pulse_;
   std::shared_ptr<CounterWords> words_ = std::make_shared<CounterWords>();
