@@ -1,4 +1,4 @@
-"""Time of SharedCounter.fetch_add(): in a host, by one rank and by all at once, and from another host over gloo.
+"""Time of SharedCounter.fetch_add(): in a host, by one rank and by all at once, and from another host over TCP.
 
 The other host is one of the machine's own (HDPCOMM_HOSTID), so its frames go through the loopback interface. Its owner
 waits in an operation, multiplies matrices, or runs Python without a pause, which holds the interpreter's lock from the
