@@ -10,6 +10,7 @@ from collections.abc import Iterator
 __all__ = ["close_in_children", "closed_in_children"]
 
 _sockets: dict[int, int] = {}  # descriptor -> inode, which tells whether it is still the same socket
+_room = 64  # as many are kept before those that were closed are looked for
 
 
 @contextlib.contextmanager
@@ -26,7 +27,10 @@ def closed_in_children() -> Iterator[None]:
 
 def close_in_children(handle: int) -> None:
     """The open socket is closed in forked children of this process from now on."""
-    _forget_closed()
+    global _room
+    if len(_sockets) >= _room:
+        _forget_closed()
+        _room = max(64, 2 * len(_sockets))
     inode = _inode(handle)
     if inode is not None:
         _sockets[handle] = inode

@@ -30,17 +30,19 @@ from tests.faults.cases import LONG_S, sums, survives, told_survivors, wait_for
 from tests.native import _testing
 
 
-@pytest.fixture(autouse=True)
-def over_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDPCOMM_TRANSPORT", "torch")
+@pytest.fixture(params=["tcp", "torch"])
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What carries the frames of the ranks that a test starts; one that is silent is soon lost."""
     monkeypatch.setenv("HDPCOMM_SILENCE_S", "0.6")
+    monkeypatch.setenv("HDPCOMM_TRANSPORT", request.param)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("count", [4, 1_000_000])
-def test_rank_that_dies_is_named_by_all(count: int, tmp_path: Path) -> None:
+def test_rank_that_dies_is_named_by_all(count: int, carrier: str, tmp_path: Path) -> None:
     call = functools.partial(sums, count=count, algorithm="ring")
     with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
-        spawn(survives, 3, str(tmp_path), "torch", 2, call, timeout=60)
+        spawn(survives, 3, str(tmp_path), carrier, 2, call, timeout=60)
     assert told_survivors(tmp_path) == {0, 1}
 
 
@@ -70,6 +72,7 @@ def stopped(folder: str) -> str:
     return str(info.value)
 
 
+@pytest.mark.usefixtures("carrier")
 def test_a_silent_peer_is_lost(tmp_path: Any) -> None:
     assert "HDPCOMM_SILENCE_S" in spawn(stopped, 2, str(tmp_path), timeout=30)[0]
 
@@ -84,6 +87,7 @@ def busy() -> None:
         comm.recv(torch.zeros(1), 1)
 
 
+@pytest.mark.usefixtures("carrier")
 def test_a_busy_peer_is_not_lost() -> None:
     spawn(busy, 2, timeout=30)
 
@@ -294,7 +298,8 @@ def test_unknown_transport_of_the_environment(monkeypatch: pytest.MonkeyPatch) -
         hdp.init()
 
 
+@pytest.mark.usefixtures("carrier")
 def test_bad_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    with pytest.raises(hdp.Error, match=r"gloo cannot be set up over .*nosuch0.*GLOO_SOCKET_IFNAME"):
+    with pytest.raises(hdp.Error, match=r"'nosuch0'.*GLOO_SOCKET_IFNAME"):
         spawn(hdp.init, 2, timeout=30)

@@ -167,7 +167,7 @@ void SocketCarrier::handle(uint64_t tag, uint32_t events) {
   }
   const int rank = static_cast<int>(tag / 2);
   if (tag % 2 == 1) {
-    receive(rank, kTurnBytes);
+    receive(rank);
     return;
   }
   Peer& peer = peers_[static_cast<size_t>(rank)];
@@ -290,8 +290,9 @@ void SocketCarrier::send(int rank) {
   }
 }
 
-void SocketCarrier::receive(int rank, size_t budget) {
+bool SocketCarrier::receive(int rank) {
   Incoming& in = peers_[static_cast<size_t>(rank)].in;
+  size_t budget = kTurnBytes;
   while (in.socket.get() >= 0 && budget > 0) {
     // Large payloads go straight to their place.
     const bool direct =
@@ -301,20 +302,21 @@ void SocketCarrier::receive(int rank, size_t budget) {
     const size_t room = direct ? in.expected - in.got : kStagedBytes;
     const ssize_t took = ::recv(in.socket.get(), place, room, MSG_DONTWAIT);
     if (took < 0 && errno == EINTR) continue;
-    if (took < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (took < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
     if (took <= 0) {
       lose(rank, took == 0 ? "it closed the connection" : errorText(errno));
-      return;
+      return true;
     }
     const auto bytes = static_cast<size_t>(took);
     budget -= std::min(budget, bytes);
     if (!direct) {
-      if (!useStaged(rank, bytes)) return;
+      if (!useStaged(rank, bytes)) return true;
       continue;
     }
     in.got += bytes;
-    if (in.got == in.expected && !deliver(rank)) return;
+    if (in.got == in.expected && !deliver(rank)) return true;
   }
+  return in.socket.get() < 0;
 }
 
 bool SocketCarrier::useStaged(int rank, size_t bytes) {
@@ -363,8 +365,8 @@ void SocketCarrier::settleBroken() {
           arrived_, [&](const Arrived& each) { return each.incoming && each.peer == rank; });
       connected = taken_[static_cast<size_t>(rank)] && !coming;
     }
-    if (connected) receive(rank, SIZE_MAX);
-    if (connected || Clock::now() - *peer.broken > kLate) lose(rank, std::string(peer.why));
+    const bool over = connected ? receive(rank) : Clock::now() - *peer.broken > kLate;
+    if (over) lose(rank, std::string(peer.why));
   }
 }
 

@@ -76,7 +76,7 @@ class SocketCarrier {
   bool takeHandedOver();  // false: stopped
   void handle(uint64_t tag, uint32_t events);
   void send(int peer);
-  void receive(int peer, size_t budget);
+  bool receive(int peer);  // whether nothing is left to read
   bool useStaged(int peer, size_t bytes);
   bool deliver(int peer);
   void settleBroken();
