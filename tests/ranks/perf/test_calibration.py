@@ -45,7 +45,7 @@ def measure_on_hosts(names: list[str]) -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("hosts", "names"),
-    [("aa", ["shm"]), ("ab", ["torch"]), ("abb", ["shm", "torch"])],  # rank 0 has no pair on its host
+    [("aa", ["shm"]), ("ab", ["tcp"]), ("abb", ["shm", "tcp"])],  # rank 0 has no pair on its host
 )
 def test_calibration_on_hosts(ranks: Any, hosts: str, names: list[str], tmp_path: Path) -> None:
     everyone = ranks(len(hosts), measure_on_hosts, list(hosts))
