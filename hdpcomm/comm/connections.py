@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import os
 import secrets
 import socket
 import struct
@@ -237,4 +239,12 @@ def _join_all() -> None:
             each.join()
 
 
+def _leave_to_parent() -> None:
+    """In a forked child, which has none of the carriers' threads: nothing may wait for a carrier or destroy it."""
+    for each in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each._carrier))
+    _open.clear()
+
+
 atexit.register(_join_all)
+os.register_at_fork(after_in_child=_leave_to_parent)

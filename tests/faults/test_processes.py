@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.testing import spawn
 from tests.faults.cases import LONG_S, caught, wait_for
+from tests.patience import PATIENCE
 
 
 @contextlib.contextmanager
@@ -123,6 +125,47 @@ def test_a_forked_child_may_not_use_a_communicator(ranks: Any, transport: str) -
         for text in told:
             assert text.startswith("InvalidUsage: this communicator belongs to process ")
             assert "is a forked child: use it there" in text
+
+
+FORKS = """
+import os, sys
+import torch, hdpcomm as hdp
+from hdpcomm.comm.connections import Connections
+
+Connections.join.__defaults__ = (600.0,)
+comm = hdp.init(timeout=600)
+comm.all_reduce(torch.ones(10))
+if os.fork() == 0:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+comm.all_reduce(torch.ones(10))
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_forked_child_that_ends_normally_waits_for_nothing_of_its_parent(transport: str) -> None:
+    """By sys.exit(), with all handlers of exit."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HDPCOMM_TRANSPORT": transport}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", FORKS],
+            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        for each in started:
+            assert (each.communicate(timeout=60 * PATIENCE)[1], each.returncode) == ("", 0)
+    finally:
+        for each in started:
+            if each.poll() is None:
+                os.killpg(each.pid, signal.SIGKILL)  # with its child
 
 
 def dies_with_a_child(folder: str, transport: str) -> None:
