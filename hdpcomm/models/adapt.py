@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from pathlib import Path
@@ -123,7 +124,7 @@ def from_pretrained(
 
     Args:
         source: a folder as ``save_pretrained`` writes it; nothing is downloaded. Or a configuration object of
-            transformers: weights are drawn from ``seed``, alike on every rank.
+            transformers, which stays as it is: weights are drawn from ``seed``, alike on every rank.
         dtype: of the parameters. Default: as stored, or fp32 for a configuration.
 
     The others are those of :func:`adapt`. Local; threads that load at the same time take turns. Raises InvalidUsage: no
@@ -136,7 +137,8 @@ def from_pretrained(
     if isinstance(source, PretrainedConfig):
         with _making, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(source, dtype=dtype or torch.float32)
+            # The model keeps its configuration and changes it: it gets one of its own.
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(source), dtype=dtype or torch.float32)
     else:
         folder = Path(source)
         if not (folder / "config.json").is_file():

@@ -200,6 +200,16 @@ def test_from_a_folder_and_from_a_configuration(tmp_path):
         from_pretrained(tmp_path)
 
 
+def test_a_configuration_and_other_models_of_it_stay_as_they_are():
+    config = config_of("qwen3")
+    other = transformers.AutoModelForCausalLM.from_config(config)
+    before, attention, want = config.to_dict(), config._attn_implementation, other(IDS[None]).logits
+    loaded = [from_pretrained(config, dtype=dtype).model for dtype in (torch.float64, torch.float32)]
+    assert (config.to_dict(), config._attn_implementation) == (before, attention)
+    assert [model.config.dtype for model in loaded] == [torch.float64, torch.float32]
+    assert torch.equal(other(IDS[None]).logits, want)
+
+
 def test_threads_load_at_the_same_time(tmp_path):
     """transformers changes its own class while it loads; threads in each other's way leave it changed for good."""
     model_of("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path)
