@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from hdpcomm import _core
@@ -70,12 +72,12 @@ class Work:
         if _dropped:
             _sweep()
 
-    def __del__(self) -> None:
+    def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if self._buffers and self._handle is not None:
-            if self._handle.done():
-                _report(self._handle)
-            else:
+            if not self._handle.done():
                 retain(self._handle, self._buffers)
+            elif not _ending():  # modules are gone by then
+                _report(self._handle)
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.

@@ -184,3 +184,10 @@ def test_a_dropped_work_does_not_swallow_its_error(ranks: Any, tmp_path: Path, d
         assert told[0].startswith("an operation failed whose Work was dropped: rank ")
         assert "3 x float32" in told[0]
         assert "4 x float32" in told[0]
+
+
+def test_a_program_that_ends_with_a_work_says_nothing() -> None:
+    program = "import torch, hdpcomm\ncomm = hdpcomm.init()\nwork = comm.recv(torch.ones(3), 0, async_op=True)\n"
+    environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
