@@ -1,0 +1,27 @@
+// A wave of a pipeline's plan (wave_planner.hpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace hdpcomm::planner {
+
+// Micro-batches side by side on neighbouring places, fastest ranks first (places.hpp).
+struct Wave {
+  struct Wide {  // on several ranks
+    size_t job;
+    int size;
+    double seconds;
+  };
+
+  int first = 0;
+  int last = 0;  // the place after the last one
+  double height = 0;
+  std::vector<Wide> wide;
+  int used = 0;                             // the place after their ranks
+  std::vector<std::vector<int32_t>> packs;  // of the ranks from there on
+  bool turned = false;                      // lies on its ranks the other way round
+};
+
+}  // namespace hdpcomm::planner
