@@ -101,9 +101,11 @@ class HeightChanges {
     scale(heights, 1 + shareOf(heights, dropped) * random_.unit());
   }
 
-  // About the share of one height in all; the first one is the highest.
+  // About the share of one height in all; the first one is the highest. All are 0 where the longest
+  // sequences, on ranks of their own, are all that there is.
   static double shareOf(const std::vector<double>& heights, double one) {
-    return one / (static_cast<double>(heights.size()) * std::max(one, heights.front()));
+    const double highest = std::max(one, heights.front());
+    return highest > 0 ? one / (static_cast<double>(heights.size()) * highest) : 0;
   }
 
   static void erase(std::vector<double>& heights, double& one) {

@@ -117,6 +117,15 @@ def test_plans_end_no_later_than_by_levels_and_hold_few_micro_batches(
             assert max(in_flight, default=0) <= stages - stage
 
 
+def test_a_step_whose_sequences_all_get_ranks_of_their_own() -> None:
+    """Nothing is left for the waves beside them, which have heights of 0."""
+    cost = CostModel(1e-7, 1e-6, 1e-4, piece=1e-7, kv_intra=1e-7, kv_inter=1e-6, latency_inter=1e-5)
+    cluster = ClusterSpec(ranks=23, capacity=100, ranks_per_node=4, pipeline=3)
+    plan = Planner(None, cluster, "balanced", cost).plan([32, 32, 52, 60, 60, 60, 60])
+    assert plan.makespan_s <= 1.01 * plan.lower_bound_s
+    assert sum(len(each.ranks) for each in plan.micro_batches) == 23
+
+
 def test_equal_micro_batches_run_1f1b() -> None:
     planner = Planner(None, ClusterSpec(ranks=1, capacity=200, pipeline=2), "naive", COST)
     plan = planner.plan([200] * 3)
