@@ -21,7 +21,7 @@ ROUNDS = 4
 PROGRAMS = int(os.environ.get("HDPCOMM_REASONS_PROGRAMS", "4"))  # of each transport
 KINDS = ("all_reduce", "broadcast", "all_gather", "ring", "exchange")
 FIRST_ODD = 70_000  # sizes from here on are in one call of one rank alone
-TOO_LARGE = 20 * FIRST_ODD  # floats of a message of which no transport has all under way before it is received
+TOO_LARGE = 60 * FIRST_ODD  # floats of a message (17 MB) of which no transport has all under way before it is received
 
 
 def operation(comm: hdp.Communicator, kind: str, count: int) -> None:
