@@ -43,10 +43,9 @@ def step_costs(
     """Figures of a step beside those of StepMetrics, and what each micro-batch took on each rank of the plan; equal on
     all ranks. Collective over ``comm``: one all-gather.
 
-    ``exposed_s``: seconds that a rank (on average) waited for keys, values and gradients that no compute hid;
-    ``idle_s``: for other ranks to end their micro-batches; ``compute_s``, ``optimizer_s``: what is left of these
-    phases;
-    ``ring_bytes``, ``gradient_bytes``: sent by all ranks together; ``stall_s``: for copies of offloaded activations;
+    ``idle_s``, ``exposed_s``: seconds of a rank (on average) as :class:`hdpcomm.train.timeline.Span` defines them;
+    ``stall_s``: for copies of offloaded activations; ``compute_s``, ``optimizer_s``: what is left of these phases;
+    ``ring_bytes``, ``gradient_bytes``: sent by all ranks together;
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
     ``stage_bytes``: between the stages of pipelines, only on a ``mesh``, where this rank's are given;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
@@ -57,26 +56,23 @@ def step_costs(
     ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; on a mesh the HDP rank.
     """
     groups = dict(zip(plan.table.index.tolist(), plan.table.group_sizes().tolist(), strict=True))
-    ring = idle = reducing = compute = optimizer = processor = 0.0
+    compute = optimizer = processor = 0.0
+    idle, exposed = sum(span.idle_s for span in spans), sum(span.exposed_s for span in spans)
     ring_bytes = gradient_bytes = 0
     for span in spans:
         if span.phase in ("micro-batch", "wait for others"):  # a pass without tokens is among the latter
             processor += span.processor_s
         if span.phase == "micro-batch":
-            ring += span.wait_s
-            compute += span.end_s - span.start_s - span.wait_s
+            compute += span.busy_s
             if groups[span.index] > 1 or mesh is not None:
                 ring_bytes += span.bytes_sent
             else:  # buckets of gradients that leave while the last micro-batch runs
                 gradient_bytes += span.bytes_sent
-        elif span.phase == "wait for others":
-            idle += span.end_s - span.start_s
-        else:
-            reducing += span.wait_s
-            optimizer += span.end_s - span.start_s - span.wait_s
+        elif span.phase != "wait for others":
+            optimizer += span.busy_s
             gradient_bytes += span.bytes_sent
     ring_bytes = max(0, ring_bytes - stage_bytes)
-    own = [ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, stage_bytes, processor]
+    own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, stage_bytes, processor]
     own.append(memory_bytes(device))
     told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
     loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready, loading.restarts]
@@ -86,13 +82,11 @@ def step_costs(
     load_rows, everything = everything[:, : len(loaded)], everything[:, len(loaded) :]
     rows = everything[:, : len(own)]
     times = rank_times(everything[:, len(own) :], plan, None if mesh is None else mesh.positions)
-    ring, reducing, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor, _ = rows.sum(
-        0
-    ).tolist()
+    exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor, _ = rows.sum(0).tolist()
     size = comm.size
     costs = {
-        "exposed_s": (ring + reducing) / size,
-        "exposed_share": min(1.0, (ring + reducing) / size / seconds) if seconds else 0.0,
+        "exposed_s": exposed / size,
+        "exposed_share": min(1.0, exposed / size / seconds) if seconds else 0.0,
         "idle_s": idle / size,
         "compute_s": compute / size,
         "optimizer_s": optimizer / size,

@@ -20,8 +20,9 @@ _WAIT, _GRADIENTS, _OPTIMIZER = "#cbd5e0", "#d69e2e", "#b83280"
 _POINTS = 2000  # of a curve; more are not seen and make the page slow
 SHARES = {
     "compute": ("compute_s", "#2b6cb0"),
-    "exposed communication": ("exposed_s", "#c05621"),
-    "waiting for other ranks": ("idle_s", _WAIT),
+    "exposed": ("exposed_s", "#c05621"),
+    "stalled": ("stall_s", "#718096"),
+    "idle": ("idle_s", _WAIT),
     "optimizer": ("optimizer_s", _OPTIMIZER),
     "waiting for the plan": ("plan_wait_s", "#2f855a"),
 }
@@ -134,9 +135,9 @@ def _gantt_legend(axes: Axes, shade: _Shades) -> None:
             facecolor="#a0aec0",
             hatch="////",
             edgecolor="white",
-            label="waited in the micro-batch (shown at its end)",
+            label="waited inside the micro-batch (shown at its end)",
         ),
-        Patch(color=_WAIT, label="waited for other ranks"),
+        Patch(color=_WAIT, label="idle"),
         Patch(color=_GRADIENTS, label="gradients"),
         Patch(color=_OPTIMIZER, label="optimizer"),
     ]

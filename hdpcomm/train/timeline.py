@@ -46,6 +46,21 @@ class Span:
     apart_s: float = 0.0
     """Of ``wait_s``: for other stages of a pipeline, and for ranks that share experts."""
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds without work: until all ranks have ended theirs, and for other stages or ranks that share experts."""
+        return self.end_s - self.start_s if self.phase == "wait for others" else self.apart_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of waiting for messages that no compute hid: of rings, of ranks that share a layer, of gradients."""
+        return 0.0 if self.phase == "wait for others" else max(0.0, self.wait_s - self.apart_s)
+
+    @property
+    def busy_s(self) -> float:
+        """What is left: seconds of compute, or of the optimizer."""
+        return max(0.0, self.end_s - self.start_s - self.idle_s - self.exposed_s - self.stall_s)
+
 
 def processor_seconds() -> float:
     """Processor time of this rank so far: of its own thread, or of the process where torch computes on several. Local.

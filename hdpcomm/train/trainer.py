@@ -202,7 +202,6 @@ class Trainer:
         self.gradients.zero()
         for load in self._loads:
             load.reset()
-        waited = self.comm.stats()["wait_ns"]
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         sharded = self.gradients if isinstance(self.gradients, ShardedParameters) else None
@@ -215,7 +214,6 @@ class Trainer:
                 sharded.start()
             self._synchronize()
             self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
-            idle = (self.comm.stats()["wait_ns"] - waited) * 1e-9
             self.timeline.end("wait for others")
             self.ran = plan if self._queue is None else self._queue.plan_as_run()
         self._queue = None
@@ -233,6 +231,7 @@ class Trainer:
         if self.check_replicas and self.num_steps % self.check_replicas == 0:
             self._compare_replicas()
         sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self._bytes_elsewhere
+        idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         metrics = add_expert_load(metrics, self._loads, self._token_comms, self.comm)

@@ -105,8 +105,9 @@ def test_metrics_say_where_time_and_bytes_went(run: Path) -> None:
     rows = read_metrics(run / "metrics.jsonl")
     assert [(row["step"], row["policy"]) for row in rows] == [(s, p) for s in range(4) for p in ("balanced", "static")]
     for row in rows:
-        parts = row["compute_s"] + row["exposed_s"] + row["idle_s"] + row["optimizer_s"]
+        parts = row["compute_s"] + row["exposed_s"] + row["stall_s"] + row["idle_s"] + row["optimizer_s"]
         assert 0 < parts <= row["seconds"] * 1.01
+        assert row["idle_share"] == pytest.approx(row["idle_s"] / row["seconds"])  # the terminal's and the report's
         assert row["gradient_bytes"] > 0
         assert row["ring_bytes"] + row["gradient_bytes"] <= row["bytes_sent"]
         assert row["device_bytes"] > 1e6
