@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.cli.train_options import TrainOptions, add_options
+from hdpcomm.cli.train_options import TrainOptions, add_options, check_effects
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["read_config", "resolve_options"]
@@ -21,12 +21,17 @@ _LONGEST = 600  # characters of a message
 def resolve_options(given: Mapping[str, Any], config: Path | None = None) -> TrainOptions:
     """What was given on the command line, over what the file ``config`` says, over the defaults.
 
-    Raises: InvalidUsage, in one line, if the file cannot be read, or has an unknown name or a wrong value.
+    Raises: InvalidUsage, in one line, if the file cannot be read, has an unknown name or a wrong value, or if an option
+        would change nothing beside the others.
     """
     found = {} if config is None else read_config(config)
-    found |= {name: value for name, value in given.items() if name in {each.name for each in fields(TrainOptions)}}
+    names = {each.name for each in fields(TrainOptions)}
+    spelled = {name: value for name, value in given.items() if name in names}
+    found |= spelled
     values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
-    return replace(TrainOptions(), **values)
+    options = replace(TrainOptions(), **values)
+    check_effects(options, spelled)
+    return options
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hdpcomm.models import LlamaConfig
     from hdpcomm.run import DryRun, FolderModel, Loading, RunConfig, RunResult
 
-__all__ = ["add_parser", "run_rank"]
+__all__ = ["add_parser", "job_of", "run_rank"]
 
 P = ParamSpec("P")
 
@@ -83,7 +83,6 @@ def _train(parsed: argparse.Namespace) -> int:
     for path in (options.json, options.log, options.trace):
         check_writable(path)
     options = _going_on(options)
-    _check_saving(options)
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
     devices = options.pipeline * options.tensor * options.expert
     rank, ranks = ranks_here(options.ranks, default=-(-cores // devices) * devices)
@@ -107,21 +106,16 @@ def _going_on(options: TrainOptions) -> TrainOptions:
 
 
 def _check_saving(options: TrainOptions) -> None:
-    if options.out is None:
-        for name in ("save_every", "resume", "elastic"):
-            if getattr(options, name):
-                raise InvalidUsage(f"--{name.replace('_', '-')} was given without --out; name the folder of the run")
-    elif options.out.exists() and not options.out.is_dir():
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise InvalidUsage(f"--out {options.out}: this is a file; give a folder")
-    elif options.resume is None and not options.dry_run and any((options.out / "checkpoints").glob("step-*")):
+    new = options.resume is None and not options.dry_run
+    if options.out is not None and new and any((options.out / "checkpoints").glob("step-*")):
         raise InvalidUsage(
             f"--out {options.out} holds the checkpoints of a run; go on with it by --resume auto, or give another "
             "folder"
         )
     if options.eval_data and options.eval_fraction is not None:
         raise InvalidUsage("--eval-data and --eval-fraction were given; held-out text comes from one of them")
-    if options.eval_every is not None and not options.eval_data and options.eval_fraction is None:
-        raise InvalidUsage("--eval-every was given without held-out text; give --eval-data or --eval-fraction")
     if options.export is not None:
         from hdpcomm.run.export import check_export
 
@@ -130,9 +124,20 @@ def _check_saving(options: TrainOptions) -> None:
 
 def _job(options: TrainOptions, ranks: int) -> _Job:
     """Looks at the data and checks all limits, so that a bad path or value is reported once, before any rank starts."""
+    from hdpcomm.run import check_limits
+
+    job = job_of(options, ranks)
+    for each in (job.data, job.held_out):
+        if each is not None and each.in_place():
+            check_limits(each.open(), job.config, ranks=ranks)
+    return job
+
+
+def job_of(options: TrainOptions, ranks: int) -> _Job:
+    """What the options say is done, without a look at the data. Raises: InvalidUsage if they contradict each other."""
     from hdpcomm.comm.launchers import agent_restarts
     from hdpcomm.plan import Calibration
-    from hdpcomm.run import RunConfig, Schedule, check_limits
+    from hdpcomm.run import RunConfig, Schedule
 
     sizes = [f"--{name}" for name in ("pipeline", "tensor", "expert") if getattr(options, name) > 1]
     if options.elastic and (sizes or "ddp" in options.compare):
@@ -143,6 +148,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
     if options.policy in options.compare:
         raise InvalidUsage(f"--compare {options.policy} is the policy of the run itself; give another one")
     _check_loader(options)
+    _check_saving(options)
     data = train_data(options, options.data, _loading(options))
     config = RunConfig(
         model=_model(options, data),
@@ -173,17 +179,11 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
         check_replicas=options.check_replicas,
     )
     held_out = train_data(options, options.eval_data) if options.eval_data else None
-    for each in (data, held_out):
-        if each is not None and each.in_place():
-            check_limits(each.open(), config, ranks=ranks)
     return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)
 
 
 def _check_loader(options: TrainOptions) -> None:
     if options.loader == "index":
-        for name in ("loaders", "prefetch"):
-            if getattr(options, name) != getattr(TrainOptions(), name):
-                raise InvalidUsage(f"--{name} was given without a loader; give --loader threads or ray, too")
         return
     given = f"--loader {options.loader} makes the tokens while the run trains"
     if not options.data:

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hdpcomm.cli.output import TRANSPORTS, BadOption, count, num_bytes, positive, seed, share
+from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DESCRIPTION", "TrainOptions", "add_options", "changed_options", "dump_options"]
+__all__ = ["DESCRIPTION", "TrainOptions", "add_options", "changed_options", "check_effects", "dump_options"]
 
 DESCRIPTION = """Trains a model with Hybrid Data Parallelism: every step plans how many ranks each sequence takes, from
 its length. Starts the ranks on this machine; under torchrun, srun or mpirun it joins the given world instead. With
@@ -211,9 +212,49 @@ class TrainOptions:
     dry_run: bool = _option(
         "output",
         False,
-        "plan and simulate a few steps, print the memory of each rank, and train nothing",
+        "plan and simulate a few steps of the run that the other options describe, print the memory of each rank, and "
+        "train nothing",
         action="store_true",
     )
+
+
+_NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
+    ("text_field messages_field", lambda o: o.data or o.eval_data, "without --data; name the files, or leave it out"),
+    ("data_cache", lambda o: o.data or o.eval_data or o.tokenizer, "without --data; name the files, or leave it out"),
+    ("loaders prefetch", lambda o: o.loader != "index", "without a loader; give --loader threads or ray, too"),
+    (
+        "layers hidden heads kv_heads ffn experts top_k router_aux_loss router_z_loss",
+        lambda o: o.model is None,
+        "with --model, whose config.json says what the model is; leave out either",
+    ),
+    ("top_k router_aux_loss router_z_loss", lambda o: o.experts, "without experts; give --experts, or leave it out"),
+    ("decay", lambda o: o.schedule == "wsd", "without --schedule wsd, which alone has it; give that, or leave it out"),
+    ("min_lr", lambda o: o.schedule != "constant", "with --schedule constant, which does not fall; leave out either"),
+    (
+        "eval_every",
+        lambda o: o.eval_data or o.eval_fraction is not None,
+        "without held-out text; give --eval-data or --eval-fraction",
+    ),
+    ("save_every resume elastic keep", lambda o: o.out, "without --out; name the folder of the run"),
+    ("trackers", lambda o: o.out or o.trackers == "none", "without --out; name the folder of the run"),
+    ("json log trace export", lambda o: not o.dry_run, "with --dry-run, which writes no files; leave out either"),
+)
+"""Names of options, when they have an effect, and what is wrong otherwise."""
+
+
+def check_effects(options: TrainOptions, given: Iterable[str] = ()) -> None:
+    """Refuses options that would change nothing beside the others.
+
+    Args:
+        given: names of those that stand on the command line, which are checked with their default values, too.
+
+    Raises: InvalidUsage, which names the option and the reason.
+    """
+    defaults, spelled = TrainOptions(), frozenset(given)
+    for names, has_effect, reason in _NEEDS:
+        for name in names.split():
+            if (name in spelled or getattr(options, name) != getattr(defaults, name)) and not has_effect(options):
+                raise InvalidUsage(f"--{name.replace('_', '-')} was given {reason}")
 
 
 _ONE_CALL = ("out", "resume", "export", "json", "log", "trace", "dry_run")

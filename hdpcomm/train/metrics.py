@@ -20,8 +20,8 @@ class StepMetrics:
         tokens: tokens of the global batch.
         seconds: wall-clock time of the step, planning and the optimizer included.
         bytes_sent: bytes that ranks sent to each other, all ranks together, gradients included.
-        idle_share: share of the ranks' time without work, 0 to 1: their micro-batches were done and not those of others, or
-            they waited for other stages of a pipeline or for ranks that share experts. Waiting for messages that no
+        idle_share: share of the ranks' time without work, 0 to 1: other ranks were not done with their micro-batches,
+            or other stages of a pipeline or ranks that share experts were waited for. Waiting for messages that no
             compute hid is none of it (:attr:`Span.exposed_s`).
         grad_norm: global L2 norm of the gradient before clipping.
         longest: tokens of the longest sequence.

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import contextlib
+import itertools
+import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.main import build_parser
-from hdpcomm.cli.train_options import TrainOptions, changed_options, dump_options
+from hdpcomm.cli.train import job_of
+from hdpcomm.cli.train_options import TrainOptions, changed_options, check_effects, dump_options
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import LlamaConfig
+from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel
+from hdpcomm.run import Schedule
 
 NAMES = (
     *("data", "out", "model", "steps", "save_every", "keep", "resume", "export", "compare", "dtype", "zero", "ranks"),
@@ -56,7 +63,7 @@ def test_what_is_saved_gives_the_same_options_again(tmp_path: Path) -> None:
         "--warmup",
         "0",
     ]
-    options = read_options([*arguments, "--out", "run", "--resume", "auto", "--json", "x", "--dry-run"])
+    options = read_options([*arguments, "--out", "run", "--resume", "auto", "--dry-run"])
     path = tmp_path / "config.yaml"
     path.write_text(dump_options(options))
     assert read_options(["--config", str(path)]) == read_options(arguments)
@@ -124,3 +131,81 @@ def test_one_path_needs_no_list(tmp_path: Path) -> None:
     path.write_text("data: some/path\neval_data: [b]\ncompare: static\n")
     found = read_options(["--config", str(path)])
     assert (found.data, found.eval_data, found.compare) == (("some/path",), ("b",), ("static",))
+
+
+HF_MODEL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+}
+HF_MODEL |= {"num_attention_heads": 2, "architectures": ["LlamaForCausalLM"]}
+
+CHANGED = TrainOptions(
+    data=("DOCS",), text_field="body", messages_field="chat", tokenizer="bytes", data_cache=Path("cache"),
+    loader="threads", loaders=2, prefetch=3, context=2048, tokens_per_step=4096, seed=1, ranks=2, transport="shm",
+    capacity=8192, pipeline=2, chunks=2, split_backward=True, tensor=2, expert=2, policy="naive", compare=("static",),
+    ring_peers=2, learn_costs=True, queue=True, calibration=Path("COSTS"), offload=1 << 20, model=Path("MODEL"),
+    layers=8, hidden=64, heads=4, kv_heads=2, ffn=64, experts=4, top_k=1, router_aux_loss=0.5, router_z_loss=0.5,
+    steps=7, lr=1e-3, schedule="wsd", warmup=3, decay=0.5, min_lr=0.5, weight_decay=0.5, dtype="bf16", zero=1,
+    recompute="full", memory=1 << 30, max_grad_norm=2.0, check_replicas=7, eval_every=2, eval_data=("DOCS",),
+    eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True, export=Path("exported"),
+    trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), log=Path("l.json"), dry_run=True,
+)  # fmt: skip
+"""A value of each option that is not its default; capitals are files that the test makes."""
+
+
+def effects(options: TrainOptions) -> list[object]:
+    """What a run does by these options, as far as its configuration tells: equal lists are equal runs."""
+    check_effects(options)
+    job = job_of(options, ranks=4)
+    config, steps = job.config, range(job.config.steps)
+    rates = [config.schedule.factor(step, config.steps) for step in steps]
+    model = config.model
+    if isinstance(model, LlamaConfig) and not model.experts:
+        model = replace(model, top_k=1, router_aux_loss=0.0, router_z_loss=0.0)
+    held_out = job.held_out or options.eval_fraction
+    done: list[object] = [
+        replace(config, model=model, schedule=Schedule()),
+        rates,
+        held_out is None or config.eval_every,
+    ]
+    for data in (job.data, job.held_out):
+        if data is not None and not data.paths:
+            data = replace(data, text_field="", messages_field="", cache=data.cache if data.tokenizer else None)
+        done.append(data)
+    if options.out is not None:
+        done.append((options.save_every, options.keep, options.resume, options.trackers, job.shrinks))
+    if not options.dry_run:
+        done.append((options.json, options.log, options.trace, options.export))
+    return [*done, options.out, options.transport, options.ranks, options.eval_fraction, options.dry_run]
+
+
+def test_every_pair_of_options_has_an_effect_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all pairs: what is accepted differs from what either option does alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("DOCS").mkdir()
+    Path("DOCS/a.txt").write_text("a text\n" * 100)
+    Path("MODEL").mkdir()
+    Path("MODEL/config.json").write_text(json.dumps(HF_MODEL))
+    cluster, memory = ClusterSpec(ranks=4, capacity=4096), MemoryModel(4096)
+    Calibration(CostModel(1e-12, 1e-9, 1e-6), cluster, memory).save(Path("COSTS"))
+    # The tokenizer "bytes" is what these runs take anyway.
+    names = [each.name for each in fields(TrainOptions) if each.name != "tokenizer"]
+    assert all(getattr(CHANGED, n) != getattr(TrainOptions(), n) for n in names), "give a value for the new option"
+
+    def found(*given: str) -> list[object] | None:
+        with contextlib.suppress(InvalidUsage):
+            return effects(replace(TrainOptions(), **{name: getattr(CHANGED, name) for name in given}))
+        return None
+
+    alone = {name: found(name) for name in names}
+    nothing, accepted, silent = found(), 0, []
+    for first, second in itertools.combinations(names, 2):
+        both = found(first, second)
+        accepted += both is not None
+        if both is not None and any(both == (alone[each] or nothing) for each in (first, second)):
+            silent.append((first, second))
+    assert not silent
+    assert accepted > 500
