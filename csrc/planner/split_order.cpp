@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "planner/level_order.hpp"
 #include "planner/pass_costs.hpp"
 
 namespace hdpcomm::planner {
