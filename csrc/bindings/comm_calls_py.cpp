@@ -8,7 +8,7 @@
 #include "base/inline_vector.hpp"
 #include "bindings/comm_py.hpp"
 #include "bindings/rooms.hpp"
-#include "comm/host/operations.hpp"
+#include "comm/host/overlaps.hpp"
 
 namespace py = pybind11;
 
@@ -139,7 +139,8 @@ CollectiveCall collectiveCall(const Communicator& comm, PyObject* const* args, b
     out = askedOf(args[1], args[4], "out", true);
   }
   if (!Py_IsNone(args[8])) return makeRaggedCall(options, x, out, splitsOf(args[8]), comm.size());
-  return makeCall(options, takes_x ? &x : nullptr, takes_out ? &out : nullptr, comm.size());
+  return makeCall(options, takes_x ? &x : nullptr, takes_out ? &out : nullptr, comm.rank(),
+                  comm.size());
 }
 
 // What is given back for a started operation; null: it has ended.
@@ -276,6 +277,7 @@ PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Messages recvs;
     addMessages(sends, args[1], outgoing.ptr(), false, "sends");
     addMessages(recvs, args[1], incoming.ptr(), true, "recvs");
+    checkOverlaps({sends.begin(), sends.size()}, {recvs.begin(), recvs.size()});
     return run(comm, {sends.begin(), sends.size()}, {recvs.begin(), recvs.size()},
                Py_IsTrue(args[4]));
   });

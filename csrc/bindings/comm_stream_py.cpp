@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/comm_py.hpp"
+#include "comm/host/overlaps.hpp"
 #include "comm/stream/join_devices.hpp"
 #include "comm/stream/stream_engine.hpp"
 
@@ -51,12 +52,21 @@ std::vector<StreamEngine::Message> messagesOf(const Communicator& comm,
   return messages;
 }
 
+std::vector<Message> buffersOf(const std::vector<StreamEngine::Message>& messages) {
+  std::vector<Message> buffers;
+  buffers.reserve(messages.size());
+  for (const auto& each : messages)
+    buffers.push_back({each.data, each.count, each.dtype, each.peer});
+  return buffers;
+}
+
 StreamHandle exchange(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
                       const std::vector<MessageTuple>& sends,
                       const std::vector<MessageTuple>& recvs, uintptr_t stream, bool background) {
   const py::gil_scoped_release release;
   const auto outgoing = messagesOf(comm, sends, "send");
   const auto incoming = messagesOf(comm, recvs, "recv");
+  checkOverlaps(buffersOf(outgoing), buffersOf(incoming));
   const auto work = engine->exchange(comm.callOfMessages(), comm.sharedRanks(), outgoing, incoming,
                                      Stream{stream}, background);
   return {engine, work};

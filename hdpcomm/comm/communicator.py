@@ -113,7 +113,8 @@ class Communicator(Membership):
     ) -> Work:
         """Any sends ``(x, dst)`` and receives ``(y, src)`` at once; messages of a pair match in the order of the lists.
 
-        The building block of neighbour exchanges: all are in flight together, so no order of ranks can deadlock.
+        The building block of neighbour exchanges: all are in flight together, so no order of ranks can deadlock. No
+        ``y`` may overlap another buffer of the call.
 
         A message between devices may name its place in the receiver's landing zone, in bytes, on both sides:
         ``(x, dst, offset)`` and ``(y, src, offset)`` with ``y`` a view of :meth:`landing_zone` there. It is then put
@@ -185,11 +186,17 @@ class Communicator(Membership):
         return self._collective(_REDUCE, x, out, op, root, algorithm, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
-        """``out`` [size * n] of position ``root`` = the ``x`` [n] of all ranks; elsewhere ``out`` may be ``None``."""
+        """``out`` [size * n] of position ``root`` = the ``x`` [n] of all ranks; elsewhere ``out`` may be ``None``.
+
+        In place when the root's ``x`` is its part of ``out``.
+        """
         return self._collective(_GATHER, x, out, None, root, algorithm, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Work:
-        """``out`` [n] = part ``rank`` of the ``x`` [size * n] of position ``root``; elsewhere ``x`` may be ``None``."""
+        """``out`` [n] = part ``rank`` of the ``x`` [size * n] of position ``root``; elsewhere ``x`` may be ``None``.
+
+        In place when the root's ``out`` is its part of ``x``.
+        """
         return self._collective(_SCATTER, x, out, None, root, algorithm, async_op)
 
     def all_to_all(

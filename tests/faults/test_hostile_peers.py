@@ -372,7 +372,7 @@ def hostile_slot(folder: str, way: str, values: dict[str, int]) -> str:
     guarded.check()
     assert error.peer == 1
     if isinstance(error, hdp.PeerLost):  # it stays lost, for messages in both directions
-        again = caught(lambda: comm.exchange([(guarded.buffer, 1)], [(guarded.buffer, 1)]))
+        again = caught(lambda: comm.exchange([(torch.zeros(count), 1)], [(guarded.buffer, 1)]))
         assert isinstance(again, hdp.Error)
         assert again.peer == 1
     over.touch()

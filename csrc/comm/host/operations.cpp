@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "comm/host/overlaps.hpp"
+
 namespace hdpcomm {
 namespace {
 
@@ -101,7 +103,7 @@ bool OperationRule::writesX(bool out_given, bool at_root) const {
 }
 
 CollectiveCall makeCall(const Communicator::Options& options, const TensorView* x,
-                        const TensorView* out, int num_ranks) {
+                        const TensorView* out, int rank, int num_ranks) {
   const OperationRule& rule = kRules[static_cast<int>(options.op) - kFirst];
   const auto size = static_cast<size_t>(num_ranks);
   CollectiveCall call{{}, options};
@@ -119,6 +121,7 @@ CollectiveCall makeCall(const Communicator::Options& options, const TensorView* 
         out->count != block * (rule.out.per_rank ? size : 1)) {
       throwSizes(rule, *x, *out, size);
     }
+    checkOverlap(rule, *x, *out, rank);
   }
   call.operands.in = source.data;
   call.operands.out = target.data;
@@ -133,6 +136,7 @@ CollectiveCall makeRaggedCall(const Communicator::Options& options, const Tensor
   CollectiveCall call{{.in = x.data, .out = out.data, .count = 0, .dtype = x.dtype}, options};
   call.operands.in_counts = counts(splits.in, x, size, "in_splits");
   call.operands.out_counts = counts(splits.out, out, size, "out_splits");
+  checkOverlap(ruleOf(static_cast<int>(options.op)), x, out, 0);
   return call;
 }
 

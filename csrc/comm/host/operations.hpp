@@ -61,10 +61,11 @@ struct Splits {
   std::vector<int64_t> in;
 };
 
-// The call with this rank's tensors; null where the rule takes none, or where none was given.
-// Throws InvalidUsage where their sizes or types do not fit each other on `size` ranks.
+// The call with the tensors of the rank at position `rank`; null where the rule takes none, or
+// where none was given. Throws InvalidUsage where their sizes or types do not fit each other on
+// `size` ranks, or where they overlap.
 CollectiveCall makeCall(const Communicator::Options& options, const TensorView* x,
-                        const TensorView* out, int size);
+                        const TensorView* out, int rank, int size);
 CollectiveCall makeRaggedCall(const Communicator::Options& options, const TensorView& x,
                               const TensorView& out, const Splits& splits, int size);
 
