@@ -11,11 +11,13 @@ import contextlib
 import ctypes
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hdpcomm import _core
 from hdpcomm._core import transport
@@ -29,7 +31,8 @@ _HELLO = struct.Struct(f">8s{WORLD_BYTES}sII{NONCE_BYTES}s")
 _MAGIC = b"hdpcomm1"  # the last byte is the version of the greeting
 _PROOF_S = 5.0  # for the greeting of who connects; who answers may be kept from it as long as it may be silent
 _AGAIN_S = 0.1  # until a rank that closed a connection is tried again
-_MOST_PROVING = 256  # connections that have not proved themselves; more are closed at once
+_MOST_PROVING = 256  # connections that have not proved themselves; the oldest makes room for the next
+_FULL_S = 0.05  # between looks whether the system has room for a connection again
 _MOST_CONNECTING = 64
 _GRACE_S = 5.0  # without progress, after which what was not sent when the world was closed is given up
 _FOREVER_S = 1e6
@@ -56,6 +59,18 @@ def listen(address: str) -> socket.socket:
     return made
 
 
+@dataclass(slots=True)
+class _Proving:
+    """A connection of somebody who has not proved yet that he is a rank of this world."""
+
+    socket: socket.socket
+    until: float
+    inbox: bytearray = field(default_factory=bytearray)
+    expected: int = _HELLO.size  # bytes of what comes next
+    peer: int = -1
+    mac_of: tuple[int, int, bytes, bytes] | None = None  # what the proof is to sign; None: the greeting has not come
+
+
 class Connections:
     """Carries the frames of a link between hosts until the world is closed and all is sent.
 
@@ -79,7 +94,6 @@ class Connections:
         self._world = world
         self._secret = secret
         self._carrier = transport.SocketCarrier(link, _GRACE_S)
-        self._proving = threading.BoundedSemaphore(_MOST_PROVING)
         self._connecting = threading.BoundedSemaphore(_MOST_CONNECTING)
         _open.difference_update([each for each in _open if each._carrier.join(0)])
         _open.add(self)
@@ -107,15 +121,17 @@ class Connections:
         while not self._carrier.join(_FOREVER_S):
             pass
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
-        self._listener.close()
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, which closes it
 
     # --- the side that connects
 
     def _connect_all(self) -> None:
         while (peer := self._carrier.wanted()) is not None:
             self._connecting.acquire()
-            threading.Thread(target=self._connect, args=(peer,), name="hdpcomm-connect", daemon=True).start()
+            try:
+                threading.Thread(target=self._connect, args=(peer,), name="hdpcomm-connect", daemon=True).start()
+            except RuntimeError:  # there is no room for a thread: one after the other then
+                self._connect(peer)
 
     def _connect(self, peer: int) -> None:
         limit = time.monotonic() + max(1.0, _core.settings().silence_s)
@@ -159,46 +175,92 @@ class Connections:
             )
         made.sendall(self._mac("connects", rank, peer, nonce, theirs))
 
-    # --- the side that is connected to
+    # --- the side that is connected to: one thread for all connections that are not proved yet
 
     def _accept_all(self) -> None:
-        while True:
+        self._listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            proving: dict[int, _Proving] = {}  # by descriptor, the oldest first
             try:
-                made, _ = self._listener.accept()
-            except OSError:
-                if self._carrier.join(0):
-                    return
-                time.sleep(0.05)  # no descriptor is left, for one
-                continue
-            if not self._proving.acquire(blocking=False):
-                made.close()
-                continue
-            close_in_children(made.fileno())
-            threading.Thread(target=self._accept, args=(made,), name="hdpcomm-accept", daemon=True).start()
+                while not self._carrier.join(0):
+                    try:
+                        for key, _ in selector.select(_nearest_end(proving)):
+                            if key.data is None:
+                                self._accept(selector, proving)
+                            elif key.fd in proving:
+                                self._go_on(selector, proving, key.fd)
+                    except MemoryError:
+                        time.sleep(_FULL_S)
+                    while proving and next(iter(proving.values())).until <= time.monotonic():
+                        _drop(selector, proving, next(iter(proving)))
+            finally:
+                for made in proving.values():
+                    made.socket.close()
+                self._listener.close()
 
-    def _accept(self, made: socket.socket) -> None:
+    def _accept(self, selector: selectors.BaseSelector, proving: dict[int, _Proving]) -> None:
         try:
-            with contextlib.ExitStack() as closing:
-                closing.callback(made.close)
-                peer = self._greeted(made)
-                _prepare(made)
-                closing.pop_all()
-            self._carrier.accepted(peer, made.detach())
-        except (OSError, _Refused):
-            pass  # a stranger, or a rank that sees for itself that it was turned away
-        finally:
-            self._proving.release()
+            made, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except (OSError, MemoryError):  # no descriptor is left, for one: strangers make room first
+            if proving:
+                _drop(selector, proving, next(iter(proving)))
+            else:
+                time.sleep(_FULL_S)
+            return
+        if len(proving) >= _MOST_PROVING:  # an honest rank proves itself before so many others have come
+            _drop(selector, proving, next(iter(proving)))
+        try:
+            made.setblocking(False)
+            close_in_children(made.fileno())
+            selector.register(made, selectors.EVENT_READ, made)
+            proving[made.fileno()] = _Proving(made, time.monotonic() + _PROOF_S)
+        except (OSError, MemoryError):
+            made.close()
 
-    def _greeted(self, made: socket.socket) -> int:
-        limit = time.monotonic() + _PROOF_S
-        magic, world, peer, rank, theirs = _HELLO.unpack(_read(made, _HELLO.size, limit))
-        if magic != _MAGIC or world != self._world or rank != self._link.rank or not 0 <= peer < self._link.size:
+    def _go_on(self, selector: selectors.BaseSelector, proving: dict[int, _Proving], descriptor: int) -> None:
+        """Takes what has come over a connection; hands it to the carrier if that was the last of its proof."""
+        of = proving[descriptor]
+        try:
+            if not self._proves_more(of):
+                return
+            selector.unregister(of.socket)
+            del proving[descriptor]
+            _prepare(of.socket)
+            self._carrier.accepted(of.peer, of.socket.detach())
+        except BlockingIOError:
+            return
+        except (OSError, MemoryError, _Refused):  # a stranger, or a rank that sees for itself that it was turned away
+            if descriptor in proving:
+                _drop(selector, proving, descriptor)
+            else:
+                of.socket.close()
+
+    def _proves_more(self, of: _Proving) -> bool:
+        """Whether the connection has proved itself. Raises: BlockingIOError (nothing has come), _Refused."""
+        part = of.socket.recv(of.expected - len(of.inbox))
+        if not part:
+            raise _Refused("it was closed")
+        of.inbox += part
+        if len(of.inbox) < of.expected:
+            return False
+        if of.mac_of is not None:
+            if not self._proves(bytes(of.inbox), "connects", *of.mac_of):
+                raise _Refused("it does not know the secret")
+            return True
+        magic, world, peer, rank, theirs = _HELLO.unpack(of.inbox)
+        others = 0 <= peer < self._link.size and peer != rank
+        if magic != _MAGIC or world != self._world or rank != self._link.rank or not others:
             raise _Refused("it is of another world")
         nonce = secrets.token_bytes(NONCE_BYTES)
-        made.sendall(nonce + self._mac("accepts", peer, rank, theirs, nonce))
-        if peer == rank or not self._proves(_read(made, MAC_BYTES, limit), "connects", peer, rank, theirs, nonce):
-            raise _Refused("it does not know the secret")
-        return int(peer)
+        answer = nonce + self._mac("accepts", peer, rank, theirs, nonce)
+        if of.socket.send(answer) < len(answer):
+            raise _Refused("it takes no answer")
+        of.peer, of.mac_of, of.expected = peer, (peer, rank, theirs, nonce), MAC_BYTES
+        of.inbox.clear()
+        return False
 
     # --- the proof
 
@@ -212,6 +274,17 @@ class Connections:
             return mac == _NO_MAC
         parts = self._world, struct.pack(">QQ", sender, receiver), first, second
         return self._secret.verify(mac, purpose, *parts)
+
+
+def _nearest_end(proving: dict[int, _Proving]) -> float | None:
+    """Seconds until the oldest connection has had its time; ``None``: there is none."""
+    return next((max(0.0, each.until - time.monotonic()) for each in proving.values()), None)
+
+
+def _drop(selector: selectors.BaseSelector, proving: dict[int, _Proving], descriptor: int) -> None:
+    made = proving.pop(descriptor).socket
+    selector.unregister(made)
+    made.close()
 
 
 def _prepare(made: socket.socket) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -127,6 +129,51 @@ def test_more_strangers_than_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     for each in strangers:
         each.close()
     pair.close()
+
+
+def test_strangers_cost_no_threads(pair: Pair) -> None:
+    before = threading.active_count()
+    strangers = [socket.create_connection(place) for place in pair.places for _ in range(100)]
+    for each in strangers[::2]:
+        each.sendall(hello())
+    for each in strangers[:100:2]:
+        assert len(each.recv(64, socket.MSG_WAITALL)) == 64  # all before have been accepted by now
+    assert threading.active_count() == before
+    assert together(pair.comms, exchanged) == [None, None]
+    for each in strangers:
+        each.close()
+
+
+def test_a_flood_while_no_thread_can_be_started(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    strangers = [socket.create_connection(place) for place in pair.places for _ in range(150)]
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("hdpcomm-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert together(pair.comms, exchanged) == [None, None]
+    for each in strangers:
+        each.close()
+
+
+def test_a_flood_until_no_descriptor_is_left(pair: Pair) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                strangers.append(socket.socket())
+                strangers[-1].connect(pair.places[len(strangers) % 2])
+        time.sleep(0.3)
+        for each in strangers:
+            each.close()
+        assert together(pair.comms, exchanged) == [None, None]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_second_connection_of_a_rank_is_closed(pair: Pair) -> None:
