@@ -9,7 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["Aborted", "CommTimeout", "DeviceError", "Error", "InvalidUsage", "Mismatch", "PeerLost", "on_failure"]
+__all__ = [
+    "Aborted",
+    "CommTimeout",
+    "DeviceError",
+    "Error",
+    "InvalidUsage",
+    "Mismatch",
+    "PeerLost",
+    "on_failure",
+    "plain_text",
+]
+
+# As isControl() in csrc/base/text.cpp: control characters, and marks that turn the direction of what follows.
+_LEFT_OUT = (*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_PLAIN = {code: None for code in _LEFT_OUT if chr(code) not in "\n\t"} | dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
+
+
+def plain_text(text: str | bytes) -> str:
+    """The text as a terminal may show it: no control characters but newlines and tabs, no halves of characters.
+
+    What other processes wrote is passed through it; every :class:`Error` does that with its message.
+    """
+    return (text if isinstance(text, str) else text.decode("utf-8", "replace")).translate(_PLAIN)
 
 
 class Error(Exception):
@@ -25,7 +47,7 @@ class Error(Exception):
         ranks: Sequence[int] | None = None,
         seq: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(plain_text(message))
         self.rank = rank
         self.peer = peer
         self.op = op

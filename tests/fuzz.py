@@ -1,9 +1,10 @@
 """Fuzzers of what a hostile peer writes: frames, the shared segment, values of the job's store.
 
-    python -m tests.fuzz [--seconds S] [--seed N] [--keep] [frames] [slots] [store]
+    python -m tests.fuzz [--seconds S] [--seed N] [--keep] [frames] [slots] [texts] [store]
 
 Each runs for S seconds, in a process of its own. frames, slots: one rank is given what no rank writes
-(csrc/testing/fuzz*.cpp); it may fail its requests, but no byte beside their buffers may change. store: a rank joins a
+(csrc/testing/fuzz*.cpp); it may fail its requests, but no byte beside their buffers may change, and the text of every
+error must be one that a terminal may show. texts: the functions that see to that. store: a rank joins a
 world with a store whose values were changed; nothing but an ``hdpcomm.Error`` may come of it, soon. The cases of
 tests/corpus run first; ``--keep`` adds those that showed something new. ``make fuzz SECONDS=600`` runs all of them with
 AddressSanitizer.
@@ -22,6 +23,7 @@ import struct
 import sys
 import tempfile
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,8 @@ ODD = [
 ]
 ODD += ['{"peer": 0, "by": "x", "text": 1}', '{"peer": 1e999}', "[" * 5000, '"' * 50, "1:2", "0:0", "-5:-5", "a:b"]
 ODD += ["1:99999999999", f"{2**31}:3", '[{"alpha_s": "x"}]', '[{"alpha_s": NaN}]', '["x"]', "[1, 2]", "9" * 4000]
+ODD += ['{"peer": 0, "by": 2, "text": "\\u001b[31m\\ud800\\u0000"}']
+ODD += ['{"0": "\\u001b[2J"}', "0 1 \x1b[31m\u202e", "\x9b"]
 SIZE = 3
 
 
@@ -156,6 +160,9 @@ def run_store(case: bytes) -> str:
             bootstrap._join_all(joining, ("shm", "auto")[way - 2]).close("the case is over")  # type: ignore[attr-defined]
     except hdp.Error as error:
         told = f"{type(error).__name__}: {error}"
+        kinds = {unicodedata.category(each) for each in str(error).translate({10: None, 9: None})}
+        if kinds & {"Cc", "Cs"}:
+            raise AssertionError(f"the text of an error is no plain text: {str(error)!r}") from error
     return "".join(each for each in told if not each.isdigit())[:80]
 
 
@@ -186,6 +193,7 @@ def fuzz_store(target: str, seconds: float, seed: int, running: str) -> tuple[in
 TARGETS: dict[str, Callable[[str, float, int, str], tuple[int, list[bytes]]]] = {
     "frames": fuzz_core,
     "slots": fuzz_core,
+    "texts": fuzz_core,
     "store": fuzz_store,
 }
 

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "base/text.hpp"
+
 namespace hdpcomm {
 
 enum class ErrorKind : uint8_t {
@@ -29,10 +31,11 @@ struct ErrorContext {
   int64_t seq = -1;        // number of the operation on the raising rank
 };
 
+// Its text may be made of what a peer wrote, so it is plain text always.
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, const std::string& message, ErrorContext context = {})
-      : std::runtime_error(message), kind_(kind), context_(std::move(context)) {}
+      : std::runtime_error(plainText(message)), kind_(kind), context_(std::move(context)) {}
 
   ErrorKind kind() const noexcept { return kind_; }
   const ErrorContext& context() const noexcept { return context_; }

@@ -29,11 +29,9 @@ const char* pythonClass(ErrorKind kind) {
   return "Error";
 }
 
-}  // namespace
-
 // The classes live in Python (hdpcomm.errors): they have several bases, which CPython exceptions
 // made in C++ cannot have.
-void setPythonError(const Error& error) {
+void makePythonError(const Error& error) {
   const py::object cls = py::module_::import("hdpcomm.errors").attr(pythonClass(error.kind()));
   const ErrorContext& context = error.context();
   const auto known = [](int64_t value) -> py::object {
@@ -47,6 +45,26 @@ void setPythonError(const Error& error) {
       py::arg("seq") = known(context.seq));
   py::module_::import("hdpcomm.errors").attr("_raised")(instance);
   PyErr_SetObject(cls.ptr(), instance.ptr());
+}
+
+}  // namespace
+
+// Its callers are C functions of Python, which nothing may leave.
+void setPythonError(const Error& error) noexcept {
+  try {
+    makePythonError(error);
+  } catch (py::error_already_set& other) {  // Ctrl-C, no memory, what a listener raised
+    other.restore();
+  } catch (const std::exception& other) {
+    PyErr_SetString(PyExc_RuntimeError, other.what());
+  }
+}
+
+std::string givenText(const py::str& text) {
+  const auto bytes =
+      py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "replace"));
+  if (!bytes) throw py::error_already_set();
+  return plainText(std::string_view(bytes));
 }
 
 void bindBase(py::module_& module) {

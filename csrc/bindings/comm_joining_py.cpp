@@ -95,8 +95,13 @@ void bindJoining(py::module_& module) {
       "close_at_end", [](const std::shared_ptr<World>& world) { openWorlds().add(world); },
       py::arg("world"));
   module.def(
-      "close_worlds", [](const std::string& reason) { openWorlds().close(reason); },
-      py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+      "close_worlds",
+      [](const py::str& reason) {
+        const std::string text = givenText(reason);
+        const py::gil_scoped_release release;
+        openWorlds().close(text);
+      },
+      py::arg("reason"));
 }
 
 }  // namespace hdpcomm

@@ -126,8 +126,22 @@ void bindWorld(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("end_activity", &World::endActivity, py::arg("activity"),
            py::call_guard<py::gil_scoped_release>())
-      .def("abort", &World::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
-      .def("close", &World::close, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+      .def(
+          "abort",
+          [](World& world, const py::str& reason) {
+            const std::string text = givenText(reason);
+            const py::gil_scoped_release release;
+            world.abort(text);
+          },
+          py::arg("reason"))
+      .def(
+          "close",
+          [](World& world, const py::str& reason) {
+            const std::string text = givenText(reason);
+            const py::gil_scoped_release release;
+            world.close(text);
+          },
+          py::arg("reason"));
 }
 
 // What a world or an engine has recorded, as long as it exists.

@@ -73,7 +73,7 @@ inline void expect(Py_ssize_t given, Py_ssize_t wanted) {
 }
 
 inline std::string textOf(PyObject* object) {
-  return pybind11::repr(pybind11::handle(object)).cast<std::string>();
+  return givenText(pybind11::repr(pybind11::handle(object)));
 }
 
 // A whole number of at most 64 bits, of Python, numpy or a tensor. A bool is taken for a mistake.

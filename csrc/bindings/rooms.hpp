@@ -9,7 +9,10 @@
 namespace hdpcomm {
 
 // Sets the Python exception (hdpcomm.errors) of an error of the core.
-void setPythonError(const Error& error);
+void setPythonError(const Error& error) noexcept;
+// Any string of Python as plain text; surrogates, as of names of files that are no UTF-8, become
+// question marks.
+std::string givenText(const pybind11::str& text);
 // Called while waiting, without the GIL: throws when Ctrl-C was pressed.
 void checkSignals();
 

@@ -1,6 +1,9 @@
 #include "testing/fuzz.hpp"
 
+#include <locale.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 
 #include "kernels/reduce.hpp"
@@ -15,6 +18,32 @@ constexpr uint64_t kOdd[] = {
     1ULL << 63, ~0ULL,  ~0ULL - 63, 0x7fffffff, 0xffffffff, 0x100000000};
 constexpr size_t kCounts[] = {0, 1, 4, 200, 240, 1000, 2500, 20000, 140000, 300000};
 constexpr std::byte kMark{0xa5};
+
+constexpr std::string_view kPieces[] = {"a",
+                                        "rank 1",
+                                        " (told by rank 3)",
+                                        "\xe4\xb8\xad",
+                                        "\xe4\xb8",
+                                        "\xc3\xa9",
+                                        "\xf0\x9f\x98\x80",
+                                        "\xf0\x9f\x98",
+                                        "\xed\xa0\x80",
+                                        "\xed\xb3\xbf",
+                                        "\x1b[31m",
+                                        "\x1b]0;x\x07",
+                                        {"\0", 1},
+                                        "\n",
+                                        "\t",
+                                        "\r",
+                                        "\x7f",
+                                        "\xc2\x9b",
+                                        "\xe2\x80\xae",
+                                        "\xff",
+                                        "\x80",
+                                        "\xc0\x80",
+                                        "\xf4\x90\x80\x80",
+                                        " since: ",
+                                        " called resync() after: "};
 
 // Without what differs from case to case.
 std::string shapeOf(const std::string& text) {
@@ -34,6 +63,40 @@ uint64_t FuzzBytes::number() {
   uint64_t any = 0;
   for (int i = 0; i < 1 + way % 8; ++i) any = any << 8 | byte();
   return any;
+}
+
+std::string FuzzBytes::text(size_t most) {
+  std::string made;
+  for (size_t left = 1 + below(12); left > 0 && made.size() < most; --left) {
+    const uint8_t way = byte();
+    if (way < 16) {
+      made.append(most, way < 8 ? 'x' : '\xe4');  // up to the end of the field
+    } else if (way < 64) {
+      made += static_cast<char>(byte());
+    } else {
+      made += kPieces[way % std::size(kPieces)];
+    }
+  }
+  made.resize(std::min(made.size(), most));
+  return made;
+}
+
+// By the C library's reader of UTF-8, another one than that of base/text.cpp.
+void checkPlain(const std::string& text) {
+  static const locale_t utf8 = ::newlocale(LC_CTYPE_MASK, "C.UTF-8", nullptr);
+  if (utf8 == nullptr) throw std::runtime_error("there is no locale C.UTF-8");
+  const locale_t before = ::uselocale(utf8);
+  std::wstring wide(text.size() + 1, L'\0');
+  const size_t count = std::mbstowcs(wide.data(), text.c_str(), wide.size());
+  ::uselocale(before);
+  const bool whole = count != static_cast<size_t>(-1) && text.find('\0') == std::string::npos;
+  if (!whole ||
+      std::any_of(wide.begin(), wide.begin() + static_cast<ptrdiff_t>(count), [](wchar_t each) {
+        return (each < 0x20 && each != L'\n' && each != L'\t') || (each >= 0x7f && each < 0xa0) ||
+               (each >= 0x202a && each <= 0x202e);
+      })) {
+    throw std::runtime_error("the text of an error is no plain text");
+  }
 }
 
 FuzzedRank::Posted& FuzzedRank::post(FuzzBytes& bytes) {
@@ -93,7 +156,7 @@ void FuzzedRank::call(FuzzBytes& bytes) {
                             static_cast<uint32_t>(bytes.number()), bytes.below(2) == 0);
       return;
     case 3:
-      transport_.notifyFailure(1, Error(ErrorKind::kAborted, "the fuzzer gave up"), std::nullopt,
+      transport_.notifyFailure(1, Error(ErrorKind::kAborted, bytes.text(2000)), std::nullopt,
                                static_cast<uint32_t>(bytes.number()),
                                static_cast<uint32_t>(bytes.number()));
       return;
@@ -142,8 +205,12 @@ void FuzzedRank::checkPulse() {
 std::set<std::string> FuzzedRank::end() {
   for (int i = 0; i < 4; ++i) transport_.progress();
   std::set<std::string> results;
-  if (const auto error = transport_.outOfStep(1)) results.insert(shapeOf(error->what()));
-  if (const auto error = transport_.departure(1)) results.insert(shapeOf(error->what()));
+  const auto shown = [](const Error& error) {
+    checkPlain(error.what());
+    return shapeOf(error.what());
+  };
+  if (const auto error = transport_.outOfStep(1)) results.insert(shown(*error));
+  if (const auto error = transport_.departure(1)) results.insert(shown(*error));
   checkPulse();
   for (const auto& fetch : fetches_) {
     const auto result = fetch->wait({});
@@ -154,7 +221,7 @@ std::set<std::string> FuzzedRank::end() {
     for (const auto& each : *list) {
       const char* kind = list == &receives_ ? "receive: " : "send: ";
       const Completion& completion = each->completion;
-      results.insert(kind + (completion.failure        ? shapeOf(completion.failure->what())
+      results.insert(kind + (completion.failure        ? shown(*completion.failure)
                              : completion.pending == 0 ? std::string("done")
                                                        : std::string("under way")));
       transport_.cancel(&completion);

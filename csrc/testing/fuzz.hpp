@@ -26,6 +26,9 @@ class FuzzBytes {
   size_t below(size_t limit) { return byte() % limit; }
   // A boundary that a check may get wrong, one beside it, or any number.
   uint64_t number();
+  // At most `most` bytes of what is no text, or none that a terminal should get: halves of
+  // characters, surrogates, control characters, NULs.
+  std::string text(size_t most);
 
  private:
   std::span<const uint8_t> bytes_;
@@ -68,6 +71,11 @@ class FuzzedRank {
   Posted nothing_;
 };
 
+// Throws std::runtime_error unless a terminal may show the text of an error.
+void checkPlain(const std::string& text);
+
+// The functions of base/text.hpp by themselves.
+std::set<std::string> fuzzTexts(std::span<const uint8_t> bytes);
 std::set<std::string> fuzzFrames(std::span<const uint8_t> bytes);
 std::set<std::string> fuzzSlots(std::span<const uint8_t> bytes);
 

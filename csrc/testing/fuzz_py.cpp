@@ -25,7 +25,8 @@ using Target = std::set<std::string> (*)(std::span<const uint8_t>);
 Target targetOf(const std::string& name) {
   if (name == "frames") return fuzzFrames;
   if (name == "slots") return fuzzSlots;
-  throwInvalidUsage("there is no fuzz target '" + name + "'; give frames or slots");
+  if (name == "texts") return fuzzTexts;
+  throwInvalidUsage("there is no fuzz target '" + name + "'; give frames, slots or texts");
 }
 
 // The case that runs, in a file that is there when it has ended the process.

@@ -102,7 +102,8 @@ framed::Header nextHeader(const FuzzedRank& rank, FuzzBytes& bytes, Progress& pr
   header.piece = static_cast<uint32_t>(
       std::min<uint64_t>(kFrameBulkBytes, expected.bytes - std::min(offset, expected.bytes)));
   if (header.kind != framed::Kind::kData) {
-    header.piece = static_cast<uint32_t>(bytes.below(64));
+    header.piece =
+        static_cast<uint32_t>(bytes.below(5) == 0 ? 760 + bytes.below(16) : bytes.below(64));
   } else {
     offset += header.piece;
     if (offset >= expected.bytes) {
@@ -152,6 +153,10 @@ std::set<std::string> fuzzFrames(std::span<const uint8_t> data) {
     std::memcpy(arrived->head(), frame->head(), kFrameHeadBytes);
     if (header.magic == framed::kMagic && header.piece <= kFrameBulkBytes && bytes.below(8) != 0) {
       arrived->expectBulk();
+      const std::string text = bytes.text(
+          std::min(arrived->bulkBytes() > 0 ? arrived->bulkBytes() : framed::kInlineBytes,
+                   framed::kTextBytes));
+      std::memcpy(framed::payload(*arrived), text.data(), text.size());
     }
     link->deliver(1, arrived);
     if (bytes.below(2) == 0) transport->progress();
@@ -169,6 +174,10 @@ using shm::Control;
 using shm::Kind;
 using shm::Slot;
 
+void writeOver(void* place, const std::string& text) {
+  std::memcpy(place, text.data(), text.size());
+}
+
 void writeSlot(const FuzzedRank& rank, shm::Segment& segment, FuzzBytes& bytes, size_t message) {
   const FuzzedRank::Posted& expected = rank.expected(message);
   Slot& slot = segment.channel(1, 0).slots[message % shm::kSlots];
@@ -179,6 +188,10 @@ void writeSlot(const FuzzedRank& rank, shm::Segment& segment, FuzzBytes& bytes, 
   slot.detail = 0;
   slot.at.address = bytes.below(3) == 0 ? bytes.number() : 0;
   slot.at.fragment = expected.bytes;
+  if (slot.kind == Kind::kFailure) {
+    slot.at.fragment = bytes.below(4) == 0 ? bytes.number() : bytes.below(200);
+    writeOver(segment.payload(1, 0), bytes.text(shm::kFailureText));
+  }
   slot.state.store(shm::SlotState::kPosted, std::memory_order_relaxed);
   for (size_t changes = bytes.below(3); changes > 0; --changes) {
     change(reinterpret_cast<std::byte*>(&slot) + 8, sizeof slot - 8, bytes);
@@ -208,7 +221,9 @@ void writeBeside(shm::Segment& segment, FuzzBytes& bytes) {
       return;
     case 6:
       std::memset(control.reason, static_cast<int>(1 + bytes.below(200)), sizeof control.reason);
+      writeOver(control.reason, bytes.text(sizeof control.reason));
       control.reason_ready.store(1);
+      if (bytes.below(2) == 0) control.state.store(shm::RankState::kClosed);
       return;
     case 7:
       if (bytes.below(2) == 0) return change(&control.pulse, sizeof control.pulse, bytes);
@@ -246,6 +261,33 @@ std::set<std::string> fuzzSlots(std::span<const uint8_t> data) {
     if (bytes.below(2) == 0) transport->progress();
   }
   return rank.end();
+}
+
+// --- texts
+
+std::set<std::string> fuzzTexts(std::span<const uint8_t> data) {
+  FuzzBytes bytes(data);
+  std::set<std::string> shown;
+  while (!bytes.empty()) {
+    const std::string text = bytes.text(1 + bytes.below(64) * 16);
+    const size_t most = 1 + bytes.below(64) * 16;
+    const std::string cut = plainText(text, most);
+    checkPlain(cut);
+    if (cut.size() > most || plainText(cut) != cut || !plainText(text).starts_with(cut)) {
+      throw std::runtime_error("a text is cut at the wrong place");
+    }
+    const Error error(ErrorKind::kAborted, text);
+    checkPlain(error.what());
+    std::vector<char> field(most + 2, '#');
+    writeText(field.data() + 1, most, text);
+    if (field.front() != '#' || field.back() != '#') {
+      throw std::runtime_error("memory beside a field has changed");
+    }
+    std::memcpy(field.data() + 1, text.data(), std::min(text.size(), most));
+    checkPlain(readText(field.data() + 1, most));
+    shown.insert(std::to_string(cut.size() / 16));
+  }
+  return shown;
 }
 
 }  // namespace hdpcomm::testing

@@ -139,13 +139,12 @@ std::optional<Error> DeadlockFinder::toldByOthers() {
     Deadlock deadlock;
     if (count == told || !place->deadlock.read(deadlock)) continue;
     told = count;
-    deadlock.text[sizeof deadlock.text - 1] = '\0';
     const auto end =
         deadlock.members + std::min<uint64_t>(deadlock.num_members, Deadlock::kMembers);
     const bool member = std::any_of(deadlock.members, end, [&](const Deadlock::Member& each) {
       return each.rank == static_cast<uint64_t>(rank_) && each.signature == published_.signature;
     });
-    if (member) return error(deadlock.text);
+    if (member) return error(readText(deadlock.text, sizeof deadlock.text));
   }
   return std::nullopt;
 }
@@ -167,13 +166,13 @@ Error DeadlockFinder::publish(const Blocked& members) {
                                               : "ranks " + listOf(ranks) + " wait for each other") +
                            " and cannot go on: " + calls + (ranks.size() > kNamed ? ", ..." : "") +
                            ": call the same operations with the same arguments in the same order";
-  std::snprintf(deadlock.text, sizeof deadlock.text, "%s", text.c_str());
+  writeText(deadlock.text, sizeof deadlock.text, text);
   own_->deadlock.write(deadlock);
   suspects_.clear();
   return error(deadlock.text);
 }
 
-Error DeadlockFinder::error(const char* text) const {
+Error DeadlockFinder::error(const std::string& text) const {
   const WaitingWork& work = published_.works[0];
   return Error(ErrorKind::kMismatch, text,
                {.rank = rank_,

@@ -39,7 +39,7 @@ class DeadlockFinder {
   Blocked stuck(const WaitRecord& own) const;
   bool confirmed(const Blocked& now) const;
   Error publish(const Blocked& members);
-  Error error(const char* text) const;
+  Error error(const std::string& text) const;
 
   Transport& transport_;
   const int rank_;

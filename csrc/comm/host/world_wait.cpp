@@ -422,7 +422,16 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
 
 void World::ensureProgressThread() {
   if (progress_thread_.joinable()) return;
-  progress_thread_ = std::thread([this] { progressLoop(); });
+  progress_thread_ = std::thread([this] {
+    try {
+      progressLoop();
+    } catch (const std::exception& error) {  // no memory, say: the works end, the process does not
+      try {
+        abortTransport("its background thread failed: " + std::string(error.what()));
+      } catch (const std::exception&) {  // the works end by their deadlines
+      }
+    }
+  });
 }
 
 // Moves background works while no thread waits (one that waits does so itself), and always checks

@@ -152,7 +152,8 @@ std::shared_ptr<SharedBoard> shareBoard(const Communicator& comm, const LinkMap&
   gather(comm, &own, all.data(), sizeof own);
   if (board == nullptr) {
     board = openMemoryOf(comm, host, [&] {
-      return SharedBoard::open(all[static_cast<size_t>(host)].text, comm.size());
+      return SharedBoard::open(readText(all[static_cast<size_t>(host)].text, sizeof Address::text),
+                               comm.size());
     });
   }
   return board;

@@ -113,7 +113,7 @@ void SharedBoard::fail(int rank, const Error& error, const std::vector<uint64_t>
   if (own.state.load(std::memory_order_relaxed) != BoardState::kReady) return;
   own.error_kind = static_cast<uint32_t>(error.kind());
   own.peer = error.context().peer;
-  std::snprintf(own.text, kText, "%s", error.what());
+  writeText(own.text, kText, error.what());
   end(rank, BoardState::kFailed, valid_posts);
 }
 
@@ -124,8 +124,9 @@ void SharedBoard::leave(int rank, const std::string& reason,
   if (own.state.load(std::memory_order_relaxed) != BoardState::kReady) return;
   own.error_kind = static_cast<uint32_t>(ErrorKind::kPeerLost);
   own.peer = rank;
-  std::snprintf(own.text, kText, "rank %d closed its communicator%s%s", rank,
-                reason.empty() ? "" : "; its last words: ", reason.c_str());
+  writeText(own.text, kText,
+            "rank " + std::to_string(rank) + " closed its communicator" +
+                (reason.empty() ? "" : "; its last words: " + reason));
   end(rank, BoardState::kClosed, valid_posts);
 }
 
@@ -155,7 +156,7 @@ BoardState SharedBoard::state(int rank) {
 
 Error SharedBoard::lastError(int rank) {
   const Control& other = control(rank);
-  const std::string text(other.text, ::strnlen(other.text, kText));
+  const std::string text = readText(other.text, kText);
   return Error(static_cast<ErrorKind>(other.error_kind), text,
                {.rank = -1, .peer = rank, .op = {}, .ranks = {}, .seq = -1});
 }

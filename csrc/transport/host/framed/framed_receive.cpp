@@ -9,7 +9,7 @@ namespace hdpcomm::framed {
 namespace {
 
 std::string textOf(Frame& frame, const Header& header) {
-  return std::string(reinterpret_cast<const char*>(payload(frame)), header.piece);
+  return plainText({reinterpret_cast<const char*>(payload(frame)), header.piece});
 }
 
 }  // namespace

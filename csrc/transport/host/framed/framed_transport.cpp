@@ -49,8 +49,9 @@ void FramedTransport::activate(Peer& peer) {
 
 void FramedTransport::sendControl(Peer& peer, Header header, const std::string& text) {
   header.consumed = peer.announced_units = peer.consumed_units;
-  header.piece = static_cast<uint32_t>(std::min(text.size(), kTextBytes));
-  link_->post(peer.rank, makeFrame(header, text.data()));
+  const std::string plain = plainText(text, kTextBytes);
+  header.piece = static_cast<uint32_t>(plain.size());
+  link_->post(peer.rank, makeFrame(header, plain.data()));
 }
 
 void FramedTransport::postSend(const SendRequest& request) {

@@ -134,6 +134,33 @@ bool SocketCarrier::join(double seconds) {
 }
 
 void SocketCarrier::run() {
+  try {
+    carry();
+  } catch (const std::exception& error) {  // no memory, say: all peers are lost, the process is not
+    loseAll(std::string("this rank cannot carry on: ") + error.what());
+  }
+  link_->setCarrierWake(nullptr);
+  std::deque<Peer> ending;
+  std::swap(ending, peers_);
+  ending.clear();
+  std::lock_guard lock(mutex_);
+  ended_ = true;
+  arrived_.clear();
+  for_makers_.notify_all();
+  for_joiners_.notify_all();
+}
+
+void SocketCarrier::loseAll(const std::string& why) noexcept {
+  for (int peer = 0; peer < link_->size(); ++peer) {
+    if (peer == link_->rank()) continue;
+    try {
+      link_->lost(peer, why);
+    } catch (const std::exception&) {  // it is lost by its silence
+    }
+  }
+}
+
+void SocketCarrier::carry() {
   std::array<epoll_event, kEvents> events;
   bool closing = false;
   for (;;) {
@@ -148,15 +175,6 @@ void SocketCarrier::run() {
     }
     if (closing && allSent()) break;
   }
-  link_->setCarrierWake(nullptr);
-  std::deque<Peer> ending;
-  std::swap(ending, peers_);
-  ending.clear();
-  std::lock_guard lock(mutex_);
-  ended_ = true;
-  arrived_.clear();
-  for_makers_.notify_all();
-  for_joiners_.notify_all();
 }
 
 void SocketCarrier::handle(uint64_t tag, uint32_t events) {

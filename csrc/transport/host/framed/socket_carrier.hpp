@@ -73,6 +73,8 @@ class SocketCarrier {
   };
 
   void run();
+  void carry();
+  void loseAll(const std::string& why) noexcept;
   bool takeHandedOver();  // false: stopped
   void handle(uint64_t tag, uint32_t events);
   void send(int peer);

@@ -309,7 +309,7 @@ std::optional<Notice> ShmTransport::noticeIn(const Peer& peer, const Slot& slot)
     return std::nullopt;
   }
   const std::string text =
-      length > 0 ? std::string(reinterpret_cast<const char*>(peer.in_payload + place), length)
+      length > 0 ? plainText({reinterpret_cast<const char*>(peer.in_payload + place), length})
                  : "rank " + std::to_string(peer.rank) + " gave up an operation";
   const GiveUp ours = endsHere(static_cast<uint32_t>(slot.call.count), slot.number,
                                static_cast<uint32_t>(slot.bytes));

@@ -152,7 +152,8 @@ bool ShmTransport::pushMarker(Peer& peer, const Marker& marker) {
 bool ShmTransport::pushFailure(Peer& peer, const OwnNotice& notice) {
   Slot* slot = claimSlot(peer);
   if (slot == nullptr) return false;
-  size_t bytes = std::min(notice.text.size(), kFailureText);
+  const std::string text = plainText(notice.text, kFailureText);
+  size_t bytes = text.size();
   uint64_t offset = 0;
   std::byte* payload = claimPayload(peer, bytes, 0, &offset);
   if (payload == nullptr) {  // without its text: this rank may not come back to send it later
@@ -160,7 +161,7 @@ bool ShmTransport::pushFailure(Peer& peer, const OwnNotice& notice) {
     payload = claimPayload(peer, bytes, 0, &offset);
     if (payload == nullptr) return false;
   }
-  std::memcpy(payload, notice.text.data(), bytes);
+  std::memcpy(payload, text.data(), bytes);
   slot->kind = Kind::kFailure;
   slot->detail = static_cast<uint8_t>(notice.kind);
   slot->bytes = notice.ends.recvs.value_or(0);

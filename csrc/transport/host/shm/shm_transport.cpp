@@ -173,8 +173,7 @@ bool ShmTransport::processAlive(const Control& control) const {
 
 std::string ShmTransport::closingReason(const Control& control) const {
   if (control.reason_ready.load(std::memory_order_acquire) == 0) return "";
-  return std::string("; its last words: ") +
-         std::string(control.reason, ::strnlen(control.reason, kFailureText));
+  return std::string("; its last words: ") + readText(control.reason, kFailureText);
 }
 
 void ShmTransport::cutOff(Peer& peer, const char* field, uint64_t value) {
@@ -326,10 +325,11 @@ void ShmTransport::close(const std::string& reason) noexcept {
   Control& own = segment_->control(rank_);
   if (own.pid != ::getpid()) return;  // in a forked child: the rank is the parent
   if (!reason.empty()) {
-    const size_t bytes = std::min(reason.size(), kFailureText - 1);
-    std::memcpy(own.reason, reason.data(), bytes);
-    own.reason[bytes] = '\0';
-    own.reason_ready.store(1, std::memory_order_release);
+    try {
+      writeText(own.reason, kFailureText, reason);
+      own.reason_ready.store(1, std::memory_order_release);
+    } catch (const std::bad_alloc&) {  // then without a reason
+    }
   }
   const bool late = own.state.load(std::memory_order_relaxed) == RankState::kLate;
   if (!late) own.state.store(RankState::kClosed, std::memory_order_release);
