@@ -1,12 +1,25 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and reading what somebody else may have put into a folder."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["write_whole"]
+__all__ = ["open_regular", "write_whole"]
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading, without waiting. Raises: OSError, also for a named pipe, a device or a socket, which
+    could wait for ever or never end (a link to one of these is followed and refused, too)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "a folder, pipe, socket or device where a file was expected", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:

@@ -148,7 +148,9 @@ def from_pretrained(
             )
         try:
             with _making:
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, weights_only=True
+                )
         except (OSError, ValueError) as error:
             raise InvalidUsage(f"{folder} does not hold a causal LM that transformers can load: {error}") from error
     adapted = adapt(

@@ -1,9 +1,9 @@
 """Checkpoints of a run: folders ``step-N`` that are there whole or not at all.
 
-A checkpoint is written into a hidden folder, with the size and CRC-32 of each of its files in ``meta.json``, synced to
-the disk and then renamed. So a process that is killed while it saves leaves the checkpoints before it untouched, and a
-checkpoint that was cut short or changed afterwards is recognised. The tensors are in the format of
-torch.distributed.checkpoint, which other tools read, too.
+A checkpoint is written into a hidden folder, with the size and CRC-32 of each of its files in ``meta.json``, which has
+a checksum of its own; it is synced to the disk and then renamed. So a process that is killed while it saves leaves
+the checkpoints before it untouched, and a checkpoint that was cut short or changed afterwards is recognised. The
+tensors are in the format of torch.distributed.checkpoint, which other tools read, too.
 
 Where the optimizer is sharded, or the model is on a mesh, each rank writes its part into a hidden folder beside that
 one, from which the process that writes the rest takes it before it renames.
@@ -12,6 +12,7 @@ one, from which the process that writes the rest takes it before it renames.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -28,15 +29,18 @@ from typing import Any
 import torch
 
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.files import open_regular
 from hdpcomm.train.tensor_part import TensorPart
 
 __all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "newest_checkpoint", "open_checkpoint"]
 
 #: Raised when a reader of today could not make sense of what is written.
-FORMAT = 1
+FORMAT = 2
+_WITHOUT_CHECKSUM = 1  # the format before meta.json had a checksum of its own
 
 _NAME = re.compile(r"step-(\d+)")
 _META = "meta.json"
+_CHECKSUM = "sha256"  # in meta.json: of all else in it
 _CHUNK = 1 << 20
 _PATIENCE_S = 600.0  # for the parts of other writers, which may be gigabytes on a slow disk
 _LAST_PATIENCE_S = 5.0  # when the run has ended by an error
@@ -162,8 +166,8 @@ class CheckpointFolder:
                     files |= self._wait_for(part)
                 join_files(unfinished, parts)
             files[METADATA] = _fingerprint(unfinished / METADATA)
-            text = json.dumps({"format": FORMAT, "step": step, **facts, "files": files}, indent=1)
-            _write_synced(unfinished / _META, text)
+            noted = {"format": FORMAT, "step": step, **facts, "files": files}
+            _write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: _checksum(noted)}, indent=1))
             self._publish(unfinished, self.path / f"step-{step}")
             for old in self.steps()[self.keep :]:
                 shutil.rmtree(self.path / f"step-{old}", ignore_errors=True)
@@ -251,7 +255,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise InvalidUsage(f"{path}: no such checkpoint; give a folder step-N, or the folder of the run")
     try:
-        facts = json.loads((path / _META).read_text())
+        with open_regular(path / _META) as meta:
+            facts = json.loads(meta.read().decode())
     except FileNotFoundError:
         raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} is missing)") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -262,8 +267,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         or not isinstance(facts.get("files"), dict)
     ):
         raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} has no step or files)")
-    if facts.get("format") != FORMAT:
-        raise InvalidUsage(f"{path}: has format {facts.get('format')}, and this hdpcomm reads format {FORMAT}")
+    checksum = facts.pop(_CHECKSUM, None)
+    if facts.get("format") not in (_WITHOUT_CHECKSUM, FORMAT) or isinstance(facts["format"], bool):
+        raise InvalidUsage(f"{path}: has format {facts.get('format')!a}, and this hdpcomm reads format {FORMAT}")
+    if checksum != (None if facts["format"] == _WITHOUT_CHECKSUM else _checksum(facts)):
+        raise InvalidUsage(
+            f"{path}: damaged ({_META} does not have the checksum that it names); use another checkpoint"
+        )
     for name, expected in facts["files"].items():
         file = path / Path(name).name
         try:
@@ -279,6 +289,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, facts["step"], facts)
 
 
+def _checksum(facts: Mapping[str, Any]) -> str:
+    """Of what ``meta.json`` says, however it is spaced."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def _reason(error: BaseException) -> str:
     """What torch says, without the traceback that it puts into its message."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -292,7 +307,7 @@ def _reason(error: BaseException) -> str:
 def _fingerprint(path: Path) -> list[int]:
     """Bytes of a file, and their CRC-32."""
     size = checksum = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)

@@ -6,7 +6,9 @@ of all ranks are one checkpoint.
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,21 +17,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import _nested_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hdpcomm.errors import Error
+from hdpcomm.files import open_regular
 from hdpcomm.train.tensor_part import TensorPart
 
 __all__ = ["METADATA", "join_files", "read_tensors", "write_tensors"]
@@ -53,7 +58,7 @@ def read_tensors(folder: Path, state: dict[str, Any]) -> None:
     leaves are replaced. Local. Raises: what torch raises, as where a name is missing.
     """
     with _torch_reads_and_writes():
-        load(state, checkpoint_id=folder, planner=_LoadPlanner(), no_dist=True)
+        load(state, storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)
 
 
 def join_files(folder: Path, others: Sequence[Path]) -> None:
@@ -63,7 +68,7 @@ def join_files(folder: Path, others: Sequence[Path]) -> None:
     """
     joined, places = Metadata({}, planner_data={}), dict[MetadataIndex, Any]()
     for each in (folder, *others):
-        metadata = FileSystemReader(each).read_metadata()
+        metadata = _Reader(each).read_metadata()
         joined.planner_data |= metadata.planner_data
         places |= metadata.storage_data
         for name, told in metadata.state_dict_metadata.items():
@@ -84,6 +89,48 @@ def _check_whole(metadata: Metadata) -> None:
             found = sum(math.prod(chunk.sizes) for chunk in told.chunks)
             if found != math.prod(told.size):
                 raise Error(f"the ranks wrote {found} of the {math.prod(told.size)} elements of {name}")
+
+
+_TORCH_METADATA = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = {
+    *((_TORCH_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_TORCH_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_TORCH_METADATA, "TensorProperties"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows what torch's metadata is made of and nothing else, so that a file cannot name code to be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _METADATA_CLASSES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which no checkpoint's metadata needs")
+
+
+class _Reader(FileSystemReader):
+    """Reads metadata without torch's ``pickle.load``, which calls whatever the file names."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        folder = Path(self.path)
+        with open_regular(folder / METADATA) as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise pickle.UnpicklingError(f"{METADATA} holds no metadata of a checkpoint")
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
+            if Path(name).name != name:
+                raise pickle.UnpicklingError(f"{METADATA} names the file {name!a}, which is not of this folder")
+            open_regular(folder / name).close()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class _Writer(FileSystemWriter):
@@ -115,6 +162,11 @@ class _LoadPlanner(DefaultLoadPlanner):
         # As torch's, but for its look at what is on the meta device, which replaces objects that it does not know.
         self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
         self.state_dict, self.mappings = _nested_dict.flatten_state_dict(state_dict)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # As torch's, which unpickles with any globals.
+        found = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = _part(self.state_dict, index)

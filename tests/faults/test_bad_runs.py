@@ -194,6 +194,21 @@ def cut(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def plant(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Payload(folder.with_name("ran"))}, folder / "pytorch_model.bin")
+
+
 MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config.json": (changed("config.json", None), "is no folder with a config.json"),
     "no JSON": (changed("config.json", "{"), "config.json is no model that transformers knows"),
@@ -204,6 +219,7 @@ MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no layers": (config_with(num_hidden_layers=0), "config.json is no model that transformers knows"),
     "cut weights": (cut, "does not hold a"),
+    "weights that run code": (plant, "does not hold a"),
     "weights of another size": (config_with(hidden_size=16, head_dim=16), "does not hold a"),
     "a damaged tokenizer": (changed("tokenizer.json", "{"), "holds no tokenizer that transformers can load"),
     "dropout in attention": (config_with(attention_dropout=0.5), "dropout"),
@@ -217,6 +233,7 @@ def test_model_folder(case: str, good: Path, model: Path, tmp_path: Path, capfd:
     shutil.copytree(model, folder)
     make(folder)
     assert wanted in told(["--data", str(good / "a.txt"), "--model", str(folder)], capfd)
+    assert not (tmp_path / "ran").exists()
 
 
 # --- the checkpoint -------------------------------------------------------------------------------------------------

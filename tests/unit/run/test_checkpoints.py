@@ -117,7 +117,7 @@ DAMAGE = {
     cut_meta: "damaged (meta.json: ",
     deep_meta: "damaged (meta.json: ",
     list_meta: "has no step or files",
-    other_format: "has format 99, and this hdpcomm reads format 1",
+    other_format: "has format 99, and this hdpcomm reads format 2",
 }
 
 
