@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from hdpcomm import _core
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.store_server import JobStoreServer
-from hdpcomm.comm.store_wire import DIED_KEY
-from hdpcomm.errors import CommTimeout, Error, PeerLost
+from hdpcomm.comm.store_wire import DIED_KEY, REFUSED_KEY
+from hdpcomm.errors import CommTimeout, Error, PeerLost, plain_text
 
 __all__ = ["Joining", "wait_for_all"]
 
@@ -217,12 +217,23 @@ def wait_for_all(
                     break
                 time.sleep(min(0.1, 1e-3 + (now - started) / 10))
         absent = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
+        strangers = _strangers(store) if absent else ""
     except RuntimeError as error:
         raise Error(f"rank {rank} lost the job's store in init(): {error}; did rank 0 end?", rank=rank) from error
     if absent:
         raise CommTimeout(
             f"rank {rank} waited {seconds} s in init() for: {', '.join(absent)} (ranks that did not come, or rank 0's "
-            "segment); look for their errors, or raise timeout=",
+            f"segment){strangers}; look for their errors, or raise timeout=",
             rank=rank,
             op="init",
         )
+
+
+def _strangers(store: Any) -> str:
+    """Says that the store has turned away connections, which may be those of the ranks that did not come."""
+    if not isinstance(store, JobStore) or not store.check([REFUSED_KEY]):
+        return ""
+    return (
+        f"; {plain_text(store.get(REFUSED_KEY))} connections to the job's store did not know its secret: is "
+        "HDPCOMM_SECRET or HDPCOMM_SECRET_FILE the same on all ranks?"
+    )

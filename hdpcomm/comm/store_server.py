@@ -24,6 +24,7 @@ from hdpcomm.comm.store_wire import (
     NO_SECRET,
     PROOF_BYTES,
     PROOF_S,
+    REFUSED_KEY,
     forgotten_in_children,
     pack,
     resolve,
@@ -241,6 +242,9 @@ class JobStoreServer:
             nonce, mac = bytes(client.inbox[:NONCE_BYTES]), bytes(client.inbox[NONCE_BYTES:PROOF_BYTES])
             del client.inbox[:PROOF_BYTES]
             if not self._secret.verify(mac, "store client", client.nonce, nonce):
+                with self._lock:  # a stranger, or a rank with another secret: the ranks that wait for it say so
+                    refused = int(self._data.get(REFUSED_KEY.encode(), b"0")) + 1
+                    self._data[REFUSED_KEY.encode()] = str(refused).encode()
                 self._send(client, bytes(ANSWER_BYTES))
                 self._drop(client)
                 return

@@ -32,6 +32,7 @@ __all__ = [
     "OPENING_BYTES",
     "PROOF_BYTES",
     "PROOF_S",
+    "REFUSED_KEY",
     "forgotten_in_children",
     "local_name",
     "pack",
@@ -42,6 +43,8 @@ __all__ = [
 
 #: Ranks whose connection ended without a goodbye, as a JSON object of rank and what is known of it.
 DIED_KEY = "hdpcomm/died"
+#: How many connections have been turned away because they did not know the job's secret; not there: none.
+REFUSED_KEY = "hdpcomm/refused"
 
 MAGIC = b"hdpstor1"
 OPENING_BYTES = len(MAGIC) + NONCE_BYTES

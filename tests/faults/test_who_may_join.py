@@ -255,6 +255,19 @@ def test_another_network_namespace_reaches_nothing() -> None:
 # --- the secret
 
 
+def test_ranks_that_wait_hear_of_another_secret(served: Any) -> None:
+    _, name = served
+    store = JobStore(name, OURS, 0, seconds=5)
+    with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
+        JobStore(name, THEIRS, 1, seconds=5)
+    joining = Joining(store, "job/1", 0, 2, 0.2, time.monotonic() + 0.2)
+    with pytest.raises(
+        hdp.CommTimeout, match=r"for: 1 .*; 1 connections .* did not know its secret: is HDPCOMM_SECRET"
+    ):
+        joining.from_all("host", "here")
+    store.close()
+
+
 def test_a_secret_has_no_text_of_its_own() -> None:
     assert "secret of" not in f"{OURS} {OURS!r} {[OURS]}"
 
