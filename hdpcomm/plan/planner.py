@@ -234,8 +234,17 @@ class Planner:
         of what its ranks have to do."""
         cost = self.cost_model
         dense = replace(cost, linear=max(0.0, cost.linear - cost.experts), experts=0.0)
-        bound = core.lower_bound(core_cost(dense, self.memory, self.cluster), jobs.tokens, squares=jobs.squares)
-        squares = sum(jobs.squares) if jobs.squares else sum(float(tokens) ** 2 for tokens in jobs.tokens)
+        each = jobs.squares or [float(tokens) ** 2 for tokens in jobs.tokens]
+        squares = sum(each)
+        memory = self.memory
+        if memory.copy_s and jobs.tokens:
+            # The experts' work hides copies, too: as much as hides behind the least dense part that a token has.
+            pairs = min(square / tokens for square, tokens in zip(each, jobs.tokens, strict=True))
+            rest = cost.attention * pairs + cost.piece
+            whole = rest + cost.linear + cost.experts * (self.cluster.expert_imbalance - 1)
+            share = (rest + dense.linear) / whole if whole > 0 else 1.0
+            memory = replace(memory, copy_s=memory.copy_s * max(share, 1e-9))
+        bound = core.lower_bound(core_cost(dense, memory, self.cluster), jobs.tokens, squares=jobs.squares)
         linear = dense.linear + min(cost.experts, cost.linear) + cost.piece
         mean = (cost.attention * squares + linear * sum(jobs.tokens)) / self.cluster.ranks
         return max((1 - self._spare) * bound, mean)

@@ -206,3 +206,12 @@ def test_the_command_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (found.cluster.expert, found.cluster.expert_imbalance) == (2, 1.5)
     with pytest.raises(hdp.InvalidUsage, match="expert is 2 and ranks 3"):
         found.with_ranks(3)
+
+
+def test_experts_that_hide_copies_count_in_the_bound() -> None:
+    """Offload hides behind the experts' work, too, so the bound has to leave room for it."""
+    cluster = ClusterSpec(ranks=4, capacity=7, expert=4)
+    costs = CostModel(attention=1e-8, linear=1e-3, fixed=1e-3, kv_intra=1e-4, kv_inter=1e-4, experts=9.9e-4)
+    memory = MemoryModel(7, offloadable=0.9, copy_s=3e-4, host_tokens=1e6)
+    plan = Planner(None, cluster, cost_model=costs, memory=memory).plan([48])
+    assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
