@@ -1,6 +1,6 @@
 """Hybrid data parallel training in a loop of one's own.
 
-torchrun --nproc-per-node 4 examples/own_loop.py            (or alone: a world of one)
+torchrun --nproc-per-node 4 examples/own_loop.py [STEPS [TOKENS]]            (or alone: a world of one)
 """
 
 import sys
@@ -10,7 +10,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.data import BatchSampler, standard_library
 
-steps, tokens = (int(word) for word in (*sys.argv[1:], "10", "8192")[:2])
+given = [int(word) for word in sys.argv[1:]]
+steps, tokens = (given + [10, 8192][len(given) :])[:2]
 torch.set_num_threads(1)  # the ranks share this machine's cores
 with hdp.init() as comm:
     corpus = standard_library(context=2048)

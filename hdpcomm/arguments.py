@@ -1,4 +1,5 @@
-"""Checks of plain arguments: what is no number, no whole number or out of range is refused by name and value."""
+"""Checks of plain arguments: what is no number, no whole number or out of range is refused by name and value. Sizes as
+messages write them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["MOST_TOKENS", "check_has", "check_number", "check_seconds", "check_type", "check_whole"]
+__all__ = ["MOST_TOKENS", "check_has", "check_number", "check_seconds", "check_type", "check_whole", "size_text"]
 
 MOST_TOKENS = 1 << 53
 """The largest whole number that a float holds exactly: counts above are refused."""
@@ -66,3 +67,12 @@ def check_has(owner: str, name: str, value: Any, attribute: str, wanted: str) ->
     """Raises InvalidUsage if ``value`` lacks an attribute that all objects have which are meant."""
     if isinstance(value, type) or not hasattr(value, attribute):
         raise InvalidUsage(f"{owner}: {name} is {value!r}, expected {wanted}")
+
+
+def size_text(count: float) -> str:
+    """Bytes as text, in units of 1000: ``12.3 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -41,6 +41,11 @@ _CACHE = tempfile.TemporaryDirectory(prefix="hdpcomm-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
+def pytest_unconfigure() -> None:
+    """Processes of pytest-xdist end without Python's own clean-up."""
+    _CACHE.cleanup()
+
+
 def pytest_configure() -> None:
     """The first launch of a process decides what its fork server has imported, and may be one of no training: each
     training rank of that process would import the rest for itself, 2 s of CPU."""

@@ -160,7 +160,10 @@ def add_nccl_options(group: argparse._ArgumentGroup) -> None:
         ("-V", "--device_cta_count", "choose by --transport and --algorithm"),
     ):
         add(short, long, type=_only("0", why), metavar="0", help=f"only 0: {why}")
-    add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON (version 3 of nccl-tests' format)")
+    add(
+        "-J", "--json", "--output_file", dest="output_file", type=Path, metavar="FILE",
+        help="write JSON (version 3 of nccl-tests' format)",
+    )  # fmt: skip
 
 
 def add_own_options(group: argparse._ArgumentGroup) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
@@ -276,6 +276,7 @@ def _run(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSumma
 
 def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, held_out: Corpus | None) -> RunResult:
     from hdpcomm.cli.train_report import Progress
+    from hdpcomm.data.agree import on_rank_0
     from hdpcomm.run import RunFiles, Saving, Watching, train
     from hdpcomm.run.export import export_model
     from hdpcomm.trace import TraceFile
@@ -286,20 +287,25 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, hel
     if out is not None:
         saving = Saving(out / "checkpoints", every=options.save_every or 0, keep=options.keep, resume=options.resume)
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
-    if comm.rank != 0:
-        return train(
-            comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, loading=job.data.loading
-        )
-    if not job.attempt:
-        print(f"hdpcomm train: {changed_options(resolved)}", file=sys.stderr, flush=True)
-        if out is not None:
+    files: RunFiles | None = None
+
+    def open_files() -> str:
+        nonlocal files
+        files = stack.enter_context(RunFiles(out, log=options.log, trackers=options.trackers, config=_plain(resolved)))
+        if out is not None and not job.attempt:
             save_config(out, resolved)
-    progress = Progress(job.config)
-    with (
-        RunFiles(out, log=options.log, trackers=options.trackers, config=_plain(resolved)) as files,
-        TraceFile(options.trace) as trace,
-        progress,
-    ):
+        return ""
+
+    with ExitStack() as stack:
+        on_rank_0(comm, open_files)
+        if files is None:
+            return train(
+                comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, loading=job.data.loading
+            )
+        if not job.attempt:
+            print(f"hdpcomm train: {changed_options(resolved)}", file=sys.stderr, flush=True)
+        trace = stack.enter_context(TraceFile(options.trace))
+        progress = stack.enter_context(Progress(job.config))
         files.started(corpus)
         watching = replace(
             watching,
@@ -330,7 +336,6 @@ def _plain(options: TrainOptions) -> dict[str, object]:
 
 def save_config(out: Path, options: TrainOptions) -> None:
     """``config.yaml`` of a run: its options as resolved, as ``--config`` takes them."""
-    out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(dump_options(options))
 
 

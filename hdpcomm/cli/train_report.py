@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from hdpcomm.arguments import size_text
 from hdpcomm.data import CorpusSummary
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
 from hdpcomm.run.model import model_facts
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Progress", "cluster_text", "print_dry_run", "print_report", "size_text", "to_json"]
+__all__ = ["Progress", "cluster_text", "print_dry_run", "print_report", "to_json"]
 
 
 class Progress:
@@ -74,15 +75,6 @@ class Progress:
 
 
 _MOST_ROWS = 20  # of the table of steps; metrics.jsonl has all
-
-
-def size_text(count: float) -> str:
-    """Bytes as text, in units of 1000: ``12.3 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.specs import ModelSpec
 
@@ -134,9 +135,9 @@ class StepMemory:
                 return recompute
         best = max(self.capacity(limit, recompute, ratio) for recompute in (0, self.layers))
         raise InvalidUsage(
-            f"{tokens:,} tokens a rank take {self.peak_bytes(tokens, self.layers, ratio) / 1e9:.3g} GB with all "
-            f"{self.layers} layers recomputed, and {limit / 1e9:.3g} GB is the limit, in which {best:,} fit "
-            f"({self.states / 1e9:.3g} GB are weights, gradients and optimizer); lower the capacity, or take more ranks"
+            f"{tokens:,} tokens a rank take {size_text(self.peak_bytes(tokens, self.layers, ratio))} with all "
+            f"{self.layers} layers recomputed, and {size_text(limit)} is the limit, in which {best:,} fit "
+            f"({size_text(self.states)} are weights, gradients and optimizer); lower the capacity, or take more ranks"
         )
 
     def line(self, recompute: int = 0) -> Line:

@@ -261,11 +261,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} is missing)") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidUsage(f"{path}: damaged ({_META}: {error}); use another checkpoint") from None
-    if (
-        not isinstance(facts, dict)
-        or not isinstance(facts.get("step"), int)
-        or not isinstance(facts.get("files"), dict)
-    ):
+    if not isinstance(facts, dict) or type(facts.get("step")) is not int or not isinstance(facts.get("files"), dict):
         raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} has no step or files)")
     checksum = facts.pop(_CHECKSUM, None)
     if facts.get("format") not in (_WITHOUT_CHECKSUM, FORMAT) or isinstance(facts["format"], bool):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.parallel.tensor_plans import check_sizes
@@ -129,10 +130,15 @@ class RunConfig:
         if self.dtype not in _DTYPES or self.zero not in (0, 1):
             raise InvalidUsage(f"dtype is {self.dtype!r} and zero {self.zero}; give fp32 or bf16, and 0 or 1")
         layers = self.model.layers
-        if (self.recompute == "auto") != (self.memory_bytes > 0):
+        if self.recompute == "auto" and not self.memory_bytes:
             raise InvalidUsage(
-                f"recompute is {self.recompute!r} and the memory of a rank {self.memory_bytes} bytes; give recompute "
-                "'auto' (--recompute auto) with the bytes to stay below (--memory), or neither"
+                "recompute is 'auto' and no limit was given; give what a rank's step may take, as --memory 4G, or the "
+                "number of layers"
+            )
+        if self.memory_bytes and self.recompute != "auto":
+            raise InvalidUsage(
+                f"a limit of {size_text(self.memory_bytes)} was given and recompute is {self.recompute!r}, which keeps "
+                "to none; give recompute 'auto' (--recompute auto), or leave out the limit (--memory)"
             )
         if isinstance(self.recompute, tuple):
             self._check_recompute_of_stages(self.recompute)

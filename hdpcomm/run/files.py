@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,20 +17,57 @@ from typing import Any
 import numpy as np
 
 from hdpcomm.data import Corpus, DocumentStream
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
 from hdpcomm.run.metrics_log import JsonLines, MetricsLog
-from hdpcomm.run.trackers import Tracker, open_trackers
+from hdpcomm.run.trackers import Tracker, open_trackers, tracker_names
 from hdpcomm.train import StepMetrics
 
-__all__ = ["RunFiles"]
+__all__ = ["RunFiles", "locked_folder"]
+
+
+@contextmanager
+def locked_folder(out: Path) -> Iterator[None]:
+    """Makes the folder of a run if need be, and keeps other runs out of it: by a lock on ``RUN/.lock``, which the
+    system frees when this process ends, however it does. Local; one process of a run calls it.
+
+    Raises: InvalidUsage if another run has it, whose process, host and start are told, or if it cannot be written.
+    """
+    path = out / ".lock"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        while True:
+            file = path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read(1000).strip() or "a process that has just begun"
+                file.close()
+                raise InvalidUsage(
+                    f"--out {out} is in use by another run ({holder}); wait for its end, or give another folder"
+                ) from None
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    break
+            file.close()  # a run that ended meanwhile has removed it
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T}\n")
+        file.flush()
+    except OSError as error:
+        told = error.strerror or error
+        raise InvalidUsage(f"--out {out} cannot be written ({told}); give a folder that can") from error
+    with file:
+        yield
+        path.unlink(missing_ok=True)
 
 
 class RunFiles:
     """Writes what a run tells, as it is told; one process opens it. Nothing is ever truncated.
 
     Args:
-        out: the folder of the run; made if need be. ``None``: only ``log`` is written.
+        out: the folder of the run, locked meanwhile (:func:`locked_folder`). ``None``: only ``log`` is written.
         log: one more file with the lines of ``metrics.jsonl``.
         trackers: ``auto``, ``none``, ``tensorboard`` or ``wandb``, see :func:`hdpcomm.run.trackers.open_trackers`.
         config: what the run was told, for trackers.
@@ -41,9 +82,11 @@ class RunFiles:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._out = out
+        if out is not None:
+            tracker_names(trackers)  # before anything is made
         self._stack = ExitStack()
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            self._stack.enter_context(locked_folder(out))
         paths = [path for path in (log, out and out / "metrics.jsonl") if path is not None]
         self._metrics = [self._stack.enter_context(MetricsLog(path)) for path in paths]
         self._lines = {} if out is None else {name: self._open(out, name) for name in ("evaluations", "timeline")}

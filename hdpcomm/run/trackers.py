@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["TRACKERS", "Tracker", "open_trackers"]
+__all__ = ["TRACKERS", "Tracker", "open_trackers", "tracker_names"]
 
 
 class Tracker(Protocol):
@@ -57,15 +57,19 @@ class _Wandb:
 TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
+def tracker_names(wanted: str) -> list[str]:
+    """The trackers of a run, see :func:`open_trackers`. Raises: InvalidUsage if the one that is wanted is missing."""
+    if wanted == "none":
+        return []
+    if wanted != "auto" and importlib.util.find_spec(wanted) is None:
+        raise InvalidUsage(f"--trackers {wanted} was given and {wanted} is not installed; pip install {wanted}")
+    return [name for name in TRACKERS if wanted == name or (wanted == "auto" and importlib.util.find_spec(name))]
+
+
 def open_trackers(wanted: str, out: Path, config: dict[str, Any]) -> list[Tracker]:
     """The trackers of a run, which write below ``out``.
 
     Args:
         wanted: ``auto``: those that are installed; ``none``; or the name of one, which must be installed.
     """
-    if wanted == "none":
-        return []
-    if wanted != "auto" and importlib.util.find_spec(wanted) is None:
-        raise InvalidUsage(f"--trackers {wanted} was given and {wanted} is not installed; pip install {wanted}")
-    names = [name for name in TRACKERS if wanted == name or (wanted == "auto" and importlib.util.find_spec(name))]
-    return [TRACKERS[name](out, config) for name in names]
+    return [TRACKERS[name](out, config) for name in tracker_names(wanted)]

@@ -241,6 +241,13 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
 
 def _refuse(trainer: Any) -> None:
     args = trainer.args
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    known = owner is transformers.Trainer or owner.__module__ == "trl.trainer.sft_trainer"
+    if not known and not trainer.computes_token_loss:
+        raise InvalidUsage(
+            f"{owner.__name__}.compute_loss is not called with plans; if its loss is the mean of the labelled tokens' "
+            "cross-entropy, set computes_token_loss = True in your class, else use it without HybridDataParallel"
+        )
     wrong = {
         f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor,
         f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
@@ -257,10 +264,3 @@ def _refuse(trainer: Any) -> None:
             raise InvalidUsage(
                 f"Trainer: {name} is not supported with plans; leave it out, or use transformers.Trainer"
             )
-    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
-    known = owner is transformers.Trainer or owner.__module__ == "trl.trainer.sft_trainer"
-    if not known and not trainer.computes_token_loss:
-        raise InvalidUsage(
-            f"{owner.__name__}.compute_loss is not called with plans; if its loss is the mean of the labelled tokens' "
-            "cross-entropy, set computes_token_loss = True in your class, else use it without HybridDataParallel"
-        )

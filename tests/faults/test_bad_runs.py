@@ -19,6 +19,8 @@ import torch
 from hdpcomm.cli import train as train_command
 from hdpcomm.cli.main import main
 from hdpcomm.data import build_data
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.run import RunFiles
 from hdpcomm.testing import run_threads
 
 SMALL = ["--layers", "1", "--hidden", "8", "--heads", "1", "--kv-heads", "1", "--ffn", "8", "--steps", "1"]
@@ -281,3 +283,38 @@ def test_checkpoint(case: str, good: Path, saved: Path, tmp_path: Path, capfd: p
 
 def test_there_are_forty() -> None:
     assert len(CONFIG) + len(DATA) + len(MODEL) + len(CHECKPOINT) >= 40
+
+
+# --- the folder of the run ------------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_folder(good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    with RunFiles(run):
+        before = sorted(run.iterdir())
+        message = told(["--data", str(good / "a.txt"), "--out", str(run)], capfd)
+        assert f"--out {run} is in use by another run (process {os.getpid()} on " in message
+        assert sorted(run.iterdir()) == before
+    assert not (run / ".lock").exists()
+    (run / ".lock").write_text("process 1 on a host that was switched off")  # the lock of a dead process is free
+    with (
+        RunFiles(run),
+        pytest.raises(InvalidUsage, match=f"in use by another run .process {os.getpid()}"),
+        RunFiles(run),
+    ):
+        pass
+    assert not (run / ".lock").exists()
+
+
+def test_a_folder_that_cannot_be_written(good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "run", Path("/proc/run")):
+        message = told(["--data", str(good / "a.txt"), "--out", str(out)], capfd)
+        assert f"--out {out} cannot be written (" in message
+
+
+def test_a_tracker_that_is_missing_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(InvalidUsage, match="--trackers wandb was given and wandb is not installed"):
+        RunFiles(tmp_path / "run", trackers="wandb")
+    assert not (tmp_path / "run").exists()

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from hdpcomm.arguments import size_text
 from hdpcomm.cli.main import main
-from hdpcomm.cli.train_report import size_text
 from hdpcomm.errors import InvalidUsage
 from tests.warm_python import Python, run_python
 
@@ -182,7 +182,6 @@ def test_joins_the_world_of_mpirun(folder, tmp_path):
     assert json.loads(path.read_text())["ranks"] == 2
 
 
-_NEITHER = "give recompute 'auto' (--recompute auto) with the bytes to stay below (--memory), or neither"
 BAD = {
     "--data /no/such/path": "/no/such/path: no such file or folder",
     "--data {folder} --capacity 100 --ranks 2": "raise --capacity to at least 150 or --ranks to 3, or lower "
@@ -194,8 +193,8 @@ BAD = {
     "--data {folder} --log {folder}": "this is a folder",
     "--data {folder} --compare balanced": "--compare balanced is the policy of the run itself",
     "--data {folder} --compare ddp --zero 1": "compare with it without dtype, zero and offload",
-    "--data {folder} --recompute auto": _NEITHER,
-    "--data {folder} --memory 1G": _NEITHER,
+    "--data {folder} --recompute auto": "no limit was given; give what a rank's step may take, as --memory 4G",
+    "--data {folder} --memory 1G": "a limit of 1.1 GB was given and recompute is 'none', which keeps to none",
     "--data {folder} --save-every 5": "--save-every was given without --out",
     "--data {folder} --resume auto": "--resume was given without --out",
     "--data {folder} --out {folder}/0.txt": "this is a file; give a folder",
