@@ -33,14 +33,21 @@ class BlockTimes {
              const Seconds& seconds)
       : grain_(grain), inside_(inside), rows_(max_ranks / grain + 1) {
     int packed = 1;  // sequences of a micro-batch on one rank, at most
-    while (std::isfinite(seconds(min_size, packed + 1))) ++packed;
+    while (packed < kMostPacked && std::isfinite(seconds(min_size, packed + 1))) ++packed;
     rows_[0].push_back({});
+    double left = kMostTrials;
     for (int row = 1; row < static_cast<int>(rows_.size()); ++row) {
       const int ranks = row * grain;
-      const int most_first = 2 * std::max(1, ranks / min_size) * packed;
+      const auto most_first = static_cast<int>(
+          std::min(2.0 * std::max(1, ranks / min_size) * packed, 1.0 * kMostFirst));
       std::vector<Cell>& cells = rows_[row];
       cells.push_back({});
-      for (int count = 1;; ++count) {
+      // Larger numbers of sequences are left out where the trials for this number of ranks are
+      // over.
+      double own = left / (static_cast<double>(rows_.size()) - row);
+      left -= own;
+      for (int count = 1; own > 0; ++count) {
+        own -= std::min(most_first, count - 1) + kTrialsOfCut * row;
         Cell best = sideBySide(row, count);
         if (row == 1 && inside_ != nullptr && count < inside_->counts(grain_)) {
           best = {inside_->time(grain_, count), inside_->work(grain_, count), Kind::kInside, 0, 0};
@@ -55,6 +62,7 @@ class BlockTimes {
         if (best.time > limit) break;
         cells.push_back(best);
       }
+      left += std::max(0.0, own);
     }
   }
 
@@ -99,6 +107,10 @@ class BlockTimes {
 
  private:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
+  static constexpr double kMostTrials = 4e6;  // cuts that are looked at
+  static constexpr double kTrialsOfCut = 8;   // one side by side, in trials of the others
+  static constexpr int kMostPacked = 1 << 16;
+  static constexpr int kMostFirst = 1 << 30;
 
   enum class Kind : uint8_t { kGroup, kInside, kSide, kAfter };
 

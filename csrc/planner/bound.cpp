@@ -302,6 +302,19 @@ class Bound {
     return work;
   }
 
+  // Rank-seconds, at full speed, beside one micro-batch's fixed cost on each rank: a rank that
+  // works pays it at least once.
+  double roomBesideFixed(const Limits& limits) const {
+    if (speeds_.empty()) {
+      return std::max(0.0, limits.rank_s - params_.fixed) * ranks_ * (1 + 1e-9);
+    }
+    double room = 0;
+    for (const double speed : speeds_) {
+      room += std::max(0.0, limits.rank_s * speed - params_.fixed);
+    }
+    return room * (1 + 1e-9);
+  }
+
   bool possible(double time) const {
     const Limits limits = limitsOf(time);
     if (slowest_ > limits.batch_s) return false;
@@ -309,6 +322,7 @@ class Bound {
     double work = workAlone(limits.held);
     if (work > room) return false;
     double compute = work - params_.fixed * all_.tokens / limits.held;  // of that, per sequence
+    double plain = compute;  // without what sequences lose by ranks of different speeds
     PipelineWindows::Charges charges;
     int longest_ranks = 1;
     for (const Item& item : items_) {
@@ -320,6 +334,7 @@ class Bound {
       if (size == 0) return false;
       const double beyond_one = workBeyondOne(item.load, size, limits);
       work += beyond_one;
+      plain += beyond_one;
       compute += (size - 1) * (params_.piece * item.load.tokens +
                                params_.ring_step * item.load.tokens / limits.held);
       if (charges.beyond_one.empty()) longest_ranks = size;
@@ -335,6 +350,7 @@ class Bound {
       if (work - fixed > ramps_->mostWork(time) * ranks_ * (1 + 1e-9)) return false;
       if (compute > compute_ramps_->mostWork(time) * ranks_ * (1 + 1e-9)) return false;
     }
+    if (plain > roomBesideFixed(limits) - put_off_ * all_.tokens) return false;
     charges.all = work;
     charges.held = limits.held;
     return !windows_ || windows_->fit(time, longest_ranks, charges);

@@ -113,8 +113,23 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
                         ", expected 0.001 to 1: give each relative to the fastest rank");
     }
   }
+  normaliseSpeeds();
   const auto full = [](double speed) { return speed == 1; };
-  if (std::all_of(cluster.speeds.begin(), cluster.speeds.end(), full)) cluster_.speeds.clear();
+  if (std::all_of(cluster_.speeds.begin(), cluster_.speeds.end(), full)) cluster_.speeds.clear();
+}
+
+// The fastest rank gets speed 1, and the costs are those of it.
+void CostModel::normaliseSpeeds() {
+  std::vector<double>& speeds = cluster_.speeds;
+  const double fastest = speeds.empty() ? 1 : *std::max_element(speeds.begin(), speeds.end());
+  if (fastest == 1) return;
+  for (double& speed : speeds) speed /= fastest;
+  CostParams& all = params_;
+  for (double* seconds : {&all.attention, &all.piece, &all.linear, &all.fixed, &all.ring_step,
+                          &all.kv_intra, &all.kv_domain, &all.kv_inter, &all.latency_intra,
+                          &all.latency_domain, &all.latency_inter, &all.put_off, &memory_.copy}) {
+    *seconds /= fastest;
+  }
 }
 
 double CostModel::maxOffload(const Load& load) const noexcept {

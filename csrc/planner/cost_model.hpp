@@ -189,6 +189,7 @@ class CostModel {
   int sizeWithin(const Load& load, int min_size, int max_size, double limit) const noexcept;
 
  private:
+  void normaliseSpeeds();
   int fastestIn(const Load& load, int first, int last) const noexcept;
   int searchWithin(const Load& load, int first, int last, double limit) const noexcept;
 

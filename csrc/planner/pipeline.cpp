@@ -32,6 +32,7 @@ class ShapeSearch {
       if (count > 2) attemptRamps(count);
     }
     reserveRanks();
+    if (best_.micro_batches.empty()) return std::move(best_);  // no shape has a plan
     descend();
     if (by_levels_) {
       attemptLevels();

@@ -26,6 +26,7 @@ class WavePacks {
     double tokens = 0;
     for (size_t i = 0; i < jobs_.size(); ++i) {
       if (used_[i]) continue;
+      any_ = true;
       work_ += jobs_[i].min_size_s;
       seconds += jobs_[i].min_size_s - cost_.params().fixed;
       tokens += jobs_[i].load.tokens;
@@ -33,6 +34,8 @@ class WavePacks {
     if (tokens > 0) full_ = 0.97 * capacity() * seconds / tokens + cost_.params().fixed;
   }
 
+  // Whether there are sequences for packs, of which none takes any time on one rank.
+  bool takeNoTime() const { return any_ && !(work_ > 0); }
   // Seconds of a rank that all of them take; 0: there are none.
   double work() const { return work_; }
   // Seconds of a pack that is as full as memory allows.
@@ -130,6 +133,7 @@ class WavePacks {
   const Places& places_;
   const std::vector<Job>& jobs_;
   const std::vector<bool>& used_;
+  bool any_ = false;
   double work_ = 0;
   double full_ = 0;
 };

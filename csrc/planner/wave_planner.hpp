@@ -284,6 +284,7 @@ class WavePlanner {
   // short sequences are dealt to the packs; none if they take longer than these limits.
   std::vector<MicroBatch> dealt(double limit, double most) {
     const WavePacks packs(problem_, places_, jobs_, used_);
+    if (packs.takeNoTime()) return {};  // heights say nothing of their packs
     std::vector<WavePacks::Lacking> lacking;
     if (packs.work() > 0) {
       const double room = makeRoom(packs, limit);
