@@ -101,6 +101,7 @@ class Bound {
   }
 
   double byPipelineConfigurations(double low) const {
+    if (low <= 0) return low;  // nothing takes any time: there are no times to try
     PipelineConfigurations found(problem_, leastCompute());
     return found.improve(low, [this](double time) { return mostHeld(time / stages_); });
   }
