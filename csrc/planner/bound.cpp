@@ -303,17 +303,10 @@ class Bound {
     return work;
   }
 
-  // Rank-seconds, at full speed, beside one micro-batch's fixed cost on each rank: a rank that
-  // works pays it at least once.
+  // Rank-seconds beside one micro-batch's fixed cost on each rank: a rank that works pays it at
+  // least once.
   double roomBesideFixed(const Limits& limits) const {
-    if (speeds_.empty()) {
-      return std::max(0.0, limits.rank_s - params_.fixed) * ranks_ * (1 + 1e-9);
-    }
-    double room = 0;
-    for (const double speed : speeds_) {
-      room += std::max(0.0, limits.rank_s * speed - params_.fixed);
-    }
-    return room * (1 + 1e-9);
+    return std::max(0.0, limits.rank_s - params_.fixed) * ranks_ * (1 + 1e-9);
   }
 
   bool possible(double time) const {
@@ -323,7 +316,7 @@ class Bound {
     double work = workAlone(limits.held);
     if (work > room) return false;
     double compute = work - params_.fixed * all_.tokens / limits.held;  // of that, per sequence
-    double plain = compute;  // without what sequences lose by ranks of different speeds
+    double plain = compute;  // and of sequences on several ranks
     PipelineWindows::Charges charges;
     int longest_ranks = 1;
     for (const Item& item : items_) {
@@ -351,7 +344,8 @@ class Bound {
       if (work - fixed > ramps_->mostWork(time) * ranks_ * (1 + 1e-9)) return false;
       if (compute > compute_ramps_->mostWork(time) * ranks_ * (1 + 1e-9)) return false;
     }
-    if (plain > roomBesideFixed(limits) - put_off_ * all_.tokens) return false;
+    // With ranks of different speeds the search begins too high by it, and plans get longer.
+    if (speeds_.empty() && plain > roomBesideFixed(limits) - put_off_ * all_.tokens) return false;
     charges.all = work;
     charges.held = limits.held;
     return !windows_ || windows_->fit(time, longest_ranks, charges);
