@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
 import pickle
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.run.checkpoints import FORMAT, CheckpointFolder, newest_checkpoint, open_checkpoint
+from hdpcomm.run.checkpoints import CheckpointFolder, newest_checkpoint, open_checkpoint
+from tests.signing import sign
 
 CASES = int(os.environ.get("HDPCOMM_CHECKPOINT_CASES", "150"))
 FACTS = {"ranks": 2, "config": {"seed": 1, "model": {"hidden": 32}}, "note": "sound"}
@@ -49,18 +48,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.save(step, state(float(step)), FACTS)
     folder.wait()
     return folder.path
-
-
-def sign(step: Path) -> None:
-    """Makes ``meta.json`` fit the files, as somebody who plants a checkpoint does."""
-    facts = json.loads((step / "meta.json").read_text())
-    facts.pop("sha256", None)
-    for name in facts["files"]:
-        data = (step / name).read_bytes()
-        facts["files"][name] = [len(data), zlib.crc32(data)]
-    if facts["format"] == FORMAT:
-        facts["sha256"] = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    (step / "meta.json").write_text(json.dumps(facts))
 
 
 def a_file(step: Path, draw: random.Random) -> Path:

@@ -22,6 +22,7 @@ from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
 from hdpcomm.train import StepMetrics
 from hdpcomm.train.timeline import Span
+from tests.signing import sign
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 BELIEVED = CostModel(attention=1e-8, linear=1.2e-5, fixed=1e-4)
@@ -137,6 +138,7 @@ def test_learned_costs_that_are_none_are_refused(data: str, tmp_path: Path) -> N
     content = json.loads(facts.read_text())
     content["learned"] = {"balanced": {"speeds": None}}
     facts.write_text(json.dumps(content))
+    sign(facts.parent)
     with pytest.raises(hdp.Error, match=r"holds no learned costs.*without --learn-costs"):
         run_threads(lambda: run(data, tmp_path, steps=2, resume="auto"), 2, timeout=100.0)
 
@@ -169,6 +171,7 @@ def test_what_other_devices_learned_is_not_taken_over(data: str, tmp_path: Path)
     content = json.loads(facts.read_text())
     content["learned"] = {"balanced": {"speeds": None}}  # would be refused if it were looked at
     facts.write_text(json.dumps(content))
+    sign(facts.parent)
     told = run_threads(lambda: run(data, tmp_path, steps=5, resume="auto"), 4, timeout=100.0)
     assert len(told[0]) == 1
 
