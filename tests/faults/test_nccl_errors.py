@@ -385,7 +385,7 @@ def test_bad_arguments() -> None:
         comm = hdp.init()
         x = torch.zeros(1)
         with pytest.raises(hdp.InvalidUsage, match="200 sends and 100 receives; NCCL takes 256"):
-            comm.exchange([(x, 1 - comm.rank)] * 200, [(x, 1 - comm.rank)] * 100)
+            comm.exchange([(x, 1 - comm.rank)] * 200, [(torch.zeros(1), 1 - comm.rank) for _ in range(100)])
         with pytest.raises(hdp.InvalidUsage, match="NCCL has no landing zone"):
             comm.exchange([(x, 1 - comm.rank, 0)], [])
         still_works(comm)

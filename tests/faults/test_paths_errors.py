@@ -287,7 +287,7 @@ def test_bad_arguments() -> None:
         comm = hdp.init()
         x = torch.zeros(1)
         with pytest.raises(hdp.InvalidUsage, match="200 sends and 100 receives; NCCL takes 256"):
-            comm.exchange([(x, 1 - comm.rank)] * 200, [(x, 1 - comm.rank)] * 100)
+            comm.exchange([(x, 1 - comm.rank)] * 200, [(torch.zeros(1), 1 - comm.rank) for _ in range(100)])
         still_works(comm)
 
     run_threads(bad_arguments, 2, transport="cuda+nccl", hosts=(0, 1))

@@ -57,7 +57,7 @@ def tree(tmp_path_factory):
     shutil.copytree(TOP / "csrc/kernels", sources)
     replace(sources / "cuda_launch.cuh", LAUNCH, EMULATED)
     replace(sources / "cuda_launch.cuh", BLOCKS, "kMaxBlocks = 3;")
-    others = (TOP / "csrc/base" / name for name in ("error.cpp", "dtype.cpp", "call.cpp"))
+    others = (TOP / "csrc/base" / name for name in ("error.cpp", "dtype.cpp", "call.cpp", "text.cpp"))
     together = sources.parent / "unity.cpp"  # a third of the time
     together.write_text("".join(f'#include "{path}"\n' for path in (*sorted(sources.glob("*.cpp")), *others)))
     files = [*sources.glob("*.cu"), TOP / "csrc/device/cuda/loading.cu", HERE / "driver.cpp"]
