@@ -28,6 +28,7 @@ from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_s
 from hdpcomm.train.shards import empty_shard
 from hdpcomm.train.tensor_part import TensorPart
 from hdpcomm.train.trainer import Trainer
+from hdpcomm.train.trainer_check import check_elementwise
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -84,6 +85,8 @@ class MeshTrainer(Trainer):
         self.boundary_bytes = 0
         """Of the last step: what this rank sent to the stages beside its own."""
         self._check_model(model)
+        if mesh.tensor * mesh.expert > 1:
+            check_elementwise(optimizer, "on a mesh with tensor or expert ranks")
         super().__init__(
             model, optimizer, planner, mesh.comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero,
             dtype=dtype, bucket_bytes=bucket_bytes, check_replicas=check_replicas,

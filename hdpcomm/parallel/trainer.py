@@ -21,7 +21,7 @@ from hdpcomm.parallel.state import names_in_model, state_of_stages, whole_state
 from hdpcomm.parallel.tensor_state import TensorParts
 from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.plan_check import check_same_plan
-from hdpcomm.train.replicas import share_values
+from hdpcomm.train.replicas import settings_of, share_values
 from hdpcomm.train.sharded import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ class PipelineTrainer(MeshTrainer):
         order = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
         if schedule.alone is not None:
             order += schedule.alone.tobytes()
-        check_same_plan(plan, self.comm, more=order)
+        settings = settings_of(self.optimizer, self.max_grad_norm)
+        alike = self.mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
+        check_same_plan(plan, self.comm, more=order, settings=settings, alike=alike)
 
     def _counted_parameters(self) -> list[nn.Parameter]:
         copies = [each.tied for each in self.stages if each.last]

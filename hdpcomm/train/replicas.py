@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from hdpcomm.train.dtensor import is_dtensor
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["check_replicas", "share_values"]
+__all__ = ["check_replicas", "raise_unlike", "settings_of", "share_values"]
 
 _ROUNDING = 1e-6
 """Ranks with other processors or numbers of threads round differently; weights that differ by less are no error."""
@@ -50,7 +50,7 @@ def check_replicas(
         return
     tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
     tensors = {name: t for name, t in tensors.items() if name not in without and not is_dtensor(t)}
-    told = _settings(optimizer, settings)
+    told = settings_of(optimizer, settings)
     bits = [_bits(tensor) for tensor in tensors.values()]
     sums = torch.stack(bits).tolist() if bits else []
     names = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -62,9 +62,9 @@ def check_replicas(
         for place in range(0, own.numel(), _DIGEST)
     )
     if len(set(updates)) > 1:
-        _raise(comm, updates, "the optimizer's settings", f"here {told}")
+        raise_unlike(comm, updates, "the optimizer's settings", f"here {told}")
     if len(set(kinds)) > 1:
-        _raise(comm, kinds, "names, types and shapes of the tensors", f"here {len(names)} tensors")
+        raise_unlike(comm, kinds, "names, types and shapes of the tensors", f"here {len(names)} tensors")
     if len(set(weights)) > 1:
         _compare_values(tensors, comm, weights)
 
@@ -84,7 +84,9 @@ def _compare_values(tensors: dict[str, Tensor], comm: Communicator, hashes: Sequ
     if worst > _ROUNDING:
         rank, place = divmod(int(apart.argmax()), len(tensors))
         odd = [b"odd" if float(row.max()) > _ROUNDING else b"" for row in apart]
-        _raise(comm, odd, "the weights", f"{list(tensors)[place]} of rank {comm.ranks[rank]} is {worst:.1e} apart")
+        raise_unlike(
+            comm, odd, "the weights", f"{list(tensors)[place]} of rank {comm.ranks[rank]} is {worst:.1e} apart"
+        )
     if comm.rank == 0:
         warnings.warn(
             f"the weights of the ranks differ by rounding ({worst:.1e}): their processors or numbers of threads differ",
@@ -93,10 +95,19 @@ def _compare_values(tensors: dict[str, Tensor], comm: Communicator, hashes: Sequ
         )
 
 
-def _raise(comm: Communicator, found: Sequence[bytes], what: str, more: str) -> None:
+def raise_unlike(
+    comm: Communicator, found: Sequence[bytes], what: str, more: str, places: Sequence[int] | None = None
+) -> NoReturn:
+    """Raises Mismatch, which names the ranks that are not like most. Local.
+
+    Args:
+        found: of each place.
+        places: positions in ``comm``; ``None``: all.
+    """
     usual = Counter(found).most_common(1)[0][0]
-    odd = [comm.ranks[place] for place, each in enumerate(found) if each != usual]
-    rest = [comm.ranks[place] for place, each in enumerate(found) if each == usual]
+    ranks = [comm.ranks[place] for place in (range(comm.size) if places is None else places)]
+    odd = [rank for rank, each in zip(ranks, found, strict=True) if each != usual]
+    rest = [rank for rank, each in zip(ranks, found, strict=True) if each == usual]
     raise Mismatch(
         f"{what} of ranks {odd} are not those of ranks {rest} ({more}); replicas must be alike: go on from a "
         "checkpoint, and look for what a single rank does (another learning rate, a changed weight, broken memory)",
@@ -106,7 +117,8 @@ def _raise(comm: Communicator, found: Sequence[bytes], what: str, more: str) -> 
     )
 
 
-def _settings(optimizer: torch.optim.Optimizer, more: object) -> str:
+def settings_of(optimizer: torch.optim.Optimizer, more: object = None) -> str:
+    """What an optimizer does to its parameters, as text: its class, and the options of each group. Local."""
     groups: list[dict[str, Any]] = [
         {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups

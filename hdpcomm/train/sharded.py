@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.train.buckets import Bucket, make_buckets, trained_parameters
 from hdpcomm.train.tensor_part import TensorPart
+from hdpcomm.train.trainer_check import check_elementwise
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
@@ -22,7 +23,6 @@ __all__ = ["BUCKET_BYTES", "ShardedParameters"]
 BUCKET_BYTES = 32 << 20
 """Long enough for the wire, short enough that the first bucket leaves early."""
 
-_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -294,12 +294,7 @@ def _check(
         raise InvalidUsage(
             f"dtype is {dtype}; give torch.bfloat16 or torch.float32 (float16 needs loss scaling, which is not here)"
         )
-    kind = type(optimizer)
-    if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in _ELEMENTWISE:
-        raise InvalidUsage(
-            f"{kind.__name__} may look at more than one element of a parameter, and a part of it is all that a rank "
-            f"has; with zero=1 or dtype= use one of torch.optim's {', '.join(_ELEMENTWISE)}"
-        )
+    check_elementwise(optimizer, "with zero=1 or dtype=")
     if optimizer.state:
         raise InvalidUsage("the optimizer has made steps already; give the trainer a new one")
     if wrong := [type(p).__name__ for p in parameters if type(p.data) is not Tensor]:

@@ -29,7 +29,7 @@ from hdpcomm.train.optimizer_state import own_state
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.queue import StepQueue
 from hdpcomm.train.reading import declared
-from hdpcomm.train.replicas import check_replicas, share_values
+from hdpcomm.train.replicas import check_replicas, settings_of, share_values
 from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
 from hdpcomm.train.shards import Fetch, PackedShard, no_tokens, pack_shard
@@ -318,7 +318,7 @@ class Trainer:
 
     def _check_plan(self, plan: StepPlan) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
-        check_same_plan(plan, self.comm)
+        check_same_plan(plan, self.comm, settings=settings_of(self.optimizer, self.max_grad_norm))
 
     def _compare_replicas(self) -> None:
         """Raises unless all ranks that hold the same parameters have the same values. Collective."""

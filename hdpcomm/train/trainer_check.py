@@ -8,8 +8,26 @@ import torch
 from torch import nn
 
 from hdpcomm.arguments import check_has, check_number, check_type, check_whole
+from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_trainer"]
+__all__ = ["check_elementwise", "check_trainer"]
+
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Raises InvalidUsage unless the optimizer is known to update each element of a parameter by itself: ranks that
+    hold parts of a tensor would otherwise make other updates than one that holds the whole, without a word.
+
+    Args:
+        where: how parameters came to be cut, for the message.
+    """
+    kind = type(optimizer)
+    if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in _ELEMENTWISE:
+        raise InvalidUsage(
+            f"{kind.__name__} may look at more than one element of a parameter, and a part of it is all that a rank "
+            f"has; {where} use one of torch.optim's {', '.join(_ELEMENTWISE)}"
+        )
 
 
 def check_trainer(
@@ -30,6 +48,15 @@ def check_trainer(
     check_has("Trainer", "optimizer", optimizer, "param_groups", "an optimizer of torch")
     check_has("Trainer", "planner", planner, "cluster", "a hdpcomm.plan.Planner")
     check_has("Trainer", "comm", comm, "all_reduce", "the communicator of init()")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidUsage("LBFGS computes the loss several times a step, which a planned step does once; give another")
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if strange:
+        raise InvalidUsage(
+            f"{strange} parameters of the optimizer are none of the model's; make the optimizer from the parameters of "
+            "the model that is given to the trainer, after it was cut or adapted"
+        )
     if max_grad_norm is not None:
         check_number("Trainer", "max_grad_norm", max_grad_norm, above=0)
     if loss is not None:

@@ -309,7 +309,8 @@ def make(comm, *, ranks=2, stages=2, mesh=None, stage=None, number=None, config=
     if stage is None:
         stage = split_llama(Llama(config), 2)[mesh.stage if number is None else number]
     planner = Planner(None, ClusterSpec(ranks, 100, pipeline=stages), cost_model=COST)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    own = stage.parameters() if isinstance(stage, torch.nn.Module) else [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.SGD(own, lr=0.1)
     return PipelineTrainer(stage, optimizer, planner, mesh, **options)
 
 

@@ -152,11 +152,11 @@ def test_sizes_that_do_not_divide(changes, message):
     assert all(each.startswith("InvalidUsage: ") and message in each for each in told)
 
 
-def make(comm, *, model=None, cluster=None, mesh=None):
+def make(comm, *, model=None, cluster=None, mesh=None, kind=torch.optim.SGD):
     mesh = mesh or Mesh(comm, tensor=2)
     model = model or tensor_parallel(Llama(CONFIG), mesh)
     cluster = cluster or ClusterSpec(1, 100, tensor=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind([parameter for parameter in model.parameters() if parameter.ndim == 2], lr=0.1)
     return MeshTrainer(model, optimizer, Planner(None, cluster, cost_model=COST), mesh)
 
 
@@ -173,6 +173,8 @@ def twice(comm):
         (lambda comm: make(comm, model=Llama(CONFIG)), "cut for the tensor ranks [], and those of the mesh are [0, 1]"),
         (lambda comm: make(comm, cluster=ClusterSpec(2, 100)), "plans for 2 ranks of 1 x 1 devices"),
         (lambda comm: make(comm, mesh=Mesh(comm, pipeline=2)), "the mesh has pipelines of 2 stages"),
+        (lambda comm: make(comm, kind=torch.optim.Muon), "Muon may look at more than one element of a parameter"),
+        (lambda comm: make(comm, kind=torch.optim.Adafactor), "on a mesh with tensor or expert ranks use one of"),
     ],
 )
 def test_what_does_not_fit_is_said(attempt, message):

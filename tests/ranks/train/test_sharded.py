@@ -330,7 +330,13 @@ REFUSED = [
     ({"zero": 1, "bucket_bytes": 0}, None, "bucket_bytes is 0, expected a whole number of at least 1"),
     ({"dtype": torch.float16}, None, "dtype is torch.float16; give torch.bfloat16"),
     ({"zero": 1}, lambda model: Own(model.parameters(), lr=0.1), "Own may look at more than one element"),
-    ({"zero": 1}, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS may look at more than one element"),
+    ({}, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS computes the loss several times a step"),
+    (
+        {},
+        lambda _: torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1),
+        "2 parameters of the optimizer are none",
+    ),
+    ({"zero": 1}, lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor may look at more than one"),
     ({"zero": 1}, with_state, "the optimizer has made steps already"),
     ({"zero": 1}, lambda model: torch.optim.SGD([model.norm.weight], lr=0.1), "optimizer holds 1 parameters, and of"),
 ]

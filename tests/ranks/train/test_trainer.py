@@ -316,3 +316,24 @@ def test_runs_check_their_limits(tmp_path):
     ):
         with pytest.raises(InvalidUsage):
             RunConfig(**bad)
+
+
+def test_ranks_that_update_differently_are_named_in_the_first_step():
+    def work(comm, trainer):
+        found = []
+        for change in ("lr", "clip"):
+            before = trainer.optimizer.param_groups[0]["lr"], trainer.max_grad_norm
+            if comm.rank == 1 and change == "lr":
+                trainer.optimizer.param_groups[0]["lr"] = 0.5
+            elif comm.rank == 1:
+                trainer.max_grad_norm = 0.25
+            weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+            with pytest.raises(
+                Mismatch, match=r"the optimizer's settings of ranks \[1\] are not those of ranks \[0, 2\]"
+            ):
+                trainer.step(LENGTHS, fetch)
+            found.append(all(map(torch.equal, weights, trainer.model.parameters())))
+            trainer.optimizer.param_groups[0]["lr"], trainer.max_grad_norm = before
+        return found, trainer.step(LENGTHS, fetch).tokens
+
+    assert on_ranks(3, work) == [([True, True], 44)] * 3
