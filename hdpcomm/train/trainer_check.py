@@ -52,7 +52,7 @@ def check_trainer(
         raise InvalidUsage("LBFGS computes the loss several times a step, which a planned step does once; give another")
     own = {id(parameter) for parameter in model.parameters()}
     strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-    if strange:
+    if strange and any(p.requires_grad for p in model.parameters()):  # else there is nothing to train, which is told
         raise InvalidUsage(
             f"{strange} parameters of the optimizer are none of the model's; make the optimizer from the parameters of "
             "the model that is given to the trainer, after it was cut or adapted"
