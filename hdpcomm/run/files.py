@@ -59,8 +59,10 @@ def locked_folder(out: Path) -> Iterator[None]:
         told = error.strerror or error
         raise InvalidUsage(f"--out {out} cannot be written ({told}); give a folder that can") from error
     with file:
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 class RunFiles:

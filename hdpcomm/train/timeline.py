@@ -49,12 +49,14 @@ class Span:
     @property
     def idle_s(self) -> float:
         """Seconds without work: until all ranks have ended theirs, and for other stages or ranks that share experts."""
-        return self.end_s - self.start_s if self.phase == "wait for others" else self.apart_s
+        if self.phase == "wait for others":
+            return self.end_s - self.start_s
+        return self.apart_s if self.phase == "micro-batch" else 0.0
 
     @property
     def exposed_s(self) -> float:
         """Seconds of waiting for messages that no compute hid: of rings, of ranks that share a layer, of gradients."""
-        return 0.0 if self.phase == "wait for others" else max(0.0, self.wait_s - self.apart_s)
+        return 0.0 if self.phase == "wait for others" else max(0.0, self.wait_s - self.idle_s)
 
     @property
     def busy_s(self) -> float:

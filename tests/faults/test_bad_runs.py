@@ -296,6 +296,9 @@ def test_two_runs_in_one_folder(good: Path, tmp_path: Path, capfd: pytest.Captur
         assert f"--out {run} is in use by another run (process {os.getpid()} on " in message
         assert sorted(run.iterdir()) == before
     assert not (run / ".lock").exists()
+    with pytest.raises(KeyError), RunFiles(run):
+        raise KeyError
+    assert not (run / ".lock").exists()
     (run / ".lock").write_text("process 1 on a host that was switched off")  # the lock of a dead process is free
     with (
         RunFiles(run),
