@@ -14,6 +14,7 @@ import torch
 from hdpcomm._core import kernels as _core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import dtype_code, launch
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 __all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows", "take_rows_and_positions"]
 
@@ -157,6 +158,7 @@ class _TakeRows(torch.autograd.Function):
         return out
 
     @staticmethod
+    @without_second_derivative
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grads[0].contiguous()
         out = grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]

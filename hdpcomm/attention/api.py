@@ -19,6 +19,7 @@ from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.tiles import Band, band_of, window_pair
 from hdpcomm.attention.variants import AttentionCosts, choose_variant
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -66,7 +67,7 @@ class RingAttention(torch.autograd.Function):
         return out.to(q.dtype, copy=out.dtype == q.dtype), lse.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
         dq, dk, dv, dsinks = backward(dout, saved, sinks, ctx.call, ctx.heads)

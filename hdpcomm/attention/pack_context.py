@@ -28,6 +28,7 @@ from hdpcomm.attention.layout import CuSeqlens, as_pack
 from hdpcomm.attention.tiles import window_pair
 from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.derivatives import refuse_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm import _core
@@ -296,6 +297,7 @@ def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tupl
 def _backward(
     ctx: torch.autograd.function.FunctionCtx, dout: torch.Tensor, *_: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
+    refuse_second_derivative()
     *saved, sinks = ctx.saved_tensors  # type: ignore[attr-defined]
     dq, dk, dv, dsinks = _packed_backward_op(dout.contiguous(), *saved, sinks, *ctx.settings)  # type: ignore[attr-defined]
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None

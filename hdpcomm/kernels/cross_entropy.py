@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._logit_rows import VocabularyShard, row_gradient, row_losses
 from hdpcomm.kernels._tensors import dtype_code
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -88,7 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         job: _Job = ctx.job
         if job.consumed:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._logit_rows import FusedRows, LogitRows, PlainRows, VocabularyShard
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -125,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         if gradients is None:

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import Tree, packing
-from hdpcomm.attention.layout import longest_length
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import linear_cross_entropy
-from hdpcomm.models.huggingface import PACK_ARGUMENT, passes_arguments, set_attention
-from hdpcomm.models.mixers import MIXER_TYPES, mixers_of
+from hdpcomm.models.huggingface import set_attention
 from hdpcomm.models.router_loss import router_loss
 from hdpcomm.models.self_check import check_logits
 
@@ -27,9 +25,6 @@ __all__ = ["IGNORE", "AdaptedCausalLM", "inner_causal_lm"]
 
 IGNORE = -100
 """The label of a token that has no loss."""
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-_GROWING_ROPES = ("dynamic", "longrope")
-"""Rotary frequencies that depend on the longest position of the call, which a shard does not see."""
 
 
 def inner_causal_lm(model: nn.Module) -> Any | None:
@@ -49,7 +44,7 @@ def inner_causal_lm(model: nn.Module) -> Any | None:
     transformers_model = hasattr(found, "base_model") and callable(getattr(found, "get_output_embeddings", None))
     if not transformers_model:
         return None
-    if found.get_output_embeddings() is None or found.base_model is found:
+    if found.get_output_embeddings() is None:
         raise InvalidUsage(
             f"{type(found).__name__} is a transformers model without a head that gives logits of tokens; give a causal "
             "LM (AutoModelForCausalLM)"
@@ -78,18 +73,17 @@ class AdaptedCausalLM(nn.Module):
         """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
         causal_lm = self.causal_lm
         config = causal_lm.config.get_text_config()
-        _refuse_layers(config, causal_lm)
-        self._scale, self._softcap = _logit_maths(config)
-        self._router = _Router.of(causal_lm, config)
-        self._longest = _longest_length(config)
-        before = causal_lm.config._attn_implementation
-        set_attention(causal_lm)
-        if check and not any(p.is_meta for p in model.parameters()):
-            try:
-                check_logits(self, causal_lm, before)
-            except Exception:
-                causal_lm.set_attn_implementation(before)
-                raise
+        _refuse_what_is_no_decoder(config, causal_lm)
+        undo = set_attention(causal_lm)
+        try:
+            _refuse_without_decoder(causal_lm)
+            self._scale, self._softcap = _logit_maths(config)
+            self._router = _Router.of(causal_lm, config)
+            if check:
+                check_logits(self)
+        except Exception:
+            undo()
+            raise
 
     @property
     def causal_lm(self) -> Any:
@@ -125,8 +119,6 @@ class AdaptedCausalLM(nn.Module):
             label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
             label_weights: float32, for each label the factor of its loss; ``None``: 1.
         """
-        if self._longest is not None:
-            _check_length(longest_length(cu_seqlens), *self._longest)
         hidden, router_logits = self._hidden(tokens, positions, cu_seqlens, comm, labels is not None)
         if labels is None:
             return self._logits(hidden)
@@ -150,9 +142,7 @@ class AdaptedCausalLM(nn.Module):
             tokens = positions = tokens.new_zeros(1)
         decoder = self.causal_lm.base_model
         options: dict[str, Any] = {} if self._router is None else {"output_router_logits": True}
-        with packing(comm, cu_seqlens, padded=count == 0) as pack:
-            if passes_arguments(decoder):
-                options[PACK_ARGUMENT] = pack
+        with packing(comm, cu_seqlens, padded=count == 0):
             out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
         hidden: Tensor = out.last_hidden_state[0]
         if self.tensor is not None:
@@ -166,7 +156,8 @@ class AdaptedCausalLM(nn.Module):
         return hidden, [x[:count] for x in logits]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
+        head = self.causal_lm.get_output_embeddings()
+        logits: Tensor = head(_as_for(head, hidden))
         if self.tensor is not None:
             logits = self.tensor.join_columns(logits)
         if self._scale != 1.0:
@@ -178,8 +169,8 @@ class AdaptedCausalLM(nn.Module):
         if not _is_plain_linear(head):
             return self._loss_of_any_head(hidden, labels, weights)
         return linear_cross_entropy(
-            hidden, head.weight, labels, weights=weights, bias=head.bias, scale=self._scale, softcap=self._softcap,
-            z_loss=self.z_loss, ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
+            _as_for(head, hidden), head.weight, labels, weights=weights, bias=head.bias, scale=self._scale,
+            softcap=self._softcap, z_loss=self.z_loss, ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
             comm=None if self.tensor is None else self.tensor.comm,
         )  # fmt: skip
 
@@ -233,43 +224,29 @@ def _is_plain_linear(head: nn.Module) -> bool:
     )
 
 
-def _refuse_layers(config: Any, causal_lm: Any) -> None:
-    name, known = type(causal_lm).__name__, (*_LAYER_TYPES, *(MIXER_TYPES if mixers_of(causal_lm) else ()))
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(known))
-    if others:
-        raise InvalidUsage(
-            f"{name} has layers of the type {', '.join(others)}, which look at other tokens of the shard without "
-            f"communicating; supported are {', '.join((*_LAYER_TYPES, *MIXER_TYPES))}, the last where transformers "
-            "names their functions as in release 5.23: gated delta rule, KDA, Mamba-2"
-        )
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "use_bidirectional_attention", False):
+def _as_for(head: nn.Module, hidden: Tensor) -> Tensor:
+    """In the type of the last layer: some models keep wider hidden states before it, as Mamba-2 in bf16."""
+    weight = getattr(head, "weight", None)
+    return hidden if weight is None or not weight.is_floating_point() else hidden.to(weight.dtype)
+
+
+def _refuse_what_is_no_decoder(config: Any, causal_lm: Any) -> None:
+    both_ways = getattr(config, "use_bidirectional_attention", False) in (True, "all")
+    if both_ways or getattr(config, "is_encoder_decoder", False):
+        name = type(causal_lm).__name__
         raise InvalidUsage(f"{name} is not a causal decoder (its tokens see later ones); give a causal LM")
+
+
+def _refuse_without_decoder(causal_lm: Any) -> None:
+    if causal_lm.base_model is causal_lm:
+        raise InvalidUsage(
+            f"{type(causal_lm).__name__} does not tell which part of it is the decoder below its last layer "
+            "(base_model is the model itself), so its loss cannot be made from the decoder's outputs; use "
+            "hdpcomm.models.huggingface.enable(model), whose loss is the model's own"
+        )
 
 
 def _logit_maths(config: Any) -> tuple[float, float]:
     """(factor, soft cap) that the model applies to what its last layer gives, under the names of its configuration."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return scale, float(getattr(config, "final_logit_softcapping", None) or 0.0)
-
-
-def _longest_length(config: Any) -> tuple[str, int] | None:
-    """(kind of rotary embedding, length) above which the frequencies depend on the sequence."""
-    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [ropes] if any(name in ropes for name in ("rope_type", "type")) else list(ropes.values())
-    limits = []
-    for rope in kinds:
-        kind = (rope or {}).get("rope_type", (rope or {}).get("type"))
-        if kind in _GROWING_ROPES:
-            limit = rope.get("original_max_position_embeddings") if kind == "longrope" else None
-            limit = limit or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-            limits.append((int(limit), str(kind)))
-    return (min(limits)[1], min(limits)[0]) if limits else None
-
-
-def _check_length(longest: int, kind: str, limit: int) -> None:
-    if longest > limit:
-        raise InvalidUsage(
-            f"a sequence of {longest:,} tokens was given, and the rotary embedding of this model ({kind}) changes its "
-            f"frequencies above {limit:,} by the longest position at hand, which differs between shards; cut the "
-            "sequences to that, or give the model another rope_type"
-        )

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.models.routing import HostNumbers, Routing, kept_routing, routing_before
 from hdpcomm.models.tensor_group import TensorShard
 
@@ -225,7 +225,7 @@ class _Spread(torch.autograd.Function):
         return x.index_select(0, order // top_k)
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
         gradient = upstream[0].index_select(0, places)
@@ -241,7 +241,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(rows, comm, sends, gets)
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(upstream[0], ctx.comm, ctx.gets, ctx.sends), None, None, None
 

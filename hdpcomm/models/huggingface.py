@@ -15,16 +15,19 @@ made before sharding, so that RoPE and the loss see the tokens where they are in
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hdpcomm.attention import Pack, current_pack, packed_attention, shard, shard_with_positions
-from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens, longest_length
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.latent import latent_attention, own_keys_values, sends_latent, set_latent
-from hdpcomm.models.mixers import PACK_ARGUMENT, set_mixers
+from hdpcomm.models.mixers import MIXER_TYPES, PACK_ARGUMENT, mixers_of, set_mixers
+from hdpcomm.models.self_check import check_outputs
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -36,6 +39,11 @@ NAME = "hdpcomm"
 _IGNORED = -100
 """Label that the loss skips."""
 _UNSUPPORTED = ("position_bias", "head_mask")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LOCAL_LAYER_TYPES = ("mlp", "moe", "dense", "sparse")
+"""Layers that look at one token at a time."""
+_GROWING_ROPES = ("dynamic", "longrope")
+"""Rotary frequencies that depend on the longest position of the call, which a shard does not see."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -44,7 +52,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | _Mask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -55,16 +63,22 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: query [batch, heads, tokens, dim] -> (out [batch, tokens, heads, dim], None)."""
-    if attention_mask is not None:
-        raise InvalidUsage("an attention mask was given; packs have none: pass attention_mask=None")
+    if attention_mask is not None and not isinstance(attention_mask, _Mask):
+        raise InvalidUsage(
+            "an attention mask was given; packs have none: pass attention_mask=None (a model that makes masks of its "
+            "own is not supported)"
+        )
     if dropout:
         raise InvalidUsage(f"attention dropout {dropout} is not supported; set config.attention_dropout = 0")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise InvalidUsage(f"this model passes {name} to its attention, which packs do not support")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window: int | tuple[int, int] | None = sliding_window
+    if attention_mask is not None:  # what eager attention goes by, whatever else the layer says
+        causal, window = attention_mask.causal, attention_mask.window
     if sends_latent(module):
-        if causal and query.shape[0] == 1 and sliding_window is None and not softcap and s_aux is None:
+        if causal and query.shape[0] == 1 and window is None and not softcap and s_aux is None:
             pack = current_pack() if hdpcomm_pack is None else hdpcomm_pack
             return latent_attention(module, query, key, value, scale=scaling, pack=pack), None
         key, value = own_keys_values(module, key, value)
@@ -73,28 +87,97 @@ def _attention(
     if one:
         q, k, v = q[0], k[0], v[0]
     out = packed_attention(
-        q, k, v, causal=causal, window=sliding_window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
+        q, k, v, causal=causal, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
         pack=hdpcomm_pack,
     )  # fmt: skip
     return out.unsqueeze(0) if one else out, None
 
 
-def _mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
-    """What transformers calls for a mask: there is none, but padding would be lost in silence."""
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What a layer's mask shows of its own sequence, in place of a mask: many layers tell their window by it only."""
+
+    causal: bool
+    window: int | tuple[int, int] | None
+
+
+_OF_THE_PACK = ("packed_sequence_mask_function", "padding_mask_function")
+"""Masks that keep the sequences of a pack apart, which the pack does, or hide padding, of which there is none."""
+_WRAPPERS = ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function")
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name in transformers.masking_utils, its settings) of each mask whose intersection a mask function is."""
+    name = mask_function.__qualname__.partition(".")[0]
+    cells = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    settings = dict(zip(mask_function.__code__.co_freevars, cells, strict=True))
+    if name not in _WRAPPERS:
+        yield name, settings
+        return
+    for inner in settings.get("mask_functions") or (settings["mask_function"],):
+        yield from _parts(inner)
+
+
+def _seen_by(mask_function: Callable[..., Any]) -> _Mask:
+    causal = False
+    window: int | tuple[int, int] | None = None
+    for name, settings in _parts(mask_function):
+        if name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = int(settings["sliding_window"])
+        elif name == "sliding_window_bidirectional_overlay":
+            window = (int(settings["sliding_window"]),) * 2
+        elif name == "chunked_overlay":
+            raise InvalidUsage(
+                f"the model has chunked attention ({settings['chunk_size']} tokens a chunk), which packs do not know; "
+                "give a model with full or sliding attention"
+            )
+        elif name not in (*_OF_THE_PACK, "bidirectional_mask_function"):
+            raise InvalidUsage(
+                f"the model adds a mask of its own to its attention ({mask_function.__qualname__}), which packs do not "
+                "know; give a causal model with full or sliding attention"
+            )
+    return _Mask(causal, window)
+
+
+def _mask(
+    *_: Any,
+    attention_mask: torch.Tensor | None = None,
+    mask_function: Callable[..., Any] | None = None,
+    local_size: int | None = None,
+    **__: Any,
+) -> _Mask | None:
+    """What transformers calls for a mask: padding would be lost in silence, windows go along to the attention."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InvalidUsage(
             "attention_mask hides tokens (padding?); pack the sequences without padding and pass cu_seqlens instead"
         )
+    if torch.compiler.is_compiling():  # the mask functions were looked at when the model was enabled
+        return None if local_size is None else _Mask(True, local_size)
+    seen = None if mask_function is None else _seen_by(mask_function)
+    # A layer that no mask limits knows best whether it is causal.
+    return None if seen is None or (seen.causal and seen.window is None) else seen
 
 
-def _pass_pack(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: the pack of the enclosing block goes along with the call."""
-    if not torch.compiler.is_compiling():
-        if model.config._attn_implementation == NAME:
-            kwargs.setdefault(PACK_ARGUMENT, current_pack())
-        elif (pack := find_pack()) is not None:  # a model of linear layers only
-            kwargs.setdefault(PACK_ARGUMENT, pack)
-    return args, kwargs
+class _PassPack:
+    """Forward pre-hook: the pack of the enclosing block goes along with the call, if its sequences are not too long."""
+
+    def __init__(self, longest: tuple[str, int] | None) -> None:
+        self._longest = longest
+
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.compiler.is_compiling():
+            return args, kwargs
+        pack = kwargs.get(PACK_ARGUMENT) or find_pack()
+        if pack is not None:
+            if passes_arguments(model):
+                kwargs[PACK_ARGUMENT] = pack
+            if self._longest is not None:
+                _check_length(longest_length(pack.cu_seqlens), *self._longest)
+        return args, kwargs
 
 
 def passes_arguments(module: torch.nn.Module) -> bool:
@@ -103,28 +186,37 @@ def passes_arguments(module: torch.nn.Module) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def enable(model: Any) -> None:
+def enable(model: Any, *, check: bool = True) -> None:
     """Lets all attention layers of a transformers model use the pack of the enclosing ``packing(comm, cu_seqlens)``.
 
     The pack goes with the call into each layer, so that activation checkpoints (``gradient_checkpointing_enable()``)
     compute again with the pack of their forward pass, after the block has ended and on any thread.
-    ``model.set_attn_implementation("sdpa")`` undoes it. Local. Raises InvalidUsage where transformers is missing or
-    too old, or the model does not take attention functions or has dropout in its attention.
+    ``model.set_attn_implementation("sdpa")`` undoes it.
+
+    ``check``: runs the model on a few tokens, as a pack and sequence by sequence with the attention that it came with,
+    its windows made short meanwhile, and refuses it if its outputs differ, as :func:`hdpcomm.models.adapt` does.
+
+    Local. Raises InvalidUsage where transformers is missing or too old, or the model does not take attention functions,
+    has dropout in its attention, has layers that packs do not know, or fails the check.
     """
-    set_attention(model)
-    if getattr(model.config, "output_router_logits", False):
-        raise InvalidUsage(
-            f"{type(model).__name__} adds the auxiliary loss of its router to each shard's loss (config."
-            "output_router_logits), which does not add up over ranks; use hdpcomm.models.adapt(model), or set it to "
-            "False"
-        )
-    for part in (model, model.base_model):  # some causal LMs do not hand on to their decoder what they do not know
-        if passes_arguments(part) and _pass_pack not in part._forward_pre_hooks.values():
-            part.register_forward_pre_hook(_pass_pack, with_kwargs=True)
+    undo = set_attention(model)
+    try:
+        if getattr(model.config, "output_router_logits", False):
+            raise InvalidUsage(
+                f"{type(model).__name__} adds the auxiliary loss of its router to each shard's loss (config."
+                "output_router_logits), which does not add up over ranks; use hdpcomm.models.adapt(model), or set it "
+                "to False"
+            )
+        if check:
+            check_outputs(model)
+    except Exception:
+        undo()
+        raise
 
 
-def set_attention(model: Any) -> None:
-    """Registers the attention with transformers and chooses it for the model; raises as :func:`enable`."""
+def set_attention(model: Any) -> Callable[[], None]:
+    """Registers the attention with transformers and chooses it for the model; returns what undoes it. Raises as
+    :func:`enable` without its check."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -133,17 +225,64 @@ def set_attention(model: Any) -> None:
         ) from error
     if not callable(getattr(model, "set_attn_implementation", None)):
         raise InvalidUsage(f"{type(model).__name__} is not a transformers model with selectable attention")
+    config = model.config.get_text_config()
     for name in _DROPOUTS:
-        if dropout := getattr(model.config, name, 0.0):
+        if dropout := getattr(model.config, name, 0.0) or getattr(config, name, 0.0):
             raise InvalidUsage(f"the model has {name}={dropout}; set model.config.{name} = 0 before")
+    _refuse_layers(config, model)
+    before = model.config._attn_implementation
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
-    mixers = set_mixers(model)
+    set_mixers(model)
     set_latent(model, NAME)
-    only_mixers = mixers and set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
+    only_mixers = set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
     if model.config._attn_implementation != NAME and not only_mixers:
         raise InvalidUsage(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
+    longest = _longest_length(config)
+    for part in {model, model.base_model}:  # some causal LMs do not hand on to their decoder what they do not know
+        if not any(isinstance(hook, _PassPack) for hook in part._forward_pre_hooks.values()):
+            part.register_forward_pre_hook(_PassPack(longest), with_kwargs=True)
+
+    def undo() -> None:
+        if before != NAME:
+            model.set_attn_implementation(before)
+
+    return undo
+
+
+def _refuse_layers(config: Any, model: Any) -> None:
+    name, known = type(model).__name__, (*_LAYER_TYPES, *((*MIXER_TYPES, "hybrid") if mixers_of(model) else ()))
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(known) - set(_LOCAL_LAYER_TYPES))
+    if others:
+        raise InvalidUsage(
+            f"{name} has layers of the type {', '.join(others)}, which look at other tokens of the shard without "
+            f"communicating; supported are {', '.join(_LAYER_TYPES)}, and from linear layers gated delta rule, KDA and "
+            "Mamba-2, where transformers names their functions as in release 5.23"
+        )
+
+
+def _longest_length(config: Any) -> tuple[str, int] | None:
+    """(kind of rotary embedding, length) above which the frequencies depend on the sequence."""
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [ropes] if any(name in ropes for name in ("rope_type", "type")) else list(ropes.values())
+    limits = []
+    for rope in kinds:
+        kind = (rope or {}).get("rope_type", (rope or {}).get("type"))
+        if kind in _GROWING_ROPES:
+            limit = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            limit = limit or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            limits.append((int(limit), str(kind)))
+    return (min(limits)[1], min(limits)[0]) if limits else None
+
+
+def _check_length(longest: int, kind: str, limit: int) -> None:
+    if longest > limit:
+        raise InvalidUsage(
+            f"a sequence of {longest:,} tokens was given, and the rotary embedding of this model ({kind}) changes its "
+            f"frequencies above {limit:,} by the longest position at hand, which differs between shards; cut the "
+            "sequences to that, or give the model another rope_type"
+        )
 
 
 def _shifted(labels: torch.Tensor, cu: Any) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 __all__ = ["rms_norm", "swiglu"]
 
@@ -26,7 +27,7 @@ class _RmsNorm(torch.autograd.Function):
         return scaled
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, factors = ctx.saved_tensors
         normed = x.to(factors.dtype) * factors
@@ -44,7 +45,7 @@ class _SwiGlu(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         of_up = F.silu(gate).mul_(upstream[0])

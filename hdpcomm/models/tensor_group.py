@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -137,7 +138,7 @@ class _Gather(torch.autograd.Function):
         return whole[None] if batched else whole
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         gradient, batched = _of_batch(upstream[0])
         block = ctx.group._scattered(gradient) if ctx.partial else ctx.group._own(gradient)
@@ -153,7 +154,7 @@ class _Scatter(torch.autograd.Function):
         return block[None] if batched else block
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         gradient, batched = _of_batch(upstream[0])
         whole = ctx.group._gathered(gradient, ctx.tokens)
@@ -169,7 +170,7 @@ class _JoinColumns(torch.autograd.Function):
         return whole.movedim(0, -2).flatten(-2)
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         first = ctx.group.comm.rank * ctx.columns
         return upstream[0][..., first : first + ctx.columns].contiguous(), None

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.models.recompute import is_recomputed
 from hdpcomm.models.tensor_group import RowLinear
 
@@ -125,7 +125,7 @@ class _LaterProduct(torch.autograd.Function):
         return nn.functional.linear(x, weight)
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x,), (gradient,) = ctx.saved_tensors, upstream
         of_input = gradient @ ctx.weight if ctx.needs_input_grad[0] else None

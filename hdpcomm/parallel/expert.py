@@ -78,7 +78,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
     model.expert = group  # type: ignore[assignment]
     if wanted is not None:
         name = type(model).__name__
-        check_same_logits(few_logits(model), wanted, f"{name} with its experts on {mesh.expert} ranks")
+        check_same_logits(model, few_logits(model), wanted, f"{name} with its experts on {mesh.expert} ranks")
     return model
 
 

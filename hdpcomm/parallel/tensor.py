@@ -59,7 +59,9 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     cut.apply(plan)
     model.tensor = group  # type: ignore[assignment]
     if wanted is not None:
-        check_same_logits(few_logits(model), wanted, f"{type(model).__name__} cut for {mesh.tensor} tensor ranks")
+        check_same_logits(
+            model, few_logits(model), wanted, f"{type(model).__name__} cut for {mesh.tensor} tensor ranks"
+        )
     return model
 
 

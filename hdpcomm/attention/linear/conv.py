@@ -25,6 +25,7 @@ from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.tree_layout import TreeLayout
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -110,7 +111,7 @@ class _ShortConv(torch.autograd.Function):
         return out.index_select(0, plan.place - (taps - 1)).to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         plan: _ConvPlan = ctx.plan

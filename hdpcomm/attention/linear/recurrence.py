@@ -15,6 +15,7 @@ from hdpcomm.attention.linear.forest import ForestScan
 from hdpcomm.attention.linear.runs import Runs, chunked
 from hdpcomm.attention.linear.scan import Inputs, Scan
 from hdpcomm.attention.linear.state_plan import Links, StatePlan
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -196,7 +197,7 @@ class LinearRecurrence(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: LinearCall = ctx.call
         q, k, v, g, beta, *kept = ctx.saved_tensors

@@ -1,0 +1,128 @@
+"""tools/model_families.py on families that were wrong in silence once, and what both doors of a model refuse."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdpcomm.attention import packing
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import adapt
+from hdpcomm.models.huggingface import enable
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from tests.ranks.models.families import model_of  # noqa: E402
+
+DOORS = [adapt, enable]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    path = Path(__file__).parents[3] / "tools/model_families.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    module.DTYPES, module.RANKS = ("float32",), (1, 2)
+    yield module
+    del sys.modules[path.stem]
+
+
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [("qwen2_moe", "sliding_window"), ("phimoe", "sliding_window"), ("falcon_h1", None), ("nemotron_h", None)],
+)
+def test_families_that_are_exact(tool, family, window):
+    """The first two tell their window by their mask only; the others have layers beside attention and Mamba-2."""
+    found = tool.examine(family)
+    assert window is None or window in found["windows"]
+    assert [tool.verdict(found, door) for door in tool.DOORS] == ["exact", "exact"], found
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("jamba", "layers of the type linear_attention"),
+        ("mamba", "layers of the type linear_attention"),
+        ("minimax", "layers of the type linear_attention"),
+        ("lfm3", "layers of the type conv"),
+        ("llama4_text", "layers of the type chunked_attention"),
+        ("zaya", "layers of the type hybrid"),
+        ("xlstm", "gives other logits on a pack"),
+        ("roberta", "gives other logits on a pack.*it counts positions in a way of its own"),
+        ("doge", "does something of its own with its mask"),
+    ],
+)
+def test_families_that_are_refused_by_both_doors(tool, family, reason):
+    config, _ = tool.first_that_runs(list(tool.small_configs(transformers.CONFIG_MAPPING[family])))
+    for door in DOORS:
+        model = tool.new_model(config, "float32")
+        with pytest.raises(InvalidUsage, match=reason):
+            door(model)
+        assert model.config._attn_implementation == "eager"  # as it was given
+
+
+def test_mamba2_in_bfloat16(tool):
+    """Its hidden states are float32 before a head of bfloat16."""
+    config, wanted = tool.first_that_runs(list(tool.small_configs(transformers.CONFIG_MAPPING["mamba2"])))
+    own = tool.difference(tool.as_it_came(config, "bfloat16"), wanted)
+    for ranks in (1, 2):
+        assert tool.difference(tool.by_door(config, "bfloat16", "adapt", ranks), wanted) <= 2 * own
+
+
+def test_a_decoder_with_more_than_a_head_is_for_enable(tool):
+    config, _ = tool.first_that_runs(list(tool.small_configs(transformers.CONFIG_MAPPING["bert"])))
+    with pytest.raises(InvalidUsage, match=r"more between its decoder and its logits.*use .*enable\(model\)"):
+        adapt(tool.new_model(config, "float32"))
+    enable(tool.new_model(config, "float32"))
+
+
+def test_the_tool_tells_what_is_wrong(tool):
+    wrong = {"kinds": [], "windows": [], "adapt float32 1": 0.5, "adapt bfloat16 1": 1.0, "enable float32 1": 1e-7}
+    assert tool.verdict(wrong, "adapt") == "WRONG: 5.0e-01 in float32, 1.0 times the own error in bfloat16"
+    assert tool.verdict(wrong, "enable") == "exact"
+    assert tool.verdict({"adapt float32 1": "KeyError: 3"}, "adapt") == "WRONG: KeyError: 3"
+    page = tool.markdown({"one": wrong, "two": {"skipped": "encoder and decoder"}})
+    assert "0 of 2 families are exact by both doors, 1 are refused by one or both, 1 were not tried." in " ".join(
+        page.split()
+    )
+    assert "- two: encoder and decoder" in page
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_window_that_no_call_passes(door):
+    model = model_of("llama")
+    model.config.sliding_window = 16
+    with pytest.raises(InvalidUsage, match="has sliding_window=16 in its configuration, but no call of"):
+        door(model)
+    door(model, check=False)
+
+
+def test_windows_are_as_long_as_before():
+    model = model_of("gemma3")
+    adapt(model)
+    assert model.config.sliding_window == 16
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 16]
+
+
+def test_a_chunked_mask_is_refused_without_the_check():
+    model = model_of("llama")
+    enable(model, check=False)
+    from transformers.masking_utils import create_chunked_causal_mask
+
+    model.config.attention_chunk_size = 4
+    with packing(None, [0, 9]), pytest.raises(InvalidUsage, match=r"chunked attention \(4 tokens a chunk\)"):
+        create_chunked_causal_mask(model.config, torch.zeros(1, 9, 32), None, None)
+
+
+def test_enable_knows_the_length_of_a_growing_rope():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = model_of("llama", rope_parameters=rope, max_position_embeddings=16)
+    enable(model)
+    with packing(None, [0, 16]):
+        assert model(torch.arange(16)[None]).logits.shape == (1, 16, 97)
+    with packing(None, [0, 17]), pytest.raises(InvalidUsage, match=r"17 tokens was given.*\(dynamic\)"):
+        model(torch.arange(17)[None])

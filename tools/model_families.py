@@ -1,0 +1,437 @@
+"""Are all decoder families of the installed transformers exact here, or refused with the right reason?
+
+    python tools/model_families.py                      # all families, on the terminal
+    python tools/model_families.py --only llama mamba2  # these
+    python tools/model_families.py --markdown docs/model-families.md
+
+Every configuration class that transformers lists for a causal LM is made small by the names of its settings, with each
+window and chunk much shorter than the sequences. The model is then trained by ``adapt`` and by ``enable``, on 1 to 3
+ranks (threads), in float32 and bfloat16, and its loss and gradients are compared with those of the model as it came, on
+one process and sequence by sequence. bfloat16 is compared with float32 on the same weights, beside the error that the
+model as it came has there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (29, 1, 50, 12, 3)
+WINDOW = 8
+"""What windows and chunks are set to: each is shorter than the longest sequences by far."""
+LAYERS = 8
+"""Most layers of a model; as few as show each kind of layer once."""
+EXACT = 1e-4
+"""Largest relative difference of loss or gradients in float32 that counts as exact."""
+LOW = 2.0
+"""Largest error in bfloat16, in multiples of that of the model as it came. A router that takes another expert makes a
+jump, in either of the two, so the least of a few draws of weights counts."""
+DRAWS = (2, 5, 6, 7)
+DOORS, DTYPES, RANKS = ("adapt", "enable"), ("float32", "bfloat16"), (1, 2, 3)
+SECONDS = 180.0
+
+
+# Small configurations ------------------------------------------------------------------------------------------------
+
+_SMALL = (  # (pattern of a setting's name, its small value); the first that matches
+    (r"^(vocab_size|vocab_size_per_layer_input|text_vocab_size|audio_vocab_size)$", 97),
+    (r"(dropout|_pdrop|layerdrop|jitter_noise|z_loss\w*|drop_path\w*)(_prob|_rate)?$", 0.0),
+    (r"^(pad|bos|eos|decoder_start|sep|cls|mask)_token_id$", None),
+    (r"(sliding_window|window_size|attention_window\w*|local_attention)$", WINDOW),
+    (r"(chunk_size|block_size|floor_scale|chunk_len\w*)$", WINDOW),
+    (r"^(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers)$", "layers"),
+    (r"(_offset|max_window_layers)$", 1),
+    (r"(period|interval|every_n_layers?|_step|frequency)$", 2),
+    (r"^(mamba_n_heads|n_mamba_heads|mamba_d_head|mamba_headdim|mamba_head_dim|mamba_num_heads|rotary_dim)$", 8),
+    (r"^(num_key_value_heads|multi_query_group_num|num_kv_heads|n_groups|mamba_n_groups|linear_num_key_heads)$", 2),
+    (r"(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|linear_num_value_heads)$", 4),
+    (r"^(hidden_size|n_embd|d_model|dim|emb_dim|embedding_size|lru_width|attention_hidden_size)$", 32),
+    (r"(head_dim|head_size|d_kv|d_head|key_head_dim|value_head_dim)$", 8),
+    (r"(num_experts_per_tok|top_?k\w*|moe_k|num_experts_per_token)$", 2),
+    (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)$", 4),
+    (r"^(n_group|topk_group|n_shared_experts)$", 1),
+    (r"(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|intermediate_dim)$", 48),
+    (r"(state_size|ssm_state_size|d_state)$", 8),
+    (r"(conv_kernel|d_conv|conv_kernel_size|conv_l_cache)$", 4),
+    (r"(lora_rank|lora_dim|q_rank|kv_rank|_rank)$", 12),
+    (r"^(max_position_embeddings|n_positions|max_seq_len\w*|seq_length)$", 256),
+)  # fmt: skip
+
+
+_ABSENT = (  # the same where the setting is None
+    (r"sliding_window$", WINDOW),
+    (r"^head_dim$", 8),
+)
+_SAME_HEADS = {"num_key_value_heads": 4}
+"""Some families have as many heads of keys as of queries, as those with multi-head latent attention."""
+_KEPT = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
+
+
+def small_value(name: str, value: Any, layers: int) -> Any:
+    """The small value of a setting, or the value that it has."""
+    if name == "use_sliding_window":
+        return True
+    if name == "attention_types":  # [[kinds, repeated], ...]
+        return [[value[0][0], layers // len(value[0][0])]]
+    if re.search(r"(idxs|indices|layer_ids)$", name) and value:
+        return [1]
+    for pattern, small in _ABSENT if value in (None, 0) and not isinstance(value, bool) else ():
+        if re.search(pattern, name):
+            return small
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    for pattern, chosen in _SMALL:
+        if re.search(pattern, name):
+            if chosen == "layers":
+                return min(layers, int(value))
+            if chosen is None:
+                return value if 0 <= value < 97 else 1
+            return chosen if isinstance(chosen, float) else min(chosen, value) if value > 0 else value
+    return value
+
+
+def small_configs(config_class: Any) -> Iterator[Any]:
+    """Small configurations of a class by the names of its settings, those that show most of the family first."""
+    given = config_class().to_dict()
+    kinds = given.get("layer_types") or []
+    layers = max(2, min(LAYERS, 1 + max((kinds.index(kind) for kind in set(kinds)), default=1)))
+    changed = {name: small_value(name, value, layers) for name, value in given.items() if name not in _KEPT}
+    for name, value in given.items():
+        if isinstance(value, list) and kinds and len(value) == len(kinds):
+            changed[name] = value[:layers]
+    for name, part in getattr(config_class, "sub_configs", {}).items():
+        if isinstance(given.get(name), dict) and hasattr(part, "to_dict"):
+            with contextlib.suppress(Exception):
+                changed[name] = next(small_configs(part)).to_dict()
+    if "is_decoder" in given:
+        changed["is_decoder"] = True
+    if "expand" in given:  # state-space layers are as wide as their heads
+        changed["num_heads"] = 8
+    changed = {name: value for name, value in changed.items() if value != given.get(name)}
+    own_kinds = {name: value for name, value in changed.items() if name != "layer_types"}
+    no_windows = {name: given[name] for name in changed if re.search(r"sliding_window$", name) and not given[name]}
+    made: list[Any] = []
+    problem: Exception | None = None
+    for base, heads, windows in itertools.product((own_kinds, changed), ({}, _SAME_HEADS), ({}, no_windows)):
+        try:
+            made.append(config_class(**{**base, **heads, **windows}))
+        except Exception as error:
+            problem = problem or error
+    if not made and problem is not None:
+        raise problem
+    yield from sorted(made, key=lambda config: -len(set(getattr(config, "layer_types", None) or ())))
+
+
+# One family ----------------------------------------------------------------------------------------------------------
+
+
+def sequences() -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 97, (length,), generator=generator) for length in LENGTHS]
+
+
+def new_model(config: Any, dtype: str, draw: int = DRAWS[0]) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.copy_((parameter + noise).to(torch.bfloat16))  # the same weights in both types
+    return model.to(getattr(torch, dtype)).eval()
+
+
+Found = tuple[float, dict[str, Any]]
+
+
+def as_it_came(config: Any, dtype: str, draw: int = DRAWS[0]) -> Found:
+    """Sum of the losses and its gradients by the model itself, a sequence at a time."""
+    model = new_model(config, dtype, draw)
+    loss = 0.0
+    for tokens in sequences():
+        if len(tokens) > 1:
+            own = model(input_ids=tokens[None], labels=tokens[None], use_cache=False).loss * (len(tokens) - 1)
+            own.backward()
+            loss += own.item()
+    return loss, {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def by_door(config: Any, dtype: str, door: str, ranks: int, draw: int = DRAWS[0]) -> Found:
+    """The same on several ranks."""
+    import numpy as np
+    import torch
+
+    import hdpcomm as hdp
+    from hdpcomm.attention import packing
+    from hdpcomm.models import adapt
+    from hdpcomm.models.huggingface import enable, shard_batch
+    from hdpcomm.testing import run_threads
+
+    ids, cu = torch.cat(sequences()), np.cumsum([0, *LENGTHS])
+    models = [new_model(config, dtype, draw) for _ in range(ranks)]
+    runs: list[Callable[..., Any]] = [adapt(model) if door == "adapt" else enable(model) for model in models]
+
+    def main() -> float:
+        comm = hdp.init()
+        batch = shard_batch(ids, cu, comm=comm, num_items_in_batch=1)
+        if door == "adapt":
+            loss = runs[comm.rank](
+                batch["input_ids"][0], positions=batch["position_ids"][0], cu_seqlens=torch.as_tensor(cu), comm=comm,
+                labels=batch["labels"][0],
+            )  # fmt: skip
+        else:
+            with packing(comm, cu):
+                loss = models[comm.rank](**batch).loss
+        loss.backward()
+        return float(loss.item())
+
+    loss = sum(run_threads(main, ranks, timeout=60))
+    total: dict[str, Any] = {}
+    for model in models:
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                total[name] = total.get(name, 0) + p.grad.double()
+    return loss, total
+
+
+def difference(found: Found, wanted: Found) -> float:
+    """The larger of the relative differences of loss and of all gradients."""
+    import torch
+
+    zero = torch.zeros((), dtype=torch.float64)
+    names = {*found[1], *wanted[1]}
+    apart = sum(float((found[1].get(n, zero) - wanted[1].get(n, zero)).square().sum()) for n in names) ** 0.5
+    norm = sum(float(x.square().sum()) for x in wanted[1].values()) ** 0.5
+    error = max(abs(found[0] - wanted[0]) / max(abs(wanted[0]), 1e-30), apart / max(norm, 1e-30))
+    return error if error == error else float("inf")
+
+
+def reason_of(error: BaseException) -> str:
+    while error.__cause__ is not None and type(error).__name__ == "PeerLost":
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def first_that_runs(configs: list[Any]) -> tuple[Any, Found]:
+    """The first configuration whose model runs as it comes, and what it gives; raises what the first one raised."""
+    problem: Exception | None = None
+    for config in configs:
+        try:
+            return config, as_it_came(config, "float32")
+        except Exception as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def examine(family: str) -> dict[str, Any]:
+    """What each door does on each number of ranks and in each type: an error, or the reason of a refusal."""
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    torch.set_num_threads(1)
+    try:
+        configs = list(small_configs(CONFIG_MAPPING[family]))
+        if getattr(configs[0], "is_encoder_decoder", False):
+            return {"skipped": "encoder and decoder"}
+        config, wanted = first_that_runs(configs)
+    except Exception as error:
+        return {"skipped": f"not made small: {reason_of(error)}"}
+    text = config.get_text_config()
+    result: dict[str, Any] = {
+        "kinds": sorted(set(getattr(text, "layer_types", None) or ())),
+        "windows": sorted(
+            name for name, value in text.to_dict().items() if value == WINDOW and re.search("window|chunk|block", name)
+        ),
+    }
+    for door, dtype, ranks in itertools.product(DOORS, DTYPES, RANKS):
+        key = f"{door} {dtype} {ranks}"
+        if ranks > 1 and isinstance(result.get(f"{door} {dtype} 1"), str):
+            continue  # refused
+        try:
+            if dtype == "float32":
+                result[key] = difference(by_door(config, dtype, door, ranks), wanted)
+            else:
+                result[key] = low_ratio(config, door, ranks)
+        except Exception as error:
+            result[key] = reason_of(error)
+    return result
+
+
+def low_ratio(config: Any, door: str, ranks: int) -> float:
+    """The error in bfloat16 by that of the model as it came, both beside float32."""
+    least = float("inf")
+    for draw in DRAWS:
+        wanted = as_it_came(config, "float32", draw)
+        own = difference(as_it_came(config, "bfloat16", draw), wanted)
+        least = min(least, difference(by_door(config, "bfloat16", door, ranks, draw), wanted) / max(own, 1e-12))
+        if least <= LOW:
+            break
+    return least
+
+
+# All families --------------------------------------------------------------------------------------------------------
+
+
+def worker(jobs: Connection) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    while True:
+        family = jobs.recv()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            answer = examine(family)
+        jobs.send(answer)
+
+
+class Worker:
+    """A process that examines one family after the other; one that takes too long or dies is replaced."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.ours, theirs = context.Pipe()
+        self.process = context.Process(target=worker, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def examine(self, family: str) -> dict[str, Any]:
+        self.ours.send(family)
+        try:
+            if self.ours.poll(SECONDS):
+                answer: dict[str, Any] = self.ours.recv()
+                return answer
+            problem = f"no answer within {SECONDS:.0f} s"
+        except EOFError:
+            problem = "its process died"
+        self.process.kill()
+        self.process.join()
+        self.start()
+        return {"failed": problem}
+
+
+def examined(families: list[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    workers = [Worker() for _ in range(jobs)]
+    free = list(workers)
+
+    def one(family: str) -> tuple[str, dict[str, Any]]:
+        mine = free.pop()
+        try:
+            return family, mine.examine(family)
+        finally:
+            free.append(mine)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(one, families)
+    for each in workers:
+        each.process.kill()
+
+
+def verdict(result: dict[str, Any], door: str) -> str:
+    """ "exact", or the reason of the refusal, or what is wrong."""
+    if "skipped" in result or "failed" in result:
+        return str(result.get("skipped") or result.get("failed"))
+    found = {key: value for key, value in result.items() if key.startswith(door)}
+    reasons = [value for value in found.values() if isinstance(value, str)]
+    wide = max((v for k, v in found.items() if "float32" in k and isinstance(v, float)), default=0.0)
+    low = max((v for k, v in found.items() if "bfloat16" in k and isinstance(v, float)), default=0.0)
+    if wide > EXACT or low > LOW:
+        return f"WRONG: {wide:.1e} in float32, {low:.1f} times the own error in bfloat16"
+    if reasons and not reasons[0].startswith("InvalidUsage"):
+        return f"WRONG: {reasons[0]}"
+    return f"refused: {reasons[0].removeprefix('InvalidUsage: ')}" if reasons else "exact"
+
+
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The page: families that are exact, those that are refused with their reasons, those that were not built."""
+    import torch
+    import transformers
+
+    built = {name: result for name, result in results.items() if "skipped" not in result and "failed" not in result}
+    verdicts = {name: {door: verdict(result, door) for door in DOORS} for name, result in built.items()}
+    both = [name for name, each in verdicts.items() if set(each.values()) == {"exact"}]
+    about = (
+        f"`python tools/model_families.py --markdown docs/model-families.md`, transformers {transformers.__version__}, "
+        f"torch {torch.__version__.partition('+')[0]} on CPU, {datetime.now(timezone.utc):%Y-%m-%d}. Every family that "
+        "transformers lists for causal LMs, made small from its configuration class, is trained by `adapt` and by "
+        f"`enable` on 1, 2 and 3 ranks: sequences of {', '.join(map(str, LENGTHS))} tokens, windows and chunks of "
+        f"{WINDOW}. *Exact*: loss and gradients differ from the unsharded model's by at most {EXACT:.0e} in float32, "
+        f"and in bfloat16 by at most {LOW:.0f} times what the model as it came differs from float32.",
+        f"{len(both)} of {len(results)} families are exact by both doors, {len(built) - len(both)} are refused by one "
+        f"or both, {len(results) - len(built)} were not tried.",
+    )
+    lines = ["# Model families"]
+    for paragraph in about:
+        lines += ["", *textwrap.wrap(paragraph, 120)]
+    lines += ["", "| family | layers | `adapt` | `enable` |", "|---|---|---|---|"]
+    reasons: list[str] = []
+
+    def shown(name: str, door: str) -> str:
+        text = verdicts[name][door]
+        if not text.startswith("refused"):
+            return text
+        class_name = r"\b\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b"
+        reason = re.sub(r"relative error [^)]*", "...", re.sub(class_name, "it", text.removeprefix("refused: ")))
+        reason = reason.partition("; check=False")[0]
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"refused ({reasons.index(reason) + 1})"
+
+    for name, result in built.items():
+        kinds = ", ".join(each.removesuffix("_attention") for each in result["kinds"]) or "full"
+        windows = f"; {', '.join(result['windows'])}" if result["windows"] else ""
+        lines.append(f"| {name} | {kinds}{windows} | {shown(name, 'adapt')} | {shown(name, 'enable')} |")
+    lines += ["", "Reasons:", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
+    lines += ["", "Not tried:", ""]
+    lines += [f"- {name}: {verdict(result, 'adapt')}" for name, result in results.items() if name not in built]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="FAMILY")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    options = parser.parse_args()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    results = {}
+    for family, result in examined(options.only or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.jobs):
+        results[family] = result
+        for door in DOORS:
+            print(f"{family:24} {door:8} {verdict(result, door)}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    if options.markdown:
+        options.markdown.write_text(markdown(results))
+    return int(any(verdict(result, door).startswith("WRONG") for result in results.values() for door in DOORS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
