@@ -321,13 +321,13 @@ class Worker:
         theirs.close()
 
     def examine(self, family: str) -> dict[str, Any]:
-        self.ours.send(family)
         try:
+            self.ours.send(family)
             if self.ours.poll(SECONDS):
                 answer: dict[str, Any] = self.ours.recv()
                 return answer
             problem = f"no answer within {SECONDS:.0f} s"
-        except EOFError:
+        except (EOFError, OSError):
             problem = "its process died"
         self.process.kill()
         self.process.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -315,9 +316,17 @@ def attend(
     if careful:
         agree_on_result(comm, "ring_attention", device=q.device, error=check_lse(lse))
     if q.ndim == 4:
-        out = out.view(out.shape[0], batch, -1, out.shape[2]).transpose(0, 1)
-        lse = lse.view(lse.shape[0], batch, -1).transpose(0, 1)
+        out = out.view(out.shape[0], batch, q.shape[2], out.shape[2]).transpose(0, 1)
+        lse = lse.view(lse.shape[0], batch, q.shape[2]).transpose(0, 1)
     return out, lse
+
+
+def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
+    """Queries and a scale above 0 that give the same scores: fused operators multiply hidden scores, which are -inf, by
+    the scale, too. What is no number is left to the checks."""
+    if not isinstance(q, torch.Tensor) or not isinstance(scale, int | float) or not -math.inf < scale <= 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def ring_attention(
@@ -369,6 +378,7 @@ def ring_attention(
 
     Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
     """
+    q, scale = positive_scale(q, scale)
     options = Options(causal, window, scale, softcap, dropout_p, variant, backend, costs)
     out, lse = attend(
         q, k, v, sinks, comm=comm, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, options=options, check=check

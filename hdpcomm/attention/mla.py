@@ -22,6 +22,7 @@ from hdpcomm.attention.api import (
     check_options,
     layouts_of,
     make_call,
+    positive_scale,
 )
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.block_mask import MaskLayout
@@ -134,6 +135,7 @@ def mla_attention(
     Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
     """
     careful = q.device.type == "cpu" if check is None else check
+    q, scale = positive_scale(q, scale)
     options = Options(scale=scale, variant=variant, backend=backend, costs=costs)
 
     def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call], str, str]:

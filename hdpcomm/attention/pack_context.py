@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hdpcomm.attention.api import Options, attend, plan_call
+from hdpcomm.attention.api import Options, attend, plan_call, positive_scale
 from hdpcomm.attention.engine import backward, retrace
 from hdpcomm.attention.layout import CuSeqlens, as_pack
 from hdpcomm.attention.tiles import window_pair
@@ -326,7 +326,8 @@ def packed_attention(
     that of the block. Collective.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, scale = positive_scale(q, q.shape[-1] ** -0.5 if scale is None else scale)
+    assert scale is not None
     left, right = window_pair(window)
     if not torch.compiler.is_compiling():
         pack = current_pack() if pack is None else pack
@@ -337,7 +338,7 @@ def packed_attention(
     q, k, v = (x.transpose(0, 1).flatten(1, 2).contiguous() for x in (q, k, v))
     per_head = None if sinks is None else sinks.repeat(batch)
     flat = _compiled(q, k, v, per_head, (causal, left, right, scale, softcap))
-    return flat.view(flat.shape[0], batch, -1, flat.shape[2]).transpose(0, 1)
+    return flat.view(flat.shape[0], batch, q.shape[1] // batch, flat.shape[2]).transpose(0, 1)
 
 
 _Settings = tuple[bool, int, int, float, float]

@@ -29,6 +29,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     causal: bool = True
     window: Any = None
+    scale: float | None = None
     softcap: float = 0.0
     sinks: bool = False
     seed: int = 0
@@ -77,7 +78,7 @@ def plain(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: 
     ):
         group = case.heads // case.kv_heads
         keys, values = (x[c:d].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-        scores = q[a:b].transpose(0, 1) @ keys.transpose(1, 2) / case.dim**0.5
+        scores = q[a:b].transpose(0, 1) @ keys.transpose(1, 2) * (case.dim**-0.5 if case.scale is None else case.scale)
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         weights = torch.exp(scores) * visible(b - a, d - c, case.causal, case.window)
@@ -109,7 +110,7 @@ def on_rank(case: Case, comm: hdp.Communicator) -> dict[str, torch.Tensor]:
     out, lse = ring_attention(
         *leaves, comm=comm, cu_seqlens=torch.tensor(case.cu, dtype=torch.int32),
         cu_seqlens_k=None if case.keys is None else case.cu_k, causal=case.causal, window=case.window,
-        softcap=case.softcap, sinks=sinks, return_lse=True, **case.options,
+        scale=case.scale, softcap=case.softcap, sinks=sinks, return_lse=True, **case.options,
     )  # fmt: skip
     out.backward(mine["dout"])
     dq, dk, dv = (leaf.grad for leaf in leaves)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdpcomm as hdp
-from hdpcomm.attention import unshard
+from hdpcomm.attention import ring_attention, shard, unshard
+from hdpcomm.testing import run_threads
 from tests.ranks.attention.attention_oracle import GRADS, Case, check, error, expected, on_rank, on_ranks, plain
 
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PACKS", "60"))
@@ -34,6 +35,7 @@ def cases(draw):
         dtype=draw(st.sampled_from([torch.float64, torch.float32])),
         causal=draw(st.booleans()),
         window=draw(st.one_of(st.none(), st.integers(1, 500), st.tuples(limit, limit))),
+        scale=draw(st.sampled_from([None, None, None, 0.3, 0.0, -0.4])),
         softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 3.0])),
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
@@ -170,3 +172,24 @@ def test_ranks_may_be_processes(ranks):
     want = on_ranks(case)
     for name in GRADS:
         assert torch.equal(unshard([result[name] for _, result in results], case.cu), want[name])
+
+
+@pytest.mark.parametrize("variant", ["ring", "gather", "ulysses"])
+def test_a_dense_batch_on_ranks_without_tokens(variant):
+    """One token on three ranks: two of them hold none, and take part."""
+    q, k, v = (torch.randn(2, 1, 3, 4, dtype=torch.float64) for _ in range(3))
+
+    def main():
+        comm = hdp.init()
+        mine = [
+            torch.stack([shard(row, [0, 1], rank=comm.rank, size=3) for row in x]).requires_grad_() for x in (q, k, v)
+        ]
+        out, lse = ring_attention(*mine, comm=comm, cu_seqlens=[0, 1], variant=variant, return_lse=True)
+        out.sum().backward()
+        assert lse.shape == out.shape[:3]
+        return out.detach(), mine[2].grad
+
+    results = run_threads(main, 3)
+    assert sorted(out.shape[1] for out, _ in results) == [0, 0, 1]
+    assert torch.equal(torch.cat([out for out, _ in results], 1), v)  # a token that sees itself only
+    assert torch.equal(torch.cat([grad for _, grad in results], 1), torch.ones_like(v))
