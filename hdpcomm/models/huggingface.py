@@ -44,6 +44,11 @@ _LOCAL_LAYER_TYPES = ("mlp", "moe", "dense", "sparse")
 """Layers that look at one token at a time."""
 _GROWING_ROPES = ("dynamic", "longrope")
 """Rotary frequencies that depend on the longest position of the call, which a shard does not see."""
+_REFUSED_SETTINGS = {
+    "layerdrop": "each rank would skip other layers, and the rest of its group would wait for them",
+    "z_loss_coefficient": "its loss has a term over all tokens, labelled or not, that does not add up over ranks "
+    "(z_loss= of adapt() has one over the labelled tokens)",
+}
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -229,6 +234,9 @@ def set_attention(model: Any) -> Callable[[], None]:
     for name in _DROPOUTS:
         if dropout := getattr(model.config, name, 0.0) or getattr(config, name, 0.0):
             raise InvalidUsage(f"the model has {name}={dropout}; set model.config.{name} = 0 before")
+    for name, what in _REFUSED_SETTINGS.items():
+        if value := getattr(model.config, name, 0) or getattr(config, name, 0):
+            raise InvalidUsage(f"the model has {name}={value}: {what}; set model.config.{name} = 0 before it is made")
     _refuse_layers(config, model)
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, _attention)

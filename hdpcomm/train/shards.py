@@ -60,6 +60,10 @@ class FetchAhead(FetchParts, Protocol):
         """Begins to read (place, start, stop), which are about to be asked for. Does not wait."""
 
 
+_ENOUGH = 8
+"""Labels that equal their tokens by luck are fewer than these."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedShard:
     """This rank's part of a micro-batch.
@@ -172,4 +176,23 @@ def checked(fetched: Tensor | tuple[Tensor, Tensor], sequence: int, length: int)
                 f"fetch({sequence}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was "
                 f"planned for int64 [{length}]"
             )
-    return tokens, next_token_labels(tokens) if labels is None else labels
+    if labels is None:
+        return tokens, next_token_labels(tokens)
+    _refuse_identity(sequence, tokens, labels)
+    return tokens, labels
+
+
+def _refuse_identity(sequence: int, tokens: Tensor, labels: Tensor) -> None:
+    """Labels as transformers' models take them equal the tokens: not shifted, they would train to repeat the input."""
+    trained = labels[labels != IGNORE]
+    if (
+        len(trained) < _ENOUGH
+        or not torch.equal(trained, tokens[labels != IGNORE])
+        or bool((trained == trained[0]).all())
+    ):
+        return
+    raise InvalidUsage(
+        f"fetch({sequence}) gave labels that equal the tokens at all {len(trained)} labelled places; label i is what "
+        "token i is to predict, the next token: leave the labels out, or shift them (labels[:-1] = tokens[1:], the "
+        f"last one {IGNORE})"
+    )

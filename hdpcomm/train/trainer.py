@@ -34,7 +34,7 @@ from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
 from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
 from hdpcomm.train.shards import Fetch, PackedShard, no_tokens, pack_shard
 from hdpcomm.train.timeline import Timeline
-from hdpcomm.train.trainer_check import check_trainer
+from hdpcomm.train.trainer_check import check_trained_names, check_trainer, trained_names
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class Trainer:
             max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
         )  # fmt: skip
         self.model = model
+        self._trained = trained_names(model)
         self._loads = expert_loads(model)
         self.optimizer = optimizer
         self.planner = planner
@@ -174,7 +175,9 @@ class Trainer:
                 so that this one waits for no plan.
             fetch: ``fetch(i)`` gives the tokens (int64 ``[lengths[i]]``) of sequence i, or (tokens, labels); it is
                 called only for the sequences that this rank works on: with a queue (``Planner(queue=True)``) any of
-                those in it may be among them. Without labels, every token is to predict the next one.
+                those in it may be among them. Without labels, every token is to predict the next one; label i is
+                what token i is to predict, so labels as transformers' models take them, which equal the tokens, are
+                to be shifted before (and are refused).
                 Of a tree, (tokens, weights): each token is a label of the one before it on its way from the root, with
                 a loss times its weight; by default the number of trajectories that contain it. The loss is the sum
                 over all labels divided by the sum of all weights. :func:`hdpcomm.data.fold` makes these.
@@ -193,6 +196,7 @@ class Trainer:
             return self._step(lengths, declared(fetch, self.comm))
 
     def _step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
+        check_trained_names(self.model, self._trained)
         counts = self.comm.stats()
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()

@@ -10,7 +10,7 @@ from torch import nn
 from hdpcomm.arguments import check_has, check_number, check_type, check_whole
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_elementwise", "check_trainer"]
+__all__ = ["check_elementwise", "check_trained_names", "check_trainer", "trained_names"]
 
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -67,3 +67,25 @@ def check_trainer(
         check_type("Trainer", "dtype", dtype, torch.dtype)
     check_whole("Trainer", "zero", zero, least=0, most=1)
     check_whole("Trainer", "bucket_bytes", bucket_bytes, least=1)
+
+
+def trained_names(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that have a gradient."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def check_trained_names(model: nn.Module, before: frozenset[str]) -> None:
+    """Raises InvalidUsage where a parameter was frozen or unfrozen since ``before``: gradients are reduced, and master
+    weights kept, of those that were trained when the trainer was made."""
+    now = trained_names(model)
+    if now == before:
+        return
+    told = [
+        f"{len(names)} {what} (as {min(names)})"
+        for what, names in (("unfrozen", now - before), ("frozen", before - now))
+        if names
+    ]
+    raise InvalidUsage(
+        f"parameters were {' and '.join(told)} after the trainer was made, which goes on with those of then; make a "
+        "new optimizer and a new trainer after each change of requires_grad"
+    )

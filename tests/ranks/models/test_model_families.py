@@ -126,3 +126,15 @@ def test_enable_knows_the_length_of_a_growing_rope():
         assert model(torch.arange(16)[None]).logits.shape == (1, 16, 97)
     with packing(None, [0, 17]), pytest.raises(InvalidUsage, match=r"17 tokens was given.*\(dynamic\)"):
         model(torch.arange(17)[None])
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [("layerdrop", "each rank would skip other layers"), ("z_loss_coefficient", "does not add up over ranks")],
+)
+def test_settings_that_do_not_add_up_over_ranks(door, setting, reason):
+    model = model_of("llama")
+    setattr(model.config, setting, 0.1)
+    with pytest.raises(InvalidUsage, match=rf"the model has {setting}=0\.1: .*{reason}"):
+        door(model)

@@ -135,6 +135,47 @@ def test_labels_of_ones_own():
     torch.testing.assert_close(many[1], one[1], rtol=1e-4, atol=1e-6)
 
 
+def test_labels_that_are_not_shifted_are_refused():
+    def work(_, trainer):
+        ids = [fetch(i) for i in range(4)]
+        with pytest.raises(
+            InvalidUsage, match=r"fetch\(0\) gave labels that equal the tokens at all 30 labelled places"
+        ):
+            trainer.step(LENGTHS, lambda i: (ids[i], ids[i].clone()))
+        return True
+
+    assert on_ranks(1, work, capacity=64) == [True]
+
+
+def test_a_sequence_of_one_token_repeated_may_equal_its_labels():
+    def work(_, trainer):
+        return trainer.step((20,), lambda _: (torch.full((20,), 3), torch.full((20,), 3))).tokens
+
+    assert on_ranks(1, work, capacity=64) == [20]
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_parameters_frozen_or_unfrozen_later_are_refused(freeze, options):
+    def rank():
+        with hdp.init() as comm:
+            model = Llama(CONFIG).requires_grad_(True)
+            model.blocks[0].requires_grad_(freeze)
+            planner = Planner(None, ClusterSpec(comm.size, 16), "balanced", COST)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            trainer = Trainer(model, torch.optim.AdamW(trained), planner, comm, **options)
+            trainer.step(LENGTHS, fetch)
+            model.blocks[0].requires_grad_(not freeze)
+            with pytest.raises(
+                InvalidUsage, match=rf"were \d+ {'' if freeze else 'un'}frozen \(as .*after the trainer was"
+            ):
+                trainer.step(LENGTHS, fetch)
+            model.blocks[0].requires_grad_(freeze)
+            return trainer.step(LENGTHS, fetch).step
+
+    assert run_threads(rank, 2, timeout=30.0) == [1, 1]
+
+
 def test_gradients_are_clipped_by_the_global_norm():
     def work(_, trainer):
         return trainer.step(LENGTHS, fetch).grad_norm, float(trainer.gradients.flat.norm())
