@@ -101,10 +101,11 @@ def make_buckets(
     """
     group_of = {id(p): place for place, group in enumerate(groups) for p in group["params"]}  # type: ignore[attr-defined]
     missing = sum(id(p) not in group_of for p in parameters)
-    if missing or len(group_of) != len(parameters):
+    others = len(group_of) + missing - len(parameters)
+    if missing or others:
         raise InvalidUsage(
-            f"the optimizer holds {len(group_of)} parameters, and of the model's {len(parameters)} with requires_grad "
-            f"{missing} are not among them; make it over exactly these"
+            f"the optimizer lacks {missing} of the model's {len(parameters)} parameters with requires_grad, and holds "
+            f"{others} others (frozen, or not the model's); make it over exactly those with requires_grad"
         )
     open_buckets: dict[tuple[int, torch.dtype, Hashable], Bucket] = {}
     buckets: list[Bucket] = []

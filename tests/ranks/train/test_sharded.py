@@ -338,7 +338,7 @@ REFUSED = [
     ),
     ({"zero": 1}, lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor may look at more than one"),
     ({"zero": 1}, with_state, "the optimizer has made steps already"),
-    ({"zero": 1}, lambda model: torch.optim.SGD([model.norm.weight], lr=0.1), "optimizer holds 1 parameters, and of"),
+    ({"zero": 1}, lambda model: torch.optim.SGD([model.norm.weight], lr=0.1), "optimizer lacks 28 of the model's 29"),
 ]
 
 
@@ -359,3 +359,12 @@ def test_what_is_refused(options, make, message):
         trainer_of(comm, model=model, optimizer=None if make is None else make(model), **options)
     assert model.norm.weight is before
     assert model.norm.weight.dtype == torch.float32
+
+
+def test_an_optimizer_over_frozen_parameters_is_told_why():
+    with hdp.init() as comm:
+        model = Llama(CONFIG)
+        model.blocks[0].requires_grad_(False)
+        frozen = sum(not p.requires_grad for p in model.parameters())
+        with pytest.raises(InvalidUsage, match=rf"lacks 0 of .* and holds {frozen} others \(frozen"):
+            trainer_of(comm, model=model, optimizer=torch.optim.AdamW(model.parameters()), zero=1)
