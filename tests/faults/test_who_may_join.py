@@ -6,13 +6,11 @@ import contextlib
 import datetime
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +33,7 @@ from hdpcomm.comm.store_wire import local_name
 from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.testing import spawn
 from tests.ranks.scale.hosts import why_not
-from tests.ranks.scale.test_torch_faults import QueueGroup
+from tests.ranks.scale.test_torch_faults import QueueGroup, Wires
 from tests.warm_python import Python
 
 OURS, THEIRS = Secret("the secret of this job"), Secret("another job's secret")
@@ -396,7 +394,7 @@ def test_a_store_that_does_not_answer_keeps_no_rank_beyond_its_deadline() -> Non
 
 def joined_over_gloo(secrets: list[Secret | None], timeout: float = LONG_S) -> list[Any]:
     """Two frame links over a group between threads, each with its own secret."""
-    wires: dict[Any, Any] = defaultdict(queue.Queue)
+    wires: dict[Any, Any] = Wires()
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     worlds = [core.join_framed_world(link, "torch", timeout) for link in links]
     for rank, link in enumerate(links):

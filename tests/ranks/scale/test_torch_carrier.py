@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import resource
 import struct
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,7 +21,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.comm.secret import Secret
 from tests.faults.cases import LONG_S
-from tests.ranks.scale.test_torch_faults import QueueGroup, together
+from tests.ranks.scale.test_torch_faults import QueueGroup, Wires, together
 
 BULK_BYTES = 512 << 10
 CREDIT = 4  # the kind of a frame that only tells what its sender has consumed
@@ -49,7 +47,7 @@ def kind(frame: transport.Frame) -> int:
 @pytest.mark.parametrize("secret", [None, Secret("a secret of the job, long enough")], ids=["open", "secret"])
 def test_two_groups_carry_a_direction_each(secret: Secret | None) -> None:
     links, comms = linked()
-    wires: list[dict[tuple[int, int, int], Any]] = [defaultdict(queue.Queue) for _ in range(2)]
+    wires: list[dict[tuple[int, int, int], Any]] = [Wires() for _ in range(2)]
     carriers = [
         GroupCarrier([QueueGroup(each, rank) for each in wires], link, owned=False, secret=secret)
         for rank, link in enumerate(links)
@@ -77,7 +75,7 @@ def test_a_group_whose_peer_does_not_prove_itself_carries_nothing() -> None:
     """Who knows the secret in one group may not be who answers in the other."""
     links, comms = linked()
     right, wrong = (Secret(text * 16) for text in ("r", "w"))
-    wires: list[dict[Any, Any]] = [defaultdict(queue.Queue) for _ in range(2)]
+    wires: list[dict[Any, Any]] = [Wires() for _ in range(2)]
 
     class Impostor(GroupCarrier):
         def _prove(self, secret: Secret, peer: int) -> None:

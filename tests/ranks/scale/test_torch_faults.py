@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,14 @@ class QueueWork:
             self.target.copy_(message)
 
 
+class Wires(dict[Any, Any]):
+    """A queue for each key. Two threads that ask for a new one at once get the same: a defaultdict would give each its
+    own, and what was put into one of them would be lost."""
+
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, queue.Queue())
+
+
 class QueueGroup:
     """A process group between threads: what any backend of torch offers, and no more."""
 
@@ -122,7 +129,7 @@ class QueueGroup:
 
 
 def pair() -> tuple[list[Communicator], list[GroupCarrier], dict[tuple[int, int, int], Any]]:
-    wires: dict[tuple[int, int, int], Any] = defaultdict(queue.Queue)
+    wires: dict[tuple[int, int, int], Any] = Wires()
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     joined = [core.join_framed_world(link, "torch", 5.0) for link in links]
     worlds = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
@@ -242,7 +249,7 @@ def test_what_a_rank_sent_before_it_left_comes_over_a_slow_link(monkeypatch: pyt
     """Small messages of collectives do not wait for their receiver. They take several times the grace, in which one of
     them comes."""
     monkeypatch.setattr(group_carrier, "_GRACE_S", 1.0)
-    wires: dict[tuple[int, int, int], Any] = defaultdict(queue.Queue)
+    wires: dict[tuple[int, int, int], Any] = Wires()
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     joined = [core.join_framed_world(link, "torch", LONG_S) for link in links]
     comms = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
@@ -267,7 +274,7 @@ def test_a_peer_that_does_not_tell_that_all_has_come_is_given_up(monkeypatch: py
     monkeypatch.setattr(group_carrier, "_GRACE_S", 0.2)
     link = transport.FrameLink(0, 2)
     world = core.join_framed_world(link, "torch", LONG_S)
-    group = SlowGroup(defaultdict(queue.Queue), 0, 0.0)
+    group = SlowGroup(Wires(), 0, 0.0)
     carrier = GroupCarrier([group], link, owned=True)
     world.close("")
     assert carrier.join()
