@@ -62,7 +62,9 @@ _SMALL = (  # (pattern of a setting's name, its small value); the first that mat
     (r"^(mamba_n_heads|n_mamba_heads|mamba_d_head|mamba_headdim|mamba_head_dim|mamba_num_heads|rotary_dim)$", 8),
     (r"^(num_key_value_heads|multi_query_group_num|num_kv_heads|n_groups|mamba_n_groups|linear_num_key_heads)$", 2),
     (r"(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|linear_num_value_heads)$", 4),
-    (r"^(hidden_size|n_embd|d_model|dim|emb_dim|embedding_size|lru_width|attention_hidden_size)$", 32),
+    (r"^(hidden_size|n_embd|d_model|dim|emb_dim|embedding_size|lru_width)$", 32),
+    (r"^attention_hidden_size$", 64),
+    (r"^(qk_head_dim|attention_head_dim)$", 16),  # both parts of a latent query; a head of attention_hidden_size
     (r"(head_dim|head_size|d_kv|d_head|key_head_dim|value_head_dim)$", 8),
     (r"(num_experts_per_tok|top_?k\w*|moe_k|num_experts_per_token)$", 2),
     (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)$", 4),
@@ -78,6 +80,9 @@ _SMALL = (  # (pattern of a setting's name, its small value); the first that mat
 _ABSENT = (  # the same where the setting is None
     (r"sliding_window$", WINDOW),
     (r"^head_dim$", 8),
+    (r"^n_routed_experts$", 4),
+    (r"^num_experts_per_tok$", 2),
+    (r"^(n_shared_experts|n_group|topk_group)$", 1),
 )
 _SAME_HEADS = {"num_key_value_heads": 4}
 """Some families have as many heads of keys as of queries, as those with multi-head latent attention."""
@@ -91,7 +96,7 @@ def small_value(name: str, value: Any, layers: int) -> Any:
     if name == "attention_types":  # [[kinds, repeated], ...]
         return [[value[0][0], layers // len(value[0][0])]]
     if re.search(r"(idxs|indices|layer_ids)$", name) and value:
-        return [1]
+        return [place for place in value if place < layers] or [1]
     for pattern, small in _ABSENT if value in (None, 0) and not isinstance(value, bool) else ():
         if re.search(pattern, name):
             return small
@@ -110,12 +115,13 @@ def small_value(name: str, value: Any, layers: int) -> Any:
 def small_configs(config_class: Any) -> Iterator[Any]:
     """Small configurations of a class by the names of its settings, those that show most of the family first."""
     given = config_class().to_dict()
-    kinds = given.get("layer_types") or []
+    depth = given.get("num_hidden_layers")
+    named = [name for name, value in given.items() if isinstance(value, list) and len(value) == depth]
+    of_layers = [name for name in named if all(isinstance(kind, str) for kind in given[name])]
+    kinds = given[of_layers[0]] if of_layers else []
     layers = max(2, min(LAYERS, 1 + max((kinds.index(kind) for kind in set(kinds)), default=1)))
     changed = {name: small_value(name, value, layers) for name, value in given.items() if name not in _KEPT}
-    for name, value in given.items():
-        if isinstance(value, list) and kinds and len(value) == len(kinds):
-            changed[name] = value[:layers]
+    changed |= {name: given[name][:layers] for name in named}
     for name, part in getattr(config_class, "sub_configs", {}).items():
         if isinstance(given.get(name), dict) and hasattr(part, "to_dict"):
             with contextlib.suppress(Exception):
@@ -125,7 +131,7 @@ def small_configs(config_class: Any) -> Iterator[Any]:
     if "expand" in given:  # state-space layers are as wide as their heads
         changed["num_heads"] = 8
     changed = {name: value for name, value in changed.items() if value != given.get(name)}
-    own_kinds = {name: value for name, value in changed.items() if name != "layer_types"}
+    own_kinds = {name: value for name, value in changed.items() if name not in of_layers}
     no_windows = {name: given[name] for name in changed if re.search(r"sliding_window$", name) and not given[name]}
     made: list[Any] = []
     problem: Exception | None = None
