@@ -370,6 +370,8 @@ def verdict(result: dict[str, Any], door: str) -> str:
         return f"WRONG: {wide:.1e} in float32, {low:.1f} times the own error in bfloat16"
     if reasons and not reasons[0].startswith("InvalidUsage"):
         return f"WRONG: {reasons[0]}"
+    if reasons and len(reasons) < len(found):
+        return f"refused in part: {reasons[0].removeprefix('InvalidUsage: ')}"
     return f"refused: {reasons[0].removeprefix('InvalidUsage: ')}" if reasons else "exact"
 
 

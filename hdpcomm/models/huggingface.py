@@ -40,7 +40,7 @@ _IGNORED = -100
 """Label that the loss skips."""
 _UNSUPPORTED = ("position_bias", "head_mask")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_LOCAL_LAYER_TYPES = ("mlp", "moe", "dense", "sparse")
+_LOCAL_LAYER_TYPES = ("mlp", "moe")
 """Layers that look at one token at a time."""
 _GROWING_ROPES = ("dynamic", "longrope")
 """Rotary frequencies that depend on the longest position of the call, which a shard does not see."""
@@ -168,17 +168,16 @@ def _mask(
 class _PassPack:
     """Forward pre-hook: the pack of the enclosing block goes along with the call, if its sequences are not too long."""
 
-    def __init__(self, longest: tuple[str, int] | None) -> None:
+    def __init__(self, part: torch.nn.Module, longest: tuple[str, int] | None) -> None:
         self._longest = longest
+        self._passes = passes_arguments(part)
 
-    def __call__(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.compiler.is_compiling():
             return args, kwargs
         pack = kwargs.get(PACK_ARGUMENT) or find_pack()
         if pack is not None:
-            if passes_arguments(model):
+            if self._passes:
                 kwargs[PACK_ARGUMENT] = pack
             if self._longest is not None:
                 _check_length(longest_length(pack.cu_seqlens), *self._longest)
@@ -250,7 +249,7 @@ def set_attention(model: Any) -> Callable[[], None]:
     longest = _longest_length(config)
     for part in {model, model.base_model}:  # some causal LMs do not hand on to their decoder what they do not know
         if not any(isinstance(hook, _PassPack) for hook in part._forward_pre_hooks.values()):
-            part.register_forward_pre_hook(_PassPack(longest), with_kwargs=True)
+            part.register_forward_pre_hook(_PassPack(part, longest), with_kwargs=True)
 
     def undo() -> None:
         if before != NAME:

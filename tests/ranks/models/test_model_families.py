@@ -85,6 +85,8 @@ def test_the_tool_tells_what_is_wrong(tool):
     assert tool.verdict(wrong, "adapt") == "WRONG: 5.0e-01 in float32, 1.0 times the own error in bfloat16"
     assert tool.verdict(wrong, "enable") == "exact"
     assert tool.verdict({"adapt float32 1": "KeyError: 3"}, "adapt") == "WRONG: KeyError: 3"
+    half = {"adapt float32 1": 1e-7, "adapt bfloat16 1": "InvalidUsage: no bfloat16"}
+    assert tool.verdict(half, "adapt") == "refused in part: no bfloat16"
     page = tool.markdown({"one": wrong, "two": {"skipped": "encoder and decoder"}})
     assert "0 of 2 families are exact by both doors, 1 are refused by one or both, 1 were not tried." in " ".join(
         page.split()
