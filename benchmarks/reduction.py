@@ -42,7 +42,6 @@ def measure(tokens: int, steps: int) -> dict[str, Any]:
     from hdpcomm.models import Llama, LlamaConfig
     from hdpcomm.plan import ClusterSpec, Planner
     from hdpcomm.train import Trainer, profile_cost_model
-    from hdpcomm.train.sharded import ShardedParameters
 
     torch.set_num_threads(1)
     with hdp.init(timeout=120) as comm:
@@ -56,10 +55,9 @@ def measure(tokens: int, steps: int) -> dict[str, Any]:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             trainer = trainers[name] = Trainer(model, optimizer, planner, comm, zero=1, bucket_bytes=BUCKET_BYTES)
             gradients = trainer.gradients
-            assert isinstance(gradients, ShardedParameters)
             if name == "after":
                 gradients.reduce_early = _nothing  # type: ignore[method-assign]
-            for owner, method in ((trainer, "_run_all"), (gradients, "reduce")):
+            for owner, method in ((trainer.passes, "run"), (gradients, "reduce")):
                 setattr(owner, method, _noting_end(getattr(owner, method), times[name]))
         losses: dict[str, list[float]] = {name: [] for name in trainers}
         took: dict[str, list[float]] = {name: [] for name in trainers}
@@ -82,7 +80,7 @@ def measure(tokens: int, steps: int) -> dict[str, Any]:
 
 
 def _nothing() -> None:
-    """In place of ShardedParameters.reduce_early."""
+    """In place of Gradients.reduce_early."""
 
 
 def _noting_end(method: Callable[..., object], times: list[float]) -> Callable[..., object]:

@@ -40,7 +40,7 @@ from hdpcomm.plan import ClusterSpec, PlanAhead, PlannedStep, Planner
 from hdpcomm.run.costs import shared_cores
 from hdpcomm.train import IGNORE, StepMetrics, Trainer, profile_cost_model
 from hdpcomm.train.activation_profile import OffloadedStep
-from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
 from hdpcomm.train.timeline import PHASES
@@ -124,7 +124,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
             "balanced": hybrid("balanced"),
             "balanced, whole": hybrid("balanced", longest),
             "static": hybrid("static"),
-            "torch DDP": DataParallelTrainer(ddp, adamw(ddp), whole, comm, group),
+            "torch DDP": data_parallel_trainer(ddp, adamw(ddp), whole, comm, group),
             "torch FSDP2": fsdp2(),
         }
         sampler = BatchSampler(corpus.lengths, tokens=tokens)

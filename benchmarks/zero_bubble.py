@@ -34,8 +34,9 @@ import hdpcomm as hdp
 from hdpcomm.comm.launch import run_ranks
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.parallel import Mesh, split_llama
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, ModelSpec, Pass, Planner, StepPlan
+from hdpcomm.train import Trainer
 
 SMALL = CostModel(attention=5e-8, linear=2e-5, fixed=3e-3)  # of a stage of benchmarks/meshes.py on a CPU core
 MODEL = LlamaConfig(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768)  # of --run
@@ -98,7 +99,7 @@ def measure(
     return row
 
 
-class Timed(PipelineTrainer):
+class Timed(Trainer):
     """Remembers the processor time of each pass of a step."""
 
     def step(self, *arguments: Any) -> Any:

@@ -9,7 +9,8 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchSampler, standard_library
-from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.parallel import Mesh, split_llama
+from hdpcomm.train import Trainer
 
 steps, tokens = (int(word) for word in (*sys.argv[1:], "10", "8192")[:2])
 torch.set_num_threads(1)  # the ranks share this machine's cores
@@ -21,7 +22,7 @@ with hdp.init() as comm:
     cluster = hdp.plan.ClusterSpec(ranks=mesh.hdp, capacity=2048, pipeline=mesh.pipeline)
     cost = hdp.plan.CostModel(attention=1e-9, linear=1e-5, fixed=1e-3)  # seconds, of one stage
     planner = hdp.plan.Planner(None, cluster, cost_model=cost)
-    trainer = PipelineTrainer(stage, torch.optim.AdamW(stage.parameters(), lr=3e-3), planner, mesh)
+    trainer = Trainer(stage, torch.optim.AdamW(stage.parameters(), lr=3e-3), planner, mesh)
     sampler = BatchSampler(corpus.lengths, tokens=tokens)
     for step in range(steps):
         batch = sampler.batch(step)

@@ -10,7 +10,8 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchSampler, standard_library
-from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, split_llama, tensor_parallel
+from hdpcomm.parallel import Mesh, split_llama, tensor_parallel
+from hdpcomm.train import Trainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--pipeline", action="store_true")
@@ -28,8 +29,7 @@ with hdp.init() as comm:
     cluster = hdp.plan.ClusterSpec(ranks=mesh.hdp, capacity=2048, **sizes)
     cost = hdp.plan.CostModel(attention=1e-9, linear=1e-5, fixed=1e-3)  # seconds, of one stage
     planner = hdp.plan.Planner(None, cluster, cost_model=cost)
-    kind = PipelineTrainer if options.pipeline else MeshTrainer
-    trainer = kind(part, torch.optim.AdamW(part.parameters(), lr=3e-3), planner, mesh)
+    trainer = Trainer(part, torch.optim.AdamW(part.parameters(), lr=3e-3), planner, mesh)
     sampler = BatchSampler(corpus.lengths, tokens=options.tokens)
     for step in range(options.steps):
         batch = sampler.batch(step)

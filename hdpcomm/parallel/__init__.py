@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from hdpcomm.parallel.expert import expert_parallel
 from hdpcomm.parallel.mesh import Mesh
-from hdpcomm.parallel.mesh_trainer import MeshTrainer
-from hdpcomm.parallel.pipeline import StageRunner
 from hdpcomm.parallel.program import Action, check_programs, make_program, make_programs
 from hdpcomm.parallel.stages import LlamaStage, split_llama
 from hdpcomm.parallel.tensor import tensor_parallel
-from hdpcomm.parallel.trainer import PipelineTrainer
 
 __all__ = [
     "Action",
     "LlamaStage",
     "Mesh",
-    "MeshTrainer",
-    "PipelineTrainer",
-    "StageRunner",
     "check_programs",
     "expert_parallel",
     "make_program",

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 
-__all__ = ["check_same_mesh", "check_same_stages", "checked_stages"]
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["check_same_mesh", "check_same_stages", "checked_stages", "share_values"]
 
 
 def checked_stages(given: LlamaStage | Sequence[LlamaStage], mesh: Mesh) -> list[LlamaStage]:
@@ -73,3 +78,13 @@ def check_same_stages(stages: Sequence[LlamaStage], mesh: Mesh) -> None:
 
 def _mismatch(message: str, mesh: Mesh) -> Mismatch:
     return Mismatch(message, rank=mesh.comm.global_rank, op="mesh", ranks=mesh.comm.ranks)
+
+
+def share_values(comm: Communicator, tensors: Iterable[Tensor], root: int = 0) -> None:
+    """Gives all ranks the values of ``root``, in place; the tensors may be strided. Collective over ``comm``."""
+    with torch.no_grad():
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            comm.broadcast(whole, root)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)

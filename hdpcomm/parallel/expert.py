@@ -15,10 +15,10 @@ from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.moe import MixtureOfExperts, holds_experts
 from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.models.tensor_group import TensorShard
+from hdpcomm.parallel.agreement import share_values
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.parallel.tensor import own_part
-from hdpcomm.train.replicas import share_values
 
 __all__ = ["expert_parallel"]
 
@@ -30,7 +30,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
     it.
 
     Rank r of n holds the experts from ``r x experts / n`` on; all else stays whole. From then on every pass through the
-    model is collective over the group, also without tokens; :class:`hdpcomm.parallel.MeshTrainer` takes care of it, and
+    model is collective over the group, also without tokens; :class:`hdpcomm.train.Trainer` takes care of it, and
     sums up gradients over the ranks that hold the same parameters.
 
     The parameters stay the objects that they were, with the values of the group's first rank. Call it before or after

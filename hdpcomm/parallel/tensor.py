@@ -12,9 +12,9 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM
 from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.models.tensor_group import RowLinear, TensorGroup, TensorShard, VocabularyShard
+from hdpcomm.parallel.agreement import share_values
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.tensor_plans import TensorPlan, TokensOf, tensor_plan
-from hdpcomm.train.replicas import share_values
 
 __all__ = ["tensor_parallel"]
 
@@ -31,7 +31,7 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
 
     The parameters stay the objects that they were, with the first tensor rank's values: tied weights stay tied, and a
     new optimizer may have been made before. Gradients of parameters that several ranks hold are parts until
-    :class:`hdpcomm.parallel.MeshTrainer` has added them up, once a step. Give the stages of a pipeline one by one.
+    :class:`hdpcomm.train.Trainer` has added them up, once a step. Give the stages of a pipeline one by one.
 
     Args:
         model: a :class:`hdpcomm.models.Llama`, a stage of one, or a causal LM after :func:`hdpcomm.models.adapt`.

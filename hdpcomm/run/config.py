@@ -49,7 +49,7 @@ class RunConfig:
         calibration: costs that were measured before (:func:`hdpcomm.run.calibrate`), in place of a short profile when
             the run starts.
         check_replicas: steps between two comparisons of all ranks' weights and optimizer settings; 0: never.
-        pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.PipelineTrainer`); 1: none.
+        pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.Trainer`); 1: none.
         chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B.
         split_backward: stages compute the gradients of weights where they would wait for other stages.
         tensor: ranks that share each layer (:func:`hdpcomm.parallel.tensor_parallel`); 1: none.
@@ -95,7 +95,7 @@ class RunConfig:
 
     @property
     def on_mesh(self) -> bool:
-        """Whether ranks share a model, so that it takes a :class:`hdpcomm.parallel.MeshTrainer`."""
+        """Whether ranks share a model, so that it takes a :class:`hdpcomm.parallel.Trainer`."""
         return self.pipeline * self.tensor * self.expert > 1
 
     @property

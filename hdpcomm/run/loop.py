@@ -18,7 +18,7 @@ from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload
-from hdpcomm.parallel import Mesh, MeshTrainer
+from hdpcomm.parallel import Mesh
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
@@ -42,7 +42,7 @@ from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.step_times import PlanLearning
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer
-from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -173,7 +173,7 @@ class _Run:
         model = new_model(config.model, device=comm.device, seed=config.seed, recompute=recompute, check=False)
         if isinstance(planner, WholeSequencePlanner):
             group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
-            return DataParallelTrainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
+            return data_parallel_trainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
         pool = self.costs.pool
         return Trainer(
             model,
@@ -192,7 +192,7 @@ class _Run:
         return {
             policy: PlanLearning(trainer, self.plans[policy], known.get(policy))
             for policy, trainer in self.trainers.items()
-            if not isinstance(trainer, DataParallelTrainer)
+            if not isinstance(trainer.planner, WholeSequencePlanner)
         }
 
     def advance(self, stopping: StopRequest | None) -> None:
@@ -237,8 +237,7 @@ class _Run:
         costs, times = step_costs(
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
             device=self.comm.device, stall_s=stall_s, cost_model=trainer.planner.cost_model,
-            mesh=trainer.mesh if isinstance(trainer, MeshTrainer) else None,
-            stage_bytes=trainer.boundary_bytes if isinstance(trainer, MeshTrainer) else 0,
+            mesh=trainer.mesh if self.config.on_mesh else None, stage_bytes=trainer.passes.bytes_sent,
             loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.learning:
@@ -274,11 +273,7 @@ class _Run:
         for policy, trainer in self.trainers.items():
             if self.evaluations[policy] and self.evaluations[policy][-1].step == self.done:
                 continue
-            found = evaluate(
-                trainer.model, trainer.planner, self.comm, self.held_out,
-                tokens_per_step=self.config.tokens_per_step, step=self.done,
-                batch_loss=trainer.evaluate if isinstance(trainer, MeshTrainer) else None,
-            )  # fmt: skip
+            found = evaluate(trainer, self.held_out, tokens_per_step=self.config.tokens_per_step, step=self.done)
             self.evaluations[policy].append(found)
             if self.watching.on_evaluation is not None:
                 self.watching.on_evaluation(policy, found)
@@ -322,11 +317,7 @@ class _Run:
 
     def result(self) -> RunResult:
         trainer = self.trainers[self.config.policies[0]]
-        if isinstance(trainer, MeshTrainer):
-            state, parameters = trainer.whole_model(), trainer.num_parameters()
-        else:
-            state, parameters = trainer.model.state_dict(), sum(p.numel() for p in trainer.model.parameters())
-        weights = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        weights, parameters = trainer.whole_model(), trainer.num_parameters()
         return RunResult(
             ranks=self.comm.size,
             transport=self.comm.transport,
@@ -336,7 +327,7 @@ class _Run:
             stopped_by=self.stopped_by,
             saved=self.saved,
             evaluations=self.evaluations,
-            state=weights if self.comm.rank == 0 else {},
+            state=weights,
             recompute=self.config.recompute,
             step_memory=self.step_memory,
         )

@@ -10,9 +10,10 @@ from torch import nn
 
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_model
+from hdpcomm.train import Trainer
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -29,7 +30,7 @@ def mesh_trainer(
     planner: Planner,
     pool: PinnedPool | None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-) -> MeshTrainer:
+) -> Trainer:
     """The trainer of this rank's part of the model. Collective over ``comm``.
 
     Args:
@@ -49,7 +50,7 @@ def mesh_trainer(
         tensor_parallel(model, mesh)
         offload = None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
         optimizer = make_optimizer(model)
-        return MeshTrainer(model, optimizer, planner, mesh, offload=offload, **options)
+        return Trainer(model, optimizer, planner, mesh, offload=offload, **options)
     assert isinstance(config.model, LlamaConfig)  # the configuration was checked
     whole = Llama(config.model, seed=config.seed).to(comm.device)
     own = slice(mesh.stage, None, mesh.pipeline)
@@ -61,7 +62,7 @@ def mesh_trainer(
     layers = [block for stage in stages for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)
     optimizer = make_optimizer(nn.ModuleList(stages))
-    return PipelineTrainer(stages, optimizer, planner, mesh, offload=offload, **options)
+    return Trainer(stages, optimizer, planner, mesh, offload=offload, **options)
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:

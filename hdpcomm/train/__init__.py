@@ -1,10 +1,9 @@
 """Training: the step of Hybrid Data Parallelism."""
 
-from hdpcomm.train.gradients import GradientBuffer
+from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
-from hdpcomm.train.sharded import ShardedParameters
 from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
 from hdpcomm.train.timeline import Span, Timeline
 from hdpcomm.train.trainer import Trainer
@@ -13,9 +12,8 @@ __all__ = [
     "IGNORE",
     "Fetch",
     "FetchParts",
-    "GradientBuffer",
+    "Gradients",
     "PackedShard",
-    "ShardedParameters",
     "Span",
     "StepMetrics",
     "Timeline",

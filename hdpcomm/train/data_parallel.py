@@ -17,18 +17,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, PlannedStep, Planner, SequenceInfo, StepPlan, Tree
-from hdpcomm.train.gradients import GradientBuffer
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
+from hdpcomm.train.gradients import Gradients
+from hdpcomm.train.layout import layout_of
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
+from hdpcomm.train.passes import MicroBatchPasses, StepInputs, packed_shard
+from hdpcomm.train.shards import no_tokens
 from hdpcomm.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.train.activation_profile import OffloadedStep
 
-__all__ = ["DataParallelTrainer", "WholeSequencePlanner", "gloo_group"]
+__all__ = ["DistributedPasses", "WholeSequencePlanner", "data_parallel_trainer", "gloo_group"]
 
 _PORT_TIMEOUT = timedelta(seconds=60)
 
@@ -118,49 +120,59 @@ def gloo_group(comm: Communicator) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-class DataParallelTrainer(Trainer):
-    """Trains by torch's DistributedDataParallel over gloo: the same model, loss, clipping and optimizer as
-    :class:`Trainer`, but each sequence on one rank, and the gradients averaged by DDP while the rank's last backward
-    pass runs.
+class DistributedPasses(MicroBatchPasses):
+    """The passes of torch's DistributedDataParallel: each sequence on one rank, and the gradients averaged by DDP while
+    the rank's last backward pass runs.
 
     Args:
-        model, optimizer, comm, max_grad_norm: as for :class:`Trainer`. ``comm`` counts tokens and times.
-        planner: who runs what.
-        group: the ranks of ``comm`` for torch (:func:`gloo_group`).
+        group: the ranks for torch (:func:`gloo_group`).
+        gradient_bytes: what DDP reduces in a step.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        planner: WholeSequencePlanner,
-        comm: Communicator,
-        group: dist.ProcessGroup,
-        *,
-        max_grad_norm: float | None = 1.0,
-    ) -> None:
-        super().__init__(model, optimizer, planner, comm, max_grad_norm=max_grad_norm)
-        self.gradients = GradientBuffer(model.parameters())  # DDP adds up, in place
+    def __init__(self, model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, gradient_bytes: int) -> None:
+        super().__init__(model, mesh)
         self._wrapped = DistributedDataParallel(model, process_group=group)
         self._wrapped.takes_labels = getattr(model, "takes_labels", False)  # type: ignore[assignment]
-        flat = self.gradients.flat  # a ring sends 2 (n - 1) / n of it
-        self._bytes_elsewhere = 2 * (comm.size - 1) * flat.numel() * flat.element_size() // comm.size
+        size = mesh.comm.size
+        self.bytes_elsewhere = 2 * (size - 1) * gradient_bytes // size  # a ring sends 2 (n - 1) / n of it
 
-    def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, _: OffloadedStep) -> Tensor:
-        micro_batches = planned.plan.for_rank(self.comm.rank)
+    def run(self, step: StepInputs) -> Tensor:
+        """See :class:`hdpcomm.train.passes.Passes`."""
+        if step.gradients is None:
+            return super().run(step)
+        micro_batches = step.planned.plan.for_rank(self._mesh.hdp_rank)
         loss = torch.zeros(2, dtype=torch.float64)
-        alone = self.comm.subset([self.comm.rank])
-        assert alone is not None
-        packs = [pack_shard(each, fetch, comm=alone, device=self._device) for each in micro_batches]
+        packs = [packed_shard(each, step, self._alone, self._device) for each in micro_batches]
         packs = packs or [no_tokens(self._device)]
         for place, packed in enumerate(packs):
             last = place == len(packs) - 1
             with nullcontext() if last else self._wrapped.no_sync():
-                summed = micro_batch_loss(self._wrapped, packed, alone, self._loss)
-                scaled = summed * (scale * self.comm.size)  # DDP takes the mean over the ranks
+                summed = micro_batch_loss(self._wrapped, packed, self._alone, self._loss)
+                scaled = summed * (step.scale * self._mesh.comm.size)  # DDP takes the mean over the ranks
                 scaled.backward()  # type: ignore[no-untyped-call]
             labels = (packed.labels != IGNORE).sum()
             loss += torch.stack((summed.detach().double(), labels.double())).cpu()
             if place < len(micro_batches):
-                self.timeline.end("micro-batch", micro_batches[place].index)
+                step.on_pass(micro_batches[place].index)
         return loss
+
+
+def data_parallel_trainer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    planner: WholeSequencePlanner,
+    comm: Communicator,
+    group: dist.ProcessGroup,
+    *,
+    max_grad_norm: float | None = 1.0,
+) -> Trainer:
+    """A :class:`hdpcomm.train.Trainer` whose passes and gradients are DDP's: the same model, loss, clipping and
+    optimizer. Collective over ``comm``, which counts tokens and times, and over ``group``, the same ranks for torch.
+    """
+    trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=max_grad_norm)
+    alone = Mesh(cast("Communicator", comm.subset([comm.rank])))
+    # DDP adds up, in place: each rank has all sums
+    gradients = Gradients(model.parameters(), layout_of(model, alone), alone)
+    trainer.gradients = gradients
+    trainer.passes = DistributedPasses(model, trainer.mesh, group, gradients.flat.nbytes)
+    return trainer

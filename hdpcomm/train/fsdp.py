@@ -20,7 +20,7 @@ __all__ = ["FullyShardedParameters"]
 
 
 class FullyShardedParameters:
-    """The gradients of a model after ``fully_shard``, with the steps of :class:`hdpcomm.train.GradientBuffer`.
+    """The gradients of a model after ``fully_shard``, with the steps of :class:`hdpcomm.train.Gradients`.
 
     FSDP2 communicates in each forward and backward pass, in the order in which layers run: ranks that have different
     numbers of micro-batches, or other ranks beside them in one, would wait for each other. So the parameters are
@@ -74,6 +74,15 @@ class FullyShardedParameters:
         yield
         self._set(sync=True)
         scatter()
+
+    def begin_pass(self) -> None:
+        """Nothing is to be done before a pass of one micro-batch."""
+
+    def reduce_early(self) -> None:
+        """The sums are scattered after the last pass, on all ranks alike."""
+
+    def start(self) -> None:
+        """The sums have been scattered."""
 
     def _set(self, *, sync: bool) -> None:
         for module in self._modules:

@@ -26,14 +26,17 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.comm import init
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
-from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
+from hdpcomm.parallel.agreement import share_values
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
+from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import gather_sequences, sequences_of
-from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.layout import layout_of
+from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.profile import profile_cost_model
-from hdpcomm.train.replicas import share_values
-from hdpcomm.train.shards import pack_shard
+from hdpcomm.train.replicas import settings_of
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -87,6 +90,10 @@ class HybridDataParallel:
         self._comm: Communicator | None = None
         self._evaluates = False
         self._compiled = False
+        self._step: tuple[MicroBatchPasses, Gradients] | None = None
+        """What runs the passes of a step, and their gradients; made when the model is prepared."""
+        self._begins = True
+        """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         super().__init__(*args, **kwargs)
         this = cast(Any, self)
         _refuse(this)
@@ -105,6 +112,9 @@ class HybridDataParallel:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         model = cast(Any, self).model
         share_values(self.comm, (*model.parameters(), *model.buffers()))
+        mesh = Mesh(self.comm, placement=range(self.comm.size))
+        gradients = Gradients(model.parameters(), layout_of(model, mesh), mesh)
+        self._step, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients), True
         return prepared
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,25 +157,27 @@ class HybridDataParallel:
         if num_items_in_batch is None:
             raise InvalidUsage("training_step() got no num_items_in_batch; take get_batch_samples() of this class")
         model.train()
+        assert self._step is not None
+        passes, gradients = self._step
         batch = gather_sequences(sequences_of(inputs), self.comm)
-        plan = self._plan(batch.lengths)
-        loss = torch.zeros((), dtype=torch.float64)
-        first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
-        with first:
-            for micro_batch in plan.for_rank(self.comm.rank):
-                group = cast("Communicator", self.comm.subset(micro_batch.ranks))
-                packed = pack_shard(micro_batch, batch.fetch, comm=group, device=this.args.device)
-                with this.compute_loss_context_manager():
-                    total = micro_batch_loss(self._adapted, packed, group)
-                (total / num_items_in_batch).backward()  # type: ignore[no-untyped-call]
-                loss += total.detach().double().cpu()
-                self.comm.tick()
+        planned = self._plan(batch.lengths)
+        if self._begins:
+            gradients.zero()
+        self._begins = this.accelerator.sync_gradients
+        scale = 1.0 / float(num_items_in_batch)
+        inputs_of_step = StepInputs(
+            planned, batch.fetch, scale, gradients,
+            around=lambda *_: this.compute_loss_context_manager(), on_pass=lambda _: self.comm.tick(),
+        )  # fmt: skip
+        with contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches"):
+            loss = passes.run(inputs_of_step)[0]
         self._compiled = True
-        if this.accelerator.sync_gradients:
-            self._reduce_gradients(model)
+        if self._begins:
+            gradients.reduce(1.0)
+            gradients.finish()
         self.comm.all_reduce(loss)
-        self._counts.update(tokens=sum(batch.lengths), micro_batches=len(plan.micro_batches), batches=1)
-        return (loss / num_items_in_batch.cpu()).float().to(this.args.device)
+        self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
+        return (loss * scale).float().to(this.args.device)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in the base, with the tokens and micro-batches of a global batch, in the mean since the last log."""
@@ -205,24 +217,15 @@ class HybridDataParallel:
         finally:
             causal_lm.set_attn_implementation(ours)
 
-    def _plan(self, lengths: list[int]) -> StepPlan:
-        ranks = self.comm.size
+    def _plan(self, lengths: list[int]) -> PlannedStep:
+        ranks, optimizer = self.comm.size, cast(Any, self).optimizer
         if self._costs is None:
             self._costs = profile_cost_model(self._adapted, self.comm, longest=min(_LONGEST_PROFILED, max(lengths)))
         share = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
         cluster = ClusterSpec(ranks=ranks, capacity=self._capacity or share)
         plan = Planner(None, cluster, cost_model=self._costs).plan(lengths)
-        check_same_plan(plan, self.comm)
-        return plan
-
-    def _reduce_gradients(self, model: nn.Module) -> None:
-        """Adds up the gradients of all ranks; a parameter that this rank's shards did not reach has one of 0."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in trained])
-        self.comm.all_reduce(flat)
-        parts = torch.split(flat, [p.numel() for p in trained])
-        for parameter, part in zip(trained, parts, strict=True):
-            parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+        check_same_plan(plan, self.comm, settings=settings_of(getattr(optimizer, "optimizer", optimizer)))
+        return PlannedStep(tuple(lengths), plan, 0.0)
 
 
 class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]

@@ -19,9 +19,8 @@ from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan.memory import Line, StepMemory
-from hdpcomm.train.buckets import trained_parameters
+from hdpcomm.train.gradients import BUCKET_BYTES, trained_parameters
 from hdpcomm.train.profile import forward_backward
-from hdpcomm.train.sharded import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

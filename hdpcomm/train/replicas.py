@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,7 +17,7 @@ from hdpcomm.train.dtensor import is_dtensor
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["check_replicas", "raise_unlike", "settings_of", "share_values"]
+__all__ = ["check_replicas", "raise_unlike", "settings_of"]
 
 _ROUNDING = 1e-6
 """Ranks with other processors or numbers of threads round differently; weights that differ by less are no error."""
@@ -137,13 +137,3 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _digest(facts: object) -> bytes:
     return hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST]
-
-
-def share_values(comm: Communicator, tensors: Iterable[Tensor], root: int = 0) -> None:
-    """Gives all ranks the values of ``root``, in place; the tensors may be strided. Collective over ``comm``."""
-    with torch.no_grad():
-        for tensor in tensors:
-            whole = tensor.detach().contiguous()
-            comm.broadcast(whole, root)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)

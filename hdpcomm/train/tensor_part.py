@@ -56,6 +56,16 @@ class TensorPart:
         """Of the whole tensor."""
         return self._shape
 
+    @property
+    def boxes(self) -> list[tuple[torch.Size, Tensor]]:
+        """Where each box begins, and its elements."""
+        return self._boxes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements; there must be some."""
+        return self._boxes[0][1].dtype
+
     def copy(self) -> TensorPart:
         """The same part with memory of its own, in host memory."""
         copies = ((place, tensor.detach().to("cpu", copy=True)) for place, tensor in self._boxes)

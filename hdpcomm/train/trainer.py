@@ -6,41 +6,41 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_has
 from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.parallel.agreement import share_values
+from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.plan import PlannedStep
-from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.train.activation_profile import OffloadedStep
-from hdpcomm.train.buckets import trained_parameters
+from hdpcomm.train.changed_state import ChangedBuffers
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.expert_load import add_expert_load, expert_loads
 from hdpcomm.train.fsdp import FullyShardedParameters
-from hdpcomm.train.gradients import GradientBuffer
+from hdpcomm.train.gradients import BUCKET_BYTES, Gradients, trained_parameters
+from hdpcomm.train.layout import layout_of, num_parameters, plain_name
+from hdpcomm.train.masters import Masters
 from hdpcomm.train.metrics import StepMetrics
-from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.optimizer_state import own_state
+from hdpcomm.train.passes import MicroBatchPasses, Passes, StepInputs
+from hdpcomm.train.pipeline import PipelinePasses
 from hdpcomm.train.plan_check import check_same_plan
-from hdpcomm.train.queue import StepQueue
 from hdpcomm.train.reading import declared
-from hdpcomm.train.replicas import check_replicas, settings_of, share_values
-from hdpcomm.train.sharded import BUCKET_BYTES, ShardedParameters
-from hdpcomm.train.sharded_state import load_sharded_state, own_parts, sharded_state
-from hdpcomm.train.shards import Fetch, PackedShard, no_tokens, pack_shard
+from hdpcomm.train.replicas import check_replicas, settings_of
+from hdpcomm.train.shards import Fetch
+from hdpcomm.train.state import State
 from hdpcomm.train.timeline import Timeline
-from hdpcomm.train.trainer_check import check_trained_names, check_trainer, trained_names
-from hdpcomm.train.tree_shards import holds_trees, pack_trees
+from hdpcomm.train.trainer_check import check_model, check_trained_names, check_trainer, trained_names
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.plan import MicroBatch, Planner, StepPlan, Tree
+    from hdpcomm.parallel.stages import LlamaStage
+    from hdpcomm.plan import Planner, StepPlan, Tree
 
 __all__ = ["Trainer"]
 
@@ -54,32 +54,46 @@ class Trainer:
     the gradients of all ranks, which is exactly the gradient of the whole batch on a single device; then clipping by
     the global norm and the optimizer's step.
 
+    It is made of passes (:class:`hdpcomm.train.passes.Passes`), which run micro-batches or the stages of a pipeline;
+    of gradients (:class:`hdpcomm.train.Gradients`); and, with ``zero`` or ``dtype``, of the weights that the optimizer
+    updates (:class:`hdpcomm.train.masters.Masters`). On a mesh an HDP rank is a group of devices: tensor ranks work on
+    the same shards of the same sequences, stages of a pipeline on their layers, and expert ranks run in waves.
+
     Args:
         model: called as ``model(tokens, positions=, cu_seqlens=, comm=) -> logits [local tokens, vocabulary]``; one
             with ``takes_labels = True``, as :class:`hdpcomm.models.Llama`, gets ``labels=`` too and returns the sum of
-            the labelled tokens' losses. :func:`hdpcomm.models.adapt` brings other models into this form. Rank 0's
-            parameters and buffers are copied to all ranks at once, unless ``fully_shard`` has sharded it.
-        optimizer: any optimizer over the model's parameters.
-        planner: a :class:`hdpcomm.plan.Planner` for as many ranks as ``comm`` has.
-        comm: the ranks that train together; the plan's ranks are positions in it.
+            the labelled tokens' losses. :func:`hdpcomm.models.adapt` brings other models into this form. On a mesh it
+            is cut by :func:`hdpcomm.parallel.tensor_parallel` and :func:`hdpcomm.parallel.expert_parallel`; with
+            pipelines it is this rank's stage (:func:`hdpcomm.parallel.split_llama`), number ``mesh.stage``, or a list,
+            the stages ``mesh.stage``, ``mesh.stage + mesh.pipeline`` and so on, for interleaved 1F1B
+            (``ClusterSpec(chunks=)``). All ranks get the first one's parameters and buffers at once, unless
+            ``fully_shard`` has sharded it.
+        optimizer: any optimizer over the model's parameters; on a mesh with tensor or expert ranks one that updates
+            each element by itself.
+        planner: a :class:`hdpcomm.plan.Planner` for as many ranks as ``comm`` has, or with
+            ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline, tensor=mesh.tensor)``; then its costs are those of
+            one stage.
+        comm: the ranks that train together, or a :class:`hdpcomm.parallel.Mesh` of them; the plan's ranks are positions
+            in it, or in ``mesh.hdp_comm``.
         max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
         loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label, in place of the
             model's own; of trees ``loss(logits, labels, weights)``, where the logits are those of the labels' tokens.
             The logits then exist as a whole. ``None``: the model's own, or cross-entropy.
-        zero: 1 keeps the optimizer's state and the wide master weights of 1 / ranks of the parameters on each rank
-            (:class:`hdpcomm.train.ShardedParameters`): the optimizer must be a new one of torch.optim that updates each
-            element by itself. The loss is that of ``zero=0``.
+        zero: 1 keeps the optimizer's state and the wide master weights of 1 / ranks of the parameters on each rank of
+            the HDP ranks that hold a parameter: the optimizer must be a new one of torch.optim that updates
+            each element by itself. The loss is that of ``zero=0``.
         dtype: of the parameters, with master weights in fp32: ``torch.bfloat16`` halves parameters and activations.
             ``None``: the optimizer updates the parameters as they are.
-        bucket_bytes: gradients that are reduced at a time, with ``zero=1`` or ``dtype``. Where a rank's last
-            micro-batch is its own, the reductions run beside its backward pass.
+        bucket_bytes: gradients that are reduced at a time. Where a rank's last micro-batch is its own, the reductions
+            run beside its backward pass.
         check_replicas: steps between two comparisons of all ranks' weights and optimizer settings
             (:func:`hdpcomm.train.replicas.check_replicas`), of which the first step ends with one; 0: never.
         offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
             needed if the planner uses any. With it, the device memory of each step is measured.
 
     Raises:
-        InvalidUsage: the planner is for another number of ranks, or the model has nothing to train.
+        InvalidUsage: the planner is for another mesh, the model is not cut for this one, or has nothing to train.
+        Mismatch: the ranks have made different meshes or models.
 
     Example:
         >>> import hdpcomm as hdp
@@ -97,10 +111,10 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[LlamaStage],
         optimizer: torch.optim.Optimizer,
         planner: Planner,
-        comm: Communicator,
+        comm: Communicator | Mesh,
         *,
         max_grad_norm: float | None = 1.0,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -110,28 +124,24 @@ class Trainer:
         bucket_bytes: int = BUCKET_BYTES,
         check_replicas: int = 0,
     ) -> None:
-        if check_replicas < 0:
-            raise InvalidUsage(f"check_replicas is {check_replicas}; give the steps between two comparisons, or 0")
         check_trainer(
             model, optimizer, planner, comm,
             max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
+            check_replicas=check_replicas,
         )  # fmt: skip
-        self.model = model
-        self._trained = trained_names(model)
-        self._loads = expert_loads(model)
+        self.mesh = mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
+        self.comm = mesh.comm
+        self.model, self.stages = check_model(model, optimizer, planner, mesh)
+        self._trained = trained_names(self.model)
+        self._buffers = ChangedBuffers(self.model)
+        self._loads = expert_loads(self.model)
         self.optimizer = optimizer
         self.planner = planner
-        self.comm = comm
-        self._check_cluster()
         self.max_grad_norm = max_grad_norm
         self.check_replicas = check_replicas
         self.num_steps = 0
         self._compiled = False
         """Whether a step has made what kernels and compilers make at their first call."""
-        self._bytes_elsewhere = 0
-        """Bytes a step that this rank sends by other ways than ``comm``."""
-        self._queue: StepQueue | None = None
-        """Of the step that runs, if its plan has one."""
         self.ran: StepPlan | None = None
         """The plan of the last step as it ran: micro-batches of its queue with the ranks that have taken them."""
         if offload is None and planner.memory.offloadable:
@@ -140,31 +150,42 @@ class Trainer:
                 "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
             )
         self.offload = offload
-        waited = weakref.WeakMethod(
-            self._seconds_waited
-        )  # a trainer ends, and gives back its model, with its last user
+        self.passes: Passes = (
+            PipelinePasses(self.stages, mesh, planner, loss)
+            if self.stages
+            else MicroBatchPasses(self.model, mesh, loss)
+        )
+        own = weakref.ref(self)  # a trainer ends, and gives back its model, with its last user
         self.timeline = Timeline(
-            comm,
+            self.comm,
             lambda: 0.0 if offload is None else offload.stats().host_wait_s,
-            lambda: (0.0, 0.0) if (method := waited()) is None else method(),
+            lambda: (0.0, 0.0) if (trainer := own()) is None else trainer.passes.waited_s(),
         )
         self._memory = planner.memory
-        self._loss = loss
-        self._device = trained_parameters(model.parameters())[0].device
-        self.gradients: GradientBuffer | ShardedParameters | FullyShardedParameters
-        if is_fully_sharded(model.parameters()):
+        self.layout = layout_of(self.model, mesh)
+        self.gradients: Gradients | FullyShardedParameters
+        self.masters: Masters | None = None
+        """What the optimizer updates in place of the parameters, with ``zero=1`` or ``dtype``."""
+        parameters = list(self.model.parameters())
+        if is_fully_sharded(parameters):
             if zero or dtype is not None:
                 raise InvalidUsage(
                     "the model is sharded by fully_shard already, optimizer included; give zero=0 and dtype=None (its "
                     "MixedPrecisionPolicy has types)"
                 )
-            self.gradients = FullyShardedParameters(model, comm)
-            return
-        self._same_start()
-        if zero or dtype is not None:
-            self.gradients = self._sharded_parameters(zero=zero, dtype=dtype, bucket_bytes=bucket_bytes)
+            self.gradients = FullyShardedParameters(self.model, self.comm)
         else:
-            self.gradients = self._gradient_buffer()
+            if not zero and dtype is None:
+                self.gradients = Gradients(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
+                self._same_start()
+            else:
+                trained_parameters(parameters)
+                self._same_start()
+                self.masters = Masters(
+                    parameters, optimizer, self.layout, mesh, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
+                )
+                self.gradients = self.masters.gradients
+        self._device = parameters[0].device
 
     def step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
@@ -195,207 +216,121 @@ class Trainer:
         with self.comm.liveness_deadlines():
             return self._step(lengths, declared(fetch, self.comm))
 
+    def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
+        """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.
+
+        Collective over ``comm``; arguments and errors as of :meth:`step`. The sum over all ranks is that of the batch.
+        """
+        planned = self._plan_now(lengths)
+        self._agree(planned.plan)
+        with self.passes.open(planned.plan):
+            total = self.passes.run(StepInputs(planned, fetch, on_pass=lambda _: self.comm.tick()))
+            self.passes.plan_as_run(planned.plan)
+        return total
+
     def _step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
         check_trained_names(self.model, self._trained)
         counts = self.comm.stats()
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
-        self._check_plan(plan)
+        self._agree(plan)
         self.timeline.begin()
         self.gradients.zero()
+        self._buffers.begin()
         for load in self._loads:
             load.reset()
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
-        sharded = self.gradients if isinstance(self.gradients, ShardedParameters) else None
         first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
-        with self._open_queue(plan) as self._queue:
+        inputs = StepInputs(planned, fetch, scale, self.gradients, offloading.micro_batch, self._ends_pass)
+        with self.passes.open(plan):
             with offloading, first:
-                loss = self._run_all(planned, fetch, scale, offloading)
+                loss = self.passes.run(inputs)
             self._compiled = True
-            if sharded is not None:
-                sharded.start()
+            self.gradients.start()
             self._synchronize()
-            self.comm.all_reduce(loss)  # also the point at which ranks that had less to do wait for the others
+            told = torch.cat((loss, torch.tensor([float(len(self._buffers.changed))], dtype=torch.float64)))
+            self.comm.all_reduce(told)  # also the point at which ranks that had less to do wait for the others
             self.timeline.end("wait for others")
-            self.ran = plan if self._queue is None else self._queue.plan_as_run()
-        self._queue = None
-        total, labels = loss.tolist()
+            self.ran = self.passes.plan_as_run(plan)
+        total, labels, changed = told.tolist()
+        if changed and self.comm.size > 1:
+            self._buffers.refuse()
         mean = self._mean(total, labels)
         self.gradients.reduce(1.0 / (scale * labels))
         grad_norm = self._finite("gradient norm", self.gradients.clip_(self.max_grad_norm))
-        self.gradients.finish()
+        (self.masters or self.gradients).finish()
         self.timeline.end("gradients")
         self.optimizer.step()
-        if sharded is not None:
-            sharded.publish()
+        if self.masters is not None:
+            self.masters.publish()
         self._synchronize()
         self.timeline.end("optimizer")
         if self.check_replicas and self.num_steps % self.check_replicas == 0:
             self._compare_replicas()
-        sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self._bytes_elsewhere
+        sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self.passes.bytes_elsewhere
         idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
-        metrics = add_expert_load(metrics, self._loads, self._token_comms, self.comm)
-        return offloading.add_to(metrics, self.comm)
+        tokens = self.mesh.hdp_comm, self.mesh.tensor_comm
+        return offloading.add_to(add_expert_load(metrics, self._loads, tokens, self.comm), self.comm)
 
-    def _open_queue(self, plan: StepPlan) -> contextlib.AbstractContextManager[StepQueue | None]:
-        """The queue of a plan, if it has one. Collective over the ranks of the plan."""
-        return StepQueue(plan, self._plan_comm) if plan.queued else contextlib.nullcontext()
-
-    def _micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
-        """What this rank runs: what the plan gives to it alone, then what it takes from the queue."""
-        rank = self._plan_comm.rank
-        if self._queue is None:
-            yield from plan.for_rank(rank)
+    def _ends_pass(self, index: int | None) -> None:
+        if index is None:
+            self.timeline.end("wait for others")
         else:
-            yield from fixed_for_rank(plan, rank)
-            yield from self._queue
+            self.timeline.end("micro-batch", index)
 
-    def _seconds_waited(self) -> tuple[float, float]:
-        """So far, of this rank: inside layers for ranks that share them; for ranks that share experts and for other
-        stages of a pipeline."""
-        return 0.0, 0.0
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once. Collective over the ranks that hold one copy of it."""
+        return num_parameters(self.model, self.layout, self.mesh)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters, buffers and optimizer state by name, equal on every rank: what a checkpoint holds.
+        """Parameters, buffers, optimizer state and master weights, if there are any, of the whole model by their names
+        there, equal on every rank: a trainer on any other mesh takes it over.
 
-        With ``zero=1`` or ``dtype`` also the master weights; then it is collective, and the optimizer's tensors are
-        whole copies, which fit a trainer of any number of ranks. All other tensors are the live ones.
+        Where this rank has no more than parts of them (a mesh, ``zero=1``) it is collective, and those tensors are
+        copies. All others are the live ones.
         """
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
-
-        if isinstance(self.gradients, ShardedParameters):
-            state = sharded_state(self.gradients, self.optimizer, self.model)
-            return {"model": get_model_state_dict(self.model), **state, "num_steps": self.num_steps}
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "num_steps": self.num_steps}
+        return {**self._state.whole(), "num_steps": self.num_steps}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, but of a sharded optimizer this rank's part only: of each such tensor a
-        :class:`hdpcomm.train.tensor_part.TensorPart` of the live one. What checkpoints are written from by all ranks
-        together, and read into; then give it to :meth:`load_state_dict`. Local with ``zero=1`` or ``dtype``.
+        """As :meth:`state_dict`, but of each tensor only what this rank holds of it, live, as a
+        :class:`hdpcomm.train.tensor_part.TensorPart`: nothing is gathered but names and numbers. What checkpoints are
+        written from by all ranks together, and read into; then give it to :meth:`load_state_dict`. Collective.
         """
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+        return {**self._state.parts(), "num_steps": self.num_steps}
 
-        if not isinstance(self.gradients, ShardedParameters):
-            return self.state_dict()
-        parts = own_parts(self.gradients, self.optimizer, self.model)
-        return {"model": get_model_state_dict(self.model), **parts, "num_steps": self.num_steps}
+    def whole_model(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model by their names there, in host memory, on the first rank; the others
+        get an empty dict. One tensor at a time is gathered. Collective."""
+        return self._state.whole_model()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, here or in another process. Local: give it to every rank.
+        """Takes this rank's part of what :meth:`state_dict` gave, here or in another process, on any mesh; of
+        :meth:`checkpoint_state` what is not in place already. Local: give it to every rank.
 
         The trainer copies what it takes: two trainers may be given the same state.
         """
-        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
-
-        if isinstance(self.gradients, ShardedParameters):
-            set_model_state_dict(self.model, state["model"])
-            load_sharded_state(self.gradients, self.optimizer, self.model, state)
-        else:
-            with own_state(self.optimizer):
-                set_state_dict(
-                    self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                )
+        self._state.load(state)
         self.num_steps = int(state["num_steps"])
 
-    def _check_cluster(self) -> None:
-        planned, size = self.planner.cluster.ranks, self.comm.size
-        if planned != size:
-            raise InvalidUsage(
-                f"the planner plans for {planned} ranks and the communicator has {size}; make it with "
-                f"ClusterSpec(ranks={size}, ...)"
-            )
-        if isinstance(getattr(self.model, "expert", None), ExpertGroup):
-            raise InvalidUsage(
-                "the experts of the model are on several ranks (expert_parallel), which must run their passes "
-                "together; give it to hdpcomm.parallel.MeshTrainer, with the mesh"
-            )
-
     @property
-    def _plan_comm(self) -> Communicator:
-        """Whose ranks are those of the plan."""
-        return self.comm
+    def _state(self) -> State:
+        return State(self.model, self.optimizer, self.layout, self.mesh, self.masters)
 
-    def _check_plan(self, plan: StepPlan) -> None:
+    def _agree(self, plan: StepPlan) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
-        check_same_plan(plan, self.comm, settings=settings_of(self.optimizer, self.max_grad_norm))
-
-    def _compare_replicas(self) -> None:
-        """Raises unless all ranks that hold the same parameters have the same values. Collective."""
-        check_replicas(self.model, self.optimizer, self.comm, settings=self.max_grad_norm)
-
-    @property
-    def _token_comms(self) -> tuple[Communicator, ...]:
-        """Over all of which together the tokens of a batch lie."""
-        return (self.comm,)
-
-    def _gradient_buffer(self) -> GradientBuffer:
-        return GradientBuffer(self.model.parameters(), self.comm)
-
-    def _sharded_parameters(self, *, zero: int, dtype: torch.dtype | None, bucket_bytes: int) -> ShardedParameters:
-        return ShardedParameters(
-            self.model.parameters(), self.optimizer, self.comm, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
-        )
+        order = self.passes.agree(plan)
+        alike = self.mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
+        settings = settings_of(self.optimizer, self.max_grad_norm)
+        check_same_plan(plan, self.comm, more=order, settings=settings, alike=alike)
 
     def _plan_now(self, lengths: Sequence[int | Tree]) -> PlannedStep:
         started = time.perf_counter()
         plan = self.planner.plan(lengths)
         return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)
-
-    def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
-        """This rank's micro-batches, in their order; the sum of what :meth:`_run` gives."""
-        if isinstance(self.gradients, FullyShardedParameters):
-            with self.gradients.passes(self._empty_pass):
-                return self._run_each(planned, fetch, scale, offloading)
-        return self._run_each(planned, fetch, scale, offloading)
-
-    def _empty_pass(self) -> None:
-        """A forward and backward pass over a token without a loss, on this rank alone."""
-        alone = cast("Communicator", self.comm.subset([self.comm.rank]))
-        loss = micro_batch_loss(self.model, no_tokens(self._device), alone, self._loss)
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def _run_each(self, planned: PlannedStep, fetch: Fetch, scale: float, offloading: OffloadedStep) -> Tensor:
-        plan = planned.plan
-        bound = () if plan.queued else plan.for_rank(self._plan_comm.rank)
-        last = bound[-1].index if bound else -1  # with a queue, nobody knows it before
-        loss = torch.zeros(2, dtype=torch.float64)
-        for micro_batch in self._micro_batches(plan):
-            last_and_alone = micro_batch.index == last and len(micro_batch.ranks) == 1
-            if last_and_alone and isinstance(self.gradients, ShardedParameters):
-                self.gradients.reduce_early()
-            loss += self._run(micro_batch, planned, fetch, scale, offloading)
-            self.timeline.end("micro-batch", micro_batch.index)
-        return loss
-
-    def _run(
-        self,
-        micro_batch: MicroBatch,
-        planned: PlannedStep,
-        fetch: Fetch,
-        scale: float,
-        offloading: OffloadedStep,
-    ) -> Tensor:
-        """Forward and backward of one micro-batch; (summed loss, tokens with a label) of this rank, fp64."""
-        comm = cast("Communicator", self._plan_comm.subset(micro_batch.ranks))
-        packed = self._packed(micro_batch, planned, fetch, comm)
-        with offloading.micro_batch(micro_batch.offload_ratio, packed.tokens.numel()):
-            loss = micro_batch_loss(self.model, packed, comm, self._loss)
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
-        if isinstance(self.gradients, GradientBuffer):
-            self.gradients.collect()
-        return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
-
-    def _packed(self, micro_batch: MicroBatch, planned: PlannedStep, fetch: Fetch, comm: Communicator) -> PackedShard:
-        """This rank's shard of a micro-batch. Local."""
-        if holds_trees(micro_batch, planned.lengths):
-            fragments = planned.plan.fragments
-            return pack_trees(micro_batch, planned.lengths, fragments, fetch, comm=comm, device=self._device)
-        return pack_shard(micro_batch, fetch, comm=comm, device=self._device)
 
     def _mean(self, total: float, labels: float) -> float:
         if labels <= 0:
@@ -446,8 +381,20 @@ class Trainer:
         )
 
     def _same_start(self) -> None:
-        """Gives every rank the parameters and buffers of rank 0. Collective."""
-        share_values(self.comm, (*self.model.parameters(), *self.model.buffers()))
+        """Gives all ranks that hold the same part of the model the values of the first one. Collective."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            holders = self.layout[plain_name(name)].holders
+            share_values(holders.replicas, [tensor])
+            if holders.ends is not None:
+                share_values(holders.ends, [tensor])
+
+    def _compare_replicas(self) -> None:
+        """Raises unless all ranks that hold the same parameters have the same values. Collective."""
+        experts = {name for name, _ in self.model.named_parameters() if self.layout[plain_name(name)].holders.expert}
+        mesh, settings = self.mesh, self.max_grad_norm
+        check_replicas(self.model, self.optimizer, mesh.hdp_comm, settings=settings, without=experts)
+        if experts:
+            check_replicas(self.model, self.optimizer, mesh.expert_replica_comm, settings=settings)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hdpcomm.arguments import check_has, check_number, check_type, check_whole
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.models.tensor_group import TensorGroup
+from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
+from hdpcomm.parallel.mesh import Mesh
+from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.train.dtensor import is_fully_sharded
 
-__all__ = ["check_elementwise", "check_trained_names", "check_trainer", "trained_names"]
+if TYPE_CHECKING:
+    from hdpcomm.plan import Planner
+
+__all__ = ["check_elementwise", "check_model", "check_trained_names", "check_trainer", "trained_names"]
 
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -42,17 +52,24 @@ def check_trainer(
     zero: Any,
     dtype: Any,
     bucket_bytes: Any,
+    check_replicas: Any,
 ) -> None:
     """Raises InvalidUsage for an argument of another kind, or a number out of range."""
-    check_type("Trainer", "model", model, nn.Module)
+    if check_replicas < 0:
+        raise InvalidUsage(f"check_replicas is {check_replicas}; give the steps between two comparisons, or 0")
+    modules = list(model) if isinstance(model, (list, tuple)) else [model]
+    for module in modules:
+        check_type("Trainer", "model", module, nn.Module)
     check_has("Trainer", "optimizer", optimizer, "param_groups", "an optimizer of torch")
     check_has("Trainer", "planner", planner, "cluster", "a hdpcomm.plan.Planner")
-    check_has("Trainer", "comm", comm, "all_reduce", "the communicator of init()")
+    if not isinstance(comm, Mesh):
+        check_has("Trainer", "comm", comm, "all_reduce", "the communicator of init(), or a Mesh of its ranks")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidUsage("LBFGS computes the loss several times a step, which a planned step does once; give another")
-    own = {id(parameter) for parameter in model.parameters()}
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    own = {id(parameter) for parameter in parameters}
     strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-    if strange and any(p.requires_grad for p in model.parameters()):  # else there is nothing to train, which is told
+    if strange and any(p.requires_grad for p in parameters):  # else there is nothing to train, which is told
         raise InvalidUsage(
             f"{strange} parameters of the optimizer are none of the model's; make the optimizer from the parameters of "
             "the model that is given to the trainer, after it was cut or adapted"
@@ -67,6 +84,68 @@ def check_trainer(
         check_type("Trainer", "dtype", dtype, torch.dtype)
     check_whole("Trainer", "zero", zero, least=0, most=1)
     check_whole("Trainer", "bucket_bytes", bucket_bytes, least=1)
+
+
+def check_model(
+    model: nn.Module | Sequence[LlamaStage], optimizer: torch.optim.Optimizer, planner: Planner, mesh: Mesh
+) -> tuple[nn.Module, list[LlamaStage]]:
+    """The module of this rank, and its stages if it is one of a pipeline. Collective over the mesh.
+
+    Raises:
+        InvalidUsage: the planner is for another mesh, or the model is not cut for this one.
+        Mismatch: the ranks have made different meshes or models.
+    """
+    staged = mesh.pipeline > 1 or isinstance(model, LlamaStage) or not isinstance(model, nn.Module)
+    stages = checked_stages(model, mesh) if staged else []  # type: ignore[arg-type]
+    module = nn.ModuleList(stages) if len(stages) > 1 else stages[0] if stages else model
+    assert isinstance(module, nn.Module)
+    for each in (*stages,) or (module,):
+        _check_cut(each, mesh)
+    _check_cluster(planner, mesh, max(1, len(stages)))
+    if mesh.tensor * mesh.expert > 1:
+        check_elementwise(optimizer, "on a mesh with tensor or expert ranks")
+    if stages:
+        check_same_stages(stages, mesh)
+    else:
+        check_same_mesh(mesh, str([(name, tuple(p.shape)) for name, p in module.named_parameters()]))
+    return module, stages
+
+
+def _check_cluster(planner: Planner, mesh: Mesh, chunks: int) -> None:
+    cluster = planner.cluster
+    found = cluster.ranks, cluster.pipeline, cluster.tensor, cluster.chunks
+    if found == (mesh.hdp, mesh.pipeline, mesh.tensor, chunks):
+        return
+    if found[1:] == (1, 1, 1) and mesh.pipeline * mesh.tensor * chunks == 1:
+        raise InvalidUsage(
+            f"the planner plans for {cluster.ranks} ranks and the communicator has {mesh.hdp}; make it with "
+            f"ClusterSpec(ranks={mesh.hdp}, ...)"
+        )
+    raise InvalidUsage(
+        f"the planner plans for {cluster.ranks} ranks of {cluster.pipeline} x {cluster.tensor} devices (pipeline x "
+        f"tensor) with {cluster.chunks} stages each, and the mesh has {mesh.hdp} of {mesh.pipeline} x {mesh.tensor} "
+        f"with {chunks}; give ClusterSpec(ranks={mesh.hdp}, pipeline={mesh.pipeline}, tensor={mesh.tensor}, "
+        f"chunks={chunks}, ...)"
+    )
+
+
+def _check_cut(model: nn.Module, mesh: Mesh) -> None:
+    """Raises unless the model, or stage, is cut for the tensor and expert ranks of the mesh."""
+    tensor, expert = getattr(model, "tensor", None), getattr(model, "expert", None)
+    for group, kind, comm, size, what in (
+        (tensor, TensorGroup, mesh.tensor_comm, mesh.tensor, "tensor"),
+        (expert, ExpertGroup, mesh.expert_comm, mesh.expert, "expert"),
+    ):
+        ranks = tuple(group.comm.ranks) if isinstance(group, kind) else ()
+        wanted = tuple(comm.ranks) if size > 1 else ()
+        if ranks != wanted:
+            found = "the model is cut for the tensor ranks" if what == "tensor" else "its experts are on the ranks"
+            raise InvalidUsage(
+                f"{found} {list(ranks)}, and the {what} ranks of the mesh are {list(wanted)}; give {what}_parallel("
+                "model, mesh), with this mesh, and the mesh to the trainer"
+            )
+    if mesh.pipeline * mesh.tensor * mesh.expert > 1 and is_fully_sharded(model.parameters()):
+        raise InvalidUsage("the model is sharded by fully_shard, which a mesh does not know; give it as it was")
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:

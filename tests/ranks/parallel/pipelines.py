@@ -9,9 +9,10 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama, tensor_parallel
+from hdpcomm.parallel import Mesh, split_llama, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.train import Trainer
 from tests.ranks.train.plain_llama import batch_gradients
 
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
@@ -59,7 +60,7 @@ def trainer_of(comm, planner, config, dtype, *, recompute="none", offload=False,
         layers = [block for stage in stages for block in stage.blocks]
         options["offload"] = ActivationOffload(pool, layers, min_bytes=1, resident_layers=0)
     parameters = [p for stage in stages for p in stage.parameters()]
-    return PipelineTrainer(stages, torch.optim.SGD(parameters, lr=lr), planner, mesh, **options)
+    return Trainer(stages, torch.optim.SGD(parameters, lr=lr), planner, mesh, **options)
 
 
 def gradients_of(trainer):

@@ -11,7 +11,7 @@ import hdpcomm as hdp
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.run.flops import spec_of
@@ -46,7 +46,7 @@ def trainer_of(
     if offload:
         pool = PinnedPool(8 << 20, device="cpu")
         options["offload"] = ActivationOffload(pool, model, min_bytes=1, resident_layers=0)
-    return MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=lr), planner, mesh, **options)
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=lr), planner, mesh, **options)
 
 
 def part_of(model, name):
@@ -151,7 +151,7 @@ def test_all_tokens_to_the_experts_of_one_rank():
             mesh = Mesh(comm, expert=2)
             model = expert_parallel(greedy(Llama(config, dtype=torch.float64)), mesh)
             planner = FixedPlanner(2, 1, [((0,), (0,)), ((0, 1), (1, 2))])
-            trainer = MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, mesh, max_grad_norm=None)
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, mesh, max_grad_norm=None)
             done = trainer.step(lengths, lambda i: sequences[i])
             assert (done.expert_tokens_max, done.expert_tokens_mean) == (sum(lengths), sum(lengths) / 2)
             assert done.loss == pytest.approx(loss, rel=1e-10)
@@ -314,14 +314,14 @@ def make(comm, *, model=None, mesh=None):
     mesh = mesh or Mesh(comm, expert=2)
     model = model or expert_parallel(Llama(CONFIG), mesh)
     planner = Planner(None, ClusterSpec(2, 100), cost_model=COST)
-    return MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, mesh)
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, mesh)
 
 
 def trees_in_pipelines(comm):
     mesh = Mesh(comm, pipeline=2)
     stage = split_llama(Llama(dataclasses.replace(CONFIG, layers=2)), 2)[mesh.stage]
     planner = Planner(None, ClusterSpec(1, 100, pipeline=2), cost_model=COST)
-    trainer = PipelineTrainer(stage, torch.optim.SGD(stage.parameters(), lr=0.1), planner, mesh)
+    trainer = Trainer(stage, torch.optim.SGD(stage.parameters(), lr=0.1), planner, mesh)
     trainer.step([Tree(parents=(-1, 0, 0), lengths=(9, 12, 7))], lambda _: torch.arange(28))
 
 
@@ -352,7 +352,7 @@ def twice(comm):
                 Planner(None, ClusterSpec(2, 100), cost_model=COST),
                 comm,
             ),
-            "give it to hdpcomm.parallel.MeshTrainer",
+            "with this mesh, and the mesh to the trainer",
         ),
         (lambda comm: Mesh(comm, expert=3), "expert must divide 2"),
         (lambda _: LlamaConfig(experts=2, top_k=3), "top_k is 3 of 2 experts"),
@@ -384,7 +384,7 @@ def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload
             pool, layers = PinnedPool(8 << 20, device="cpu"), [block for stage in stages for block in stage.blocks]
             options["offload"] = ActivationOffload(pool, layers, min_bytes=1, resident_layers=0)
         optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.0)
-        trainer = PipelineTrainer(stages, optimizer, planner, mesh, max_grad_norm=None, **options)
+        trainer = Trainer(stages, optimizer, planner, mesh, max_grad_norm=None, **options)
         metrics = trainer.step(lengths, lambda i: sequences[i])
         total = trainer.evaluate(lengths, lambda i: sequences[i])
         comm.all_reduce(total)

@@ -11,10 +11,11 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, MeshTrainer, expert_parallel
+from hdpcomm.parallel import Mesh, expert_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
 from tests.ranks.parallel.pipelines import COST
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -47,7 +48,7 @@ def step(family, ranks, expert, how="plain"):
                 offload = ActivationOffload(pool, cut, resident_layers=0, min_bytes=1)
             planner = Planner(None, ClusterSpec(mesh.hdp, 160 // mesh.hdp), cost_model=COST)
             optimizer = torch.optim.SGD(cut.parameters(), lr=0.0)
-            trainer = MeshTrainer(cut, optimizer, planner, mesh, max_grad_norm=None, offload=offload)
+            trainer = Trainer(cut, optimizer, planner, mesh, max_grad_norm=None, offload=offload)
             done = trainer.step(LENGTHS, lambda i: sequences()[i])
             state = trainer.state_dict()["model"]
             shards = cut.expert.shards
@@ -119,7 +120,7 @@ def test_experts_without_tokens_where_nothing_else_is_trained():
             cut = expert_parallel(adapt(models[comm.rank]), mesh)
             planner = Planner(None, ClusterSpec(2, 80), cost_model=COST)
             optimizer = torch.optim.SGD([p for p in cut.parameters() if p.requires_grad], lr=0.0)
-            trainer = MeshTrainer(cut, optimizer, planner, mesh, max_grad_norm=None)
+            trainer = Trainer(cut, optimizer, planner, mesh, max_grad_norm=None)
             done = trainer.step(LENGTHS, lambda i: sequences()[i])
             assert done.loss == pytest.approx(loss, rel=1e-5)
             assert done.expert_tokens_max == sum(LENGTHS)

@@ -28,10 +28,14 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def masters_of(trainer):
+    return [] if trainer.masters is None else [piece.master for piece in trainer.masters.pieces]
+
+
 def kept_bytes(trainer):
     """Of all that a trainer keeps between steps; storages that are shared count once."""
     tensors = [*trainer.model.parameters(), *trainer.model.buffers(), trainer.gradients.flat]
-    tensors += getattr(trainer.gradients, "masters", [])
+    tensors += masters_of(trainer)
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 

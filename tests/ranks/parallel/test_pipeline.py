@@ -13,7 +13,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, PipelineTrainer, split_llama
+from hdpcomm.parallel import Mesh, split_llama
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, PipelineSchedule, Planner, Tree
 from hdpcomm.testing import run_threads
@@ -311,7 +311,7 @@ def make(comm, *, ranks=2, stages=2, mesh=None, stage=None, number=None, config=
     planner = Planner(None, ClusterSpec(ranks, 100, pipeline=stages), cost_model=COST)
     own = stage.parameters() if isinstance(stage, torch.nn.Module) else [torch.nn.Parameter(torch.zeros(1))]
     optimizer = torch.optim.SGD(own, lr=0.1)
-    return PipelineTrainer(stage, optimizer, planner, mesh, **options)
+    return Trainer(stage, optimizer, planner, mesh, **options)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, MeshTrainer, PipelineTrainer, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -79,12 +80,12 @@ def trainer_of(comm, shape, *, wide=torch.float64, norm=0.5, **options):
     if shape.pipeline == 1:
         expert_parallel(model, mesh)
         tensor_parallel(model, mesh)
-        return MeshTrainer(model, adamw(model), planner, mesh, max_grad_norm=norm, **options)
+        return Trainer(model, adamw(model), planner, mesh, max_grad_norm=norm, **options)
     stages = split_llama(model, shape.pipeline * shape.chunks)[mesh.stage :: shape.pipeline]
     for stage in stages:
         expert_parallel(stage, mesh)
         tensor_parallel(stage, mesh)
-    return PipelineTrainer(stages, adamw(torch.nn.ModuleList(stages)), planner, mesh, max_grad_norm=norm, **options)
+    return Trainer(stages, adamw(torch.nn.ModuleList(stages)), planner, mesh, max_grad_norm=norm, **options)
 
 
 def fetch(step, config):
@@ -162,7 +163,7 @@ def test_a_rank_keeps_its_part_of_what_others_hold_too():
     whole = sum(p.numel() for p in Llama(SPARSE).parameters())
     least = (whole - experts) / 4 + experts / 2 / 2
     for _, _, kept in run(shape, steps=(0,), zero=1):
-        assert least <= kept <= least + 16 * 6
+        assert least - 16 * 6 <= kept <= least + 16 * 6  # parts are equal with their padding
 
 
 @pytest.mark.parametrize(
@@ -244,19 +245,24 @@ def test_sums_of_tensor_ranks_start_while_later_buckets_are_reduced():
             gradients = trainer.gradients
             events = of_ranks.setdefault(comm.rank, [])
 
-            def tensor_comm(kind, own=gradients._copies.tensor_comm):
-                if (found := own(kind)) is not None:
+            class Noted:
+                def __init__(self, comm):
+                    self._comm = comm
+
+                def all_reduce(self, *args, **options):
                     events.append("sum")
-                return found
+                    return self._comm.all_reduce(*args, **options)
 
             def start(place, own=gradients._start):
                 own(place)
                 gradients._works[place] = _NotedWork(gradients._works[place], events, place)
 
-            object.__setattr__(gradients._copies, "tensor_comm", tensor_comm)
+            for bucket in gradients.buckets:
+                if bucket.holders.alike is not None:
+                    bucket.holders = replace(bucket.holders, alike=Noted(bucket.holders.alike))
             gradients._start = start
             trainer.step(BATCHES[0], fetch(0, DENSE))
-            return len(gradients.buckets), [bucket.kind.parts for bucket in gradients.buckets]
+            return len(gradients.buckets), [1 if bucket.holders.alike else 2 for bucket in gradients.buckets]
 
     for place, (count, parts) in enumerate(run_threads(rank, 4)):
         wanted = []

@@ -11,9 +11,10 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, MeshTrainer, tensor_parallel
+from hdpcomm.parallel import Mesh, tensor_parallel
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
 from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, check_gradients, part_of, tokens_of, wanted
 from tests.ranks.parallel.test_pipeline import LENGTHS, LIMIT, UNEVEN
 from tests.ranks.parallel.thirty_steps import check_thirty_steps
@@ -30,7 +31,7 @@ def trainer_of(comm, planner, config, dtype, *, recompute="none", offload=False,
     if offload:
         pool = PinnedPool(8 << 20, device="cpu")
         options["offload"] = ActivationOffload(pool, model, min_bytes=1, resident_layers=0)
-    return MeshTrainer(model, torch.optim.SGD(model.parameters(), lr=lr), planner, mesh, **options)
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=lr), planner, mesh, **options)
 
 
 def one_step(planner, config, dtype, lengths, **options):
@@ -157,7 +158,7 @@ def make(comm, *, model=None, cluster=None, mesh=None, kind=torch.optim.SGD):
     model = model or tensor_parallel(Llama(CONFIG), mesh)
     cluster = cluster or ClusterSpec(1, 100, tensor=2)
     optimizer = kind([parameter for parameter in model.parameters() if parameter.ndim == 2], lr=0.1)
-    return MeshTrainer(model, optimizer, Planner(None, cluster, cost_model=COST), mesh)
+    return Trainer(model, optimizer, Planner(None, cluster, cost_model=COST), mesh)
 
 
 def twice(comm):

@@ -11,10 +11,11 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, MeshTrainer, expert_parallel, tensor_parallel
+from hdpcomm.parallel import Mesh, expert_parallel, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
 from tests.ranks.parallel.pipelines import COST, part_of
 
 pytest.importorskip("transformers", minversion="4.54")
@@ -54,7 +55,7 @@ def step(family, ranks, tensor, how="plain", expert=1):
                 offload = ActivationOffload(pool, cut, resident_layers=0, min_bytes=1)
             planner = Planner(None, cluster, cost_model=COST)
             optimizer = torch.optim.SGD(cut.parameters(), lr=0.0)
-            trainer = MeshTrainer(cut, optimizer, planner, mesh, max_grad_norm=None, offload=offload)
+            trainer = Trainer(cut, optimizer, planner, mesh, max_grad_norm=None, offload=offload)
             done = trainer.step(LENGTHS, lambda i: sequences()[i])
             state = trainer.state_dict()["model"]
             shards = {} if cut.expert is None else cut.expert.shards

@@ -11,19 +11,19 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.models import LlamaConfig
-from hdpcomm.parallel import MeshTrainer
 from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
 from tests.ranks.parallel.pipelines import tokens_of
 
 
-def check_thirty_steps(make_trainer: Callable[[hdp.Communicator], MeshTrainer], config: LlamaConfig) -> None:
+def check_thirty_steps(make_trainer: Callable[[hdp.Communicator], Trainer], config: LlamaConfig) -> None:
     """AdamW and clipping in fp64 on 1 and 4 ranks; after 15 steps each trainer goes on with what the other has saved.
 
     make_trainer: by the communicator of all ranks; its optimizer is replaced.
     """
     batches = [tokens_of(lengths, config) for lengths in ((60, 1, 7, 33), (90, 3, 3), (1, 40, 2, 70))]
 
-    def steps(trainer: MeshTrainer, first: int, last: int) -> list[float]:
+    def steps(trainer: Trainer, first: int, last: int) -> list[float]:
         rows = [batches[step % len(batches)] for step in range(first, last)]
         return [trainer.step([len(s) for s in row], lambda i, row=row: row[i]).loss for row in rows]
 

@@ -11,7 +11,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.train import Trainer
-from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
 
 CONFIG = LlamaConfig(vocabulary=31, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(1e-6, 1e-5)
@@ -31,7 +31,7 @@ def losses_of_both(lengths):
     ours = losses(lambda model, optimizer: Trainer(model, optimizer, Planner(None, cluster, "naive", COST), comm))
     with gloo_group(comm) as group:
         planner = WholeSequencePlanner(cluster, COST)
-        ddp = losses(lambda model, optimizer: DataParallelTrainer(model, optimizer, planner, comm, group))
+        ddp = losses(lambda model, optimizer: data_parallel_trainer(model, optimizer, planner, comm, group))
     return ours, ddp
 
 

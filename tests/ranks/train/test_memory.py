@@ -37,6 +37,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+def masters_of(trainer):
+    return [] if trainer.masters is None else [piece.master for piece in trainer.masters.pieces]
+
+
 def kept_bytes(trainer):
     """Of all that a trainer keeps between steps; storages that are shared count once."""
     gradients = trainer.gradients
@@ -44,7 +48,7 @@ def kept_bytes(trainer):
         *trainer.model.parameters(),
         *trainer.model.buffers(),
         gradients.flat,
-        *getattr(gradients, "masters", []),
+        *masters_of(trainer),
     ]
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

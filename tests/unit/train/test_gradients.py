@@ -6,8 +6,22 @@ import pytest
 import torch
 from torch import nn
 
+import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train import GradientBuffer
+from hdpcomm.parallel import Mesh
+from hdpcomm.train import Gradients
+from hdpcomm.train.layout import layout_of
+
+
+@pytest.fixture
+def mesh():
+    with hdp.init() as comm:
+        yield Mesh(comm)
+
+
+def gradients_of(parameters, mesh):
+    parameters = list(parameters)
+    return Gradients(parameters, layout_of(nn.ParameterList(parameters), mesh), mesh)
 
 
 def model_of(dtype, *, seed=0):
@@ -16,17 +30,17 @@ def model_of(dtype, *, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_same_gradients_as_autograd_and_no_copy(dtype):
+def test_same_gradients_as_autograd_and_no_copy(dtype, mesh):
     model, plain = model_of(dtype), model_of(dtype)
-    buffer = GradientBuffer(model.parameters())
+    buffer = gradients_of(model.parameters(), mesh)
     x = torch.randn(7, 3, dtype=dtype)
     for _ in range(2):  # the second step starts from zero again
         buffer.zero()
         plain.zero_grad()
         for part in x.split(3):
             model(part).square().sum().backward()
-            buffer.collect()
             plain(part).square().sum().backward()
+    buffer.reduce(1.0)
     buffer.finish()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
@@ -38,44 +52,47 @@ def test_same_gradients_as_autograd_and_no_copy(dtype):
     assert float(buffer.flat.norm()) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_narrow_gradients_are_summed_in_fp32():
+def test_narrow_gradients_are_summed_in_fp32(mesh):
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    buffer = GradientBuffer([weight])
+    buffer = gradients_of([weight], mesh)
     buffer.zero()
     for _ in range(1000):  # a sum in bf16 would stand still at 256
         weight.sum().backward()
-        buffer.collect()
     assert buffer.flat.dtype == torch.float32
-    assert buffer.flat.item() == 1000
+    assert buffer.flat[0].item() == 1000
+    buffer.reduce(1.0)
     buffer.finish()
     assert weight.grad.dtype == torch.bfloat16
     assert weight.grad.item() == 1000
 
 
-def test_no_clipping_below_the_limit_or_without_one():
+def test_no_clipping_below_the_limit_or_without_one(mesh):
     weight = nn.Parameter(torch.ones(4))
-    buffer = GradientBuffer([weight])
+    buffer = gradients_of([weight], mesh)
     buffer.zero()
     (weight * 3).sum().backward()
     assert buffer.clip_(None) == buffer.clip_(100.0) == 6.0
     assert weight.grad.tolist() == [3.0] * 4
 
 
-def test_shared_and_frozen_and_unused_parameters():
+def test_shared_and_frozen_and_unused_parameters(mesh):
     tied, frozen, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
     frozen.requires_grad_(False)
-    buffer = GradientBuffer([tied, tied, frozen, unused])
-    assert buffer.flat.numel() == 4
+    buffer = gradients_of([tied, tied, frozen, unused], mesh)
+    assert [p is tied or p is unused for p in buffer.parameters] == [True, True]
     buffer.zero()
     tied.sum().backward()
-    assert unused.grad.tolist() == [0, 0]
+    buffer.reduce(1.0)
+    buffer.finish()
+    assert unused.grad is None
     assert frozen.grad is None
+    assert tied.grad.tolist() == [1, 1]
 
 
-def test_what_cannot_be_trained():
+def test_what_cannot_be_trained(mesh):
     with pytest.raises(InvalidUsage, match="nothing to train"):
-        GradientBuffer([])
+        gradients_of([], mesh)
     with pytest.raises(InvalidUsage, match="must be on one device"):
-        GradientBuffer([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))])
+        gradients_of([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))], mesh)
     with pytest.raises(InvalidUsage, match="real floating-point parameters"):
-        GradientBuffer([nn.Parameter(torch.ones(1, dtype=torch.complex64))])
+        gradients_of([nn.Parameter(torch.ones(1, dtype=torch.complex64))], mesh)

@@ -1,9 +1,9 @@
-"""Runs the program of one device of a pipeline: passes of micro-batches, and messages to the stages beside it."""
+"""The passes of pipelines: the program of one device, and messages to the stages beside it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -13,23 +13,89 @@ from torch import Tensor
 
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.models.moe import refuse_trees
-from hdpcomm.parallel.program import RECEIVE, RUN, Action
+from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.parallel.program import RECEIVE, RUN, Action, make_program
+from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, pack_shard
-from hdpcomm.train.tree_shards import holds_trees, pack_trees
+from hdpcomm.train.passes import Loss, StepInputs, packed_shard
+from hdpcomm.train.shards import PackedShard, empty_shard
+from hdpcomm.train.tree_shards import holds_trees
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
-    from hdpcomm.models.weight_gradients import WeightGradients
     from hdpcomm.parallel.mesh import Mesh
     from hdpcomm.parallel.stages import LlamaStage
-    from hdpcomm.plan import MicroBatch, PlannedStep
-    from hdpcomm.plan.pipeline_schedule import Pass
+    from hdpcomm.plan import MicroBatch, Planner, StepPlan
+    from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 
-__all__ = ["StageRunner"]
+__all__ = ["PipelinePasses", "StageRunner"]
 
-OffloadContext = Callable[[float, int], AbstractContextManager[None]]
-"""(offload ratio, local tokens) of a micro-batch to what surrounds its forward pass."""
+
+class PipelinePasses:
+    """The passes of this rank's stages, in the order in which the planner's schedule has simulated them
+    (:meth:`hdpcomm.plan.Planner.schedule`): it is checked, and compared between the ranks, before anything runs.
+
+    Pipelines may have different numbers of micro-batches; inside a stage the ranks of a micro-batch run ring attention
+    as without pipelines.
+
+    Args:
+        stages: of the model, on this device, in order.
+        planner: makes the schedule. With ``split_backward=True`` in its cluster, weight gradients of linear layers are
+            computed where the device would wait (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
+        loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
+
+    Source: ByteScale, arXiv 2502.21231, sections 5.3 and 6.2 (PP-Balance).
+    """
+
+    bytes_elsewhere = 0
+
+    def __init__(self, stages: Sequence[LlamaStage], mesh: Mesh, planner: Planner, loss: Loss | None = None) -> None:
+        self._stages, self._mesh, self._planner, self._loss = stages, mesh, planner, loss
+        self.bytes_sent = 0
+        self._planned: tuple[PipelineSchedule, PlannedWaves] | None = None
+        self._weights: WeightGradients | None = None
+        """What split backward passes leave for later."""
+        if planner.cluster.split_backward:
+            self._weights = WeightGradients()
+            self._weights.watch(block for stage in stages for block in stage.blocks)
+
+    def agree(self, plan: StepPlan) -> bytes:
+        """Makes and checks the schedule; its order is what all ranks must have alike. Local."""
+        waves = plan_waves(plan, self._mesh.expert)
+        schedule = self._planner.schedule(waves.plan)
+        schedule.validate(waves.plan)
+        self._planned = schedule, waves
+        order: bytes = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
+        return order if schedule.alone is None else order + schedule.alone.tobytes()
+
+    def open(self, _: StepPlan) -> AbstractContextManager[object]:
+        """Nothing: pipelines run a plan as it is."""
+        return nullcontext()
+
+    def plan_as_run(self, plan: StepPlan) -> StepPlan:
+        """The plan as it is."""
+        return plan
+
+    def waited_s(self) -> tuple[float, float]:
+        """See :class:`hdpcomm.train.passes.Passes`."""
+        mesh = self._mesh
+        return mesh.tensor_comm.waited_s(), mesh.expert_comm.waited_s() + mesh.pipeline_comm.waited_s()
+
+    def run(self, step: StepInputs) -> Tensor:
+        """See :class:`hdpcomm.train.passes.Passes`."""
+        assert self._planned is not None
+        (schedule, waves), mesh = self._planned, self._mesh
+        program = make_program(schedule, waves.plan, mesh.hdp_rank, mesh.stage)
+        if step.gradients is None:
+            program = tuple(action for action in program if not action.done.backward)
+        if self._weights is not None:
+            self._weights.forget()
+        batches = waves.of_rank(mesh.hdp_rank)
+        runner = StageRunner(self._stages, mesh, step, batches, loss=self._loss, weights=self._weights)
+        with torch.set_grad_enabled(step.gradients is not None):
+            runner.run(program)
+        self.bytes_sent = runner.bytes_sent
+        return runner.total if mesh.tensor_rank == 0 else torch.zeros_like(runner.total)
 
 
 class StageRunner:
@@ -41,33 +107,25 @@ class StageRunner:
 
     Args:
         chunks: the stages of the model on this device, in order.
-        planned: the step; its ranks are those of ``mesh.hdp_comm``.
+        step: what runs; its plan's ranks are those of ``mesh.hdp_comm``. ``fetch`` is called for this rank's sequences,
+            only where the first or the last stage is.
         batches: what this rank works on, by the number that the program's passes have: a micro-batch of the step, or
             ``None``, for passes without tokens in which the others need its experts.
-        fetch: called for this rank's sequences, only where the first or the last stage is.
-        scale: factor of the loss in the backward pass.
         loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
-        offload: surrounds forward passes.
         weights: where backward passes leave the gradients of weights, if they are split.
-        on_pass: called after each pass with the index of its micro-batch.
     """
 
     def __init__(
         self,
         chunks: Sequence[LlamaStage],
         mesh: Mesh,
-        planned: PlannedStep,
+        step: StepInputs,
         batches: Mapping[int, MicroBatch | None],
-        fetch: Fetch,
         *,
-        scale: float,
-        loss: Callable[..., Tensor] | None,
-        offload: OffloadContext,
-        on_pass: Callable[[Pass], None],
+        loss: Loss | None,
         weights: WeightGradients | None = None,
     ) -> None:
-        self.chunks, self.mesh, self.planned, self.fetch = chunks, mesh, planned, fetch
-        self.scale, self.loss, self.offload, self.on_pass = scale, loss, offload, on_pass
+        self.chunks, self.mesh, self.step, self.loss = chunks, mesh, step, loss
         self.weights = weights
         self.total = torch.zeros(2, dtype=torch.float64)
         """Summed loss and labels of the micro-batches whose last stage is here."""
@@ -76,7 +134,7 @@ class StageRunner:
         self._batches = batches
         self._router_losses = loss is None and chunks[0].config.has_router_losses
         if self._router_losses:  # now, on all stages
-            refuse_trees(planned.lengths)
+            refuse_trees(step.planned.lengths)
         self._device = next(chunks[0].parameters()).device
         self._packs: dict[int, PackedShard] = {}
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
@@ -96,7 +154,8 @@ class StageRunner:
         for action in program:
             if action.kind == RUN:
                 self._run(action.done)
-                self.on_pass(action.done)
+                batch = self._batches[action.done.micro_batch]
+                self.step.on_pass(None if batch is None else batch.index)
             elif action.kind == RECEIVE:
                 buffer = self.chunks[0].boundary(self._pack(action.done.micro_batch).positions.numel())
                 work = pipeline.exchange(recvs=[(buffer, action.peer)], async_op=True)
@@ -126,7 +185,7 @@ class StageRunner:
         pack, comm = self._pack(done.micro_batch), self._group(batch)
         x = pack.tokens if chunk.first else self._take(replace(done, stage=done.stage - 1)).requires_grad_()
         y: Any
-        with nullcontext() if batch is None else self.offload(batch.offload_ratio, pack.positions.numel()):
+        with nullcontext() if batch is None else self.step.around(batch.offload_ratio, pack.positions.numel()):
             if chunk.last:
                 y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.loss)
             else:
@@ -146,10 +205,10 @@ class StageRunner:
         chunk = self._chunk(done.stage)
         x, y, losses = self._open.pop((done.micro_batch, done.stage))
         if chunk.last:
-            (y * self.scale).backward()  # type: ignore[no-untyped-call]
+            (y * self.step.scale).backward()  # type: ignore[no-untyped-call]
         else:
             gradient = self._take(replace(done, stage=done.stage + 1))
-            roots = {y: gradient} if losses is None else {y: gradient, losses: torch.full_like(losses, self.scale)}
+            roots = {y: gradient} if losses is None else {y: gradient, losses: torch.full_like(losses, self.step.scale)}
             roots = {root: upstream for root, upstream in roots.items() if root.requires_grad}
             if roots:  # not where all of the first stage is frozen
                 torch.autograd.backward(list(roots), list(roots.values()))
@@ -182,12 +241,9 @@ class StageRunner:
     def _packed(self, batch: MicroBatch | None) -> PackedShard:
         if batch is None:
             return empty_shard(self._device)
-        comm, lengths = self._group(batch), self.planned.lengths
-        if holds_trees(batch, lengths):
-            fragments = self.planned.plan.fragments
-            return pack_trees(batch, lengths, fragments, self.fetch, comm=comm, device=self._device)
-        if self._router_losses or any(chunk.first or chunk.last for chunk in self.chunks):
-            return pack_shard(batch, self.fetch, comm=comm, device=self._device)
+        comm, ends = self._group(batch), any(chunk.first or chunk.last for chunk in self.chunks)
+        if self._router_losses or ends or holds_trees(batch, self.step.planned.lengths):
+            return packed_shard(batch, self.step, comm, self._device)
         bounds = [0, *itertools.accumulate(sequence.length for sequence in batch.sequences)]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         positions = positions_of(cu_seqlens, rank=comm.rank, size=comm.size, device=self._device)

@@ -1,0 +1,178 @@
+"""Where the parameters on a rank are in the whole model, and which ranks hold the same: :func:`layout_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.parallel.stages import LlamaStage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.models.tensor_group import TensorGroup, TensorShard
+    from hdpcomm.parallel.mesh import Mesh
+
+__all__ = ["Holders", "Layout", "Placement", "layout_of", "num_parameters", "plain_name"]
+
+_TIED = ("head.weight", "embedding.weight")
+"""The copy on the last stage of a pipeline, and the name under which an optimizer of the whole model has its state."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Holders:
+    """The ranks that hold the same part of some parameters; parameters with the same holders share one object.
+
+    Attributes:
+        replicas: the HDP ranks, which have gradients of other sequences.
+        alike: the tensor ranks, which have parts of the same gradients; ``None``: this one alone.
+        ends: both ends of the pipeline, of which each has a copy of a tied weight, or ``None``.
+        counts: whether this rank is the one among ``alike`` and ``ends`` whose part counts in a norm.
+        first: whether it is the first among ``alike``, which writes what the replicas have parts of.
+        expert: the part is that of the experts on this rank.
+    """
+
+    replicas: Communicator
+    alike: Communicator | None
+    ends: Communicator | None
+    counts: bool
+    first: bool
+    expert: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Placement:
+    """A tensor of this rank's module: a box of one of the whole model.
+
+    Attributes:
+        name: in the whole model.
+        trained: the name under which an optimizer of the whole model has its state.
+        shape: of the whole tensor.
+        offsets: where the box begins in it.
+        holders: the ranks that hold the same box.
+        written: whether this rank is the first of these, which writes the box into checkpoints.
+        copy: it stands for a tensor of another stage.
+    """
+
+    name: str
+    trained: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    holders: Holders
+    written: bool
+
+    @property
+    def copy(self) -> bool:
+        return self.name != self.trained
+
+
+class Layout(Mapping[str, Placement]):
+    """The placements of a module's parameters and buffers, by their names there; made by :func:`layout_of`."""
+
+    def __init__(self, placements: Mapping[str, Placement], names: Mapping[int, str]) -> None:
+        self._placements, self._names = placements, names
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._placements[name]
+
+    def __iter__(self) -> Iterable[str]:  # type: ignore[override]
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter in the module: its first one, if it has several."""
+        return self._names[id(parameter)]
+
+    def of(self, parameter: Tensor) -> Placement:
+        """The placement of a parameter."""
+        return self._placements[self.name_of(parameter)]
+
+
+def layout_of(model: nn.Module, mesh: Mesh) -> Layout:
+    """The layout of what a rank holds of a model. Local.
+
+    Args:
+        model: cut for this mesh, or a stage of one, or the ``nn.ModuleList`` of the stages on this rank.
+    """
+    several = isinstance(model, nn.ModuleList) and all(isinstance(each, LlamaStage) for each in model)
+    modules = {f"{place}.": each for place, each in enumerate(cast("Iterable[nn.Module]", model))} if several else {}
+    holders: dict[tuple[bool, int, bool], Holders] = {}
+    placements: dict[str, Placement] = {}
+    for prefix, module in (modules or {"": model}).items():
+        for name, tensor in _tensors(module):
+            placements[prefix + name] = _placement(module, name, tensor, mesh, holders)
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(id(parameter), plain_name(name))
+    return Layout(placements, names)
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor without what torch.compile and checkpoint wrappers put into it, as torch's own
+    ``get_model_state_dict`` gives it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def num_parameters(model: nn.Module, layout: Layout, mesh: Mesh) -> int:
+    """Parameters of the whole model, tied ones counted once. Collective over the ranks that hold one copy of it."""
+    own = sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if (held := layout.of(parameter).holders).counts and (held.expert or mesh.expert_rank == 0)
+    )
+    count = torch.tensor([own], dtype=torch.int64)
+    for comm in (mesh.expert_comm, mesh.tensor_comm, mesh.pipeline_comm):
+        comm.all_reduce(count)
+    return int(count)
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield plain_name(name), parameter
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield plain_name(name), buffer
+
+
+def _placement(
+    module: nn.Module, name: str, tensor: Tensor, mesh: Mesh, holders: dict[tuple[bool, int, bool], Holders]
+) -> Placement:
+    group: TensorGroup | None = getattr(module, "tensor", None)
+    experts: Any = getattr(module, "expert", None)
+    shard: TensorShard | None = None if group is None else group.shards.get(name)
+    parts = 1 if shard is None else shard.parts
+    expert = isinstance(experts, ExpertGroup) and name in experts.shards
+    if expert:
+        shard = experts.shards[name]
+    stage = module if isinstance(module, LlamaStage) else None
+    tied = stage is not None and stage.tied is tensor
+    key = expert, parts, tied
+    if key not in holders:
+        holders[key] = _holders(mesh, *key)
+    held = holders[key]
+    shape, offsets = list(tensor.shape), [0] * tensor.dim()
+    if shard is not None:
+        offsets[shard.dim] = shard.part * shape[shard.dim]
+        shape[shard.dim] *= shard.parts
+    whole = name if stage is None else stage.name_in_model(name)
+    trained = _TIED[1] if tied and whole == _TIED[0] else whole
+    written = held.first and held.replicas.rank == 0
+    return Placement(whole, trained, tuple(shape), tuple(offsets), held, written)
+
+
+def _holders(mesh: Mesh, expert: bool, parts: int, tied: bool) -> Holders:
+    each = mesh.tensor // parts
+    first = mesh.tensor_rank // each * each
+    return Holders(
+        replicas=mesh.expert_replica_comm if expert else mesh.hdp_comm,
+        alike=mesh.tensor_comm.subset(range(first, first + each)) if each > 1 else None,
+        ends=mesh.pipeline_comm.subset([0, mesh.pipeline - 1]) if tied else None,
+        counts=mesh.tensor_rank == first and not (tied and mesh.stage > 0),
+        first=mesh.tensor_rank == first,
+        expert=expert,
+    )

@@ -1,0 +1,177 @@
+"""The forward and backward passes of a step, or of an evaluation: micro-batches in the plan's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.parallel.waves import waves_of
+from hdpcomm.plan.queue import fixed_for_rank
+from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.queue import StepQueue
+from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard
+from hdpcomm.train.tree_shards import holds_trees, pack_trees
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.parallel.mesh import Mesh
+    from hdpcomm.plan import MicroBatch, PlannedStep, StepPlan
+
+__all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "StepInputs", "packed_shard"]
+
+Loss = Callable[..., Tensor]
+
+
+class ReducedGradients(Protocol):
+    """What passes tell of the gradients that they make: :class:`hdpcomm.train.Gradients`."""
+
+    def passes(self, empty_pass: Callable[[], object], /) -> AbstractContextManager[None]: ...
+    def begin_pass(self) -> None: ...
+    def reduce_early(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step runs.
+
+    Attributes:
+        planned: the plan, on which all ranks have agreed, and its lengths.
+        fetch: reads sequences.
+        scale: factor of the losses in backward passes.
+        gradients: of the backward passes; ``None``: an evaluation, which has none.
+        around: (offload ratio, local tokens) of a micro-batch to what surrounds its forward pass.
+        on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
+            tokens, which others needed.
+    """
+
+    planned: PlannedStep
+    fetch: Fetch
+    scale: float = 1.0
+    gradients: ReducedGradients | None = None
+    around: Callable[[float, int], AbstractContextManager[None]] = lambda *_: nullcontext()
+    on_pass: Callable[[int | None], object] = lambda _: None
+
+
+class Passes(Protocol):
+    """How the ranks of a mesh run a plan."""
+
+    bytes_sent: int
+    """Of the last step: bytes of activations and gradients that this rank sent to other stages of its pipeline."""
+    bytes_elsewhere: int
+    """Bytes a step that this rank sends by other ways than the communicator."""
+
+    def agree(self, plan: StepPlan, /) -> bytes:
+        """Gets ready for a plan; gives what else its passes follow, which must be the same on all ranks. Local."""
+
+    def open(self, plan: StepPlan) -> AbstractContextManager[object]:
+        """Round a step from its passes to the agreement on its loss. Collective."""
+
+    def run(self, step: StepInputs) -> Tensor:
+        """Runs this rank's passes; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``."""
+
+    def plan_as_run(self, plan: StepPlan) -> StepPlan:
+        """The plan with the ranks that have run its micro-batches. Collective, inside of :meth:`open`."""
+
+    def waited_s(self) -> tuple[float, float]:
+        """Seconds so far, of this rank: inside layers for ranks that share them; for ranks that share experts and for
+        other stages of a pipeline."""
+
+
+class MicroBatchPasses:
+    """Forward and backward of one micro-batch after the other, on ranks that hold all layers.
+
+    HDP ranks that share experts run their micro-batches in waves (:func:`hdpcomm.parallel.waves.waves_of`): who has
+    none in one takes part in its passes with no tokens. With a queue (:class:`hdpcomm.train.queue.StepQueue`) a rank
+    runs what the plan gives to it alone, then what it takes.
+
+    Args:
+        model: cut for the tensor and expert ranks of ``mesh``.
+        loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
+    """
+
+    bytes_sent = bytes_elsewhere = 0
+
+    def __init__(self, model: nn.Module, mesh: Mesh, loss: Loss | None = None) -> None:
+        self._model, self._mesh, self._loss = model, mesh, loss
+        self._device = next(model.parameters()).device
+        self._alone = cast("Communicator", mesh.hdp_comm.subset([mesh.hdp_rank]))
+        self._queue: StepQueue | None = None
+
+    def agree(self, _: StepPlan) -> bytes:
+        """Nothing but the plan tells what runs."""
+        return b""
+
+    def open(self, plan: StepPlan) -> AbstractContextManager[object]:
+        """The queue of a plan, if it has one. Collective over the mesh."""
+        mesh, self._queue = self._mesh, None
+        if plan.queued and mesh.expert == 1:  # waves run a plan as it is
+            self._queue = StepQueue(plan, mesh.hdp_comm, mesh.tensor_comm)
+        return self._queue or nullcontext()
+
+    def plan_as_run(self, plan: StepPlan) -> StepPlan:
+        """See :meth:`hdpcomm.train.queue.StepQueue.plan_as_run`."""
+        queue, self._queue = self._queue, None
+        return plan if queue is None else queue.plan_as_run()
+
+    def waited_s(self) -> tuple[float, float]:
+        """See :class:`Passes`."""
+        return self._mesh.tensor_comm.waited_s(), self._mesh.expert_comm.waited_s()
+
+    def run(self, step: StepInputs) -> Tensor:
+        """See :class:`Passes`."""
+        total = torch.zeros(2, dtype=torch.float64)
+        trains = step.gradients is not None
+        with torch.set_grad_enabled(trains), step.gradients.passes(self._empty_pass) if trains else nullcontext():  # type: ignore[union-attr]
+            for micro_batch, last in self._micro_batches(step.planned.plan):
+                if step.gradients is not None:
+                    step.gradients.reduce_early() if last else step.gradients.begin_pass()
+                if micro_batch is None:
+                    loss = micro_batch_loss(self._model, empty_shard(self._device), self._alone, self._loss)
+                    if trains:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                else:
+                    total += self._run(micro_batch, step)
+                step.on_pass(None if micro_batch is None else micro_batch.index)
+        return total if self._mesh.tensor_rank == 0 else torch.zeros_like(total)  # all tensor ranks have it
+
+    def _run(self, micro_batch: MicroBatch, step: StepInputs) -> Tensor:
+        comm = cast("Communicator", self._mesh.hdp_comm.subset(micro_batch.ranks))
+        packed = packed_shard(micro_batch, step, comm, self._device)
+        with step.around(micro_batch.offload_ratio, packed.tokens.numel()):
+            loss = micro_batch_loss(self._model, packed, comm, self._loss)
+        if step.gradients is not None:
+            (loss * step.scale).backward()  # type: ignore[no-untyped-call]
+        return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
+
+    def _micro_batches(self, plan: StepPlan) -> Iterator[tuple[MicroBatch | None, bool]]:
+        """What this rank runs; ``None`` where others need it in their layers with experts. And whether it is the last
+        one and communicates nothing: with a queue, nobody knows that before."""
+        mesh = self._mesh
+        if self._queue is not None:
+            yield from ((each, False) for each in fixed_for_rank(plan, mesh.hdp_rank))
+            yield from ((each, False) for each in self._queue)
+        elif mesh.expert > 1:
+            first = mesh.hdp_rank - mesh.expert_rank
+            yield from ((each, False) for each in waves_of(plan, mesh.hdp_rank, range(first, first + mesh.expert)))
+        else:
+            own = plan.for_rank(mesh.hdp_rank)
+            for place, each in enumerate(own):
+                yield each, place == len(own) - 1 and len(each.ranks) == 1 and mesh.tensor == 1
+
+    def _empty_pass(self) -> None:
+        """A forward and backward pass over a token without a loss, on this rank alone."""
+        loss = micro_batch_loss(self._model, no_tokens(self._device), self._alone, self._loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def packed_shard(micro_batch: MicroBatch, step: StepInputs, comm: Communicator, device: torch.device) -> PackedShard:
+    """This rank's shard of a micro-batch. Local."""
+    lengths = step.planned.lengths
+    if holds_trees(micro_batch, lengths):
+        return pack_trees(micro_batch, lengths, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
+    return pack_shard(micro_batch, step.fetch, comm=comm, device=device)

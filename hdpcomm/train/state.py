@@ -1,0 +1,312 @@
+"""What a trainer holds, as checkpoints hold it: by the names of the whole model, for any other mesh."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.dtensor import is_dtensor
+from hdpcomm.train.layout import Placement
+from hdpcomm.train.tensor_part import TensorPart
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.parallel.mesh import Mesh
+    from hdpcomm.train.layout import Layout
+    from hdpcomm.train.masters import Masters, Piece
+
+__all__ = ["State"]
+
+Path = tuple[str, ...]
+"""Where a value is in the nested dict of a state: ("model", name), ("masters", name), ("optimizer", "state", name,
+key)."""
+
+_KINDS = {"model": "values", "optimizer": "optimizer state", "masters": "master weights"}
+
+
+class State:
+    """Parameters, buffers, optimizer state and master weights on a rank.
+
+    Args:
+        model: the module, or the ``nn.ModuleList`` of stages, on this rank.
+        masters: what the optimizer updates in place of the parameters, or ``None``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        mesh: Mesh,
+        masters: Masters | None,
+    ) -> None:
+        self._model, self._optimizer, self._layout, self._mesh = model, optimizer, layout, mesh
+        self._masters = masters
+        self._whole = mesh.pipeline * mesh.tensor * mesh.expert == 1
+        """All of the model is on this rank."""
+
+    def parts(self) -> dict[str, Any]:
+        """``model``, ``optimizer`` and ``masters``, if there are any: the live tensors, as :class:`TensorPart` of those
+        of the whole model where other ranks have parts of it. Collective over the mesh, if there are such ranks.
+        """
+        _make_state(self._optimizer)
+        found: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
+        for path, value in self._live():
+            _put(found, path, value)
+        told = self._told_by_all([self._groups(), [(path, v) for path, v in self._plain()]])
+        for _, others in told:
+            for path, value in others:
+                _put(found, path, value)
+        for place, group in enumerate(self._optimizer.param_groups):
+            names = dict.fromkeys(name for groups, _ in told for name in groups[place])
+            options = {key: value for key, value in group.items() if key != "params"}
+            found["optimizer"]["param_groups"].append({**options, "params": list(names)})
+        return found
+
+    def whole(self) -> dict[str, Any]:
+        """The same with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
+        Collective over the mesh, if ranks have parts of the model or of the optimizer's state."""
+        parts = self.parts()
+        for path, tensor in _gathered(parts, self._mesh.comm):
+            _put(parts, path, tensor)
+        return parts
+
+    def whole_model(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model, in host memory, on the first rank of the mesh; the others get an
+        empty dict. One tensor at a time is gathered. Collective over the mesh."""
+        found = {path[1]: value for path, value in self._live_model()}
+        wholes = {name: value for name, value in found.items() if not isinstance(value, TensorPart)}
+        first = self._mesh.comm.rank == 0
+        kept = {name: value.detach().to("cpu", copy=True) for name, value in wholes.items()} if first else {}
+        for path, tensor in _gathered({"model": found}, self._mesh.comm):
+            if first:
+                kept[path[1]] = tensor.to("cpu", copy=True)
+        return kept
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part of a state of :meth:`whole`, of a trainer on any mesh; of :meth:`parts`, into which a
+        checkpoint was read, what is not in place already. Local.
+
+        Raises:
+            InvalidUsage: the state lacks a tensor that is here.
+        """
+        _make_state(self._optimizer)
+        for path, live in self._live():
+            given = _get(state, path)
+            name = path[-2] if path[0] == "optimizer" else path[-1]
+            if given is None:
+                what = (
+                    "values" if path[0] == "model" else "master weights" if path[0] == "masters" else "optimizer state"
+                )
+                raise InvalidUsage(
+                    f"the state has no {what} for {name}; give that of a trainer of the same model and dtype"
+                )
+            shape = live.size() if isinstance(live, (Tensor, TensorPart)) else None
+            if isinstance(given, Tensor) and shape is not None and given.shape != shape:
+                raise InvalidUsage(
+                    f"{name} is {list(given.shape)} in the state and {list(shape)} in the model that trains; give the "
+                    "state of a trainer of the same model"
+                )
+            _fill(live, given)
+        states = state["optimizer"]["state"]
+        for parameter, placement in self._optimized():
+            own = self._optimizer.state[parameter]
+            for key, value in states.get(placement.trained, {}).items():
+                if not isinstance(value, (Tensor, TensorPart)) and not isinstance(own.get(key), Tensor):
+                    own[key] = value
+        for group, saved in zip(self._optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _live(self) -> Iterator[tuple[Path, Any]]:
+        yield from self._live_model()
+        if self._masters is None:
+            for parameter, placement in self._optimized():
+                for key, value in self._optimizer.state[parameter].items():
+                    if isinstance(value, Tensor):
+                        made = self._part(placement, value, parameter.shape)
+                        yield ("optimizer", "state", placement.trained, key), made
+            return
+        for piece in self._masters.pieces:
+            placement, master = self._layout.of(piece.parameter), piece.master
+            for key, value in self._optimizer.state[master].items():
+                if isinstance(value, Tensor):
+                    made = self._piece(placement, piece, value, same=value.shape == master.shape)
+                    yield ("optimizer", "state", placement.trained, key), made
+            if master.dtype != piece.parameter.dtype:
+                yield ("masters", placement.trained), self._piece(placement, piece, master.detach(), same=True)
+
+    def _live_model(self) -> Iterator[tuple[Path, Any]]:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        for name, value in get_model_state_dict(self._model).items():
+            placement = self._layout.get(name)
+            if placement is None or not isinstance(value, Tensor) or self._whole:
+                yield ("model", name if placement is None else placement.name), value
+            else:
+                whole = TensorPart(placement.shape, [(placement.offsets, value)], written=placement.written)
+                yield ("model", placement.name), whole
+
+    def _part(self, placement: Placement, value: Tensor, shape: Sequence[int]) -> Any:
+        """A tensor of the optimizer's state: one for each element, or, as a count of steps, one for the parameter."""
+        if self._whole or is_dtensor(value):
+            return value
+        written = placement.written and not placement.copy
+        if value.shape != torch.Size(shape):
+            written = written and not any(placement.offsets)
+            return TensorPart(value.size(), [([0] * value.dim(), value)], written=written)
+        return TensorPart(placement.shape, [(placement.offsets, value)], written=written)
+
+    def _piece(self, placement: Placement, piece: Piece, value: Tensor, *, same: bool) -> Any:
+        cut = piece.master.shape != piece.parameter.shape
+        if not cut and not self._cut():
+            return self._part(placement, value, piece.parameter.shape)
+        first = placement.holders.first and not placement.copy
+        if not same:
+            alone = first and piece.start == 0 and not any(placement.offsets)
+            return TensorPart(value.size(), [([0] * value.dim(), value)], written=alone)
+        part = TensorPart.of_range(piece.parameter.shape, piece.start, value.flatten())
+        return part.within(placement.shape, placement.offsets, written=first)
+
+    def _cut(self) -> bool:
+        """Whether the replicas have parts of the optimizer's state each."""
+        return self._masters is not None and any(bucket.parts > 1 for bucket in self._masters.gradients.buckets)
+
+    def _optimized(self) -> Iterator[tuple[nn.Parameter, Placement]]:
+        """What the optimizer updates on this rank, and where it is in the whole model."""
+        if self._masters is None:
+            for group in self._optimizer.param_groups:
+                yield from ((p, self._layout.of(p)) for p in group["params"])
+        else:
+            yield from ((piece.master, self._layout.of(piece.parameter)) for piece in self._masters.pieces)
+
+    def _plain(self) -> Iterator[tuple[Path, Any]]:
+        """What of the optimizer's state is no tensor."""
+        for parameter, placement in self._optimized():
+            for key, value in self._optimizer.state[parameter].items():
+                if not isinstance(value, Tensor) and not placement.copy:
+                    yield ("optimizer", "state", placement.trained, key), value
+
+    def _groups(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        names = {id(parameter): placement.trained for parameter, placement in self._optimized()}
+        return [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def _told_by_all(self, own: list[Any]) -> list[Any]:
+        if self._cut():
+            return _told_by_all(self._mesh.comm, own)
+        return [own] if self._mesh.pipeline == 1 else _told_by_all(self._mesh.pipeline_comm, own)
+
+
+def _gathered(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tuple[Path, Tensor]]:
+    """The whole tensors of which the ranks of ``comm`` have parts, one after the other, on each rank. Collective."""
+    own = {path: value for path, value in _walk(parts) if isinstance(value, TensorPart)}
+    facts: list[Any] = [
+        [path, list(value.size()), _dtype_name(value.dtype), [[list(o), list(t.shape)] for o, t in value.boxes]]
+        for path, value in own.items()
+        if value.written and value.boxes
+    ]
+    told = [facts] if comm.size == 1 else _told_by_all(comm, facts)
+    device = next((t.device for value in own.values() for _, t in value.boxes), torch.device("cpu"))
+    there: dict[Path, list[tuple[int, list[Any]]]] = {}
+    for rank, entries in enumerate(told):
+        for path, *fact in entries:
+            there.setdefault(tuple(path), []).append((rank, fact))
+    for path, entries in there.items():
+        shape, dtype, _ = entries[0][1]
+        whole = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        for rank, (_, _, boxes) in entries:
+            for offsets, sizes in boxes:
+                if rank == comm.rank:
+                    box = own[path].box(torch.Size(offsets)).detach().contiguous()
+                else:
+                    box = torch.empty(sizes, dtype=whole.dtype, device=device)
+                comm.broadcast(box, rank)
+                whole[_slices(offsets, sizes)] = box
+        yield path, whole
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fill(live: Any, given: Any) -> None:
+    """Copies into the live tensor, or the parts of one, what a state has in its place."""
+    if isinstance(given, TensorPart):
+        return
+    if not isinstance(live, TensorPart):
+        if isinstance(live, Tensor) and live is not given:
+            live.copy_(given if isinstance(given, Tensor) else torch.as_tensor(given))
+        return
+    for offsets, tensor in live.boxes:
+        tensor.copy_(given[_slices(offsets, tensor.shape)])
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+
+
+def _walk(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _walk(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _put(state: dict[str, Any], path: Iterable[str], value: Any) -> None:
+    *names, last = path
+    for name in names:
+        state = state.setdefault(name, {})
+    state[last] = value
+
+
+def _get(state: Mapping[str, Any], path: Path) -> Any:
+    found: Any = state
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _told_by_all(comm: Communicator, own: Any) -> list[Any]:
+    """What each rank tells, as JSON. Collective over ``comm``."""
+    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
+    everyone = torch.empty(comm.size, int(sizes.max()), dtype=torch.uint8)
+    comm.all_gather(everyone, torch.nn.functional.pad(data, (0, everyone.shape[1] - len(data))))
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes.tolist(), strict=True)]
+
+
+@torch.no_grad()
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives the state of a first step to all parameters that have none: a step of learning rate 0 makes it, and changes
+    nothing else."""
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    new = [p for p in every if p not in optimizer.state]
+    if not new:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [p.grad for p in every]
+    for p in every:
+        p.grad = None
+    for p in new:
+        p.grad = torch.zeros_like(p)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for p, gradient in zip(every, gradients, strict=True):
+        p.grad = gradient
+    for p in new:
+        steps = optimizer.state.get(p, {}).get("step")
+        if isinstance(steps, Tensor):
+            steps.zero_()
+        elif steps is not None:
+            optimizer.state[p]["step"] = 0

@@ -1,0 +1,105 @@
+"""Parameters that no micro-batch uses, and buffers that a forward pass changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hdpcomm as hdp
+from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
+
+COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-6)
+
+
+class Switched(nn.Module):
+    """Tokens above 15 go through a layer that others do not reach; a third layer is never reached."""
+
+    def __init__(self, buffer=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(31, 8)
+        self.low, self.high, self.never = (nn.Linear(8, 31) for _ in range(3))
+        if buffer is not None:
+            self.register_buffer("seen", torch.zeros(1), persistent=buffer)
+
+    def forward(self, tokens, **_):
+        if hasattr(self, "seen"):
+            self.seen += tokens.numel()
+        x = self.embedding(tokens)
+        return self.high(x) if tokens.numel() and int(tokens.max()) > 15 else self.low(x)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+def trainer_of(comm, model, **options):
+    planner = Planner(None, ClusterSpec(comm.size, 10), "naive", COST)
+    return Trainer(model, adamw(model), planner, comm, max_grad_norm=None, **options)
+
+
+STEPS = [[torch.arange(9), torch.arange(9)], [torch.arange(9), torch.arange(9) + 16], [torch.arange(9) + 16] * 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 1, "bucket_bytes": 64}])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weight_decay_leaves_what_no_rank_has_used(ranks, options):
+    plain = Switched()
+    optimizer = adamw(plain)
+    for step in STEPS:
+        optimizer.zero_grad()
+        losses = [nn.functional.cross_entropy(plain(s)[:-1], s[1:], reduction="sum") for s in step]
+        (sum(losses) / 16).backward()
+        optimizer.step()
+
+    def rank():
+        with hdp.init() as comm:
+            model = Switched()
+            trainer = trainer_of(comm, model, **options)
+            for step in STEPS:
+                trainer.step([9, 9], lambda i, step=step: step[i])
+            return {name: p.detach().clone() for name, p in model.named_parameters()}, copy.deepcopy(
+                trainer.state_dict()
+            )
+
+    for found, _ in run_threads(rank, ranks, timeout=60.0):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+        assert torch.equal(found["never.weight"], Switched().never.weight)
+
+
+def test_a_state_that_was_looked_at_before_the_first_step_changes_nothing():
+    def rank(look):
+        with hdp.init() as comm:
+            trainer = trainer_of(comm, Switched())
+            if look:
+                trainer.state_dict()
+            return [trainer.step([9, 9], lambda i: STEPS[0][i]).loss for _ in range(3)]
+
+    assert run_threads(rank, 1, True) == run_threads(rank, 1, False)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_passes_change_are_refused_on_all_ranks(persistent):
+    def rank():
+        with hdp.init() as comm:
+            trainer = trainer_of(comm, Switched(persistent))
+            before = trainer.model.low.weight.detach().clone()
+            try:
+                trainer.step([9], lambda _: torch.arange(9))
+            except hdp.InvalidUsage as error:
+                assert torch.equal(trainer.model.low.weight, before)
+                return str(error)
+            return ""
+
+    told = run_threads(rank, 2, timeout=60.0)
+    if persistent:
+        assert any("a forward pass has changed the buffer seen" in each for each in told)
+        assert all("a forward pass has changed" in each for each in told)
+    else:
+        assert told == ["", ""]
