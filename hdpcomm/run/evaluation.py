@@ -11,7 +11,6 @@ import torch
 from hdpcomm.data import BatchReader, Corpus
 from hdpcomm.errors import Error
 from hdpcomm.train import Trainer
-from hdpcomm.train.reading import declared
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -51,7 +50,7 @@ def evaluate(trainer: Trainer, corpus: Corpus, *, tokens_per_step: int, step: in
     try:
         for ids in _batches(corpus, tokens_per_step):
             lengths = [int(corpus.lengths[sequence]) for sequence in ids]
-            total += trainer.evaluate(lengths, declared(BatchReader(corpus, ids), comm))
+            total += trainer.evaluate(lengths, BatchReader(corpus, ids))
     finally:
         model.train(training)
     comm.all_reduce(total)

@@ -17,14 +17,11 @@ from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.offload import ActivationOffload
-from hdpcomm.parallel import Mesh
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.costs import (
-    SMALLEST_OFFLOAD,
     calibration_of_run,
     make_planner,
     measure_costs,
@@ -36,7 +33,7 @@ from hdpcomm.run.memory import within_memory
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_model
 from hdpcomm.run.options import RunResult, Saving, Watching
-from hdpcomm.run.pipelines import mesh_trainer, stage_recompute
+from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.step_times import PlanLearning
@@ -152,7 +149,7 @@ class _Run:
         corpus, config = self.corpus, self.config
         if isinstance(corpus, Corpus):
             return IndexedBatches(corpus, config, first_step=self.first_step)
-        mesh = Mesh(self.comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
+        mesh = mesh_of(self.comm, config)
         at_an_end = mesh.stage in (0, mesh.pipeline - 1)
         return LoadedBatches(
             self.comm,
@@ -166,26 +163,13 @@ class _Run:
 
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
-        if config.on_mesh:
-            comm = comm if self.messages is None else recorded(comm, self.messages)
-            return mesh_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
-        (recompute,) = stage_recompute(config)
-        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=recompute, check=False)
         if isinstance(planner, WholeSequencePlanner):
+            (recompute,) = stage_recompute(config)
+            model = new_model(config.model, device=comm.device, seed=config.seed, recompute=recompute, check=False)
             group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
             return data_parallel_trainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
-        pool = self.costs.pool
-        return Trainer(
-            model,
-            _optimizer(model, config),
-            planner,
-            comm if self.messages is None else recorded(comm, self.messages),
-            max_grad_norm=config.max_grad_norm,
-            offload=None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD),
-            check_replicas=config.check_replicas,
-            zero=config.zero,
-            dtype=config.dtype_with_masters,
-        )
+        comm = comm if self.messages is None else recorded(comm, self.messages)
+        return new_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
 
     def _learning(self, found: Checkpoint | None) -> dict[str, PlanLearning]:
         known = {} if found is None or not same_mesh(found, self.config) else found.facts.get("learned") or {}

@@ -19,12 +19,18 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import Planner
 
-__all__ = ["SMALLEST_OFFLOAD", "device_recompute", "mesh_trainer", "recompute_by_device", "stage_recompute"]
+__all__ = ["SMALLEST_OFFLOAD", "device_recompute", "mesh_of", "new_trainer", "recompute_by_device", "stage_recompute"]
 
 SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
 
 
-def mesh_trainer(
+def mesh_of(comm: Communicator, config: RunConfig) -> Mesh:
+    """The mesh of a run: without pipelines, tensor and expert ranks, those of ``comm`` in their order. Local."""
+    placement = None if config.on_mesh else range(comm.size)
+    return Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert, placement=placement)
+
+
+def new_trainer(
     comm: Communicator,
     config: RunConfig,
     planner: Planner,
@@ -36,7 +42,7 @@ def mesh_trainer(
     Args:
         pool: for offloaded activations; ``None``: none are.
     """
-    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
+    mesh = mesh_of(comm, config)
     options: dict[str, Any] = {
         "max_grad_norm": config.max_grad_norm,
         "check_replicas": config.check_replicas,

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -21,9 +22,7 @@ from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of
-from hdpcomm.train.loss import IGNORE
-from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.passes import MicroBatchPasses, StepInputs, packed_shard
+from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.shards import no_tokens
 from hdpcomm.train.trainer import Trainer
 
@@ -131,6 +130,7 @@ class DistributedPasses(MicroBatchPasses):
 
     def __init__(self, model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, gradient_bytes: int) -> None:
         super().__init__(model, mesh)
+        self._plain = model
         self._wrapped = DistributedDataParallel(model, process_group=group)
         self._wrapped.takes_labels = getattr(model, "takes_labels", False)  # type: ignore[assignment]
         size = mesh.comm.size
@@ -138,23 +138,20 @@ class DistributedPasses(MicroBatchPasses):
 
     def run(self, step: StepInputs) -> Tensor:
         """See :class:`hdpcomm.train.passes.Passes`."""
-        if step.gradients is None:
-            return super().run(step)
-        micro_batches = step.planned.plan.for_rank(self._mesh.hdp_rank)
-        loss = torch.zeros(2, dtype=torch.float64)
-        packs = [packed_shard(each, step, self._alone, self._device) for each in micro_batches]
-        packs = packs or [no_tokens(self._device)]
-        for place, packed in enumerate(packs):
-            last = place == len(packs) - 1
-            with nullcontext() if last else self._wrapped.no_sync():
-                summed = micro_batch_loss(self._wrapped, packed, self._alone, self._loss)
-                scaled = summed * (step.scale * self._mesh.comm.size)  # DDP takes the mean over the ranks
-                scaled.backward()  # type: ignore[no-untyped-call]
-            labels = (packed.labels != IGNORE).sum()
-            loss += torch.stack((summed.detach().double(), labels.double())).cpu()
-            if place < len(micro_batches):
-                step.on_pass(micro_batches[place].index)
-        return loss
+        self._model = self._plain if step.gradients is None else self._wrapped
+        return super().run(replace(step, scale=step.scale * self._mesh.comm.size))  # DDP takes the mean over the ranks
+
+    def _micro_batches(self, plan: StepPlan) -> Iterator[tuple[MicroBatch | None, bool]]:
+        """This rank's own, of which DDP reduces behind the last; a rank without any runs a pass over nothing."""
+        own: Sequence[MicroBatch | None] = plan.for_rank(self._mesh.hdp_rank) or (None,)
+        for place, micro_batch in enumerate(own):
+            with nullcontext() if place == len(own) - 1 else self._wrapped.no_sync():
+                yield micro_batch, False
+
+    def _run(self, micro_batch: MicroBatch | None, step: StepInputs) -> Tensor:
+        if micro_batch is None:
+            return self._pass(no_tokens(self._device), self._alone, step, nullcontext())
+        return super()._run(micro_batch, step)
 
 
 def data_parallel_trainer(

@@ -80,7 +80,9 @@ class Gradients:
         layout: which ranks hold the same.
         mesh: all ranks; the norm is that of the whole model.
         zero: 1: each rank gets its part of the sums; 0: all of them.
+        bucket_bytes: least bytes of a bucket, but of the last ones.
         group_of: parameters with other keys are never in one bucket.
+        wide: the type of the sums; ``None``: fp64 if any parameter is, else fp32.
 
     Raises:
         InvalidUsage: nothing to train, several devices, or a complex parameter.
@@ -113,7 +115,6 @@ class Gradients:
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
                 self._views[id(parameter)] = gradients[offset : offset + parameter.numel()].view(parameter.shape)
                 self._bucket_of[id(parameter)] = place
-        self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self._use = _Use(self.parameters, layout)
         self._early = False
         self._reached: set[int] = set()
@@ -203,6 +204,7 @@ class Gradients:
         """Starts the reductions of all buckets that have not started; after the rank's last backward pass."""
         for place in range(len(self._works), len(self.buckets)):
             self._start(place)
+        self._use.start(self._reached)
 
     def _start(self, place: int) -> None:
         bucket = self.buckets[place]
@@ -231,7 +233,7 @@ class Gradients:
         for bucket in self.buckets:
             if bucket.holders.ends is not None:
                 bucket.holders.ends.all_reduce(self.own(bucket))
-        self._use.reduce(self._reached)
+        self._use.finish()
 
     def clip_(self, max_norm: float | None) -> float:
         """Scales all gradients so that the model's global L2 norm is at most ``max_norm``; returns it as it was.
@@ -271,27 +273,42 @@ class Gradients:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+        self._use.drain()
 
 
 class _Use:
-    """Which parameters the passes of a step have used on any of the ranks that hold them."""
+    """Which parameters the passes of a step have used on any of the ranks that hold them; a few bytes a parameter, on
+    their way beside the gradients."""
 
     def __init__(self, parameters: list[nn.Parameter], layout: Layout) -> None:
-        groups: dict[int, tuple[list[Communicator], list[int]]] = {}
+        groups: dict[int, tuple[Holders, list[int]]] = {}
         for parameter in parameters:
             holders = layout.of(parameter).holders
-            comms = [comm for comm in (holders.replicas, holders.ends) if comm is not None]
-            groups.setdefault(id(holders), (comms, []))[1].append(id(parameter))
+            groups.setdefault(id(holders), (holders, []))[1].append(id(parameter))
         self._groups = list(groups.values())
+        self._works: list[tuple[Work, Tensor]] = []
         self._used: dict[int, bool] = {}
 
-    def reduce(self, reached: set[int]) -> None:
-        """``reached``: ids of the parameters that this rank has used. Collective over all that hold the same."""
-        for comms, keys in self._groups:
-            flags = torch.tensor([key in reached for key in keys], dtype=torch.int32)
-            for comm in comms:
-                comm.all_reduce(flags, "max")
+    def start(self, reached: set[int]) -> None:
+        """``reached``: ids of the parameters that this rank has used. Once a step, on all ranks that hold the same."""
+        if not self._works:
+            for holders, keys in self._groups:
+                flags = torch.tensor([key in reached for key in keys], dtype=torch.int32)
+                self._works.append((holders.replicas.all_reduce(flags, "max", async_op=True), flags))
+
+    def finish(self) -> None:
+        """Ends what :meth:`start` began. Collective over the ends of a pipeline, where a weight is tied."""
+        for flags, (holders, keys) in zip(self.drain(), self._groups, strict=True):
+            if holders.ends is not None:
+                holders.ends.all_reduce(flags, "max")
             self._used.update(zip(keys, (flags != 0).tolist(), strict=True))
+
+    def drain(self) -> list[Tensor]:
+        """Waits for what is under way; the flags of each group of parameters."""
+        works, self._works = self._works, []
+        for work, _ in works:
+            work.wait()
+        return [flags for _, flags in works]
 
     def __getitem__(self, parameter: nn.Parameter) -> bool:
         return self._used[id(parameter)]

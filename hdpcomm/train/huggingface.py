@@ -36,7 +36,7 @@ from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.profile import profile_cost_model
-from hdpcomm.train.replicas import settings_of
+from hdpcomm.train.replicas import ChangedBuffers, settings_of
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -90,8 +90,9 @@ class HybridDataParallel:
         self._comm: Communicator | None = None
         self._evaluates = False
         self._compiled = False
-        self._step: tuple[MicroBatchPasses, Gradients] | None = None
-        """What runs the passes of a step, and their gradients; made when the model is prepared."""
+        self._step: tuple[MicroBatchPasses, Gradients, ChangedBuffers] | None = None
+        """What runs the passes of a step, their gradients and the buffers that they may not change; made when the model
+        is prepared."""
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         super().__init__(*args, **kwargs)
@@ -114,7 +115,7 @@ class HybridDataParallel:
         share_values(self.comm, (*model.parameters(), *model.buffers()))
         mesh = Mesh(self.comm, placement=range(self.comm.size))
         gradients = Gradients(model.parameters(), layout_of(model, mesh), mesh)
-        self._step, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients), True
+        self._step, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients, ChangedBuffers(model)), True
         return prepared
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,11 +159,12 @@ class HybridDataParallel:
             raise InvalidUsage("training_step() got no num_items_in_batch; take get_batch_samples() of this class")
         model.train()
         assert self._step is not None
-        passes, gradients = self._step
+        passes, gradients, buffers = self._step
         batch = gather_sequences(sequences_of(inputs), self.comm)
         planned = self._plan(batch.lengths)
         if self._begins:
             gradients.zero()
+            buffers.begin()
         self._begins = this.accelerator.sync_gradients
         scale = 1.0 / float(num_items_in_batch)
         inputs_of_step = StepInputs(
@@ -170,14 +172,19 @@ class HybridDataParallel:
             around=lambda *_: this.compute_loss_context_manager(), on_pass=lambda _: self.comm.tick(),
         )  # fmt: skip
         with contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches"):
-            loss = passes.run(inputs_of_step)[0]
+            loss, _ = passes.run(inputs_of_step)
         self._compiled = True
+        told = torch.stack((loss, torch.tensor(len(buffers.changed()))))
+        self.comm.all_reduce(told)
+        total, changed = told
+        if changed and self.comm.size > 1:
+            buffers.refuse(self.comm)
         if self._begins:
             gradients.reduce(1.0)
             gradients.finish()
-        self.comm.all_reduce(loss)
         self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
-        return (loss * scale).float().to(this.args.device)
+        share: Tensor = total * scale
+        return share.float().to(this.args.device)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in the base, with the tokens and micro-batches of a global batch, in the mean since the last log."""

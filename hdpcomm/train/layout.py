@@ -70,28 +70,20 @@ class Placement:
         return self.name != self.trained
 
 
-class Layout(Mapping[str, Placement]):
-    """The placements of a module's parameters and buffers, by their names there; made by :func:`layout_of`."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Layout:
+    """The placements of a module's tensors; made by :func:`layout_of`.
 
-    def __init__(self, placements: Mapping[str, Placement], names: Mapping[int, str]) -> None:
-        self._placements, self._names = placements, names
+    Attributes:
+        by_name: of its parameters and buffers, by all names that they have there (:func:`plain_name`).
+    """
 
-    def __getitem__(self, name: str) -> Placement:
-        return self._placements[name]
-
-    def __iter__(self) -> Iterable[str]:  # type: ignore[override]
-        return iter(self._placements)
-
-    def __len__(self) -> int:
-        return len(self._placements)
-
-    def name_of(self, parameter: Tensor) -> str:
-        """The name of a parameter in the module: its first one, if it has several."""
-        return self._names[id(parameter)]
+    by_name: Mapping[str, Placement]
+    _by_parameter: Mapping[int, Placement]
 
     def of(self, parameter: Tensor) -> Placement:
-        """The placement of a parameter."""
-        return self._placements[self.name_of(parameter)]
+        """The placement of a parameter: that of its first name, if it has several."""
+        return self._by_parameter[id(parameter)]
 
 
 def layout_of(model: nn.Module, mesh: Mesh) -> Layout:
@@ -107,10 +99,7 @@ def layout_of(model: nn.Module, mesh: Mesh) -> Layout:
     for prefix, module in (modules or {"": model}).items():
         for name, tensor in _tensors(module):
             placements[prefix + name] = _placement(module, name, tensor, mesh, holders)
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(id(parameter), plain_name(name))
-    return Layout(placements, names)
+    return Layout(placements, {id(p): placements[plain_name(name)] for name, p in model.named_parameters()})
 
 
 def plain_name(name: str) -> str:

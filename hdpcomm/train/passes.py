@@ -124,25 +124,28 @@ class MicroBatchPasses:
 
     def run(self, step: StepInputs) -> Tensor:
         """See :class:`Passes`."""
-        total = torch.zeros(2, dtype=torch.float64)
-        trains = step.gradients is not None
-        with torch.set_grad_enabled(trains), step.gradients.passes(self._empty_pass) if trains else nullcontext():  # type: ignore[union-attr]
+        total, gradients = torch.zeros(2, dtype=torch.float64), step.gradients
+        around = nullcontext() if gradients is None else gradients.passes(self._empty_pass)
+        with torch.set_grad_enabled(gradients is not None), around:
             for micro_batch, last in self._micro_batches(step.planned.plan):
-                if step.gradients is not None:
-                    step.gradients.reduce_early() if last else step.gradients.begin_pass()
-                if micro_batch is None:
-                    loss = micro_batch_loss(self._model, empty_shard(self._device), self._alone, self._loss)
-                    if trains:
-                        loss.backward()  # type: ignore[no-untyped-call]
-                else:
-                    total += self._run(micro_batch, step)
+                if gradients is not None:
+                    gradients.reduce_early() if last else gradients.begin_pass()
+                total += self._run(micro_batch, step)
                 step.on_pass(None if micro_batch is None else micro_batch.index)
         return total if self._mesh.tensor_rank == 0 else torch.zeros_like(total)  # all tensor ranks have it
 
-    def _run(self, micro_batch: MicroBatch, step: StepInputs) -> Tensor:
+    def _run(self, micro_batch: MicroBatch | None, step: StepInputs) -> Tensor:
+        """(summed loss, labels) of a micro-batch; of ``None``, which has no tokens, 0."""
+        if micro_batch is None:
+            return self._pass(empty_shard(self._device), self._alone, step, nullcontext())
         comm = cast("Communicator", self._mesh.hdp_comm.subset(micro_batch.ranks))
         packed = packed_shard(micro_batch, step, comm, self._device)
-        with step.around(micro_batch.offload_ratio, packed.tokens.numel()):
+        return self._pass(packed, comm, step, step.around(micro_batch.offload_ratio, packed.tokens.numel()))
+
+    def _pass(
+        self, packed: PackedShard, comm: Communicator, step: StepInputs, around: AbstractContextManager[None]
+    ) -> Tensor:
+        with around:
             loss = micro_batch_loss(self._model, packed, comm, self._loss)
         if step.gradients is not None:
             (loss * step.scale).backward()  # type: ignore[no-untyped-call]

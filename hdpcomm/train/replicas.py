@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.errors import Mismatch
+from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.train.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["check_replicas", "raise_unlike", "settings_of"]
+__all__ = ["ChangedBuffers", "check_replicas", "raise_unlike", "settings_of"]
 
 _ROUNDING = 1e-6
 """Ranks with other processors or numbers of threads round differently; weights that differ by less are no error."""
@@ -93,6 +93,50 @@ def _compare_values(tensors: dict[str, Tensor], comm: Communicator, hashes: Sequ
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+class ChangedBuffers:
+    """Which of a model's buffers its forward passes change: ranks run other passes and would drift apart. Buffers that
+    are no part of its state (``persistent=False``), as tables of angles, do not count.
+
+    Args:
+        model: whose buffers are looked at, those that it has now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module, name, f"{prefix}.{name}" if prefix else name)
+            for prefix, module in model.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        self._before: list[tuple[Tensor | None, int]] = []
+
+    def begin(self) -> None:
+        """A step begins. Local."""
+        self._before = self._now()
+
+    def changed(self) -> list[str]:
+        """Names of the buffers that have other values, or another tensor in their place, than at the beginning."""
+        pairs = zip(self._places, self._before, self._now(), strict=True)
+        return [name for (*_, name), old, now in pairs if old[0] is not now[0] or old[1] != now[1]]
+
+    def refuse(self, comm: Communicator) -> NoReturn:
+        """Raises InvalidUsage that names the ranks. Collective over ``comm``, where any rank has changed buffers."""
+        own = self.changed()
+        counts = torch.empty(comm.size, dtype=torch.int64)
+        comm.all_gather(counts, torch.tensor([len(own)], dtype=torch.int64))
+        ranks = [comm.ranks[place] for place in counts.nonzero().flatten().tolist()]
+        raise InvalidUsage(
+            f"forward passes of ranks {ranks} have changed buffers of the model ({', '.join(own[:3]) or 'none here'}): "
+            "each rank runs passes of its own, so ranks would go on with other values (no parameter was updated); "
+            "update them between steps from numbers that all ranks have alike, after comm.all_reduce() say, or "
+            "register them with persistent=False if they are a cache"
+        )
+
+    def _now(self) -> list[tuple[Tensor | None, int]]:
+        buffers = (module._buffers.get(name) for module, name, _ in self._places)
+        return [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
 
 
 def raise_unlike(

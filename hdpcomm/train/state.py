@@ -58,12 +58,14 @@ class State:
         found: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
         for path, value in self._live():
             _put(found, path, value)
-        told = self._told_by_all([self._groups(), [(path, v) for path, v in self._plain()]])
-        for _, others in told:
-            for path, value in others:
+        own: list[Any] = [self._groups(), list(self._plain())]
+        comm = self._mesh.comm if self._cut() else self._mesh.pipeline_comm
+        everyone = [own] if comm.size == 1 else _all_gathered(comm, own)
+        for _, plain in everyone:
+            for path, value in plain:
                 _put(found, path, value)
         for place, group in enumerate(self._optimizer.param_groups):
-            names = dict.fromkeys(name for groups, _ in told for name in groups[place])
+            names = dict.fromkeys(name for groups, _ in everyone for name in groups[place])
             options = {key: value for key, value in group.items() if key != "params"}
             found["optimizer"]["param_groups"].append({**options, "params": list(names)})
         return found
@@ -72,21 +74,20 @@ class State:
         """The same with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
         Collective over the mesh, if ranks have parts of the model or of the optimizer's state."""
         parts = self.parts()
-        for path, tensor in _gathered(parts, self._mesh.comm):
-            _put(parts, path, tensor)
+        if not self._whole or self._cut():
+            for path, tensor in _whole_tensors(parts, self._mesh.comm):
+                _put(parts, path, tensor)
         return parts
 
     def whole_model(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, in host memory, on the first rank of the mesh; the others get an
         empty dict. One tensor at a time is gathered. Collective over the mesh."""
-        found = {path[1]: value for path, value in self._live_model()}
-        wholes = {name: value for name, value in found.items() if not isinstance(value, TensorPart)}
+        model = {path[1]: value for path, value in self._live_model()}
+        tensors: Iterable[tuple[Path, Tensor]] = (((name,), value) for name, value in model.items())
+        if not self._whole:
+            tensors = _whole_tensors(model, self._mesh.comm)
         first = self._mesh.comm.rank == 0
-        kept = {name: value.detach().to("cpu", copy=True) for name, value in wholes.items()} if first else {}
-        for path, tensor in _gathered({"model": found}, self._mesh.comm):
-            if first:
-                kept[path[1]] = tensor.to("cpu", copy=True)
-        return kept
+        return {path[0]: value.detach().to("cpu", copy=True) for path, value in tensors if first}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -101,17 +102,13 @@ class State:
             given = _get(state, path)
             name = path[-2] if path[0] == "optimizer" else path[-1]
             if given is None:
-                what = (
-                    "values" if path[0] == "model" else "master weights" if path[0] == "masters" else "optimizer state"
-                )
                 raise InvalidUsage(
-                    f"the state has no {what} for {name}; give that of a trainer of the same model and dtype"
+                    f"the state has no {_KINDS[path[0]]} for {name}; give that of a trainer of the same model and dtype"
                 )
-            shape = live.size() if isinstance(live, (Tensor, TensorPart)) else None
-            if isinstance(given, Tensor) and shape is not None and given.shape != shape:
+            if isinstance(given, Tensor) and given.shape != live.size():
                 raise InvalidUsage(
-                    f"{name} is {list(given.shape)} in the state and {list(shape)} in the model that trains; give the "
-                    "state of a trainer of the same model"
+                    f"the {_KINDS[path[0]]} of {name} are {list(given.shape)} in the state and {list(live.size())} in "
+                    "the model that trains; give the state of a trainer of the same model"
                 )
             _fill(live, given)
         states = state["optimizer"]["state"]
@@ -145,7 +142,7 @@ class State:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         for name, value in get_model_state_dict(self._model).items():
-            placement = self._layout.get(name)
+            placement = self._layout.by_name.get(name)
             if placement is None or not isinstance(value, Tensor) or self._whole:
                 yield ("model", name if placement is None else placement.name), value
             else:
@@ -197,30 +194,24 @@ class State:
         names = {id(parameter): placement.trained for parameter, placement in self._optimized()}
         return [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
 
-    def _told_by_all(self, own: list[Any]) -> list[Any]:
-        if self._cut():
-            return _told_by_all(self._mesh.comm, own)
-        return [own] if self._mesh.pipeline == 1 else _told_by_all(self._mesh.pipeline_comm, own)
 
-
-def _gathered(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tuple[Path, Tensor]]:
+def _whole_tensors(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tuple[Path, Tensor]]:
     """The whole tensors of which the ranks of ``comm`` have parts, one after the other, on each rank. Collective."""
     own = {path: value for path, value in _walk(parts) if isinstance(value, TensorPart)}
     facts: list[Any] = [
-        [path, list(value.size()), _dtype_name(value.dtype), [[list(o), list(t.shape)] for o, t in value.boxes]]
+        [path, list(value.size()), *_kind(value), [[list(o), list(t.shape)] for o, t in value.boxes]]
         for path, value in own.items()
         if value.written and value.boxes
     ]
-    told = [facts] if comm.size == 1 else _told_by_all(comm, facts)
-    device = next((t.device for value in own.values() for _, t in value.boxes), torch.device("cpu"))
     there: dict[Path, list[tuple[int, list[Any]]]] = {}
-    for rank, entries in enumerate(told):
+    for rank, entries in enumerate(_all_gathered(comm, facts)):
         for path, *fact in entries:
             there.setdefault(tuple(path), []).append((rank, fact))
     for path, entries in there.items():
-        shape, dtype, _ = entries[0][1]
+        shape, dtype, on_host, _ = entries[0][1]
+        device = torch.device("cpu") if on_host else comm.device
         whole = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        for rank, (_, _, boxes) in entries:
+        for rank, (*_, boxes) in entries:
             for offsets, sizes in boxes:
                 if rank == comm.rank:
                     box = own[path].box(torch.Size(offsets)).detach().contiguous()
@@ -231,8 +222,10 @@ def _gathered(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tuple[Pa
         yield path, whole
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _kind(part: TensorPart) -> tuple[str, bool]:
+    """The type of a part's elements, and whether they are in host memory, as counts of steps are."""
+    tensor = part.boxes[0][1]
+    return str(tensor.dtype).removeprefix("torch."), tensor.device.type == "cpu"
 
 
 def _fill(live: Any, given: Any) -> None:
@@ -273,8 +266,8 @@ def _get(state: Mapping[str, Any], path: Path) -> Any:
     return found
 
 
-def _told_by_all(comm: Communicator, own: Any) -> list[Any]:
-    """What each rank tells, as JSON. Collective over ``comm``."""
+def _all_gathered(comm: Communicator, own: Any) -> list[Any]:
+    """What each rank gives, as JSON. Collective over ``comm``."""
     data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = torch.empty(comm.size, dtype=torch.int64)
     comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
@@ -285,28 +278,37 @@ def _told_by_all(comm: Communicator, own: Any) -> list[Any]:
 
 @torch.no_grad()
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Gives the state of a first step to all parameters that have none: a step of learning rate 0 makes it, and changes
-    nothing else."""
+    """Gives parameters without any the state of one that has made no step. Local.
+
+    There is no way to ask an optimizer for it, but a step with a gradient of zero, after which the counts of steps and
+    the parameter are put back. One parameter at a time: nothing is copied for long.
+    """
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    new = [p for p in every if p not in optimizer.state]
+    new = [p for p in every if not optimizer.state.get(p)]
     if not new:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
     gradients = [p.grad for p in every]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
     for p in every:
         p.grad = None
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:  # some add it to the gradient
+            group["weight_decay"] = 0.0
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     for p in new:
+        before = p.clone()
         p.grad = torch.zeros_like(p)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        optimizer.step()
+        p.copy_(before)
+        p.grad = None
+        state = optimizer.state.get(p, {})
+        for key, value in {"step": 0.0, "mu_product": 1.0, "eta": float(rates[id(p)])}.items():  # NAdam, ASGD
+            if isinstance(state.get(key), Tensor):
+                state[key].fill_(value)
+            elif key in state:
+                state[key] = type(state[key])(value)
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
     for p, gradient in zip(every, gradients, strict=True):
         p.grad = gradient
-    for p in new:
-        steps = optimizer.state.get(p, {}).get("step")
-        if isinstance(steps, Tensor):
-            steps.zero_()
-        elif steps is not None:
-            optimizer.state[p]["step"] = 0

@@ -61,11 +61,6 @@ class TensorPart:
         """Where each box begins, and its elements."""
         return self._boxes
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements; there must be some."""
-        return self._boxes[0][1].dtype
-
     def copy(self) -> TensorPart:
         """The same part with memory of its own, in host memory."""
         copies = ((place, tensor.detach().to("cpu", copy=True)) for place, tensor in self._boxes)

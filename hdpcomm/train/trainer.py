@@ -18,7 +18,6 @@ from hdpcomm.parallel.agreement import share_values
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
-from hdpcomm.train.changed_state import ChangedBuffers
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.expert_load import add_expert_load, expert_loads
 from hdpcomm.train.fsdp import FullyShardedParameters
@@ -30,7 +29,7 @@ from hdpcomm.train.passes import MicroBatchPasses, Passes, StepInputs
 from hdpcomm.train.pipeline import PipelinePasses
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.reading import declared
-from hdpcomm.train.replicas import check_replicas, settings_of
+from hdpcomm.train.replicas import ChangedBuffers, check_replicas, settings_of
 from hdpcomm.train.shards import Fetch
 from hdpcomm.train.state import State
 from hdpcomm.train.timeline import Timeline
@@ -132,6 +131,8 @@ class Trainer:
         self.mesh = mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
         self.comm = mesh.comm
         self.model, self.stages = check_model(model, optimizer, planner, mesh)
+        parameters = list(self.model.parameters())
+        self._device = trained_parameters(parameters)[0].device
         self._trained = trained_names(self.model)
         self._buffers = ChangedBuffers(self.model)
         self._loads = expert_loads(self.model)
@@ -166,7 +167,6 @@ class Trainer:
         self.gradients: Gradients | FullyShardedParameters
         self.masters: Masters | None = None
         """What the optimizer updates in place of the parameters, with ``zero=1`` or ``dtype``."""
-        parameters = list(self.model.parameters())
         if is_fully_sharded(parameters):
             if zero or dtype is not None:
                 raise InvalidUsage(
@@ -174,18 +174,15 @@ class Trainer:
                     "MixedPrecisionPolicy has types)"
                 )
             self.gradients = FullyShardedParameters(self.model, self.comm)
+            return
+        self._same_start()
+        if zero or dtype is not None:
+            self.masters = Masters(
+                parameters, optimizer, self.layout, mesh, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
+            )
+            self.gradients = self.masters.gradients
         else:
-            if not zero and dtype is None:
-                self.gradients = Gradients(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
-                self._same_start()
-            else:
-                trained_parameters(parameters)
-                self._same_start()
-                self.masters = Masters(
-                    parameters, optimizer, self.layout, mesh, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
-                )
-                self.gradients = self.masters.gradients
-        self._device = parameters[0].device
+            self.gradients = Gradients(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
 
     def step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
@@ -221,11 +218,19 @@ class Trainer:
 
         Collective over ``comm``; arguments and errors as of :meth:`step`. The sum over all ranks is that of the batch.
         """
-        planned = self._plan_now(lengths)
-        self._agree(planned.plan)
-        with self.passes.open(planned.plan):
-            total = self.passes.run(StepInputs(planned, fetch, on_pass=lambda _: self.comm.tick()))
-            self.passes.plan_as_run(planned.plan)
+        check_has("evaluate()", "fetch", fetch, "__call__", "a function of a sequence's number")
+        if isinstance(self.gradients, FullyShardedParameters):
+            raise InvalidUsage(
+                "evaluate() of a model that fully_shard has sharded: its forward passes are collective, and ranks have "
+                "other numbers of them; run the model on batches of your own, as many on each rank"
+            )
+        with self.comm.liveness_deadlines():
+            planned = self._plan_now(lengths)
+            self._agree(planned.plan)
+            inputs = StepInputs(planned, declared(fetch, self.comm), on_pass=lambda _: self.comm.tick())
+            with self.passes.open(planned.plan):
+                total = self.passes.run(inputs)
+                self.passes.plan_as_run(planned.plan)
         return total
 
     def _step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
@@ -250,13 +255,13 @@ class Trainer:
             self._compiled = True
             self.gradients.start()
             self._synchronize()
-            told = torch.cat((loss, torch.tensor([float(len(self._buffers.changed))], dtype=torch.float64)))
+            told = torch.cat((loss, torch.tensor([float(len(self._buffers.changed()))])))
             self.comm.all_reduce(told)  # also the point at which ranks that had less to do wait for the others
             self.timeline.end("wait for others")
             self.ran = self.passes.plan_as_run(plan)
         total, labels, changed = told.tolist()
         if changed and self.comm.size > 1:
-            self._buffers.refuse()
+            self._buffers.refuse(self.comm)
         mean = self._mean(total, labels)
         self.gradients.reduce(1.0 / (scale * labels))
         grad_norm = self._finite("gradient norm", self.gradients.clip_(self.max_grad_norm))
@@ -383,14 +388,14 @@ class Trainer:
     def _same_start(self) -> None:
         """Gives all ranks that hold the same part of the model the values of the first one. Collective."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            holders = self.layout[plain_name(name)].holders
+            holders = self.layout.by_name[plain_name(name)].holders
             share_values(holders.replicas, [tensor])
             if holders.ends is not None:
                 share_values(holders.ends, [tensor])
 
     def _compare_replicas(self) -> None:
         """Raises unless all ranks that hold the same parameters have the same values. Collective."""
-        experts = {name for name, _ in self.model.named_parameters() if self.layout[plain_name(name)].holders.expert}
+        experts = {name for name, p in self.model.named_parameters() if self.layout.of(p).holders.expert}
         mesh, settings = self.mesh, self.max_grad_norm
         check_replicas(self.model, self.optimizer, mesh.hdp_comm, settings=settings, without=experts)
         if experts:

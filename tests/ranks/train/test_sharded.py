@@ -130,16 +130,19 @@ def test_what_a_rank_keeps(dtype, zero, ranks):
         masters = 0 if trainer.masters is None else trainer.masters.master_bytes
         return trainer.model.num_parameters(), state, trainer.gradients, masters
 
-    for parameters, state, gradients, found in run_threads(main, ranks, timeout=60.0):
+    results = run_threads(main, ranks, timeout=60.0)
+    for parameters, state, gradients, masters in results:
         share = 1 / ranks if zero else 1
         padding = 16 * ranks * len(gradients.buckets)
         assert gradients.flat.dtype == torch.float32
         assert parameters <= gradients.flat.numel() <= parameters + padding
-        assert state <= 8 * (parameters * share + padding)
-        assert state >= 8 * (parameters * share - padding)
-        masters = 0 if dtype is None else 4 * parameters * share
-        assert masters <= found <= masters + 4 * padding
+        assert abs(state - 8 * parameters * share) <= 8 * padding
+        wide = 0 if dtype is None else 4 * parameters * share
+        assert wide <= masters <= wide + 4 * padding
         assert all(p.dtype == (dtype or torch.float32) for p in gradients.parameters)
+    states = sum(state for _, state, _, _ in results)
+    once = 8 * parameters * (1 if zero else ranks)
+    assert once < states <= once + 4 * ranks * len(gradients.parameters)  # and the counts of steps
 
 
 class Recorded:
@@ -195,20 +198,24 @@ def test_any_mix_of_last_micro_batches_on_processes(ranks):
     assert sharded[0] == pytest.approx(whole[0], rel=1e-4)
 
 
+class Twice(torch.nn.Module):
+    """Uses a layer two times."""
+
+    def __init__(self, *, reentrant=True):
+        super().__init__()
+        self.reentrant = reentrant
+        self.embedding = torch.nn.Embedding(31, 8)
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, tokens, **_):
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x @ self.embedding.weight.T
+
+
 def test_reductions_wait_for_all_gradients_of_a_shared_parameter():
     """A reentrant checkpoint ends its gradient more than once."""
-
-    class Twice(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = torch.nn.Embedding(31, 8)
-            self.layer = torch.nn.Linear(8, 8)
-
-        def forward(self, tokens, **_):
-            x = self.embedding(tokens)
-            for _ in range(2):
-                x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
-            return x @ self.embedding.weight.T
 
     def main(bucket_bytes):
         torch.manual_seed(0)
@@ -219,6 +226,19 @@ def test_reductions_wait_for_all_gradients_of_a_shared_parameter():
 
     early, late = (run_threads(main, 2, size, timeout=60.0)[0] for size in (1, 1 << 20))
     assert early == pytest.approx(late, rel=1e-6)
+
+
+def test_a_gradient_that_comes_after_its_reduction_is_an_error():
+    """A checkpoint that is reentrant in some passes only ends a shared parameter's gradient more often than before."""
+
+    with hdp.init() as comm:
+        model = Twice(reentrant=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_of(comm, model=model, optimizer=optimizer, zero=1, bucket_bytes=1)
+        trainer.step([9], lambda _: torch.arange(9))
+        model.reentrant = True
+        with pytest.raises(Error, match="need use_reentrant=False"):
+            trainer.step([9], lambda _: torch.arange(9))
 
 
 def test_a_step_that_failed_leaves_the_next_one_sound():

@@ -326,7 +326,7 @@ def test_the_first_plan_is_begun_before_there_is_a_model(tmp_path, monkeypatch):
         return Trainer(*args, **options)
 
     monkeypatch.setattr(module, "PlanAhead", Plans)
-    monkeypatch.setattr(module, "Trainer", trainer)
+    monkeypatch.setattr(sys.modules["hdpcomm.run.pipelines"], "Trainer", trainer)
     config = RunConfig(model=CONFIG_OF_BYTES, steps=1, capacity=300, tokens_per_step=900)
     with hdp.init() as comm:
         assert len(run(comm, open_corpus([tmp_path], context=300), config).steps["balanced"]) == 1
