@@ -252,6 +252,12 @@ class Communicator(Membership):
         """
         self._core.resync(0.0 if timeout is None else check_seconds("resync", timeout))
 
+    def lost(self) -> list[int]:
+        """Global ranks of this communicator that have died, have left, or were cut off, as far as this rank knows.
+        Local."""
+        world = self._core.world
+        return [rank for rank in self.ranks if rank != world.rank and world.has_left(rank)]
+
     def shrink(self, timeout: float | None = None) -> Communicator:
         """The communicator of the ranks that live, in their order, ready for use. Collective over these ranks.
 

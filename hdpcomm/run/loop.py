@@ -261,6 +261,8 @@ class _Run:
             self.evaluations[policy].append(found)
             if self.watching.on_evaluation is not None:
                 self.watching.on_evaluation(policy, found)
+        if self.messages is not None:  # those of steps are told
+            self.messages.messages.clear()
 
     def _state(self) -> dict[str, Any]:
         return {policy: trainer.checkpoint_state() for policy, trainer in self.trainers.items()}

@@ -59,17 +59,18 @@ def step_costs(
     compute = optimizer = processor = 0.0
     idle, exposed = sum(span.idle_s for span in spans), sum(span.exposed_s for span in spans)
     ring_bytes = gradient_bytes = 0
-    for span in spans:
-        if span.phase in ("micro-batch", "wait for others"):  # a pass without tokens is among the latter
+    passes = max(place for place, span in enumerate(spans) if span.phase == "wait for others")  # come before
+    for place, span in enumerate(spans):
+        if place <= passes:
             processor += span.processor_s
-        if span.phase == "micro-batch":
-            compute += span.busy_s
-            if groups[span.index] > 1 or mesh is not None:
-                ring_bytes += span.bytes_sent
-            else:  # buckets of gradients that leave while the last micro-batch runs
-                gradient_bytes += span.bytes_sent
-        elif span.phase != "wait for others":
+        if place >= passes:  # reductions begin while others still run their micro-batches
             optimizer += span.busy_s
+            gradient_bytes += span.bytes_sent
+            continue
+        compute += span.busy_s
+        if mesh is not None or groups[span.index] > 1:  # on a mesh, passes without tokens send, too
+            ring_bytes += span.bytes_sent
+        else:  # buckets of gradients that leave while the last micro-batch runs
             gradient_bytes += span.bytes_sent
     ring_bytes = max(0, ring_bytes - stage_bytes)
     own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, stage_bytes, processor]

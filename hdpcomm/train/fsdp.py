@@ -84,6 +84,9 @@ class FullyShardedParameters:
     def start(self) -> None:
         """The sums have been scattered."""
 
+    def drain(self) -> None:
+        """No reduction is under way outside of the passes."""
+
     def _set(self, *, sync: bool) -> None:
         for module in self._modules:
             module.set_requires_gradient_sync(sync, recurse=False)

@@ -116,7 +116,7 @@ class Gradients:
                 self._views[id(parameter)] = gradients[offset : offset + parameter.numel()].view(parameter.shape)
                 self._bucket_of[id(parameter)] = place
         self._use = _Use(self.parameters, layout)
-        self._early = False
+        self._open = self._early = False
         self._reached: set[int] = set()
         """Parameters that the backward passes of this step have reached."""
         self._times: dict[int, int] = {}
@@ -128,7 +128,7 @@ class Gradients:
         own = weakref.ref(self)  # the hooks stay with the parameters, and do nothing once this object is gone
 
         def arrived(parameter: Tensor) -> None:
-            if (found := own()) is not None:
+            if (found := own()) is not None and found._open:
                 found._arrived(parameter)
 
         for parameter in self.parameters:
@@ -147,7 +147,7 @@ class Gradients:
     def zero(self) -> None:
         """Forgets all gradients and takes over ``.grad`` of every parameter. Call at the start of a step."""
         with contextlib.suppress(Error):  # of a step that failed, which has said so
-            self._drain()
+            self.drain()
         self.flat.zero_()
         self._early = False
         self._reached.clear()
@@ -158,8 +158,13 @@ class Gradients:
 
     @contextlib.contextmanager
     def passes(self, _: Callable[[], object]) -> Iterator[None]:
-        """Round the passes of a step."""
-        yield
+        """Round the passes of a step. Gradients that come outside of it are not taken: the parameters may have another
+        trainer by then."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
 
     def begin_pass(self) -> None:
         """A backward pass begins. Call before each."""
@@ -269,11 +274,18 @@ class Gradients:
         """Whether a backward pass of any rank has reached a parameter in this step; known after :meth:`reduce`."""
         return self._use[parameter]
 
-    def _drain(self) -> None:
-        works, self._works = self._works, []
+    def drain(self) -> None:
+        """Waits for all reductions that are under way. Raises the error of the first that failed, as the operations
+        after it tell no more than that there was one."""
+        works, self._works = [*self._works, *(work for work, _ in self._use.take())], []
+        errors = []
         for work in works:
-            work.wait()
-        self._use.drain()
+            try:
+                work.wait()
+            except Error as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class _Use:
@@ -298,17 +310,16 @@ class _Use:
 
     def finish(self) -> None:
         """Ends what :meth:`start` began. Collective over the ends of a pipeline, where a weight is tied."""
-        for flags, (holders, keys) in zip(self.drain(), self._groups, strict=True):
+        for (work, flags), (holders, keys) in zip(self.take(), self._groups, strict=True):
+            work.wait()
             if holders.ends is not None:
                 holders.ends.all_reduce(flags, "max")
             self._used.update(zip(keys, (flags != 0).tolist(), strict=True))
 
-    def drain(self) -> list[Tensor]:
-        """Waits for what is under way; the flags of each group of parameters."""
+    def take(self) -> list[tuple[Work, Tensor]]:
+        """What is under way, with the flags of each group of parameters, to be waited for by the caller."""
         works, self._works = self._works, []
-        for work, _ in works:
-            work.wait()
-        return [flags for _, flags in works]
+        return works
 
     def __getitem__(self, parameter: nn.Parameter) -> bool:
         return self._used[id(parameter)]

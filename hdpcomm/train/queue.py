@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hdpcomm.errors import Aborted, Error, InvalidUsage
+from hdpcomm.errors import Aborted, Error, InvalidUsage, PeerLost
 from hdpcomm.plan.queue import as_run, pool_rows
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class StepQueue:
         team: ranks that run all micro-batches of this one together, as tensor ranks do: the first one of them asks.
             ``None``: this one alone.
 
-    Raises: what :meth:`hdpcomm.comm.Communicator.counter` raises; while iterating Aborted, where the rank that holds
-        the counter has given up the step, PeerLost and CommTimeout.
+    Raises: what :meth:`hdpcomm.comm.Communicator.counter` raises; while iterating PeerLost and CommTimeout, and
+        Aborted where the rank that holds the counter has given up the step and all live.
     """
 
     def __init__(self, plan: StepPlan, comm: Communicator, team: Communicator | None = None) -> None:
@@ -69,12 +69,15 @@ class StepQueue:
             return counter.fetch_add()
         except InvalidUsage as error:  # it was closed, which only an error does meanwhile
             owner = self._comm.ranks[self._comm.rank % self._plan.queue_pools]
-            raise Aborted(
-                f"rank {owner} has given up the step while rank {self._comm.global_rank} took from its queue: look for "
-                f"the error of rank {owner}",
+            kind: type[Error] = Aborted
+            peer, reason = owner, f"look for the error of rank {owner}"
+            if lost := self._comm.lost():
+                kind, peer, reason = PeerLost, lost[0], f"rank {lost[0]} died or left"
+            raise kind(
+                f"rank {owner} has given up the step while rank {self._comm.global_rank} took from its queue: {reason}",
                 rank=self._comm.global_rank,
                 op="step",
-                peer=owner,
+                peer=peer,
             ) from error
 
     def plan_as_run(self) -> StepPlan:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_has
-from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.errors import Aborted, Error, InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.plan import PlannedStep
@@ -211,7 +211,11 @@ class Trainer:
         """
         check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
         with self.comm.liveness_deadlines():
-            return self._step(lengths, declared(fetch, self.comm))
+            try:
+                return self._step(lengths, declared(fetch, self.comm))
+            except Aborted:
+                self.gradients.drain()  # where it was a reduction that failed first, it has the reason
+                raise
 
     def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
         """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.

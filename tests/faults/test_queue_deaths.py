@@ -47,7 +47,9 @@ def training(folder: str, dies: int) -> None:
 
     with pytest.raises(hdp.PeerLost) as caught:
         trainer.step(LENGTHS, last_one)
+    assert comm.lost() == [dies]
     comm = comm.shrink(timeout=20.0)
+    assert comm.lost() == []
     trainer = trainer_on(comm, model)
     losses += [trainer.step(LENGTHS, fetch).loss for _ in range(3)]
     (Path(folder) / f"rank{me}").write_text(json.dumps([caught.value.peer, losses]))

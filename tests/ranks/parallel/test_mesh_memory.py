@@ -16,7 +16,7 @@ from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run import RunConfig
 from hdpcomm.run.dry_run import rank_memory
 from hdpcomm.run.memory import measure_memory
-from hdpcomm.run.pipelines import device_recompute, mesh_trainer, recompute_by_device, stage_recompute
+from hdpcomm.run.pipelines import device_recompute, new_trainer, recompute_by_device, stage_recompute
 from hdpcomm.testing import run_threads
 from tests.ranks.parallel.test_pipeline_runs import MODEL, data, losses, plain, run_of  # noqa: F401
 
@@ -51,7 +51,7 @@ def measured_and_predicted(config):
             split_backward=config.split_backward,
         )  # fmt: skip
         planner = Planner(None, cluster, "static", CostModel(1e-9, 1e-6), context_ranks=ranks)
-        trainer = mesh_trainer(comm, config, planner, None, adamw)
+        trainer = new_trainer(comm, config, planner, None, adamw)
         lengths = [TOKENS * ranks] * 4
         for _ in range(2):
             with MemoryMeter("cpu") as meter:

@@ -171,9 +171,9 @@ def twice(comm):
     [
         (lambda comm: tensor_parallel(torch.nn.Linear(2, 2), Mesh(comm, tensor=2)), "got a Linear; it cuts"),
         (twice, "has been cut by tensor_parallel() already"),
-        (lambda comm: make(comm, model=Llama(CONFIG)), "cut for the tensor ranks [], and those of the mesh are [0, 1]"),
+        (lambda comm: make(comm, model=Llama(CONFIG)), "ranks [], and the tensor ranks of the mesh are [0, 1]"),
         (lambda comm: make(comm, cluster=ClusterSpec(2, 100)), "plans for 2 ranks of 1 x 1 devices"),
-        (lambda comm: make(comm, mesh=Mesh(comm, pipeline=2)), "the mesh has pipelines of 2 stages"),
+        (lambda comm: make(comm, mesh=Mesh(comm, pipeline=2)), "the model is a Llama; give this rank's stages"),
         (lambda comm: make(comm, kind=torch.optim.Muon), "Muon may look at more than one element of a parameter"),
         (lambda comm: make(comm, kind=torch.optim.Adafactor), "on a mesh with tensor or expert ranks use one of"),
     ],

@@ -24,6 +24,7 @@ from hdpcomm.run import RunConfig, RunFiles, Watching, evaluate, read_lines, rea
 from hdpcomm.testing import run_threads
 from hdpcomm.trace import TraceFile
 from hdpcomm.trace.run_report import run_report
+from hdpcomm.train import Trainer
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 
@@ -73,7 +74,9 @@ def held_out_loss(data: str) -> tuple[float, int]:
     with hdp.init() as comm:
         corpus = open_corpus([data], context=300, comm=comm)
         planner = Planner(None, ClusterSpec(comm.size, 150 if comm.size > 1 else 300), cost_model=CostModel(1e-9, 1e-6))
-        found = evaluate(Llama(CONFIG, seed=1).double(), planner, comm, corpus, tokens_per_step=700, step=0)
+        model = Llama(CONFIG, seed=1).double()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, comm)
+        found = evaluate(trainer, corpus, tokens_per_step=700, step=0)
         return found.loss, found.tokens
 
 

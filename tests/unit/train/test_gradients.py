@@ -37,9 +37,10 @@ def test_same_gradients_as_autograd_and_no_copy(dtype, mesh):
     for _ in range(2):  # the second step starts from zero again
         buffer.zero()
         plain.zero_grad()
-        for part in x.split(3):
-            model(part).square().sum().backward()
-            plain(part).square().sum().backward()
+        with buffer.passes(lambda: None):
+            for part in x.split(3):
+                model(part).square().sum().backward()
+                plain(part).square().sum().backward()
     buffer.reduce(1.0)
     buffer.finish()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -56,8 +57,9 @@ def test_narrow_gradients_are_summed_in_fp32(mesh):
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     buffer = gradients_of([weight], mesh)
     buffer.zero()
-    for _ in range(1000):  # a sum in bf16 would stand still at 256
-        weight.sum().backward()
+    with buffer.passes(lambda: None):
+        for _ in range(1000):  # a sum in bf16 would stand still at 256
+            weight.sum().backward()
     assert buffer.flat.dtype == torch.float32
     assert buffer.flat[0].item() == 1000
     buffer.reduce(1.0)
@@ -70,7 +72,8 @@ def test_no_clipping_below_the_limit_or_without_one(mesh):
     weight = nn.Parameter(torch.ones(4))
     buffer = gradients_of([weight], mesh)
     buffer.zero()
-    (weight * 3).sum().backward()
+    with buffer.passes(lambda: None):
+        (weight * 3).sum().backward()
     assert buffer.clip_(None) == buffer.clip_(100.0) == 6.0
     assert weight.grad.tolist() == [3.0] * 4
 
@@ -81,12 +84,28 @@ def test_shared_and_frozen_and_unused_parameters(mesh):
     buffer = gradients_of([tied, tied, frozen, unused], mesh)
     assert [p is tied or p is unused for p in buffer.parameters] == [True, True]
     buffer.zero()
-    tied.sum().backward()
+    with buffer.passes(lambda: None):
+        tied.sum().backward()
     buffer.reduce(1.0)
     buffer.finish()
     assert unused.grad is None
     assert frozen.grad is None
     assert tied.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parameters_that_another_buffer_has_taken_over(dtype, mesh):
+    weight = nn.Parameter(torch.ones(2, dtype=dtype))
+    first, second = gradients_of([weight], mesh), gradients_of([weight], mesh)
+    for buffer in (first, second, first):
+        buffer.zero()
+        with buffer.passes(lambda: None):
+            (weight * 3).sum().backward()
+            weight.sum().backward()
+        buffer.reduce(1.0)
+        buffer.finish()
+        assert weight.grad.tolist() == [4, 4]
+        assert buffer.flat[:2].tolist() == [4, 4]
 
 
 def test_what_cannot_be_trained(mesh):
