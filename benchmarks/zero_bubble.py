@@ -31,10 +31,11 @@ from typing import Any
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.comm.launch import run_ranks
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, split_llama
+from hdpcomm.parallel import split_llama
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, ModelSpec, Pass, Planner, StepPlan
 from hdpcomm.train import Trainer
 

@@ -18,14 +18,12 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")  # FSDP2 gathers and scatters over it, once a step
 with hdp.init() as comm:
     model = hdp.models.Llama(hdp.models.LlamaConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn=192))
-    cost = hdp.train.profile_cost_model(model, comm, longest=512)  # before it is sharded
+    planner = hdp.Planner.measured(model, comm, capacity=2048 // comm.size)  # before it is sharded
     mesh = init_device_mesh("cpu", (comm.size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    cluster = hdp.plan.ClusterSpec(ranks=comm.size, capacity=2048 // comm.size)
-    planner = hdp.plan.Planner(None, cluster, cost_model=cost)
-    trainer = hdp.train.Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), planner, comm)
+    trainer = hdp.Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), planner, comm)
     corpus = standard_library(context=2048)
     sampler = BatchSampler(corpus.lengths, tokens=tokens)
     for step in range(steps):

@@ -22,10 +22,8 @@ torch.set_num_threads(1)  # the ranks share this machine's cores
 with hdp.init() as comm:
     stream = open_stream([str(path) for path in options.data], context=options.context, comm=comm)
     model = hdp.models.Llama(hdp.models.LlamaConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn=192))
-    cost = hdp.train.profile_cost_model(model, comm, longest=512)
-    cluster = hdp.plan.ClusterSpec(ranks=comm.size, capacity=-(-options.context // comm.size))
-    planner = hdp.plan.Planner(None, cluster, cost_model=cost)
-    trainer = hdp.train.Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), planner, comm)
+    planner = hdp.Planner.measured(model, comm, capacity=-(-options.context // comm.size))
+    trainer = hdp.Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), planner, comm)
     with LoaderService(stream, tokens=options.tokens, prefetch=2, servers=options.servers, comm=comm) as loader:
         for step in range(options.steps):
             batch = loader.batch(step)

@@ -33,10 +33,10 @@ with hdp.init() as comm:
     offload = ActivationOffload(pool, model, min_bytes=4096)
     cost = hdp.train.profile_cost_model(model, comm, longest=512)
     profile = profile_activations(model, offload, comm, tokens=256)
-    cluster = hdp.plan.ClusterSpec(ranks=comm.size, capacity=resident, offload=True)
+    cluster = hdp.ClusterSpec(ranks=comm.size, capacity=resident, offload=True)
     held = profile.memory_model(resident, pool.stats().capacity)
-    planner = hdp.plan.Planner(None, cluster, cost_model=cost, memory=held)
-    trainer = hdp.train.Trainer(model, make_optimizer(model.parameters()), planner, comm, offload=offload)
+    planner = hdp.Planner(None, cluster, cost_model=cost, memory=held)
+    trainer = hdp.Trainer(model, make_optimizer(model.parameters()), planner, comm, offload=offload)
     for step in range(options.steps):
         done = trainer.step([options.length], lambda _: torch.arange(options.length) % 200)
         if comm.rank == 0:

@@ -24,12 +24,11 @@ torch.set_num_threads(1)
 with hdp.init() as comm:
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
     model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    adapted = hdp.models.adapt(model)  # attention and loss for packs that ranks share; the weights are the same objects
+    adapted = hdp.adapt(model)  # attention and loss for packs that ranks share; the weights are the same objects
     capacity = -(-options.context // comm.size)
-    cost = hdp.train.profile_cost_model(adapted, comm, longest=min(capacity, 512))
-    planner = hdp.plan.Planner(None, hdp.plan.ClusterSpec(comm.size, capacity), cost_model=cost)
+    planner = hdp.Planner.measured(adapted, comm, capacity=capacity)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    trainer = hdp.train.Trainer(adapted, optimizer, planner, comm)
+    trainer = hdp.Trainer(adapted, optimizer, planner, comm)
     corpus = open_corpus(options.data, context=options.context)
     sampler = BatchSampler(corpus.lengths, tokens=4 * options.context)
     for step in range(options.steps):

@@ -16,11 +16,9 @@ torch.set_num_threads(1)  # the ranks share this machine's cores
 with hdp.init() as comm:
     corpus = standard_library(context=2048)
     model = hdp.models.Llama(hdp.models.LlamaConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn=192))
-    cost = hdp.train.profile_cost_model(model, comm, longest=512)
-    cluster = hdp.plan.ClusterSpec(ranks=comm.size, capacity=2048 // comm.size)
-    planner = hdp.plan.Planner(None, cluster, cost_model=cost)
+    planner = hdp.Planner.measured(model, comm, capacity=2048 // comm.size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    trainer = hdp.train.Trainer(model, optimizer, planner, comm, zero=1)
+    trainer = hdp.Trainer(model, optimizer, planner, comm, zero=1)
     sampler = BatchSampler(corpus.lengths, tokens=tokens)
     for step in range(steps):
         batch = sampler.batch(step)

@@ -10,8 +10,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchSampler, standard_library
-from hdpcomm.parallel import Mesh, split_llama, tensor_parallel
-from hdpcomm.train import Trainer
+from hdpcomm.parallel import split_llama, tensor_parallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--pipeline", action="store_true")
@@ -21,15 +20,13 @@ options = parser.parse_args()
 torch.set_num_threads(1)  # the ranks share this machine's cores
 with hdp.init() as comm:
     corpus = standard_library(context=2048)
-    mesh = Mesh(comm, tensor=2, pipeline=2 if options.pipeline else 1)
+    mesh = hdp.Mesh(comm, tensor=2, pipeline=2 if options.pipeline else 1)
     model = hdp.models.Llama(hdp.models.LlamaConfig(layers=4, hidden=64, heads=4, kv_heads=2, ffn=192))
     part = split_llama(model, mesh.pipeline)[mesh.stage] if options.pipeline else model
     tensor_parallel(part, mesh)
-    sizes = {"tensor": mesh.tensor, "pipeline": mesh.pipeline}
-    cluster = hdp.plan.ClusterSpec(ranks=mesh.hdp, capacity=2048, **sizes)
     cost = hdp.plan.CostModel(attention=1e-9, linear=1e-5, fixed=1e-3)  # seconds, of one stage
-    planner = hdp.plan.Planner(None, cluster, cost_model=cost)
-    trainer = Trainer(part, torch.optim.AdamW(part.parameters(), lr=3e-3), planner, mesh)
+    planner = hdp.Planner(None, mesh.cluster(capacity=2048), cost_model=cost)
+    trainer = hdp.Trainer(part, torch.optim.AdamW(part.parameters(), lr=3e-3), planner, mesh)
     sampler = BatchSampler(corpus.lengths, tokens=options.tokens)
     for step in range(options.steps):
         batch = sampler.batch(step)

@@ -1,4 +1,7 @@
-"""hdpcomm: communication and scheduling for training on very short and very long sequences at once."""
+"""hdpcomm: communication and scheduling for training on very short and very long sequences at once.
+
+What a training program needs is here by name (docs/api.md); the rest is importable by its path, one package a room.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +27,14 @@ if TYPE_CHECKING:
         trace,
         train,
     )
-    from hdpcomm.comm import Communicator, Work, init
+    from hdpcomm.attention import ring_attention
+    from hdpcomm.comm import Communicator, Mesh, Work, init
+    from hdpcomm.models.adapt import adapt
+    from hdpcomm.offload import ActivationOffload
+    from hdpcomm.plan import ClusterSpec, Planner
+    from hdpcomm.train import Trainer
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Aborted",
-    "CommTimeout",
-    "Communicator",
-    "DeviceError",
-    "Error",
-    "InvalidUsage",
-    "Mismatch",
-    "PeerLost",
-    "Work",
-    "__version__",
-    "attention",
-    "comm",
-    "data",
-    "init",
-    "kernels",
-    "models",
-    "offload",
-    "parallel",
-    "perf",
-    "plan",
-    "run",
-    "sim",
-    "testing",
-    "trace",
-    "train",
-]
 
 # Loaded on first use: planning and the command line do without torch, whose import takes seconds.
 _ROOMS = (
@@ -73,12 +53,59 @@ _ROOMS = (
     "trace",
     "train",
 )
-_FROM_COMM = ("Communicator", "Work", "init")
+_HOMES = {
+    "ActivationOffload": "offload",
+    "ClusterSpec": "plan",
+    "Communicator": "comm",
+    "Mesh": "comm",
+    "Planner": "plan",
+    "Trainer": "train",
+    "Work": "comm",
+    "adapt": "models",
+    "init": "comm",
+    "ring_attention": "attention",
+}
+"""The names of the front door beside the errors, and the rooms that have them."""
+
+__all__ = [
+    "Aborted",
+    "ActivationOffload",
+    "ClusterSpec",
+    "CommTimeout",
+    "Communicator",
+    "DeviceError",
+    "Error",
+    "InvalidUsage",
+    "Mesh",
+    "Mismatch",
+    "PeerLost",
+    "Planner",
+    "Trainer",
+    "Work",
+    "__version__",
+    "adapt",
+    "attention",
+    "comm",
+    "data",
+    "init",
+    "kernels",
+    "models",
+    "offload",
+    "parallel",
+    "perf",
+    "plan",
+    "ring_attention",
+    "run",
+    "sim",
+    "testing",
+    "trace",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FROM_COMM:
-        return getattr(importlib.import_module("hdpcomm.comm"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"hdpcomm.{_HOMES[name]}"), name)
     if name in _ROOMS:
         return importlib.import_module(f"hdpcomm.{name}")
     raise AttributeError(f"module 'hdpcomm' has no attribute {name!r}")

@@ -3,5 +3,6 @@
 from hdpcomm.comm.bootstrap import init
 from hdpcomm.comm.communicator import Communicator, Work
 from hdpcomm.comm.counter import SharedCounter
+from hdpcomm.comm.mesh import Mesh
 
-__all__ = ["Communicator", "SharedCounter", "Work", "init"]
+__all__ = ["Communicator", "Mesh", "SharedCounter", "Work", "init"]

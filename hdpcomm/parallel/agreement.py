@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
-from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 
 if TYPE_CHECKING:

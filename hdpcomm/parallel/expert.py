@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention.pack_context import find_pack
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
@@ -16,7 +17,6 @@ from hdpcomm.models.moe import MixtureOfExperts, holds_experts
 from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.models.tensor_group import TensorShard
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.parallel.tensor import own_part
 

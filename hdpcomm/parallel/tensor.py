@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM
 from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.models.tensor_group import RowLinear, TensorGroup, TensorShard, VocabularyShard
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.tensor_plans import TensorPlan, TokensOf, tensor_plan
 
 __all__ = ["tensor_parallel"]

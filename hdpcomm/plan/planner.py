@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -124,6 +125,40 @@ class Planner:
         self._without_offload = (
             core_cost(cost_model, resident, cluster, ring_peers) if self.memory.offloadable else None
         )
+
+    @classmethod
+    def measured(
+        cls, model: Any, comm: Any, *, capacity: int, longest: int = 512, policy: str = "balanced", queue: bool = False
+    ) -> Planner:
+        """A planner by what ``model`` takes on these ranks, measured now (:func:`hdpcomm.train.profile_cost_model`).
+
+        Collective over ``comm``; takes about as long as training on 15 times ``longest`` tokens a rank.
+
+        Args:
+            model: of :class:`hdpcomm.train.Trainer`, on its device; whole, or cut for the mesh.
+            comm: the ranks that train together, or a :class:`hdpcomm.Mesh` of them without pipelines.
+            capacity: most tokens that a rank can hold in a micro-batch.
+            longest: tokens of the longest sequence that is measured on one rank.
+            policy, queue: of :class:`Planner`.
+
+        Raises: InvalidUsage: a mesh with pipelines, of which no rank has a whole model to run.
+
+        Example:
+            >>> import hdpcomm as hdp
+            >>> model = hdp.models.Llama(hdp.models.LlamaConfig(layers=1, hidden=16, ffn=32))
+            >>> with hdp.init() as comm:
+            ...     planner = hdp.Planner.measured(model, comm, capacity=64)
+            >>> planner.cluster.ranks
+            1
+        """
+        check_whole("Planner.measured()", "capacity", capacity, least=1)
+        check_whole("Planner.measured()", "longest", longest, least=1)
+        # The one call upwards: planning does without torch, and running a model does not.
+        profile: Any = importlib.import_module("hdpcomm.train.profile")
+        planner: Planner = profile.measured_planner(
+            model, comm, capacity=capacity, longest=longest, policy=policy, queue=queue
+        )
+        return planner
 
     def with_costs(self, cost_model: CostModel, cluster: ClusterSpec) -> Planner:
         """A planner of the same policy, memory and limits, by other costs and speeds."""

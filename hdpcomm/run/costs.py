@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -10,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdpcomm.comm import Mesh
 from hdpcomm.comm.launchers import local_place
-from hdpcomm.comm.topology import domain_block, domains_of, node_block, shared_cores
+from hdpcomm.comm.topology import domains_of, node_block
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, expert_parallel, tensor_parallel
-from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.parallel import expert_parallel, tensor_parallel
+from hdpcomm.plan import Calibration, CostModel, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS
 from hdpcomm.run.model import model_facts, new_model
@@ -184,27 +184,13 @@ def make_planner(
     comm: Communicator, corpus: Corpus | DocumentStream, config: RunConfig, costs: Costs, policy: str
 ) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
-    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor)
-    groups = mesh.positions.transpose(1, 2).reshape(-1, mesh.hdp).tolist()  # the HDP ranks that work together
-    domains = domains_of(comm)
-    local = math.gcd(*(node_block(comm, group) for group in groups))
-    near = math.gcd(*(domain_block(comm, domains, group) or 1 for group in groups))
-    has_domains = near > local and near % local == 0
-    cluster = ClusterSpec(
-        ranks=len(groups[0]),
-        ranks_per_node=local,
-        ranks_per_domain=near if has_domains else None,
-        uplinks=costs.uplinks if has_domains else None,
+    cluster = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert).cluster(
         capacity=costs.capacity,
-        tensor=config.tensor,
-        pipeline=config.pipeline,
+        nics=costs.nics,
+        uplinks=costs.uplinks,
         chunks=config.chunks,
         split_backward=config.split_backward,
-        expert=config.expert,
         offload=config.offload_bytes > 0,
-        nics=costs.nics or (1 if comm.device.type == "cpu" else None),  # processes on CPUs share one, unless measured
-        # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
-        cores=shared_cores(comm) if comm.device.type == "cpu" and config.pipeline * config.tensor == 1 else None,
     )
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)

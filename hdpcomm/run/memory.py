@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_model
 from hdpcomm.train import Trainer

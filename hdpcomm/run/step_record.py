@@ -19,8 +19,7 @@ from hdpcomm.run.step_times import rank_times, slowest_rank, times_of
 from hdpcomm.train.timeline import Span
 
 if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.parallel import Mesh
+    from hdpcomm.comm import Communicator, Mesh
     from hdpcomm.plan import ModelSpec
 
 __all__ = ["gather_json", "memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]

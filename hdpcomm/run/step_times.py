@@ -51,7 +51,7 @@ def rank_times(rows: Tensor, plan: StepPlan, positions: Tensor | None = None) ->
     its pipeline wait for it.
 
     Args:
-        positions: of a mesh (:attr:`hdpcomm.parallel.Mesh.positions`); default: each rank is one device.
+        positions: of a mesh (:attr:`hdpcomm.Mesh.positions`); default: each rank is one device.
     """
     half = (rows.shape[1] - 1) // 2
     found = []

@@ -14,8 +14,9 @@ docs/torch-backend.md says what differs from gloo.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from hdpcomm.comm.communicator import Communicator
@@ -23,6 +24,11 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.torch_backend.engine import Engine
 from hdpcomm.torch_backend.errors import BackendError, BackendLost, BackendMismatch, BackendTimeout
 from hdpcomm.torch_backend.group import HdpProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hdpcomm.comm.mesh import Mesh
 
 __all__ = [
     "BACKEND",
@@ -33,6 +39,7 @@ __all__ = [
     "HdpProcessGroup",
     "communicator",
     "create_group",
+    "device_mesh",
     "register",
 ]
 
@@ -59,6 +66,33 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
             f"communicator() got {group!r}; give a group of init_process_group('hdpcomm') or new_group()"
         )
     return group.communicator
+
+
+def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+    """The ranks of a mesh as a torch DeviceMesh with the dimensions ``pp``, ``hdp`` and ``tp``, for DTensor and FSDP2.
+
+    With experts ``hdp`` is the two dimensions ``ep_replicas`` and ``ep``. Collective over all ranks of
+    torch.distributed, whose default group is of this backend; its groups are subsets, too.
+
+    Raises: InvalidUsage: torch.distributed is not initialised with this backend, or numbers its ranks in another way.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not dist.is_initialized() or not isinstance(dist.group.WORLD, HdpProcessGroup):
+        raise InvalidUsage(
+            f"torch.distributed does not run on hdpcomm; call dist.init_process_group({BACKEND!r}) first"
+        )
+    if dist.get_world_size() != mesh.comm.size or dist.get_rank() != mesh.comm.global_rank:
+        raise InvalidUsage(
+            f"this is rank {dist.get_rank()} of {dist.get_world_size()} in torch.distributed, and rank "
+            f"{mesh.comm.global_rank} of a mesh of {mesh.comm.size}; make both over all ranks of one launcher"
+        )
+    ranks = torch.tensor(mesh.comm.ranks)[mesh.positions]
+    names: tuple[str, ...] = ("pp", "hdp", "tp")
+    if mesh.expert > 1:
+        names = ("pp", "ep_replicas", "ep", "tp")
+        ranks = ranks.view(mesh.pipeline, mesh.hdp // mesh.expert, mesh.expert, mesh.tensor)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 
 def create_group(options: Any, _backend_options: Any) -> HdpProcessGroup:

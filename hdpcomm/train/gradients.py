@@ -16,7 +16,7 @@ from hdpcomm.errors import Error, InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
-    from hdpcomm.parallel.mesh import Mesh
+    from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.layout import Holders, Layout
 
 __all__ = ["BUCKET_BYTES", "Bucket", "Gradients", "memory_of", "trained_parameters"]

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.comm import init
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.gradients import Gradients

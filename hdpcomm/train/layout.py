@@ -14,8 +14,8 @@ from hdpcomm.parallel.stages import LlamaStage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.comm.mesh import Mesh
     from hdpcomm.models.tensor_group import TensorGroup, TensorShard
-    from hdpcomm.parallel.mesh import Mesh
 
 __all__ = ["Holders", "Layout", "Placement", "layout_of", "num_parameters", "plain_name"]
 

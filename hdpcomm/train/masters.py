@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.train.gradients import Bucket, Gradients, memory_of, trained_parameters
 from hdpcomm.train.layout import Layout
 from hdpcomm.train.trainer_check import check_elementwise

@@ -19,7 +19,7 @@ from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.parallel.mesh import Mesh
+    from hdpcomm.comm.mesh import Mesh
     from hdpcomm.plan import MicroBatch, PlannedStep, StepPlan
 
 __all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "StepInputs", "packed_shard"]

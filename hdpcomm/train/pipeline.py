@@ -23,7 +23,7 @@ from hdpcomm.train.tree_shards import holds_trees
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
-    from hdpcomm.parallel.mesh import Mesh
+    from hdpcomm.comm.mesh import Mesh
     from hdpcomm.parallel.stages import LlamaStage
     from hdpcomm.plan import MicroBatch, Planner, StepPlan
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule

@@ -8,18 +8,19 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from hdpcomm.attention import positions, shard
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload.layers import find_layers
-from hdpcomm.plan import CostModel, CostSample
+from hdpcomm.plan import CostModel, CostSample, Planner
 from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.shards import PackedShard, empty_shard
@@ -28,8 +29,18 @@ from hdpcomm.train.timeline import processor_seconds
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["forward_backward", "processor_costs", "profile_cost_model", "profile_samples", "weights_share"]
+__all__ = [
+    "LONGEST_PROFILED",
+    "forward_backward",
+    "measured_planner",
+    "processor_costs",
+    "profile_cost_model",
+    "profile_samples",
+    "weights_share",
+]
 
+LONGEST_PROFILED = 512
+"""Tokens of the longest sequence that is measured where nobody says: enough to tell the square term."""
 _REPEATS = 3
 _STRIDE = 7919  # between the numbers of neighbouring tokens; prime, so that all numbers come
 
@@ -53,6 +64,21 @@ def profile_cost_model(
             as training on fifteen times as many tokens per rank.
     """
     return CostModel.fit(profile_samples(model, comm, longest=longest, everyone=everyone))
+
+
+def measured_planner(
+    model: nn.Module, comm: Communicator | Mesh, *, capacity: int, longest: int = LONGEST_PROFILED, **options: Any
+) -> Planner:
+    """See :meth:`hdpcomm.plan.Planner.measured`."""
+    mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
+    if mesh.pipeline > 1:
+        raise InvalidUsage(
+            f"Planner.measured() runs whole models, and the mesh has pipelines of {mesh.pipeline} stages; measure a "
+            "model of one stage's layers by profile_cost_model() and give it to Planner(None, mesh.cluster(...))"
+        )
+    cluster = mesh.cluster(capacity=capacity)
+    costs = profile_cost_model(model, mesh.hdp_comm, longest=min(longest, capacity), everyone=mesh.comm)
+    return Planner(None, cluster, cost_model=costs, **options)
 
 
 def profile_samples(

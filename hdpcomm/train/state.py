@@ -16,7 +16,7 @@ from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.parallel.mesh import Mesh
+    from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.layout import Layout
     from hdpcomm.train.masters import Masters, Piece
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_has
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, Error, InvalidUsage
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.dtensor import is_fully_sharded
@@ -72,7 +72,7 @@ class Trainer:
         planner: a :class:`hdpcomm.plan.Planner` for as many ranks as ``comm`` has, or with
             ``ClusterSpec(ranks=mesh.hdp, pipeline=mesh.pipeline, tensor=mesh.tensor)``; then its costs are those of
             one stage.
-        comm: the ranks that train together, or a :class:`hdpcomm.parallel.Mesh` of them; the plan's ranks are positions
+        comm: the ranks that train together, or a :class:`hdpcomm.Mesh` of them; the plan's ranks are positions
             in it, or in ``mesh.hdp_comm``.
         max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
         loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label, in place of the

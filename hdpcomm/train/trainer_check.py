@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hdpcomm.arguments import check_has, check_number, check_type, check_whole
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
-from hdpcomm.parallel.mesh import Mesh
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.train.dtensor import is_fully_sharded
 

@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, tensor_parallel
+from hdpcomm.parallel import tensor_parallel
 from hdpcomm.parallel.tensor import own_part
+from hdpcomm.torch_backend import device_mesh
 
 CONFIG = LlamaConfig(vocabulary=16, layers=1, hidden=16, heads=2, kv_heads=2, ffn=24)
 TOKENS = 9
@@ -63,7 +65,7 @@ def of_torch(mesh):
     plan = {"": whole_input, "gate": ColwiseParallel(), "up": ColwiseParallel()}
     plan["out"] = RowwiseParallel(output_layouts=Shard(0))
     # Our SwiGLU is one operation, which knows no DTensors; between the layers torch's plan gives plain ones.
-    parallelize_module(ffn, mesh.device_mesh()["tp"], plan)
+    parallelize_module(ffn, device_mesh(mesh)["tp"], plan)
     return passed(ffn, block(mesh), lambda: [layer.weight.grad.to_local() for layer in (ffn.gate, ffn.up, ffn.out)])
 
 

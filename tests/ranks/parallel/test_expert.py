@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.run.flops import spec_of

@@ -8,10 +8,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, moe, set_recompute
 from hdpcomm.models.routing import HostNumbers, Routing, Routings, chosen_before, kept_routing, routing_before
-from hdpcomm.parallel import Mesh, expert_parallel
+from hdpcomm.parallel import expert_parallel
 from hdpcomm.testing import run_threads
 
 CONFIG = LlamaConfig(vocabulary=30, layers=2, hidden=16, heads=2, kv_heads=1, ffn=12, experts=4, top_k=2)

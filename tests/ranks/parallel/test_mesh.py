@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel import Mesh
 from hdpcomm.testing import run_threads
 
 GROUPS = ("pipeline_comm", "hdp_comm", "tensor_comm", "expert_comm", "expert_replica_comm")
@@ -129,17 +129,17 @@ def test_groups_are_subsets_that_work_side_by_side():
 
 
 def device_mesh_rank(expert):
-    import hdpcomm.torch_backend  # noqa: F401  (registers the backend)
+    from hdpcomm.torch_backend import device_mesh
 
     comm = hdp.init()
     mesh = Mesh(comm, pipeline=2, expert=expert)
     with pytest.raises(InvalidUsage, match=r"torch\.distributed does not run on hdpcomm"):
-        mesh.device_mesh()
+        device_mesh(mesh)
     dist.init_process_group("hdpcomm")
     try:
         with pytest.raises(InvalidUsage, match=r"this is rank .* of 4 in torch\.distributed, and rank .* of a mesh"):
-            Mesh(comm.subset([comm.rank, (comm.rank + 1) % 4])).device_mesh()
-        made = mesh.device_mesh()
+            device_mesh(Mesh(comm.subset([comm.rank, (comm.rank + 1) % 4])))
+        made = device_mesh(mesh)
         names = ("pp", "ep") if expert > 1 else ("pp", "hdp")
         found = []
         for name in names:

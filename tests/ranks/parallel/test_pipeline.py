@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, split_llama
+from hdpcomm.parallel import split_llama
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, PipelineSchedule, Planner, Tree
 from hdpcomm.testing import run_threads

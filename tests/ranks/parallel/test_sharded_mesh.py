@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import Mesh, expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer

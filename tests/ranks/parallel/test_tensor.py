@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh, tensor_parallel
+from hdpcomm.parallel import tensor_parallel
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer

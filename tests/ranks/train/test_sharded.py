@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, adapt
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import Mesh
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer, summed_loss

@@ -15,7 +15,7 @@ MODULES = {
     "hdpcomm.data.text": 1,
     "hdpcomm.plan.tree": 1,
     "hdpcomm.models.adapt": 1,
-    "hdpcomm.parallel.mesh": 1,
+    "hdpcomm.comm.mesh": 1,
     "hdpcomm.train.trainer": 1,
 }
 

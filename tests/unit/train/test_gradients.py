@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hdpcomm as hdp
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel import Mesh
 from hdpcomm.train import Gradients
 from hdpcomm.train.layout import layout_of
 

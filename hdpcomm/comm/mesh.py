@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 
 from hdpcomm.arguments import check_has
-from hdpcomm.comm.topology import host_order, nodes_of
+from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.topology import domain_block, domains_of, host_order, node_block, nodes_of, shared_cores
 from hdpcomm.errors import InvalidUsage
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from hdpcomm.comm import Communicator
+from hdpcomm.plan import ClusterSpec
 
 __all__ = ["Mesh"]
 
@@ -54,7 +52,7 @@ class Mesh:
     Example:
         >>> import hdpcomm as hdp
         >>> with hdp.init() as comm:
-        ...     mesh = hdp.parallel.Mesh(comm)
+        ...     mesh = hdp.Mesh(comm)
         ...     mesh.hdp, mesh.pipeline, mesh.hdp_comm.size
         (1, 1, 1)
     """
@@ -106,36 +104,38 @@ class Mesh:
         """``[pipeline, hdp, tensor]`` int64: the position in ``comm`` of each place. A copy."""
         return self._positions.clone()
 
-    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        """The same ranks as a torch DeviceMesh with the dimensions ``pp``, ``hdp`` and ``tp``, for DTensor and FSDP2.
+    def cluster(
+        self, *, capacity: int | None = None, nics: int | None = None, uplinks: int | None = None, **sizes: Any
+    ) -> ClusterSpec:
+        """The mesh as planners take it: its sizes, the hosts and domains that its HDP ranks lie on, and on CPUs the
+        cores that they share. Collective over ``comm``.
 
-        With experts ``hdp`` is the two dimensions ``ep_replicas`` and ``ep``. Collective over all ranks of
-        torch.distributed, whose default group is of hdpcomm's backend; its groups are subsets, too.
-
-        Raises: InvalidUsage: torch.distributed is not initialised with the backend ``hdpcomm``, or numbers its ranks
-            in another way.
+        Args:
+            capacity, sizes: what else :class:`hdpcomm.plan.ClusterSpec` has (chunks, split_backward, offload).
+            nics: network interfaces of a host; ``None``: on CPUs one, else one for each rank.
+            uplinks: links of a domain to others, where there are domains.
         """
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import DeviceMesh
-
-        from hdpcomm.torch_backend import BACKEND, HdpProcessGroup
-
-        if not dist.is_initialized() or not isinstance(dist.group.WORLD, HdpProcessGroup):
-            raise InvalidUsage(
-                f"torch.distributed does not run on hdpcomm; call dist.init_process_group({BACKEND!r}) first (import "
-                "hdpcomm.torch_backend)"
-            )
-        if dist.get_world_size() != self.comm.size or dist.get_rank() != self.comm.global_rank:
-            raise InvalidUsage(
-                f"this is rank {dist.get_rank()} of {dist.get_world_size()} in torch.distributed, and rank "
-                f"{self.comm.global_rank} of a mesh of {self.comm.size}; make both over all ranks of one launcher"
-            )
-        ranks = torch.tensor(self.comm.ranks)[self._positions]
-        names: tuple[str, ...] = ("pp", "hdp", "tp")
-        if self.expert > 1:
-            names = ("pp", "ep_replicas", "ep", "tp")
-            ranks = ranks.view(self.pipeline, self.hdp // self.expert, self.expert, self.tensor)
-        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        groups = self._positions.transpose(1, 2).reshape(-1, self.hdp).tolist()  # the HDP ranks that work together
+        domains = domains_of(self.comm)
+        local = math.gcd(*(node_block(self.comm, group) for group in groups))
+        near = math.gcd(*(domain_block(self.comm, domains, group) or 1 for group in groups))
+        has_domains = near > local and near % local == 0
+        on_cpu = self.comm.device.type == "cpu"
+        # The simulated schedule of pipelines is that of devices that do not share cores, and tensor ranks work at once.
+        cores = shared_cores(self.comm) if on_cpu and self.pipeline * self.tensor == 1 else None
+        return ClusterSpec(
+            ranks=self.hdp,
+            capacity=capacity,
+            ranks_per_node=local,
+            ranks_per_domain=near if has_domains else None,
+            uplinks=uplinks if has_domains else None,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            expert=self.expert,
+            nics=nics or (1 if on_cpu else None),
+            cores=cores,
+            **sizes,
+        )
 
     def _subset(self, positions: torch.Tensor) -> Communicator:
         return cast("Communicator", self.comm.subset(positions.tolist()))
