@@ -1,5 +1,5 @@
 """Checks of plain arguments: what is no number, no whole number or out of range is refused by name and value. Sizes as
-messages write them."""
+users and messages write them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["MOST_TOKENS", "check_has", "check_number", "check_seconds", "check_type", "check_whole", "size_text"]
+__all__ = [
+    "MOST_TOKENS",
+    "check_has",
+    "check_number",
+    "check_seconds",
+    "check_type",
+    "check_whole",
+    "parse_size",
+    "size_text",
+]
 
 MOST_TOKENS = 1 << 53
 """The largest whole number that a float holds exactly: counts above are refused."""
 _INT64 = 1 << 63
+_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def check_whole(owner: str, name: str, value: Any, *, least: int = -_INT64, most: int = _INT64 - 1) -> int:
@@ -76,3 +86,18 @@ def size_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``8``, ``64K``, ``1.5M``, ``1G`` (binary units, either case). Raises InvalidUsage for other text."""
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    digits = text[:-1] if unit > 1 else text
+    try:
+        if not digits or not digits.replace(".", "", 1).isascii() or not digits.replace(".", "", 1).isdigit():
+            raise ValueError
+        value = float(digits) * unit if "." in digits else int(digits) * unit
+    except ValueError:
+        raise InvalidUsage(f"{text!r} is no size; give bytes like 8, 64K, 1.5M or 1G (binary units)") from None
+    if value != int(value):
+        raise InvalidUsage(f"{text!r} is {value} bytes; give a whole number of bytes")
+    return int(value)

@@ -7,9 +7,9 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, num_bytes, ranks_here
-from hdpcomm.cli.train_options import recompute
+from hdpcomm.cli.output import check_writable, ranks_here
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.options import count, num_bytes, recompute
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Calibration
@@ -97,7 +97,7 @@ def _config(options: argparse.Namespace) -> RunConfig:
         capacity=options.capacity,
         dtype=options.dtype,
         recompute=options.recompute,
-        offload_bytes=options.offload,
+        offload=options.offload,
     )
 
 

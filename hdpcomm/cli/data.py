@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.cli.output import count, ranks_here
+from hdpcomm.cli.output import ranks_here
+from hdpcomm.options import count
 
 __all__ = ["add_parser", "data_progress"]
 

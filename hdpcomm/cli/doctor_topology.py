@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, ranks_here, write_json
+from hdpcomm.cli.output import check_writable, ranks_here, write_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.options import count
 
 if TYPE_CHECKING:
     from hdpcomm.comm.topology import LinkCost, Topology

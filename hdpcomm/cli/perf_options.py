@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from hdpcomm.cli.output import TRANSPORTS, count, num_bytes, positive
+from hdpcomm.cli.output import TRANSPORTS
+from hdpcomm.options import count, num_bytes, positive
 
 __all__ = ["OPS", "add_nccl_options", "add_own_options", "operation_name"]
 

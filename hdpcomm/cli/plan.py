@@ -13,8 +13,9 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, count, positive, seed, share, write_json
+from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.options import count, positive, seed, share
 
 if TYPE_CHECKING:
     from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, StepPlan

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, count, write_json
+from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners, refuse_given
 from hdpcomm.cli.similar_run import SimilarRun
+from hdpcomm.options import count
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner

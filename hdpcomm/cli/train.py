@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -23,6 +23,7 @@ from hdpcomm.cli.train_options import (
     dump_options,
 )
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.options import TrainingOptions
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -153,30 +154,10 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
     config = RunConfig(
         model=_model(options, data),
         policies=tuple(dict.fromkeys((options.policy, *options.compare))),
-        steps=options.steps,
         capacity=_capacity(options, ranks),
-        tokens_per_step=options.tokens_per_step,
-        seed=options.seed,
-        learning_rate=options.lr,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        offload_bytes=options.offload,
-        dtype=options.dtype,
-        zero=options.zero,
-        recompute=options.recompute,
         schedule=Schedule(options.schedule, options.warmup, options.min_lr, options.decay),
-        eval_every=options.eval_every or 0,
-        memory_bytes=options.memory,
-        pipeline=options.pipeline,
-        chunks=options.chunks,
-        split_backward=options.split_backward,
-        tensor=options.tensor,
-        expert=options.expert,
-        ring_peers=options.ring_peers,
-        learn_costs=options.learn_costs,
-        queue=options.queue,
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
-        check_replicas=options.check_replicas,
+        **{each.name: getattr(options, each.name) for each in fields(TrainingOptions)},
     )
     held_out = train_data(options, options.eval_data) if options.eval_data else None
     return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)

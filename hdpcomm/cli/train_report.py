@@ -92,7 +92,7 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
     console.print(_policies_table(result))
     if len(config.policies) > 1:
         console.print(_compared(config, result))
-    if config.offload_bytes:
+    if config.offload:
         console.print(_offload_table(result))
     for evaluated, found in result.evaluations.items():
         if found:
@@ -174,8 +174,8 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:
     """What the memory model has chosen; of a pipeline, on the device that is fullest."""
-    ratio = 1.0 if config.offload_bytes else 0.0
-    by_device = recompute_by_device(replace(config, recompute=result.recompute, memory_bytes=0))
+    ratio = 1.0 if config.offload else 0.0
+    by_device = recompute_by_device(replace(config, recompute=result.recompute, memory=0))
     taken, states = max(
         (memory.peak_bytes(config.capacity, recompute, ratio), memory.states)
         for memory, recompute in zip(result.step_memory, by_device, strict=True)
@@ -183,7 +183,7 @@ def _memory_text(config: RunConfig, result: RunResult) -> str:
     where = f" ({', '.join(map(str, by_device))} on the devices of a pipeline)" if len(by_device) > 1 else ""
     return (
         f"{sum(by_device)} of {config.model.layers} layers are recomputed{where}: {config.capacity:,} tokens then take "
-        f"{size_text(taken)} of {size_text(config.memory_bytes)}, {size_text(states)} of it states"
+        f"{size_text(taken)} of {size_text(config.memory)}, {size_text(states)} of it states"
     )
 
 
@@ -350,9 +350,9 @@ def to_json(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> dict
             "capacity": config.capacity,
             "tokens_per_step": config.tokens_per_step,
             "seed": config.seed,
-            "learning_rate": config.learning_rate,
+            "learning_rate": config.lr,
             "max_grad_norm": config.max_grad_norm,
-            "offload_bytes": config.offload_bytes,
+            "offload_bytes": config.offload,
         },
         "data": {
             "name": corpus.name,

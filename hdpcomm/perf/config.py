@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hdpcomm.arguments import parse_size
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["AVERAGES", "REDOPS", "PerfConfig", "parse_size"]
@@ -12,23 +13,6 @@ __all__ = ["AVERAGES", "REDOPS", "PerfConfig", "parse_size"]
 REDOPS = ("sum", "prod", "max", "min", "avg")
 AVERAGES = ("rank 0", "mean of the ranks", "fastest rank", "slowest rank")  # by the number of -a
 PEERS = ("gloo", "mpi")
-
-_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``8``, ``64K``, ``1.5M``, ``1G`` (binary units, either case). Raises InvalidUsage for other text."""
-    unit = _UNITS.get(text[-1:].lower(), 1)
-    digits = text[:-1] if unit > 1 else text
-    try:
-        if not digits or not digits.replace(".", "", 1).isascii() or not digits.replace(".", "", 1).isdigit():
-            raise ValueError
-        value = float(digits) * unit if "." in digits else int(digits) * unit
-    except ValueError:
-        raise InvalidUsage(f"{text!r} is no size; give bytes like 8, 64K, 1.5M or 1G (binary units)") from None
-    if value != int(value):
-        raise InvalidUsage(f"{text!r} is {value} bytes; give a whole number of bytes")
-    return int(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     the optimizer. All ranks work at once, as in training. Takes about as long as 20 micro-batches of that capacity.
 
     Args:
-        config: model, capacity, dtype, recompute, zero and offload_bytes count.
+        config: model, capacity, dtype, recompute, zero and offload count.
 
     Raises:
         InvalidUsage: ``recompute`` is auto, or ``world`` is not what init() returned.
@@ -79,7 +79,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         ranks_per_node=node_block(comm),
         ranks_per_domain=domain_block(comm, near),
         capacity=config.capacity,
-        offload=config.offload_bytes > 0,
+        offload=config.offload > 0,
         cores=shared_cores(comm) if comm.device.type == "cpu" else None,
         nics=topology.nics,
         uplinks=topology.uplinks if domain_block(comm, near) else None,
@@ -177,7 +177,7 @@ def _device(
         inter_latency_s=far.latency_s if far else 0.0,
         d2h_bandwidth=d2h,
         h2d_bandwidth=h2d,
-        host_bytes=float(config.offload_bytes),
+        host_bytes=float(config.offload),
         step_overhead_s=cost.ring_step / (2 * config.model.layers),
         domain_bandwidth=topology.domain.bandwidth if topology.domain else None,
         domain_latency_s=topology.domain.latency_s if topology.domain else None,

@@ -9,6 +9,7 @@ import torch
 from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
+from hdpcomm.options import TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
 from hdpcomm.run.model import FolderModel
@@ -23,65 +24,23 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class RunConfig:
+class RunConfig(TrainingOptions):
     """What to train and how.
 
     Attributes:
         policies: of plans; or ``ddp``, torch's DistributedDataParallel over gloo on packs of whole sequences. Each
             trains a model of its own, all from the same weights on the same batches.
         capacity: tokens that a rank holds at once.
-        tokens_per_step: budget of a global batch.
-        learning_rate: the highest.
-        schedule: its share at each step.
-        max_grad_norm: global L2 norm above which gradients are scaled down.
-        offload_bytes: pinned host memory of a rank for activations; 0: no offload.
-        dtype: of the parameters, ``fp32`` or ``bf16`` (with master weights in fp32).
-        zero, recompute: see :class:`hdpcomm.train.Trainer` and :func:`hdpcomm.models.set_recompute`; ``auto``: the
-            fewest layers with which ``capacity`` tokens, a part of them in host memory if there is offload, fit into
-            ``memory_bytes``. A tuple: a number for each stage of a pipeline.
-        ring_peers: most ranks that a rank exchanges ring messages with in a step (:class:`hdpcomm.plan.Planner`).
-        learn_costs: plans follow what the steps before took, and ranks that are slow get less work
-            (:class:`hdpcomm.plan.CostLearner`).
-        queue: in steps of the policy ``balanced``, sequences that fit one rank wait in a queue, from which ranks take
-            when they are free (:class:`hdpcomm.plan.Planner`).
-        memory_bytes: device memory of a rank for a step, states included; 0: not limited.
-        eval_every: steps between two evaluations on held-out text, if there is any; 0: only at the end.
+        schedule: the share of the learning rate at each step.
         calibration: costs that were measured before (:func:`hdpcomm.run.calibrate`), in place of a short profile when
             the run starts.
-        check_replicas: steps between two comparisons of all ranks' weights and optimizer settings; 0: never.
-        pipeline: devices of each HDP rank's pipeline (:class:`hdpcomm.parallel.Trainer`); 1: none.
-        chunks: stages of the model on each device of a pipeline; more than 1 is interleaved 1F1B.
-        split_backward: stages compute the gradients of weights where they would wait for other stages.
-        tensor: ranks that share each layer (:func:`hdpcomm.parallel.tensor_parallel`); 1: none.
-        expert: HDP ranks that share the experts of a layer (:func:`hdpcomm.parallel.expert_parallel`); 1: none.
     """
 
     model: LlamaConfig | FolderModel = field(default_factory=LlamaConfig)
     policies: tuple[str, ...] = ("balanced",)
-    steps: int = 20
     capacity: int = 4096
-    tokens_per_step: int = 32768
-    seed: int = 0
-    learning_rate: float = 1e-2
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    offload_bytes: int = 0
-    dtype: str = "fp32"
-    zero: int = 0
-    recompute: str | int | tuple[int, ...] = "none"
     schedule: Schedule = field(default_factory=Schedule)
-    eval_every: int = 0
-    memory_bytes: int = 0
-    pipeline: int = 1
-    chunks: int = 1
-    split_backward: bool = False
-    tensor: int = 1
-    expert: int = 1
-    ring_peers: int | None = None
-    learn_costs: bool = False
-    queue: bool = False
     calibration: Calibration | None = None
-    check_replicas: int = 100
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -113,16 +72,16 @@ class RunConfig:
         known = (*POLICIES, *BASELINES)
         if not self.policies or any(policy not in known for policy in self.policies):
             raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(known)}")
-        if "ddp" in self.policies and (self.dtype != "fp32" or self.zero or self.offload_bytes):
+        if "ddp" in self.policies and (self.dtype != "fp32" or self.zero or self.offload):
             raise InvalidUsage("DDP keeps the whole optimizer in fp32: compare with it without dtype, zero and offload")
         if self.ring_peers is not None and self.ring_peers < 2:
             raise InvalidUsage(f"ring_peers is {self.ring_peers}; a rank of a ring has 2, give at least that")
         if self.check_replicas < 0:
             raise InvalidUsage(f"check_replicas is {self.check_replicas}; give a number of steps, or 0 for never")
-        if self.offload_bytes < 0:
-            raise InvalidUsage(f"offload_bytes is {self.offload_bytes}; it must be 0 (no offload) or more")
+        if self.offload < 0:
+            raise InvalidUsage(f"offload is {self.offload}; it must be 0 (no offload) or more")
         self._check_mesh()
-        if self.offload_bytes and self.model.layers <= 2:
+        if self.offload and self.model.layers <= 2:
             raise InvalidUsage(
                 f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
                 "stay on the device; give at least 3 layers (--layers)"
@@ -130,14 +89,14 @@ class RunConfig:
         if self.dtype not in _DTYPES or self.zero not in (0, 1):
             raise InvalidUsage(f"dtype is {self.dtype!r} and zero {self.zero}; give fp32 or bf16, and 0 or 1")
         layers = self.model.layers
-        if self.recompute == "auto" and not self.memory_bytes:
+        if self.recompute == "auto" and not self.memory:
             raise InvalidUsage(
                 "recompute is 'auto' and no limit was given; give what a rank's step may take, as --memory 4G, or the "
                 "number of layers"
             )
-        if self.memory_bytes and self.recompute != "auto":
+        if self.memory and self.recompute != "auto":
             raise InvalidUsage(
-                f"a limit of {size_text(self.memory_bytes)} was given and recompute is {self.recompute!r}, which keeps "
+                f"a limit of {size_text(self.memory)} was given and recompute is {self.recompute!r}, which keeps "
                 "to none; give recompute 'auto' (--recompute auto), or leave out the limit (--memory)"
             )
         if isinstance(self.recompute, tuple):
@@ -146,9 +105,9 @@ class RunConfig:
             raise InvalidUsage(
                 f"recompute is {self.recompute!r}; give 'none', 'full' or a number of layers from 0 to {layers}"
             )
-        if self.learning_rate <= 0 or self.weight_decay < 0 or self.eval_every < 0:
+        if self.lr <= 0 or self.weight_decay < 0 or self.eval_every < 0:
             raise InvalidUsage(
-                f"learning_rate is {self.learning_rate}, weight_decay {self.weight_decay} and eval_every "
+                f"lr is {self.lr}, weight_decay {self.weight_decay} and eval_every "
                 f"{self.eval_every}; give a rate above 0, and the others not below 0"
             )
 
@@ -215,7 +174,7 @@ class RunConfig:
                 f"{self.model.layers} layers cannot be cut into {stages} stages of as many layers each; give --layers "
                 f"as a multiple of {stages}"
             )
-        if self.offload_bytes and self.stage_model.layers <= 2:
+        if self.offload and self.stage_model.layers <= 2:
             raise InvalidUsage(
                 f"offload was asked for and a stage has {self.stage_model.layers} layers, of which the last two always "
                 f"stay on the device; give at least {3 * self.pipeline} layers (--layers)"
@@ -224,4 +183,4 @@ class RunConfig:
 
 def learning_rate(config: RunConfig, step: int) -> float:
     """The learning rate of a step."""
-    return config.learning_rate * config.schedule.factor(step, config.steps)
+    return config.lr * config.schedule.factor(step, config.steps)

@@ -119,7 +119,7 @@ def measure_offload(
     """What offload into ``pool`` moves and how fast, for ranks that hold ``capacity`` tokens without it. Collective."""
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
     profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
-    return profile.memory_model(capacity, config.offload_bytes)
+    return profile.memory_model(capacity, config.offload)
 
 
 def _calibrated(
@@ -129,7 +129,7 @@ def _calibrated(
     memory = replace(
         calibration.memory,
         capacity=capacity,
-        host_tokens=config.offload_bytes / (calibration.memory.token_bytes or 1.0),
+        host_tokens=config.offload / (calibration.memory.token_bytes or 1.0),
     )
     return Costs(
         calibration.cost_model,
@@ -175,7 +175,7 @@ def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int
             f"the calibration was made with {name} {known!r} and this run has {value!r}: calibrate this model, or "
             "leave out --calibration"
         )
-    if config.offload_bytes and not calibration.memory.offloadable:
+    if config.offload and not calibration.memory.offloadable:
         raise InvalidUsage("the calibration knows no offload: make it with --offload, or leave out --calibration")
     calibration.with_ranks(ranks, ranks_per_node)
 
@@ -190,7 +190,7 @@ def make_planner(
         uplinks=costs.uplinks,
         chunks=config.chunks,
         split_backward=config.split_backward,
-        offload=config.offload_bytes > 0,
+        offload=config.offload > 0,
     )
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)
@@ -231,7 +231,7 @@ def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:
 
 def host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:
     """Pinned memory for the activations of this rank, of which the ranks of a host get a share each."""
-    if not config.offload_bytes:
+    if not config.offload:
         return None
     _, sharers = local_place(comm.rank, comm.size)
-    return PinnedPool(config.offload_bytes, device=comm.device, sharers=sharers)
+    return PinnedPool(config.offload, device=comm.device, sharers=sharers)

@@ -26,7 +26,7 @@ def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: i
             f"{devices * config.expert}"
         )
     longest, room = corpus.longest, config.capacity * ranks
-    if longest > room and not config.offload_bytes:  # with offload the planner knows, once it is measured
+    if longest > room and not config.offload:  # with offload the planner knows, once it is measured
         raise InvalidUsage(
             f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
             f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "

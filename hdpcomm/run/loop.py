@@ -347,4 +347,4 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))

@@ -40,11 +40,11 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
     if config.recompute != "auto":
         return config, config.capacity, ()
     memory = measure_memory(comm, config)
-    limit, ratio = config.memory_bytes, 1.0 if config.offload_bytes else 0.0
+    limit, ratio = config.memory, 1.0 if config.offload else 0.0
     fewest = [each.fewest_recomputed(limit, config.capacity, ratio) for each in memory]
     fitting = [each.capacity(limit, recompute) for each, recompute in zip(memory, fewest, strict=True)]
     recompute = fewest[0] if config.pipeline == 1 else _by_stage(fewest, config)
-    return replace(config, recompute=recompute, memory_bytes=0), min(config.capacity, *fitting), memory
+    return replace(config, recompute=recompute, memory=0), min(config.capacity, *fitting), memory
 
 
 def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     own = profile_memory(
         _on_device(comm, config, mesh),
         mesh.hdp_comm,
-        partial(torch.optim.AdamW, lr=config.learning_rate),
+        partial(torch.optim.AdamW, lr=config.lr),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
         zero=config.zero,
         dtype=config.dtype_with_masters,

@@ -72,8 +72,8 @@ def check_same_run(found: Checkpoint, corpus: Corpus | DocumentStream, config: R
     then, now = found.facts.get("config"), config_facts(config)
     if not isinstance(then, Mapping) or "cost_model" not in found.facts:
         raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
-    for name in ("model", "policies", "tokens_per_step", "seed", "offload_bytes", "dtype"):
-        was, wanted = then.get(name), now[name]
+    for name in ("model", "policies", "tokens_per_step", "seed", "offload", "dtype"):
+        was, wanted = then.get(name, then.get(f"{name}_bytes")), now[name]  # the name that checkpoints had before
         if was != wanted:
             raise InvalidUsage(
                 f"{found.path} was saved with {name}={was}, and this run has {wanted}; give the same, or start anew "

@@ -75,7 +75,7 @@ def test_a_folder_with_experts_trains(data, tmp_path):  # noqa: F811
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     model = folder_model(tmp_path / "model")
     plain = run_of(data, 1, model=model)
-    results = run_of(data, 2, model=model, expert=2, offload_bytes=16 << 20)
+    results = run_of(data, 2, model=model, expert=2, offload=16 << 20)
     assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
     assert results[0].parameters == plain[0].parameters
     export_model(model, results[0].state, tmp_path / "out")

@@ -109,7 +109,7 @@ def test_each_stage_recomputes_what_it_has_to(data, plain, tmp_path, ranks, opti
     wanted = tuple(fewest)
     if "chunks" in options:
         wanted = tuple(min(1, each) for each in fewest) + tuple(max(0, each - 1) for each in fewest)
-    auto = {"recompute": "auto", "memory_bytes": limit, **options}
+    auto = {"recompute": "auto", "memory": limit, **options}
     results = run_of(data, ranks, **auto, out=str(tmp_path))
     assert {result.recompute for result in results} == {wanted}
     assert {result.step_memory for result in results} == {memory}
@@ -124,7 +124,7 @@ def test_each_stage_recomputes_what_it_has_to(data, plain, tmp_path, ranks, opti
 
 def test_a_limit_that_nothing_fits_is_refused_on_all_ranks(data):  # noqa: F811
     with pytest.raises(InvalidUsage, match=r"300 tokens a rank take .* with all 2 layers recomputed"):
-        run_of(data, 2, recompute="auto", memory_bytes=1000, pipeline=2)
+        run_of(data, 2, recompute="auto", memory=1000, pipeline=2)
 
 
 def test_recomputed_layers_of_stages_by_hand():

@@ -99,7 +99,7 @@ def test_offload_in_stages(data):
     model = LlamaConfig(layers=6, hidden=16, heads=2, kv_heads=1, ffn=24)
     options = {"model": model, "steps": 2, "context": 400}
     plain = run_of(data, 1, **options | {"capacity": 400})
-    offloaded = run_of(data, 4, **options | {"capacity": 250, "pipeline": 2, "offload_bytes": 16 << 20})
+    offloaded = run_of(data, 4, **options | {"capacity": 250, "pipeline": 2, "offload": 16 << 20})
     assert losses(offloaded) == pytest.approx(losses(plain), rel=1e-4)
     assert all(step.memory_bytes > 0 for step in offloaded[0].steps["balanced"])
 
@@ -254,7 +254,7 @@ def test_tensor_ranks_train_and_export_a_folder_model(data, tmp_path):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     model = folder_model(tmp_path / "model")
     plain = run_of(data, 1, held_out=True, model=model)
-    results = run_of(data, 2, held_out=True, model=model, tensor=2, offload_bytes=16 << 20)
+    results = run_of(data, 2, held_out=True, model=model, tensor=2, offload=16 << 20)
     assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
     found, wanted = (r[0].evaluations["balanced"][0].loss for r in (results, plain))
     assert found == pytest.approx(wanted, rel=1e-4)

@@ -33,7 +33,7 @@ def measured(config: RunConfig) -> list[Calibration]:
 
 @pytest.fixture(scope="module")
 def found() -> Calibration:
-    one, other = measured(replace(CONFIG, offload_bytes=64 << 20))
+    one, other = measured(replace(CONFIG, offload=64 << 20))
     assert one == other
     return one
 
@@ -65,7 +65,7 @@ def test_runs_take_it(found: Calibration, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(run_costs, "profile_activations", profile)
     for i in range(12):
         (tmp_path / f"{i}.txt").write_text("text " * (3 * i + 1))
-    for config in (CONFIG, replace(CONFIG, offload_bytes=32 << 20)):
+    for config in (CONFIG, replace(CONFIG, offload=32 << 20)):
         known = replace(config, calibration=found)
         first, again = (run_threads(lambda: losses(str(tmp_path), known), 2, timeout=100.0) for _ in range(2))  # noqa: B023
         assert first == again  # the same costs, so the same plans, to the bit
@@ -104,7 +104,7 @@ def test_another_model_is_refused(found: Calibration) -> None:
         check(CONFIG, ranks=4)
     plain = replace(found, memory=replace(found.memory, offloadable=0.0))
     with pytest.raises(hdp.InvalidUsage, match="knows no offload"):
-        run_costs.check_calibration(plain, replace(CONFIG, offload_bytes=1 << 20), ranks=2, ranks_per_node=2)
+        run_costs.check_calibration(plain, replace(CONFIG, offload=1 << 20), ranks=2, ranks_per_node=2)
     with pytest.raises(hdp.InvalidUsage, match="ranks without pipelines"):
         replace(CONFIG, calibration=found, pipeline=2)
 

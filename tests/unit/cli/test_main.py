@@ -10,8 +10,9 @@ import pytest
 
 from hdpcomm import __version__, errors
 from hdpcomm.cli import main as cli
-from hdpcomm.cli.output import check_writable, count, num_bytes, positive, write_json
+from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.options import count, num_bytes, positive
 
 
 def run_with(monkeypatch, error):

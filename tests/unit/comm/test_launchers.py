@@ -290,7 +290,7 @@ def test_the_pool_is_shared_with_the_ranks_of_the_host(monkeypatch: pytest.Monke
 
     run = sys.modules["hdpcomm.run.costs"]
     monkeypatch.setattr(run, "PinnedPool", pool)
-    config = RunConfig(LlamaConfig(layers=3, hidden=8, heads=2, kv_heads=1, ffn=8), offload_bytes=1 << 20)
+    config = RunConfig(LlamaConfig(layers=3, hidden=8, heads=2, kv_heads=1, ffn=8), offload=1 << 20)
     comm = SimpleNamespace(rank=5, size=16, device=torch.device("cpu"))
     with pytest.raises(hdp.InvalidUsage, match=r"^16 sharers"):
         run.host_memory(comm, config)

@@ -47,7 +47,7 @@ def test_warmup_stable_decay() -> None:
 
 
 def test_the_default_rises_over_a_tenth_and_falls_to_a_tenth() -> None:
-    config = RunConfig(steps=50, learning_rate=2.0)
+    config = RunConfig(steps=50, lr=2.0)
     rates = [learning_rate(config, step) for step in range(50)]
     assert rates[:6] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
     assert 0.2 < rates[-1] < 0.21

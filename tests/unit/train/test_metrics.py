@@ -43,9 +43,9 @@ def test_totals_of_one_step():
 
 
 def test_learning_rate_rises_and_falls():
-    config = RunConfig(steps=40, learning_rate=1.0)
+    config = RunConfig(steps=40, lr=1.0)
     rates = [learning_rate(config, step) for step in range(40)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0.1 < rates[-1] < 0.12
-    assert learning_rate(RunConfig(steps=1, learning_rate=1.0), 0) == 1.0
+    assert learning_rate(RunConfig(steps=1, lr=1.0), 0) == 1.0

@@ -1,0 +1,178 @@
+"""Options of commands as fields of dataclasses: each is declared once, with its default, its help and its check."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hdpcomm.arguments import MOST_TOKENS, parse_size
+from hdpcomm.errors import InvalidUsage
+
+__all__ = [
+    "BadOption",
+    "TrainingOptions",
+    "count",
+    "num_bytes",
+    "option",
+    "positive",
+    "seed",
+    "share",
+    "whole",
+]
+
+
+class BadOption(argparse.ArgumentTypeError, ValueError):
+    """A wrong value of an option: argparse shows the text of the one base, jsonargparse expects the other in files."""
+
+
+def count(text: str) -> int:
+    """argparse type: a whole number of at least 1, such as ``8192``, ``8,192``, ``8k`` (of 1024) or ``2M``."""
+    units = {"k": 1024, "m": 1024**2, "g": 1024**3}
+    digits = str(text).replace(",", "").strip().lower()[:400]
+    unit = units.get(digits[-1:], 1)
+    try:
+        value = int(digits[:-1] if unit > 1 else digits) * unit
+    except ValueError:
+        raise BadOption(f"{text!r} is not a whole number (like 8192 or 8k)") from None
+    if value < 1:
+        raise BadOption(f"{text} is below 1; at least 1 was expected")
+    if value > MOST_TOKENS:
+        raise BadOption(f"{text} is above 2^53, the most that was expected")
+    return value
+
+
+def positive(text: str) -> float:
+    """argparse type: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise BadOption(f"{text!r} is not a number") from None
+    if not 0 < value < float("inf"):
+        raise BadOption(f"{text} is not a finite number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """argparse type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise BadOption(f"{text!r} is not a number") from None
+    if not 0 <= value <= 1:
+        raise BadOption(f"{text} is not a number from 0 to 1")
+    return value
+
+
+def seed(text: str) -> int:
+    """argparse type: a whole number from 0 to 2^63 - 1."""
+    try:
+        value = int(str(text)[:40])
+    except ValueError:
+        raise BadOption(f"{text!r} is not a whole number") from None
+    if not 0 <= value < 1 << 63:
+        raise BadOption(f"seed is {text}; it must be from 0 to 2^63 - 1")
+    return value
+
+
+def num_bytes(text: str) -> int:
+    """argparse type: bytes, such as ``512M``; see :func:`hdpcomm.arguments.parse_size`."""
+    try:
+        return parse_size(str(text))
+    except InvalidUsage as error:
+        raise BadOption(str(error)) from None
+
+
+def recompute(text: str) -> str | int:
+    """argparse type: ``none``, ``full``, ``auto`` or a number of layers."""
+    if str(text) in ("none", "full", "auto"):
+        return str(text)
+    if not str(text).isdecimal():
+        raise BadOption(f"{text!r} is neither none, full, auto nor a number of layers")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """argparse type: a whole number of at least 0."""
+    return 0 if str(text) == "0" else count(text)
+
+
+def option(group: str, default: Any, help: str, type: Callable[[str], Any] | None = None, **more: Any) -> Any:
+    """A field that a command has as an option.
+
+    Args:
+        group: of the command's help.
+        type, more: as argparse takes them.
+    """
+    about = {"group": group, "help": help, **more}
+    return field(default=default, metadata=about if type is None else about | {"type": type})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """What a training run can be told by a program (:class:`hdpcomm.run.RunConfig`) and on the command line of
+    ``hdpcomm train`` alike; the helps of the fields say what they are. In a program ``recompute`` may also be a number
+    of layers for each stage of a pipeline."""
+
+    tokens_per_step: int = option("data", 65536, "most tokens of a step over all ranks", count, metavar="TOKENS")
+    seed: int = option("data", 0, "seed of the shuffle and of the weights", seed)
+    pipeline: int = option(
+        "ranks", 1, "stages of a pipeline: so many ranks hold the layers of the model together, and work as one; "
+        "divides --ranks and --layers", count, metavar="N",
+    )  # fmt: skip
+    chunks: int = option(
+        "ranks", 1, "stages on each device of a pipeline (interleaved); --pipeline x --chunks divides --layers", count,
+        metavar="N",
+    )  # fmt: skip
+    split_backward: bool = option(
+        "ranks", False, "stages of a pipeline compute the gradients of weights where they would wait for other stages "
+        "(zero-bubble)", action="store_true",
+    )  # fmt: skip
+    tensor: int = option(
+        "ranks", 1, "ranks that share each layer and work on the same tokens; divides --ranks, --heads, --ffn and the "
+        "vocabulary", count, metavar="N",
+    )  # fmt: skip
+    expert: int = option(
+        "ranks", 1, "neighbouring ranks that share the experts of each layer; divides --experts, and --ranks / "
+        "pipeline / tensor", count, metavar="N",
+    )  # fmt: skip
+    ring_peers: int | None = option(
+        "ranks", None, "most ranks that a rank exchanges ring messages with in a step, 2 or more", count, metavar="N",
+    )  # fmt: skip
+    learn_costs: bool = option(
+        "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
+        "same bits", action="store_true",
+    )  # fmt: skip
+    queue: bool = option(
+        "ranks", False, "short sequences wait in a queue, from which ranks take when they are free: slow or unlucky "
+        "ones do less; no two runs then have the same bits", action="store_true",
+    )  # fmt: skip
+    offload: int = option(
+        "ranks", 0, "pinned host memory of each rank for activations of long sequences, like 512M or 64G; 0: none",
+        num_bytes, metavar="SIZE",
+    )  # fmt: skip
+    steps: int = option("training", 10, "optimizer steps", count)
+    lr: float = option("training", 1e-2, "highest learning rate", positive)
+    weight_decay: float = option("training", 0.1, "of matrices, by AdamW", share)
+    dtype: str = option(
+        "training", "fp32", "of the parameters; bf16 keeps fp32 master weights", str, choices=("fp32", "bf16")
+    )
+    zero: int = option("training", 0, "1: each rank keeps a part of the optimizer's state", int, choices=(0, 1))
+    recompute: str | int | tuple[int, ...] = option(
+        "training", "none", "layers that are computed again in the backward pass instead of kept; auto: as few as "
+        "--memory allows", recompute,
+        metavar="none|full|auto|N",
+    )  # fmt: skip
+    memory: int = option(
+        "training", 0, "memory that a rank's step may take, weights and optimizer included, like 4G; with --recompute "
+        "auto", num_bytes, metavar="SIZE",
+    )  # fmt: skip
+    max_grad_norm: float = option("training", 1.0, "gradients are clipped to this global norm", positive)
+    check_replicas: int = option(
+        "training", 100, "steps between two comparisons of all ranks' weights and optimizer settings; 0: never", whole,
+        metavar="STEPS",
+    )  # fmt: skip
+    eval_every: int = option(
+        "evaluation", 0, "steps between two evaluations on held-out text; 0: only at the end", whole, metavar="N"
+    )
