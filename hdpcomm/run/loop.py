@@ -214,13 +214,15 @@ class _Run:
             planned = next(self.plans[policy])
         taken = time.perf_counter()
         metrics = trainer.step(planned, self.batches.fetch(step, policy))
+        if self.config.check_replicas and metrics.step % self.config.check_replicas == 0:
+            trainer.check_replicas()
         self.steps[policy].append(metrics)
         ran = trainer.ran or planned.plan
         waited = 0.0 if trainer.offload is None else trainer.offload.stats().host_wait_s
         stall_s, self.stalled[policy] = waited - self.stalled[policy], waited
         costs, times = step_costs(
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
-            device=self.comm.device, stall_s=stall_s, cost_model=trainer.planner.cost_model,
+            stall_s=stall_s, cost_model=trainer.planner.cost_model,
             mesh=trainer.mesh if self.config.on_mesh else None, stage_bytes=trainer.passes.bytes_sent,
             loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip

@@ -46,7 +46,6 @@ def new_trainer(
     mesh = mesh_of(comm, config)
     options: dict[str, Any] = {
         "max_grad_norm": config.max_grad_norm,
-        "check_replicas": config.check_replicas,
         "zero": config.zero,
         "dtype": config.dtype_with_masters,
     }

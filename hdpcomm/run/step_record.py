@@ -32,7 +32,6 @@ def step_costs(
     *,
     seconds: float,
     spec: ModelSpec | None,
-    device: torch.device,
     stall_s: float,
     cost_model: CostModel,
     mesh: Mesh | None = None,
@@ -73,7 +72,7 @@ def step_costs(
             gradient_bytes += span.bytes_sent
     ring_bytes = max(0, ring_bytes - stage_bytes)
     own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, stage_bytes, processor]
-    own.append(memory_bytes(device))
+    own.append(memory_bytes(comm.device))
     told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
     loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready, loading.restarts]
     sent = torch.tensor([*loaded, *own, *told], dtype=torch.float64)
@@ -103,7 +102,7 @@ def step_costs(
     if mesh is not None:
         costs["stage_bytes"] = between
     costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(plan, times, cost_model)
-    peak = device_peak_flops(device)
+    peak = device_peak_flops(comm.device)
     if spec is not None and peak is not None and seconds:
         costs["mfu"] = training_flops(spec, plan.table.lengths.tolist()) / (seconds * size * peak)
     return costs, times

@@ -85,8 +85,6 @@ class Trainer:
             ``None``: the optimizer updates the parameters as they are.
         bucket_bytes: gradients that are reduced at a time. Where a rank's last micro-batch is its own, the reductions
             run beside its backward pass.
-        check_replicas: steps between two comparisons of all ranks' weights and optimizer settings
-            (:func:`hdpcomm.train.replicas.check_replicas`), of which the first step ends with one; 0: never.
         offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
             needed if the planner uses any. With it, the device memory of each step is measured.
 
@@ -121,12 +119,10 @@ class Trainer:
         zero: int = 0,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        check_replicas: int = 0,
     ) -> None:
         check_trainer(
             model, optimizer, planner, comm,
             max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
-            check_replicas=check_replicas,
         )  # fmt: skip
         self.mesh = mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
         self.comm = mesh.comm
@@ -139,7 +135,6 @@ class Trainer:
         self.optimizer = optimizer
         self.planner = planner
         self.max_grad_norm = max_grad_norm
-        self.check_replicas = check_replicas
         self.num_steps = 0
         self._compiled = False
         """Whether a step has made what kernels and compilers make at their first call."""
@@ -202,8 +197,8 @@ class Trainer:
 
         Raises:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
-            Mismatch: ranks made different plans (their lengths, planner or cost model differ), or hold other weights
-                where ``check_replicas`` looks; names them.
+            Mismatch: ranks made different plans (their lengths, planner, cost model or optimizer's settings differ);
+                names them.
             PeerLost, CommTimeout: another rank died, or has not moved for ``comm.timeout`` seconds. Inside of a step
                 deadlines go by liveness (:meth:`hdpcomm.comm.Communicator.liveness_deadlines`): a rank moves while
                 ``fetch`` reads, for at most half an hour a call, and with every micro-batch and operation.
@@ -276,8 +271,6 @@ class Trainer:
             self.masters.publish()
         self._synchronize()
         self.timeline.end("optimizer")
-        if self.check_replicas and self.num_steps % self.check_replicas == 0:
-            self._compare_replicas()
         sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self.passes.bytes_elsewhere
         idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
@@ -290,6 +283,18 @@ class Trainer:
             self.timeline.end("wait for others")
         else:
             self.timeline.end("micro-batch", index)
+
+    def check_replicas(self) -> None:
+        """Compares the weights and the optimizer's settings of all ranks that hold the same parameters
+        (:func:`hdpcomm.train.replicas.check_replicas`), which takes about as long as reading them. Collective.
+
+        Raises: Mismatch: names the ranks, and a tensor that differs.
+        """
+        experts = {name for name, p in self.model.named_parameters() if self.layout.of(p).holders.expert}
+        mesh, settings = self.mesh, self.max_grad_norm
+        check_replicas(self.model, self.optimizer, mesh.hdp_comm, settings=settings, without=experts)
+        if experts:
+            check_replicas(self.model, self.optimizer, mesh.expert_replica_comm, settings=settings)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Collective over the ranks that hold one copy of it."""
@@ -396,14 +401,6 @@ class Trainer:
             share_values(holders.replicas, [tensor])
             if holders.ends is not None:
                 share_values(holders.ends, [tensor])
-
-    def _compare_replicas(self) -> None:
-        """Raises unless all ranks that hold the same parameters have the same values. Collective."""
-        experts = {name for name, p in self.model.named_parameters() if self.layout.of(p).holders.expert}
-        mesh, settings = self.mesh, self.max_grad_norm
-        check_replicas(self.model, self.optimizer, mesh.hdp_comm, settings=settings, without=experts)
-        if experts:
-            check_replicas(self.model, self.optimizer, mesh.expert_replica_comm, settings=settings)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -52,11 +52,8 @@ def check_trainer(
     zero: Any,
     dtype: Any,
     bucket_bytes: Any,
-    check_replicas: Any,
 ) -> None:
     """Raises InvalidUsage for an argument of another kind, or a number out of range."""
-    if check_replicas < 0:
-        raise InvalidUsage(f"check_replicas is {check_replicas}; give the steps between two comparisons, or 0")
     modules = list(model) if isinstance(model, (list, tuple)) else [model]
     for module in modules:
         check_type("Trainer", "model", module, nn.Module)

@@ -114,6 +114,7 @@ def run(shape, steps=range(4), state=None, **options):
             if state is not None:
                 trainer.load_state_dict(copy.deepcopy(state))
             found = steps_of(trainer, shape.config, steps)
+            trainer.check_replicas()
             kept = sum(each["exp_avg"].numel() for each in trainer.optimizer.state.values())
             return found, copy.deepcopy(trainer.state_dict()), kept
 
@@ -145,7 +146,7 @@ def check_state(found, wanted, limit):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_training_is_that_of_one_process(shape):
     """Clipped in each step; small buckets, so that there are many."""
-    results = run(shape, zero=1, bucket_bytes=2000, check_replicas=1)
+    results = run(shape, zero=1, bucket_bytes=2000)
     wanted, state, _ = one_process(shape.config)
     assert all(norm > 0.5 for _, norm in wanted)
     for found, own, _ in results:
@@ -175,7 +176,7 @@ def test_a_rank_keeps_its_part_of_what_others_hold_too():
 def test_bf16_with_master_weights(name, zero):
     """Near the training in double precision; the same state on all ranks, whose masters the parameters are, rounded."""
     shape = SHAPES[name]
-    results = run(shape, wide=torch.float32, dtype=torch.bfloat16, zero=zero, check_replicas=1)
+    results = run(shape, wide=torch.float32, dtype=torch.bfloat16, zero=zero)
     wanted = one_process(shape.config)[0]
     state = results[0][1]
     for found, own, _ in results:

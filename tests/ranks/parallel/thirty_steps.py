@@ -37,6 +37,7 @@ def check_thirty_steps(make_trainer: Callable[[hdp.Communicator], Trainer], conf
                 trainer.load_state_dict(state)
                 return steps(trainer, 15, 30)
             first, between = steps(trainer, 0, 15), copy.deepcopy(trainer.state_dict())
+            trainer.check_replicas()
             return first, steps(trainer, 15, 30), between, trainer.num_parameters()
 
     ((first, rest, state, parameters),) = run_threads(rank, 1)
