@@ -3,7 +3,7 @@ makes of them. Independent of what else the machine does.
 
 Every step is planned by what was learned so far, and runs on ranks whose true costs and speeds the planner does not
 know: a micro-batch starts when all of its ranks are free and takes the time of its slowest rank. Rows with a queue are
-of plans whose short sequences wait until a rank is free. Prints the tables of docs/planner.md.
+of plans whose short sequences wait until a rank is free. Prints the tables of docs/planner-figures.md.
 Usage: ``python benchmarks/closed_loop.py [--seeds 20] [--json FILE]``.
 """
 

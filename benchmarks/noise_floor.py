@@ -1,7 +1,7 @@
 """What noise adds to a step at least, and what plans make of it: byted steps of 32K tokens on each of 256 ranks, with
 contexts from 8K to 512K tokens, every micro-batch 5% quicker or slower by chance.
 
-``floor`` is proved for every plan that binds sequences to ranks (docs/planner.md). ``long`` is what would be left if
+``floor`` is proved for every plan that binds sequences to ranks (docs/bound.md). ``long`` is what would be left if
 only sequences that take more than 0.3 of the step had noise, packed longest first, and all shares of the ranks could be
 chosen freely; it is shown where some do. ``blind`` and ``knowing`` are simulated steps of plans that do not and do know
 of the noise, ``queue`` those of plans whose short sequences wait until a rank is free. All are over the bound without

@@ -1,6 +1,6 @@
 """Planning time, gap to the lower bound, and how both grow with the ranks. One core.
 
-Prints the tables of docs/planner.md. Usage: ``python benchmarks/planner.py [--seeds 20] [--json FILE]``; with
+Prints the tables of docs/planner-figures.md. Usage: ``python benchmarks/planner.py [--seeds 20] [--json FILE]``; with
 ``--stages 4,8`` that of ranks that are pipelines.
 """
 

@@ -3,7 +3,7 @@
 Costs are those of ``benchmarks/planner.py``: ``compute`` alone, ``h100`` with links inside and between hosts of 8,
 ``offload`` with host memory, too. Rows can be measured in pieces, each of which keeps the rows that the file has:
 ``python benchmarks/planner_families.py --families byted,equal --stages 1,8 --ranks 32,256 --json FILE``.
-Prints the table of docs/planner.md; the whole takes about half an hour.
+Prints the table of docs/planner-figures.md; the whole takes about half an hour.
 """
 
 from __future__ import annotations

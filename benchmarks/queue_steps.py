@@ -3,7 +3,7 @@ long as it would compute, by the cost model and with 5% noise, or with a rank at
 
 The ranks, the plans, the counter, the reductions and the clocks are real; only the compute is not, so that 8 ranks fit
 a machine with two cores. Steps with and without a queue take turns; each time is that until the last rank has run its
-micro-batches, over the bound of ranks without noise. Prints the table of docs/planner.md.
+micro-batches, over the bound of ranks without noise. Prints the table of docs/planner-figures.md.
 Usage: ``python benchmarks/queue_steps.py [--ranks 8] [--steps 10] [--json FILE]``.
 """
 

@@ -1,4 +1,4 @@
-// The lower bound; docs/planner.md has the proofs. A time T is impossible if some sequence ends
+// The lower bound; docs/bound.md has the proofs. A time T is impossible if some sequence ends
 // within T on no number of ranks, if the rank-seconds of all sequences at their smallest possible
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
 // into T. The bound is the smallest T that passes all of these tests, and those of

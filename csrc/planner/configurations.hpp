@@ -1,4 +1,4 @@
-// Part of the lower bound (docs/planner.md, claims 12 and 13): which sequences a rank can run one
+// Part of the lower bound (docs/bound.md, claims 12 and 13): which sequences a rank can run one
 // after the other within a time, and how many run side by side. Both are whole numbers, which
 // counts where the longest sequences are of about the same length. Each sequence gets a weight; any
 // weights give a bound, and those of a linear program the best one.

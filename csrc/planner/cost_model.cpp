@@ -162,7 +162,7 @@ int CostModel::minRanks(const Load& sequence) const noexcept {
 }
 
 // The time is quasi-convex in the group size, inside a node, inside a domain and beyond it
-// (docs/planner.md), so bisection on the slope finds its minimum.
+// (docs/bound.md), so bisection on the slope finds its minimum.
 int CostModel::fastestIn(const Load& load, int first, int last) const noexcept {
   while (first < last) {
     const int middle = first + (last - first) / 2;

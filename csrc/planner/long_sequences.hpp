@@ -1,5 +1,5 @@
 // The sequences of a step that a lower bound takes one by one, in classes of about equal length,
-// and what the passes of their micro-batches take (docs/planner.md, claim 15).
+// and what the passes of their micro-batches take (docs/bound.md, claim 15).
 #pragma once
 
 #include <algorithm>

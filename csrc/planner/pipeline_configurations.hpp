@@ -1,4 +1,4 @@
-// Part of the lower bound for pipelines (docs/planner.md, claim 15): which micro-batches a rank can
+// Part of the lower bound for pipelines (docs/bound.md, claim 15): which micro-batches a rank can
 // run within a time when what 1F1B leaves idle around them counts, too. These are whole numbers,
 // which counts where the longest sequences are of about the same length. Each sequence gets a
 // weight; any weights give a bound, so a few are tried.

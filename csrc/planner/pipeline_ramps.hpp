@@ -1,4 +1,4 @@
-// What 1F1B leaves idle on a rank whatever it runs (claim 11 of docs/planner.md; bound.cpp uses
+// What 1F1B leaves idle on a rank whatever it runs (claim 11 of docs/bound.md; bound.cpp uses
 // it). Pipelines that fill and drain with small micro-batches need many of them, and each one costs
 // a fixed time.
 #pragma once

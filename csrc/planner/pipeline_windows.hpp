@@ -1,5 +1,5 @@
 // What 1F1B leaves idle around the longest micro-batches of a pipeline (claim 10 of
-// docs/planner.md; bound.cpp uses it). While the first of them goes down the stages and the last
+// docs/bound.md; bound.cpp uses it). While the first of them goes down the stages and the last
 // one comes back, a device has at most p - 1 other micro-batches in flight, and these are shorter.
 #pragma once
 

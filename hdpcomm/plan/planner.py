@@ -324,7 +324,7 @@ class Planner:
         return jobs_of(lengths, self.cost_model, self.cluster, self.memory.capacity)
 
     def lower_bound(self, lengths: Sequence[int | Tree]) -> float:
-        """Seconds below which no plan of these lengths can be (docs/planner.md), trees cut as :meth:`plan` does."""
+        """Seconds below which no plan of these lengths can be (docs/bound.md), trees cut as :meth:`plan` does."""
         jobs = self._jobs(lengths)
         if self._in_waves:
             return self._bound_in_waves(jobs)

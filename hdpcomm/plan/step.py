@@ -40,7 +40,7 @@ class StepPlan:
         num_ranks: ranks of the cluster.
         micro_batches: all micro-batches, by rising index.
         makespan_s: predicted seconds until the last rank is done, without the reduction of the gradients.
-        lower_bound_s: seconds that no plan can beat under the same cost model (docs/planner.md).
+        lower_bound_s: seconds that no plan can beat under the same cost model (docs/bound.md).
         planning_s: seconds that planning took; not part of the hash.
         idle_share: share of ranks x makespan in which ranks wait or are done.
         noise_s: seconds that the noise of the cost model adds to the makespan in the mean; 0 without noise.

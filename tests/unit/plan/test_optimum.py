@@ -1,7 +1,7 @@
 """Bound <= optimum <= plan on steps that are small enough to try every plan.
 
 HDPCOMM_PLAN_CASES=N tries N steps of each kind (default 250), a thousand in each test, so that a long run meets no time
-limit; docs/planner.md has its figures.
+limit; docs/planner-figures.md has its figures.
 """
 
 from __future__ import annotations
