@@ -67,7 +67,7 @@ def test_every_command_is_there(site: Path) -> None:
 
 EXAMPLES = [
     (path.relative_to(DOCS).as_posix(), index, block)
-    for path in (DOCS / "index.md", DOCS / "how-to/own-loop.md", DOCS / "how-to/hugging-face.md")
+    for path in (DOCS / "index.md", DOCS / "api.md", DOCS / "how-to/own-loop.md", DOCS / "how-to/hugging-face.md")
     for index, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
 
