@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import json
@@ -414,9 +415,14 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
         kinds = ", ".join(each.removesuffix("_attention") for each in result["kinds"]) or "full"
         windows = f"; {', '.join(result['windows'])}" if result["windows"] else ""
         lines.append(f"| {name} | {kinds}{windows} | {shown(name, 'adapt')} | {shown(name, 'enable')} |")
-    lines += ["", "Reasons:", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
+    wrapped = functools.partial(textwrap.wrap, width=120, break_long_words=False, break_on_hyphens=False)
+    lines += ["", "Reasons:", ""]
+    for number, reason in enumerate(reasons, 1):
+        lines += wrapped(f"{number}. {reason}", subsequent_indent=" " * len(f"{number}. "))
     lines += ["", "Not tried:", ""]
-    lines += [f"- {name}: {verdict(result, 'adapt')}" for name, result in results.items() if name not in built]
+    for name, result in results.items():
+        if name not in built:
+            lines += wrapped(f"- {name}: {verdict(result, 'adapt')}", subsequent_indent="  ")
     return "\n".join(lines) + "\n"
 
 
