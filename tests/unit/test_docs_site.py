@@ -91,3 +91,25 @@ def test_every_extra_is_on_the_install_page() -> None:
     project = (TOP / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", project, re.M)) - {"test", "docs", "lint"}
     assert {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])} == extras
+
+
+# Pages of a task or a guide: as long as somebody reads to the end.
+MOST_WORDS = {"planner.md": 1200, "runs.md": 900, "parallel.md": 900, "pipelines.md": 900, "how-to/choosing.md": 1200}
+
+
+@pytest.mark.parametrize("page", MOST_WORDS)
+def test_pages_stay_short(page: str) -> None:
+    assert len((DOCS / page).read_text().split()) <= MOST_WORDS[page]
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")))
+def test_lines_fit(page: str) -> None:
+    """Prose into 120 columns, code into its box on the site; tables, pictures and the drawings of architecture.md not."""
+    if page == "architecture.md":
+        pytest.skip("its drawings are wider")
+    code = False
+    for number, line in enumerate((DOCS / page).read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not line.lstrip().startswith(("|", "![")):
+            assert len(line) <= (96 if code else 120), f"line {number}: {line}"
