@@ -104,7 +104,7 @@ def test_pages_stay_short(page: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")))
 def test_lines_fit(page: str) -> None:
-    """Prose into 120 columns, code into its box on the site; tables, pictures and the drawings of architecture.md not."""
+    """Prose into 120 columns, code into its box on the site; not tables, pictures and drawings of architecture.md."""
     if page == "architecture.md":
         pytest.skip("its drawings are wider")
     code = False
