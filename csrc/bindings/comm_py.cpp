@@ -71,7 +71,7 @@ bool hasLeft(World& world, int rank) {
 std::vector<int> nodesOf(const World& world) {
   std::vector<int> ranks(static_cast<size_t>(world.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  const std::vector<int> nodes = world.nodesOf(ranks);
+  const std::vector<int> nodes = world.schedules().nodesOf(ranks);
   return nodes.empty() ? std::vector<int>(ranks.size()) : nodes;
 }
 
@@ -107,14 +107,15 @@ void bindWorld(py::module_& module) {
           "set_costs",
           [](World& world, double alpha_s, double message_s, double beta_s_per_byte,
              double gamma_s_per_byte) {
-            world.setCosts({alpha_s, message_s, beta_s_per_byte, gamma_s_per_byte});
+            world.schedules().setCosts({alpha_s, message_s, beta_s_per_byte, gamma_s_per_byte});
           },
           py::arg("alpha_s"), py::arg("message_s"), py::arg("beta_s_per_byte"),
           py::arg("gamma_s_per_byte"))
       .def(
           "set_nodes",
           [](World& world, std::vector<int> node_of_rank, const LinkCosts& remote) {
-            world.setNodes(std::move(node_of_rank), std::make_from_tuple<TransportCosts>(remote));
+            world.schedules().setNodes(std::move(node_of_rank),
+                                       std::make_from_tuple<TransportCosts>(remote));
           },
           py::arg("node_of_rank"), py::arg("remote_costs"))
       .def("nodes", &nodesOf)

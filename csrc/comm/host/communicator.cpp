@@ -52,14 +52,14 @@ Communicator::Communicator(std::shared_ptr<World> world)
       ranks_(allRanks(world_->size())),
       rank_(world_->rank()),
       hash_(hashRanks(*ranks_)),
-      nodes_(world_->nodesOf(*ranks_)) {}
+      nodes_(world_->schedules().nodesOf(*ranks_)) {}
 
 Communicator::Communicator(std::shared_ptr<World> world, Ranks ranks, int rank)
     : world_(std::move(world)),
       ranks_(std::move(ranks)),
       rank_(rank),
       hash_(hashRanks(*ranks_)),
-      nodes_(world_->nodesOf(*ranks_)) {}
+      nodes_(world_->schedules().nodesOf(*ranks_)) {}
 
 std::shared_ptr<Communicator> Communicator::subset(std::span<const int> positions) const {
   if (positions.empty()) {
@@ -135,7 +135,7 @@ CollectivePlan Communicator::plan(const Operands& operands, const Options& optio
 CollectiveWork Communicator::makeCollective(Ranks ranks, const Operands& operands,
                                             const Options& options) const {
   const bool ragged = !operands.in_counts.empty();
-  const uint64_t epoch = world_->planEpoch();
+  const uint64_t epoch = world_->schedules().epoch();
   Call call;
   std::shared_ptr<const Schedule> schedule;
   if (!ragged) {

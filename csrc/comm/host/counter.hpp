@@ -45,7 +45,7 @@ class SharedCounter {
   std::shared_ptr<World> world_;
   Ranks ranks_;
   int owner_;  // global rank
-  World::CounterPlace place_;
+  OwnCounters::Place place_;
   std::shared_ptr<CounterWords> words_;  // the owner's; null where it is of another host
   std::atomic<bool> closed_{false};      // relaxed: nothing follows from it
 };

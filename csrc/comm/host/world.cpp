@@ -3,24 +3,19 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include "base/settings.hpp"
 #include "transport/failures.hpp"
 
 namespace hdpcomm {
-namespace {
-
-constexpr size_t kMaxSchedules = 256;
-
-}  // namespace
 
 World::World(std::unique_ptr<Transport> transport, double timeout_s)
     : transport_(std::move(transport)),
+      schedules_(transport_->size()),
       recorder_(Settings::read().flight_records),
       timeout_s_(timeout_s),
-      longest_wait_s_(Settings::read().longest_wait_s),
+      deadlines_(*transport_, timeout_s, Settings::read().longest_wait_s),
       pid_(::getpid()) {
   if (!(timeout_s > 0)) {
     throwInvalidUsage("timeout is " + std::to_string(timeout_s) + " s; give a number above 0");
@@ -214,71 +209,6 @@ void World::fail(Work& work, const Error& given) {
                               numbers.recv);
   }
   finish(work, Work::State::kFailed);
-}
-
-void World::setCosts(const TransportCosts& costs) {
-  std::lock_guard lock(mutex_);
-  costs_ = costs;
-  forgetSchedules();
-}
-
-void World::setNodes(std::vector<int> node_of_rank, const TransportCosts& remote) {
-  if (node_of_rank.size() != static_cast<size_t>(size())) {
-    throwInvalidUsage("setNodes() got " + std::to_string(node_of_rank.size()) + " nodes for " +
-                      std::to_string(size()) + " ranks; give one a rank");
-  }
-  std::lock_guard lock(mutex_);
-  node_of_rank_ = std::move(node_of_rank);
-  remote_costs_ = remote;
-  forgetSchedules();
-}
-
-void World::forgetSchedules() {
-  schedules_.clear();
-  plan_epoch_.fetch_add(1, std::memory_order_relaxed);
-}
-
-std::vector<int> World::nodesOf(const std::vector<int>& ranks) const {
-  std::vector<int> nodes;
-  if (node_of_rank_.empty()) return nodes;
-  std::map<int, int> numbers;
-  for (const int rank : ranks) {
-    const int node = node_of_rank_[static_cast<size_t>(rank)];
-    nodes.push_back(numbers.emplace(node, static_cast<int>(numbers.size())).first->second);
-  }
-  if (numbers.size() == 1) nodes.clear();
-  return nodes;
-}
-
-size_t World::HashRequest::operator()(const ScheduleRequest& request) const noexcept {
-  uint64_t hash = static_cast<uint64_t>(request.op) |
-                  static_cast<uint64_t>(request.algorithm) << 8 |
-                  static_cast<uint64_t>(request.average) << 16 | request.element_bytes << 24 |
-                  static_cast<uint64_t>(request.group_size) << 32;
-  const auto mix = [&hash](uint64_t value) {
-    hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
-    hash ^= hash >> 32;
-  };
-  mix(static_cast<uint64_t>(request.rank) | static_cast<uint64_t>(request.root) << 32);
-  mix(request.count);
-  for (const size_t count : request.in_counts) mix(count);
-  for (const size_t count : request.out_counts) mix(count);
-  for (const int node : request.nodes) mix(static_cast<uint64_t>(node));
-  return hash;
-}
-
-std::shared_ptr<const Schedule> World::schedule(const ScheduleRequest& request) {
-  refuseInChild();
-  std::lock_guard lock(mutex_);
-  if (const auto found = schedules_.find(request); found != schedules_.end()) return found->second;
-  ScheduleRequest chosen = request;
-  if (chosen.algorithm == Algorithm::kAuto) {
-    chosen.algorithm = chooseAlgorithm(request, costs_, remote_costs_);
-  }
-  auto made = std::make_shared<const Schedule>(makeSchedule(chosen));
-  if (schedules_.size() >= kMaxSchedules) schedules_.clear();
-  schedules_.emplace(request, made);
-  return made;
 }
 
 void World::attach(std::shared_ptr<WorldPart> part) {

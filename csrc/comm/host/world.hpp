@@ -5,7 +5,6 @@
 // sides. If all ranks submit in one global order, no mix of overlapping subsets can deadlock.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -13,14 +12,14 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "base/process.hpp"
-#include "collective/cost.hpp"
+#include "comm/host/deadlines.hpp"
 #include "comm/host/deadlock.hpp"
 #include "comm/host/heard_failures.hpp"
-#include "comm/host/liveness.hpp"
+#include "comm/host/own_counters.hpp"
+#include "comm/host/schedule_cache.hpp"
 #include "comm/host/work.hpp"
 #include "comm/wait_counts.hpp"
 
@@ -96,42 +95,23 @@ class World {
   void endActivity(uint64_t activity);
 
   // For a part whose operations go by liveness, too. Whether operations called now do:
-  bool goesByLiveness() const noexcept { return by_liveness_.load(std::memory_order_relaxed) > 0; }
+  bool goesByLiveness() const noexcept { return deadlines_.byLiveness(); }
   // Whether the others are told anything: if not, the part need not tell the following.
-  bool tells() const noexcept { return tells_.load(std::memory_order_relaxed); }
-  // The ranks that the part's operations wait for now, its last operation, and a count of moves.
-  struct PartMoves {
-    std::vector<int> awaited;
-    std::string last;
-    uint64_t count = 0;
-  };
-  void tellOfPart(PartMoves moves);
+  bool tells() const noexcept { return deadlines_.tells(); }
+  void tellOfPart(Deadlines::PartMoves moves);
   // The calling thread waits in an operation of the part.
   void beginWait();
   void endWait();
-  // Who keeps an operation that went by liveness from going on, for its error.
-  struct Stuck {
-    int rank;
-    std::string text;
-  };
-  // Both by one look at the ranks, which may move at any time.
-  struct Allowed {
-    Clock::time_point until;
-    std::optional<Stuck> stuck;  // from then on; none if the awaited ranks tell nothing
-  };
   // Until when an operation that began at `start` may wait for these ranks, as they move.
-  Allowed allowed(const std::vector<int>& awaited, Clock::time_point start);
+  Deadlines::Allowed allowed(const std::vector<int>& awaited, Clock::time_point start);
 
-  // What kAuto goes by; must be equal on all ranks.
-  void setCosts(const TransportCosts& costs);
-  // The node of each rank, and what kAuto goes by between nodes; equal on all ranks.
-  void setNodes(std::vector<int> node_of_rank, const TransportCosts& remote);
-  // The nodes of the given ranks, numbered by first appearance; empty when all share one.
-  std::vector<int> nodesOf(const std::vector<int>& ranks) const;
-  // Changes whenever kAuto may choose differently from then on.
-  uint64_t planEpoch() const noexcept { return plan_epoch_.load(std::memory_order_relaxed); }
-  // The schedule of a request, from a bounded cache.
-  std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request);
+  // The schedule of one of this rank's collectives.
+  std::shared_ptr<const Schedule> schedule(const ScheduleRequest& request) {
+    refuseInChild();
+    return schedules_.get(request);
+  }
+  ScheduleCache& schedules() noexcept { return schedules_; }
+  const ScheduleCache& schedules() const noexcept { return schedules_; }
 
   // At most one, for the rest of the world's life.
   void attach(std::shared_ptr<WorldPart> part);
@@ -145,15 +125,10 @@ class World {
     function();
   }
 
-  // Counters (counter.hpp). A word of this rank, and which of those that had it is meant:
-  struct CounterPlace {
-    uint32_t word = 0;
-    uint32_t generation = 0;
-  };
-  // Throws InvalidUsage if this rank owns too many.
-  CounterPlace openCounter();
+  // Counters (counter.hpp). Throws InvalidUsage if this rank owns too many.
+  OwnCounters::Place openCounter();
   // Idempotent; does nothing in a forked child.
-  void closeCounter(const CounterPlace& place);
+  void closeCounter(const OwnCounters::Place& place);
   // Those of a rank of this host; null for other ranks.
   std::shared_ptr<CounterWords> counterWords(int owner);
   // Waits for the answer of a rank of another host, with the deadline of operations.
@@ -199,7 +174,8 @@ class World {
   void giveUpLateLocked(Clock::time_point now);
   void checkHealthLocked(Clock::time_point now);
   WaitRecord waitRecordLocked();
-  Error timeoutError(const Work& work, Clock::duration waited, const std::optional<Stuck>& stuck);
+  Error timeoutError(const Work& work, Clock::duration waited,
+                     const std::optional<Deadlines::Stuck>& stuck);
 
   // world_counters.cpp
   void leaveCountersLocked();
@@ -209,11 +185,8 @@ class World {
   // world_liveness.cpp
   void tellLocked();
   void publishPulseLocked(Clock::time_point now);
-  Pulse ownPulseLocked(Clock::time_point now) const;
+  std::string lastOperationLocked() const;
   std::vector<int> awaitedLocked(const Work& work) const;
-  std::optional<Pulse> slowestLocked(const std::vector<int>& ranks, Clock::time_point now);
-  Allowed allowedLocked(const std::vector<int>& awaited, Clock::time_point start,
-                        Clock::time_point now);
 
   void stopWaitingLocked(const Work& work, Clock::time_point start);
   // These two leave the work in the queue until dropEndedLocked().
@@ -227,7 +200,6 @@ class World {
     if (forkGeneration() != forks_) [[unlikely]]
       throwInChild();
   }
-  void forgetSchedules();
   void ensureProgressThread();
   void progressLoop();
   void waitSlowly(Work& work, double timeout_s, const InterruptCheck& check);
@@ -243,18 +215,14 @@ class World {
   }
 
   std::unique_ptr<Transport> transport_;
+  ScheduleCache schedules_;
   FlightRecorder recorder_;
   std::optional<DeadlockFinder> deadlocks_;
   std::thread::id submitter_;        // of the first operation
   bool several_submitters_ = false;  // no thread that waits keeps the rank from going on
   Work* blocking_ = nullptr;         // for which that thread sleeps
-  Liveness liveness_;
-  std::atomic<int> by_liveness_{0};  // goByLiveness() calls without their end
-  std::atomic<bool> tells_{false};   // whether the progress thread tells when this rank moved
-  PartMoves part_moves_;
-  Clock::time_point part_moved_;  // when their count last changed
   double timeout_s_;
-  double longest_wait_s_;
+  Deadlines deadlines_;
   int pid_;
   uint32_t forks_ = forkGeneration();  // of the process that made this world
   int spins_;  // polls of the transport before the clock is read for the first time
@@ -271,24 +239,11 @@ class World {
   std::string first_cause_;   // the first error since this rank was last in step with all others
   HeardFailures heard_;
 
-  struct OwnCounter {
-    bool open = false;
-    uint32_t generation = 0;
-  };
-  std::array<OwnCounter, kCounterWords> own_counters_;
+  OwnCounters counters_;
   std::atomic<uint64_t> fetches_{0};  // relaxed: only counted
 
   std::shared_ptr<WorldPart> part_;
   std::shared_ptr<WorldListener> listener_;
-
-  TransportCosts costs_;
-  TransportCosts remote_costs_;
-  std::vector<int> node_of_rank_;  // empty: one node. Set before the first operation
-  std::atomic<uint64_t> plan_epoch_{0};
-  struct HashRequest {
-    size_t operator()(const ScheduleRequest& request) const noexcept;
-  };
-  std::unordered_map<ScheduleRequest, std::shared_ptr<const Schedule>, HashRequest> schedules_;
 
   std::thread progress_thread_;
   std::unique_ptr<std::condition_variable> progress_wanted_ =

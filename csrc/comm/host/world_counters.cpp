@@ -7,30 +7,19 @@
 #include "transport/failures.hpp"
 
 namespace hdpcomm {
-World::CounterPlace World::openCounter() {
+OwnCounters::Place World::openCounter() {
   refuseInChild();
   std::lock_guard lock(mutex_);
   if (over()) throwUnusable();
-  const auto words = transport_->counterWords(rank());
-  for (uint32_t word = 0; word < kCounterWords; ++word) {
-    OwnCounter& own = own_counters_[word];
-    if (own.open) continue;
-    own.open = true;
-    if (++own.generation == 0) ++own.generation;
-    openWord(words->at[word], own.generation);
-    return {word, own.generation};
-  }
+  if (const auto place = counters_.open(*transport_->counterWords(rank()))) return *place;
   throwInvalidUsage("rank " + std::to_string(rank()) + " owns " + std::to_string(kCounterWords) +
                     " counters already: close those that are over");
 }
 
-void World::closeCounter(const CounterPlace& place) {
+void World::closeCounter(const OwnCounters::Place& place) {
   if (::getpid() != pid_) return;  // a forked child: the counter is its parent's
   std::lock_guard lock(mutex_);
-  OwnCounter& own = own_counters_[place.word];
-  if (!own.open || own.generation != place.generation) return;
-  own.open = false;
-  closeWord(transport_->counterWords(rank())->at[place.word], over());
+  counters_.close(*transport_->counterWords(rank()), place, over());
 }
 
 void World::leaveCountersLocked() {
@@ -96,9 +85,9 @@ FetchResult World::waitForFetch(int owner, const FetchRequest& request, Clock::t
       throw Error(gone->kind(), gone->what() + std::string(": it owned the counter"));
     }
     const auto now = Clock::now();
-    std::optional<Stuck> stuck;
+    std::optional<Deadlines::Stuck> stuck;
     if (now >= deadline && goesByLiveness()) {
-      const Allowed allowed = this->allowed({owner}, start);
+      const Deadlines::Allowed allowed = this->allowed({owner}, start);
       deadline = std::max(deadline, allowed.until);
       stuck = allowed.stuck;
     }

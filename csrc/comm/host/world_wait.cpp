@@ -62,9 +62,10 @@ void World::giveUpLateLocked(Clock::time_point now) {
     if (!work->background_ || work->state_ == Work::State::kQueued || ended(*work)) continue;
     if (!work->seen_) work->seen_ = now;
     if (now < std::max(*work->seen_ + timeout, work->allowed_)) continue;
-    std::optional<Stuck> stuck;
+    std::optional<Deadlines::Stuck> stuck;
     if (goesByLiveness()) {
-      const Allowed allowed = allowedLocked(awaitedLocked(*work), *work->seen_, now);
+      const Deadlines::Allowed allowed =
+          deadlines_.allowed(awaitedLocked(*work), *work->seen_, lastOperationLocked(), now);
       work->allowed_ = std::max(work->allowed_, allowed.until);
       stuck = allowed.stuck;
     }
@@ -130,7 +131,7 @@ WaitRecord World::waitRecordLocked() {
 }
 
 Error World::timeoutError(const Work& work, Clock::duration waited,
-                          const std::optional<Stuck>& stuck) {
+                          const std::optional<Deadlines::Stuck>& stuck) {
   std::vector<int> awaited = transport_->awaited(&work.completion_);
   for (const int peer : transport_->awaited(&work.deferred_)) awaited.push_back(peer);
   std::sort(awaited.begin(), awaited.end());
@@ -329,7 +330,7 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
     std::lock_guard lock(mutex_);
     several_submitters_ |= blocking_ != nullptr || submitter_ != std::this_thread::get_id();
     blocking_ = &work;
-    liveness_.beginWait();
+    deadlines_.moves().beginWait();
   }
   try {
     waitSlowly(work, start, deadline, by_liveness, check_interrupt);
@@ -346,7 +347,7 @@ void World::waitSlowly(Work& work, double timeout_s, const InterruptCheck& check
 // Under the lock, so that the progress thread does not miss it between its check and its sleep.
 void World::stopWaitingLocked(const Work& work, Clock::time_point start) {
   const auto now = Clock::now();
-  liveness_.endWait(now);
+  deadlines_.moves().endWait(now);
   waited_.add(work.ranks(), now - start);
   blocking_ = nullptr;
   waiters_.fetch_sub(1, std::memory_order_relaxed);
@@ -387,9 +388,10 @@ void World::waitSlowly(Work& work, Clock::time_point start, Clock::time_point de
         std::lock_guard lock(mutex_);
         checkHealthLocked(now);
         if (ended(work)) return;
-        std::optional<Stuck> stuck;
+        std::optional<Deadlines::Stuck> stuck;
         if (by_liveness && now >= deadline && goesByLiveness()) {
-          const Allowed allowed = allowedLocked(awaitedLocked(work), start, now);
+          const Deadlines::Allowed allowed =
+              deadlines_.allowed(awaitedLocked(work), start, lastOperationLocked(), now);
           deadline = std::max(deadline, allowed.until);
           stuck = allowed.stuck;
         }
@@ -449,7 +451,7 @@ void World::progressLoop() {
       next_check = now + liveness;
       checkHealthLocked(now);
     }
-    if (tells_ && now >= next_pulse) {
+    if (tells() && now >= next_pulse) {
       next_pulse = now + liveness;
       publishPulseLocked(now);
     }

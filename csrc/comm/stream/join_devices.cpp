@@ -199,7 +199,7 @@ std::shared_ptr<StreamEngine> joinLinks(const Communicator& comm, DevicePtr devi
 
 std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr device,
                                        const NcclJoining& nccl) {
-  const LinkMap map(comm.size(), comm.world().nodesOf(comm.ranks()));
+  const LinkMap map(comm.size(), comm.world().schedules().nodesOf(comm.ranks()));
   NcclCosts costs = nccl.costs;
   fromRank0(comm, costs);
   auto mover = ncclMover(comm, device, nccl, costs, map);
@@ -209,7 +209,7 @@ std::shared_ptr<StreamEngine> joinNccl(const Communicator& comm, DevicePtr devic
 
 std::shared_ptr<StreamEngine> joinPaths(const Communicator& comm, DevicePtr device,
                                         const LinkJoining& links, const NcclJoining& nccl) {
-  auto map = std::make_shared<LinkMap>(comm.size(), comm.world().nodesOf(comm.ranks()));
+  auto map = std::make_shared<LinkMap>(comm.size(), comm.world().schedules().nodesOf(comm.ranks()));
   std::unique_ptr<Arena> arena = openArena(comm, device, links.arena, *map, false);
   const DeviceTransportCosts link_costs = linkCosts(comm, links);
   NcclCosts nccl_costs = nccl.costs;

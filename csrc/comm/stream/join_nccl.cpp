@@ -119,7 +119,7 @@ std::unique_ptr<NcclMover> ncclMover(const Communicator& comm, const DevicePtr& 
   const NcclWorld::WaitCheck check = checkRanks(host);
   const DeviceMemory bytes(device, device->allocate(2));  // that connectAhead() exchanges
   auto world = std::make_unique<NcclWorld>(api, id, comm.rank(), comm.size(), host.timeout(),
-                                           host.nodesOf(comm.ranks()), check);
+                                           host.schedules().nodesOf(comm.ranks()), check);
   std::vector<bool> linked;
   for (int rank = 0; rank < comm.size(); ++rank) linked.push_back(map.linked(comm.rank(), rank));
   if (!map.none()) world->leaveOut(std::move(linked));

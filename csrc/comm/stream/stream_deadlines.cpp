@@ -11,9 +11,9 @@ std::optional<Error> StreamEngine::checkDeadline(StreamWork& work, Clock::time_p
                                                  Clock::time_point now) {
   const double seconds = secondsBetween(start, now);
   if (seconds <= timeout_s_ || now < work.allowed_) return std::nullopt;
-  std::optional<World::Stuck> stuck;
+  std::optional<Deadlines::Stuck> stuck;
   if (work.by_liveness_ && world_ != nullptr) {
-    World::Allowed allowed = world_->allowed(awaitedBy(work), start);
+    Deadlines::Allowed allowed = world_->allowed(awaitedBy(work), start);
     work.allowed_ = allowed.until;
     if (now < work.allowed_) return std::nullopt;
     stuck = std::move(allowed.stuck);
@@ -44,7 +44,7 @@ std::vector<int> StreamEngine::awaitedBy(const StreamWork& work) const {
 // What the others hear of this rank's device operations (comm/host/liveness.hpp).
 void StreamEngine::tellMoves() {
   if (world_ == nullptr || !world_->tells()) return;
-  World::PartMoves moves{.awaited = {}, .last = {}, .count = next_seq_ + num_ended_};
+  Deadlines::PartMoves moves{.awaited = {}, .last = {}, .count = next_seq_ + num_ended_};
   for (const WorkPtr& work : running_) {
     if (!work->submitted_ || failed_) continue;
     if (ended(*work)) {
@@ -61,7 +61,7 @@ void StreamEngine::tellMoves() {
 }
 
 Error StreamEngine::timeoutOf(const StreamWork& work, double seconds,
-                              const std::optional<World::Stuck>& stuck) const {
+                              const std::optional<Deadlines::Stuck>& stuck) const {
   const std::string hint =
       stuck ? stuck->text : "look for a rank that did not call it, or raise timeout=";
   return withContext(

@@ -161,7 +161,7 @@ class StreamEngine final : public WorldPart {
   std::vector<int> awaitedBy(const StreamWork& work) const;
   void tellMoves();
   Error timeoutOf(const StreamWork& work, double seconds,
-                  const std::optional<World::Stuck>& stuck) const;
+                  const std::optional<Deadlines::Stuck>& stuck) const;
 
   // stream_waits.cpp
   class HostWait;

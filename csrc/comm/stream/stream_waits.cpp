@@ -35,7 +35,7 @@ class StreamEngine::HostWait {
   HostWait(const HostWait&) = delete;
   HostWait& operator=(const HostWait&) = delete;
 
-  const std::optional<World::Stuck>& stuck() const { return stuck_; }
+  const std::optional<Deadlines::Stuck>& stuck() const { return stuck_; }
   double seconds() const { return secondsBetween(start_, Clock::now()); }
   // Seconds until the deadline, which the moves of the awaited ranks put off.
   double left() {
@@ -43,7 +43,7 @@ class StreamEngine::HostWait {
     if (!by_liveness_) return 0;
     const std::lock_guard lock(engine_.mutex_);
     if (engine_.world_ == nullptr) return 0;
-    World::Allowed allowed = engine_.world_->allowed(engine_.awaitedBy(work_), start_);
+    Deadlines::Allowed allowed = engine_.world_->allowed(engine_.awaitedBy(work_), start_);
     limit_s_ = std::max(limit_s_, secondsBetween(start_, allowed.until));
     stuck_ = std::move(allowed.stuck);
     return std::max(0.0, limit_s_ - this->seconds());
@@ -56,7 +56,7 @@ class StreamEngine::HostWait {
   const bool by_liveness_;
   bool told_ = false;
   double limit_s_ = 0;
-  std::optional<World::Stuck> stuck_;  // when left() last looked
+  std::optional<Deadlines::Stuck> stuck_;  // when left() last looked
 };
 
 void StreamEngine::waitOn(StreamWork& work, Stream stream) {
