@@ -17,6 +17,7 @@ from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from tests.harness.noted import NotedComm
 from tests.ranks.parallel.pipelines import COST, SEED
 
 BATCHES = ((50, 3, 17, 30), (8, 2, 33, 12, 5), (60,), (9, 9, 9, 9, 9, 9))
@@ -229,15 +230,6 @@ def test_a_state_without_a_parameter_is_refused():
     assert any("no optimizer state for norm.weight; give that of a trainer of the same model" in each for each in told)
 
 
-class _NotedWork:
-    def __init__(self, work, events, event):
-        self._work, self._events, self._event = work, events, event
-
-    def wait(self):
-        self._events.append(self._event)
-        self._work.wait()
-
-
 def test_sums_of_tensor_ranks_start_while_later_buckets_are_reduced():
     """Norms of tensor ranks are in buckets of their own: each sum starts before the next bucket is waited for."""
     of_ranks = {}
@@ -248,22 +240,11 @@ def test_sums_of_tensor_ranks_start_while_later_buckets_are_reduced():
             gradients = trainer.gradients
             events = of_ranks.setdefault(comm.rank, [])
 
-            class Noted:
-                def __init__(self, comm):
-                    self._comm = comm
-
-                def all_reduce(self, *args, **options):
-                    events.append("sum")
-                    return self._comm.all_reduce(*args, **options)
-
-            def start(place, own=gradients._start):
-                own(place)
-                gradients._works[place] = _NotedWork(gradients._works[place], events, place)
-
-            for bucket in gradients.buckets:
-                if bucket.holders.alike is not None:
-                    bucket.holders = replace(bucket.holders, alike=Noted(bucket.holders.alike))
-            gradients._start = start
+            for place, bucket in enumerate(gradients.buckets):
+                held = bucket.holders
+                alike = None if held.alike is None else NotedComm(held.alike, events, started="sum")
+                replicas = NotedComm(held.replicas, events, awaited=place)
+                bucket.holders = replace(held, replicas=replicas, alike=alike)
             trainer.step(BATCHES[0], fetch(0, DENSE))
             return len(gradients.buckets), [1 if bucket.holders.alike else 2 for bucket in gradients.buckets]
 

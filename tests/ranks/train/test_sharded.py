@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer, summed_loss
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.masters import Masters
+from tests.harness.noted import NotedComm
 
 CONFIG = LlamaConfig(vocabulary=31, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
@@ -145,15 +147,14 @@ def test_what_a_rank_keeps(dtype, zero, ranks):
     assert once < states <= once + 4 * ranks * len(gradients.parameters)  # and the counts of steps
 
 
-class Recorded:
-    """Notes when reductions start, among what the backward pass computes."""
-
-    def __init__(self, trainer):
-        self.events = []
-        start = trainer.gradients._start
-        trainer.gradients._start = lambda place: (self.events.append(f"bucket {place}"), start(place))
-        embedding = trainer.model.embedding.weight
-        embedding.register_hook(lambda _: self.events.append("embedding"))
+def noted_events(trainer):
+    """When reductions start, among what the backward pass computes."""
+    events = []
+    for place, bucket in enumerate(trainer.gradients.buckets):
+        comm = NotedComm(bucket.holders.replicas, events, started=f"bucket {place}")
+        bucket.holders = replace(bucket.holders, replicas=comm)
+    trainer.model.embedding.weight.register_hook(lambda _: events.append("embedding"))
+    return events
 
 
 def test_reductions_start_while_the_last_backward_runs():
@@ -163,9 +164,9 @@ def test_reductions_start_while_the_last_backward_runs():
     def main(lengths, capacity):
         trainer = trainer_of(hdp.init(), zero=1, capacity=capacity, policy="naive", bucket_bytes=2000)
         trainer.step(lengths, lambda i: torch.arange(lengths[i]) % 31)  # counts how often a pass reaches a parameter
-        recorded = Recorded(trainer)
+        events = noted_events(trainer)
         trainer.step(lengths, lambda i: torch.arange(lengths[i]) % 31)
-        return recorded.events, len(trainer.gradients.buckets)
+        return events, len(trainer.gradients.buckets)
 
     for events, buckets in run_threads(main, 2, [9, 9], 20, timeout=60.0):
         assert [e for e in events if e != "embedding"] == [f"bucket {i}" for i in range(buckets)]

@@ -1,0 +1,1 @@
+"""What tests of several folders share: oracles, small models, programs of ranks, and things that note their use."""
