@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -229,14 +229,25 @@ class CheckpointFolder:
             os.close(descriptor)
 
 
-def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_checkpoint(
+    folder: Path, *, before: int | None = None, check: Callable[[Checkpoint], None] | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest sound checkpoint of a folder, and what is wrong with each newer one. Only reads: the folder may belong
     to a run that is still going on. Local.
+
+    Args:
+        before: only those of fewer steps.
+        check: raises InvalidUsage for one that is not to be taken.
     """
     damaged: list[str] = []
     for step in _steps_in(folder):
+        if before is not None and step >= before:
+            continue
         try:
-            return open_checkpoint(folder / f"step-{step}"), damaged
+            found = open_checkpoint(folder / f"step-{step}")
+            if check is not None:
+                check(found)
+            return found, damaged
         except InvalidUsage as error:
             damaged.append(str(error))
     return None, damaged
@@ -270,6 +281,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise InvalidUsage(
             f"{path}: damaged ({_META} does not have the checksum that it names); use another checkpoint"
         )
+    step, named = facts["step"], _NAME.fullmatch(path.name)
+    if step < 0 or (named and int(named[1]) != step):
+        raise InvalidUsage(f"{path}: damaged ({_META} is of step {step}); use another checkpoint")
     for name, expected in facts["files"].items():
         file = path / Path(name).name
         try:
@@ -282,7 +296,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 f"{path}: damaged ({name} has {found[0]} bytes with checksum {found[1]:#x}, expected {expected}); use "
                 "another checkpoint"
             )
-    return Checkpoint(path, facts["step"], facts)
+    return Checkpoint(path, step, facts)
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:

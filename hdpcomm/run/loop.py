@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from torch import nn
 
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus, DocumentStream
-from hdpcomm.data.agree import from_rank
+from hdpcomm.data.agree import from_rank, raise_together
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
@@ -86,9 +87,44 @@ def train(
         check_limits(held_out, config, ranks=comm.size)
     with ExitStack() as stack:
         stopping = stack.enter_context(StopRequest()) if saving is not None else None
-        run = _Run(comm, corpus, config, saving, held_out, watching or Watching(), loading or Loading(), stack)
+        options = saving, held_out, watching or Watching(), loading or Loading()
+        run = _begun(comm, corpus, config, *options, stack)
         run.advance(stopping)
         return run.result()
+
+
+def _begun(
+    comm: Communicator,
+    corpus: Corpus | DocumentStream,
+    config: RunConfig,
+    saving: Saving | None,
+    held_out: Corpus | None,
+    watching: Watching,
+    loading: Loading,
+    stack: ExitStack,
+) -> _Run:
+    """A run with the state of the newest checkpoint that fits, which shows when models and optimizers are there."""
+    before: int | None = None
+    refused: list[str] = []
+    while True:
+        found = None if saving is None else agreed_checkpoint(comm, saving.folder, saving.resume, before=before)
+        if refused and found is None:
+            raise InvalidUsage(refused[0])
+        if found is not None:
+            check_same_run(found, corpus, config)
+        with ExitStack() as attempt:
+            run = _Run(comm, corpus, config, saving, found, held_out, watching, loading, attempt)
+            try:
+                run.load()
+            except InvalidUsage as error:
+                assert found is not None
+                before = found.step
+                refused.append(error.args[0])
+                if comm.rank == 0:
+                    print(f"hdpcomm: warning: {error}", file=sys.stderr)
+            else:
+                stack.push(attempt.pop_all())
+                return run
 
 
 class _Run:
@@ -100,6 +136,7 @@ class _Run:
         corpus: Corpus | DocumentStream,
         config: RunConfig,
         saving: Saving | None,
+        found: Checkpoint | None,
         held_out: Corpus | None,
         watching: Watching,
         loading: Loading,
@@ -108,9 +145,7 @@ class _Run:
         self.comm, self.corpus, self.config = comm, corpus, config
         self.saving, self.held_out, self.watching = saving, held_out, watching
         self.folder = None if saving is None else _checkpoint_folder(comm, saving, config, stack)
-        found = None if saving is None else agreed_checkpoint(comm, saving.folder, saving.resume)
-        if found is not None:
-            check_same_run(found, corpus, config)
+        self.found = found
         self.first_step = self.done = 0 if found is None else found.step
         if self.first_step > config.steps:
             raise InvalidUsage(
@@ -142,8 +177,19 @@ class _Run:
         self.spec = model_spec(config.model)
         self.stalled = dict.fromkeys(planners, 0.0)
         self.learning = self._learning(found) if config.learn_costs else {}
-        if found is not None:
-            self._load(found)
+
+    def load(self) -> None:
+        """Reads the checkpoint to go on from, if there is one. Raises: InvalidUsage, on all ranks: it does not fit."""
+        if self.found is None:
+            return
+        error: InvalidUsage | None = None
+        try:
+            state = self._read(self.found)
+        except InvalidUsage as failure:
+            error = failure
+        raise_together(self.comm, error, order=self.comm.rank)
+        for policy, trainer in self.trainers.items():
+            trainer.load_state_dict(state["policies"][policy])
 
     def _batches(self, loading: Loading, found: Checkpoint | None) -> Batches:
         corpus, config = self.corpus, self.config
@@ -292,16 +338,21 @@ class _Run:
         with self.comm.busy("saves a checkpoint"):
             self.folder.save(self.done, {"policies": state, "generators": generators}, facts)
 
-    def _load(self, found: Checkpoint) -> None:
+    def _read(self, found: Checkpoint) -> dict[str, Any]:
+        """The checkpoint's state, the generator of random numbers set."""
         same_ranks = found.facts["ranks"] == self.comm.size
         state: dict[str, Any] = {"policies": self._state()}
         if same_ranks:
             state["generators"] = gather_generators(self.comm)
         found.load_into(state)
-        for policy, trainer in self.trainers.items():
-            trainer.load_state_dict(state["policies"][policy])
         if same_ranks:
-            torch.set_rng_state(state["generators"][self.comm.rank].clone())  # torch wants one that starts its memory
+            try:
+                torch.set_rng_state(
+                    state["generators"][self.comm.rank].clone()
+                )  # torch wants one that starts its memory
+            except RuntimeError as error:
+                raise InvalidUsage(f"{found.path}: damaged (generators: {error}); use another checkpoint") from None
+        return state
 
     def result(self) -> RunResult:
         trainer = self.trainers[self.config.policies[0]]

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import on_rank_0
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import CostModel, MemoryModel
 from hdpcomm.run.checkpoints import Checkpoint, newest_checkpoint, open_checkpoint
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import model_facts
@@ -23,27 +25,33 @@ if TYPE_CHECKING:
 
 __all__ = ["agreed_checkpoint", "check_same_run", "config_facts", "data_facts", "gather_generators"]
 
+_SAME = ("model", "policies", "tokens_per_step", "seed", "offload", "dtype")
+"""What a run that goes on must be told as it was."""
 
-def agreed_checkpoint(comm: Communicator, folder: Path, resume: str | None) -> Checkpoint | None:
+
+def agreed_checkpoint(
+    comm: Communicator, folder: Path, resume: str | None, *, before: int | None = None
+) -> Checkpoint | None:
     """The checkpoint to go on from: rank 0 looks and checks it, all read the same one. Collective.
 
     Args:
         folder: of the run's own checkpoints.
         resume: ``None``: none; ``"auto"``: the newest sound one of ``folder``; else a path.
+        before: only one of fewer steps, as the newer ones do not fit; ``None`` if there is none.
 
     Raises: InvalidUsage, on all ranks: there is none at this path, or no sound one.
     """
     if resume is None:
         return None
-    found = on_rank_0(comm, lambda: _find(folder, resume))
+    found = on_rank_0(comm, lambda: _find(folder, resume, before))
     return open_checkpoint(Path(found)) if found else None
 
 
-def _find(folder: Path, resume: str) -> str:
+def _find(folder: Path, resume: str, before: int | None) -> str:
     if resume == "auto":
-        found, damaged = newest_checkpoint(folder)
+        found, damaged = newest_checkpoint(folder, before=before, check=_check_facts)
         _warn(damaged)
-        if found is None and damaged:
+        if found is None and damaged and before is None:
             raise InvalidUsage(
                 f"{folder}: no checkpoint there is whole; give another one by --resume PATH, or start anew with "
                 "another --out"
@@ -52,11 +60,40 @@ def _find(folder: Path, resume: str) -> str:
     path = Path(resume)
     for candidate in (path, path / "checkpoints"):
         if candidate.is_dir() and any(candidate.glob("step-*")):
-            newest, damaged = newest_checkpoint(candidate)
+            newest, damaged = newest_checkpoint(candidate, before=before, check=_check_facts)
             _warn(damaged)
             if newest is not None:
                 return str(newest.path.resolve())
-    return str(open_checkpoint(path).path.resolve())
+    if before is not None:
+        return ""
+    single = open_checkpoint(path)
+    _check_facts(single)
+    return str(single.path.resolve())
+
+
+def _check_facts(found: Checkpoint) -> None:
+    """That what a run reads from ``meta.json`` is what a run writes there. Raises: InvalidUsage."""
+    facts = found.facts
+    if not set(_SAME) <= set(_saved_config(found)):
+        raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
+    ranks, learned = facts.get("ranks"), facts.get("learned") or {}
+    name = "ranks"
+    try:
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"{ranks!a:.40} is no number of ranks")
+        name = "cost_model"
+        CostModel(**facts.get(name, {}))
+        for name in ("memory_model", "processor_model"):
+            if facts.get(name):
+                (MemoryModel if name == "memory_model" else CostModel)(**facts[name])
+        for name in ("nics", "uplinks"):
+            if (shared := facts.get(name)) is not None:
+                check_whole("a run", name, shared, least=1)
+        name = "learned"
+        if not all(isinstance(each, Mapping) for each in (learned, *learned.values())):
+            raise TypeError(f"{learned!a:.40}")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidUsage(f"{found.path}: damaged (meta.json: {name}: {error}); use another checkpoint") from None
 
 
 def _warn(damaged: list[str]) -> None:
@@ -64,16 +101,22 @@ def _warn(damaged: list[str]) -> None:
         print(f"hdpcomm: warning: {text}", file=sys.stderr)
 
 
+def _saved_config(found: Checkpoint) -> Mapping[str, Any]:
+    """The configuration that a checkpoint notes; empty if it notes none."""
+    config = found.facts.get("config")
+    if not isinstance(config, Mapping):
+        return {}
+    return {"offload": config["offload_bytes"], **config} if "offload_bytes" in config else config  # its old name
+
+
 def check_same_run(found: Checkpoint, corpus: Corpus | DocumentStream, config: RunConfig) -> None:
     """What must be as it was, so that the checkpoint's step means the same batches and the same model.
 
     Raises: InvalidUsage with what was saved and what is wanted.
     """
-    then, now = found.facts.get("config"), config_facts(config)
-    if not isinstance(then, Mapping) or "cost_model" not in found.facts:
-        raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
-    for name in ("model", "policies", "tokens_per_step", "seed", "offload", "dtype"):
-        was, wanted = then.get(name, then.get(f"{name}_bytes")), now[name]  # the name that checkpoints had before
+    then, now = _saved_config(found), config_facts(config)
+    for name in _SAME:
+        was, wanted = then.get(name), now[name]
         if was != wanted:
             raise InvalidUsage(
                 f"{found.path} was saved with {name}={was}, and this run has {wanted}; give the same, or start anew "

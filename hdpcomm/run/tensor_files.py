@@ -88,7 +88,39 @@ def _check_whole(metadata: Metadata) -> None:
         if isinstance(told, TensorStorageMetadata):
             found = sum(math.prod(chunk.sizes) for chunk in told.chunks)
             if found != math.prod(told.size):
-                raise Error(f"the ranks wrote {found} of the {math.prod(told.size)} elements of {name}")
+                raise Error(f"the checkpoint has {found} of the {math.prod(told.size)} elements of {name}")
+
+
+def _check_kinds(state: Mapping[str, Any], metadata: Metadata) -> None:
+    """What torch does not check: that tensors are read where tensors are, of the same type and whole. torch converts
+    one of another type, and leaves what no chunk covers as it was, both in silence.
+
+    Raises: ValueError, Error.
+    """
+    for name, own in state.items():
+        told = metadata.state_dict_metadata.get(name)
+        if told is None:
+            continue  # which torch tells
+        is_tensor = isinstance(own, (Tensor, TensorPart))
+        if is_tensor != isinstance(told, TensorStorageMetadata):
+            raise ValueError(f"{name} is {'no' if is_tensor else 'a'} tensor in the checkpoint")
+        if isinstance(told, TensorStorageMetadata):
+            boxes = [box for _, box in own.boxes] if isinstance(own, TensorPart) else [own]
+            if any(box.dtype != told.properties.dtype for box in boxes):
+                raise ValueError(f"{name} is {told.properties.dtype} in the checkpoint and {boxes[0].dtype} here")
+    wanted = {name: told for name, told in metadata.state_dict_metadata.items() if name in state}
+    _check_whole(replace(metadata, state_dict_metadata=wanted))
+
+
+def _alike(found: Any, own: Any) -> bool:
+    """Whether a value may take the place of another one, as options of an optimizer do."""
+    if own is None or found is None:
+        return found is None or isinstance(found, (bool, int, float))
+    if isinstance(own, (list, tuple)) and own and not isinstance(own[0], str):
+        return type(found) is type(own) and len(found) == len(own) and all(map(_alike, found, own))
+    if isinstance(own, (int, float)) and not isinstance(own, bool):
+        return isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found)
+    return type(found) is type(own)
 
 
 _TORCH_METADATA = "torch.distributed.checkpoint.metadata"
@@ -162,11 +194,15 @@ class _LoadPlanner(DefaultLoadPlanner):
         # As torch's, but for its look at what is on the meta device, which replaces objects that it does not know.
         self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
         self.state_dict, self.mappings = _nested_dict.flatten_state_dict(state_dict)
+        if metadata is not None:
+            _check_kinds(self.state_dict, metadata)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # As torch's, which unpickles with any globals.
-        found = torch.load(value, weights_only=True)
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+        found, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
+        if not _alike(found, self.state_dict[name]):
+            raise ValueError(f"{name} is {found!a:.100} where {self.state_dict[name]!a:.100} is")
+        set_element(self.original_state_dict, self.mappings[name], found)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = _part(self.state_dict, index)

@@ -1,4 +1,5 @@
-"""Checkpoints that somebody else has changed or made: none runs code, waits for ever, or is read with another meaning.
+"""Checkpoints that somebody else has changed or made: none runs code, waits for ever, or is read with another meaning,
+and a run goes on from the one before.
 
 ``HDPCOMM_CHECKPOINT_CASES``: how many changed ones.
 """
@@ -10,17 +11,26 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+import hdpcomm as hdp
+from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import LlamaConfig
+from hdpcomm.run import RunConfig, RunResult, Saving, train
 from hdpcomm.run.checkpoints import CheckpointFolder, newest_checkpoint, open_checkpoint
+from hdpcomm.run.tensor_files import read_tensors, write_tensors
+from hdpcomm.testing import run_threads
 from tests.signing import sign
 
 CASES = int(os.environ.get("HDPCOMM_CHECKPOINT_CASES", "150"))
@@ -122,6 +132,48 @@ def other_shape(step: Path, draw: random.Random, _: Path) -> None:
     sign(step)
 
 
+def other_type(step: Path, draw: random.Random, _: Path) -> None:
+    """The same name with elements of another type, or no tensor, or a tensor where there was none; rightly written."""
+    kind = draw.choice([torch.int8, torch.bfloat16, torch.float64, str, list])
+    into = state(-1.0)
+    read_tensors(step, into)
+    if isinstance(kind, torch.dtype):
+        into["w"] = into["w"].to(kind)
+    elif kind is str:
+        into["w"] = "no tensor"
+    else:
+        into["groups"][0]["lr"] = draw.choice([torch.tensor(2.0), "2.0", [2.0], True, float("nan")])
+    rewritten(step, into)
+
+
+def missing_chunk(step: Path, draw: random.Random, _: Path) -> None:
+    """Tensors of which nothing, or only some rows, are there."""
+    metadata: Metadata = pickle.loads((step / ".metadata").read_bytes())
+    tensor = metadata.state_dict_metadata["w"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    whole = tensor.chunks.pop()
+    if rows := draw.randrange(3):
+        tensor.chunks.append(replace(whole, sizes=torch.Size((rows, 5))))
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(step)
+
+
+def other_step(step: Path, draw: random.Random, _: Path) -> None:
+    facts = json.loads((step / "meta.json").read_text())
+    (step / "meta.json").write_text(json.dumps(facts | {"step": draw.choice([-3, 0, 1, 3, 10**30])}))
+    sign(step)
+
+
+def rewritten(step: Path, content: Mapping[str, Any]) -> None:
+    """Writes a step's tensors anew."""
+    facts = json.loads((step / "meta.json").read_text())
+    shutil.rmtree(step)
+    write_tensors(step, dict(content))
+    facts["files"] = dict.fromkeys((path.name for path in step.iterdir()), None)
+    (step / "meta.json").write_text(json.dumps(facts))
+    sign(step)
+
+
 def outside_file(step: Path, draw: random.Random, _: Path) -> None:
     metadata: Metadata = pickle.loads((step / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
@@ -139,7 +191,7 @@ def older_format(step: Path, draw: random.Random, marker: Path) -> None:
 
 CHANGES: tuple[Callable[[Path, random.Random, Path], None], ...] = (
     *(flip, flip_meta, cut, swap, pipe, link_to_device, planted_metadata, planted_object, other_shape, outside_file),
-    older_format,
+    *(older_format, other_type, missing_chunk, other_step),
 )
 
 
@@ -195,3 +247,98 @@ def test_no_bit_of_meta_json_can_be_turned_without_notice(sound: Path, tmp_path:
             except InvalidUsage:
                 refused += 1
     assert refused > 6 * len(data)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def trained(data: Path, out: Path, steps: int, resume: str | None = None) -> RunResult:
+    """One rank of a run that is saved after each step."""
+    model = LlamaConfig(layers=1, hidden=8, heads=1, kv_heads=1, ffn=8)
+    config = RunConfig(model=model, steps=steps, capacity=64, tokens_per_step=128)
+    saving = Saving(out / "checkpoints", every=1, resume=resume)
+    with hdp.init() as comm:
+        return train(comm, open_corpus([data], context=64), config, saving=saving)
+
+
+@pytest.fixture(scope="module")
+def run_of_two_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A folder with a run, and the loss of its second step."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "a.txt").write_text("some text " * 40)
+    result = run_threads(trained, 2, folder / "a.txt", folder / "run", 2, timeout=100.0)[0]
+    return folder, result.steps["balanced"][1].loss
+
+
+def with_facts(**changed: Any) -> Callable[[Path, dict[str, Any]], None]:
+    def change(step: Path, _: dict[str, Any]) -> None:
+        facts = json.loads((step / "meta.json").read_text())
+        (step / "meta.json").write_text(json.dumps(facts | changed))
+        sign(step)
+
+    return change
+
+
+def with_weight(change: Callable[[torch.Tensor], Any]) -> Callable[[Path, dict[str, Any]], None]:
+    def make(step: Path, content: dict[str, Any]) -> None:
+        weights = content["policies"]["balanced"]["model"]
+        weights["head.weight"] = change(weights["head.weight"])
+        rewritten(step, content)
+
+    return make
+
+
+def with_group(**changed: Any) -> Callable[[Path, dict[str, Any]], None]:
+    def make(step: Path, content: dict[str, Any]) -> None:
+        content["policies"]["balanced"]["optimizer"]["param_groups"][0].update(changed)
+        rewritten(step, content)
+
+    return make
+
+
+def with_generators(step: Path, content: dict[str, Any]) -> None:
+    content["generators"] = torch.zeros_like(content["generators"])
+    rewritten(step, content)
+
+
+UNFIT: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
+    "another shape": (with_weight(lambda _: torch.zeros(3, 4)), r"step-2: does not fit this run \(Size mismatch"),
+    "transposed": (
+        with_weight(lambda weight: weight.t().contiguous()),
+        r"step-2: does not fit this run \(Size mismatch",
+    ),
+    "another type": (
+        with_weight(lambda weight: weight.double()),
+        "head.weight is torch.float64 in the checkpoint and torch",
+    ),
+    "no tensor": (with_weight(lambda _: "x"), "head.weight is no tensor in the checkpoint"),
+    "betas": (with_group(betas=(0.9,)), r"betas is \(0.9,\) where \(0.9, 0.95\) is"),
+    "generators": (with_generators, r"step-2: damaged \(generators: Invalid mt19937 state"),
+    "ranks": (with_facts(ranks="two"), r"step-2: damaged \(meta.json: ranks: 'two' is no number of ranks"),
+    "costs": (with_facts(cost_model=[1]), r"step-2: damaged \(meta.json: cost_model: "),
+    "memory": (with_facts(memory_model={"capacity": 0}), r"step-2: damaged \(meta.json: memory_model: "),
+    "interfaces": (with_facts(nics="x"), r"step-2: damaged \(meta.json: nics: "),
+    "learned": (with_facts(learned=[1]), r"step-2: damaged \(meta.json: learned: "),
+    "options": (with_facts(config={}), "step-2: holds no run of hdpcomm train"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_run_goes_on_from_the_older_checkpoint(
+    case: str, run_of_two_steps: tuple[Path, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change, told = UNFIT[case]
+    folder, loss = run_of_two_steps
+    shutil.copytree(folder / "run", tmp_path / "run")
+    step = tmp_path / "run/checkpoints/step-2"
+    dcp_to_torch_save(step, tmp_path / "content.pt")
+    change(step, torch.load(tmp_path / "content.pt", weights_only=False))
+    result = run_threads(trained, 2, folder / "a.txt", tmp_path / "run", 3, "auto", timeout=100.0)[0]
+    assert re.search(f"hdpcomm: warning: .*{told}", capfd.readouterr().err)
+    assert result.first_step == 1
+    assert [metrics.step for metrics in result.steps["balanced"]] == [1, 2]
+    assert result.steps["balanced"][0].loss == pytest.approx(loss, rel=1e-6)
+    assert open_checkpoint(step).step == 2  # written anew
+    change(step, torch.load(tmp_path / "content.pt", weights_only=False))
+    with pytest.raises(InvalidUsage, match=told):  # asked for by its name, it is not passed
+        run_threads(trained, 2, folder / "a.txt", tmp_path / "run", 3, str(step), timeout=100.0)

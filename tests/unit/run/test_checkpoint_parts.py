@@ -161,7 +161,7 @@ def test_the_first_writer_waits_for_a_slow_one(tmp_path: Path) -> None:
 def test_a_tensor_that_would_not_be_whole_is_an_error(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a", {"x": TensorPart.of_range((2, 3), 0, torch.zeros(2))})
     write_tensors(tmp_path / "b", {"x": TensorPart.of_range((2, 3), 3, torch.zeros(3))}, rank=1)
-    with pytest.raises(Error, match="the ranks wrote 5 of the 6 elements of x"):
+    with pytest.raises(Error, match="the checkpoint has 5 of the 6 elements of x"):
         join_files(tmp_path / "a", [tmp_path / "b"])
 
 
