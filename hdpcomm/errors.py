@@ -7,6 +7,7 @@ it concerns), ``op``, ``ranks`` (of the communicator) and ``seq`` (the operation
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "InvalidUsage",
     "Mismatch",
     "PeerLost",
+    "first_line",
     "on_failure",
+    "out_of_memory",
     "plain_text",
 ]
 
@@ -32,6 +35,22 @@ def plain_text(text: str | bytes) -> str:
     What other processes wrote is passed through it; every :class:`Error` does that with its message.
     """
     return (text if isinstance(text, str) else text.decode("utf-8", "replace")).translate(_PLAIN)
+
+
+def first_line(error: BaseException) -> str:
+    """What the error says first, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left: of Python, the system, or torch's allocator of any device."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
 
 
 class Error(Exception):

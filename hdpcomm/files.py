@@ -9,7 +9,22 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["open_regular", "write_whole"]
+from hdpcomm.errors import Error, InvalidUsage
+
+__all__ = ["NOT_WRITABLE", "NO_ROOM", "file_error", "open_regular", "write_whole"]
+
+#: Numbers of system errors that tell what a file lies on, not what is wrong with it.
+NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+NOT_WRITABLE = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
+
+
+def file_error(error: OSError, what: str = "a file") -> Error:
+    """The error of the system as one of ours, with the file's name, or ``what``, and what to do: InvalidUsage unless
+    there is no room left."""
+    told = f"{error.filename or what}: {error.strerror or error}"
+    if error.errno in NO_ROOM:
+        return Error(f"{told}; make room there or give another place")
+    return InvalidUsage(f"{told}; give a place that this user may use" if error.errno in NOT_WRITABLE else told)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -23,7 +38,14 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
-    """Writes a file so that a reader sees either the old one or the complete new one. Raises: OSError."""
+    """Writes a file so that a reader sees either the old one or the complete new one. Raises: OSError that names it."""
+    try:
+        _write_whole(path, parts)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+def _write_whole(path: Path, parts: tuple[bytes | memoryview, ...]) -> None:
     if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
         with path.open("wb") as file:
             file.writelines(parts)

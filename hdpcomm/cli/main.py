@@ -16,7 +16,18 @@ from typing import Any, NoReturn
 import shtab
 
 from hdpcomm import __version__
-from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, PeerLost
+from hdpcomm.errors import (
+    Aborted,
+    CommTimeout,
+    DeviceError,
+    Error,
+    InvalidUsage,
+    Mismatch,
+    PeerLost,
+    first_line,
+    out_of_memory,
+)
+from hdpcomm.files import NO_ROOM, NOT_WRITABLE, file_error
 
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
@@ -133,9 +144,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _debug():
             traceback.print_exc()
-        message = f"{error}" if isinstance(error, Error) else f"internal error: {type(error).__name__}: {error}"
-        print(f"hdpcomm: error: {message}", file=sys.stderr)
+        print(f"hdpcomm: error: {_message(error)}", file=sys.stderr)
         return exit_code(error)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, Error):
+        return f"{error}"
+    if out_of_memory(error):
+        return f"this machine's memory is used up ({first_line(error)})"
+    if isinstance(error, OSError) and error.errno in NO_ROOM | NOT_WRITABLE:
+        return str(file_error(error))
+    return f"internal error: {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

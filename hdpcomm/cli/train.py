@@ -22,7 +22,8 @@ from hdpcomm.cli.train_options import (
     changed_options,
     dump_options,
 )
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage, first_line, out_of_memory
+from hdpcomm.files import write_whole
 from hdpcomm.options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -207,8 +208,23 @@ def run_rank(job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
     """Runs one rank of the job; rank 0 shows the progress on stderr and writes the files. Collective over the world."""
     from hdpcomm.comm import init
 
-    with init(transport=job.options.transport) as comm:
+    with init(transport=job.options.transport) as comm, _told_of_memory(comm):
         return _run_elastic(comm, job) if job.shrinks else _run(comm, job)
+
+
+@contextmanager
+def _told_of_memory(comm: Communicator) -> Iterator[None]:
+    """A rank that finds no memory ends with a sentence that says whose memory it was, and what takes less."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise Error(
+            f"rank {comm.rank} is out of memory ({first_line(error)}); give a smaller --capacity or more --ranks, "
+            "--recompute full, --zero 1 or --offload, or a smaller model",
+            rank=comm.rank,
+        ) from error
 
 
 def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
@@ -317,7 +333,7 @@ def _plain(options: TrainOptions) -> dict[str, object]:
 
 def save_config(out: Path, options: TrainOptions) -> None:
     """``config.yaml`` of a run: its options as resolved, as ``--config`` takes them."""
-    (out / "config.yaml").write_text(dump_options(options))
+    write_whole(out / "config.yaml", dump_options(options).encode())
 
 
 def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSummary]:

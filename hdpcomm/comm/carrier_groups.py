@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from hdpcomm.comm.addresses import allow_sockets, own_address
 from hdpcomm.comm.forks import closed_in_children
-from hdpcomm.comm.group_carrier import first_line
-from hdpcomm.errors import CommTimeout, Error
+from hdpcomm.errors import CommTimeout, Error, first_line
 
 __all__ = ["make_groups", "torch_runs_on_fabric"]
 

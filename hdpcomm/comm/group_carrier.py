@@ -28,9 +28,9 @@ import torch
 
 from hdpcomm._core import transport
 from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, Secret
-from hdpcomm.errors import Error
+from hdpcomm.errors import Error, first_line
 
-__all__ = ["GroupCarrier", "first_line"]
+__all__ = ["GroupCarrier"]
 
 _DEPTH = 8  # frames of a direction under way; receives of heads are posted ahead, so that one needs no round trip
 _BULKS = 2  # frames of a direction whose bulk the group has to send
@@ -237,9 +237,3 @@ def _tensor(view: memoryview) -> torch.Tensor:
 def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait(_FOREVER)
-
-
-def first_line(error: BaseException) -> str:
-    """What the error says first, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hdpcomm import _core
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.store_server import JobStoreServer
-from hdpcomm.comm.store_wire import DIED_KEY, REFUSED_KEY
+from hdpcomm.comm.store_wire import CAME_KEY, DIED_KEY, REFUSED_KEY
 from hdpcomm.errors import CommTimeout, Error, PeerLost, plain_text
 
 __all__ = ["Joining", "wait_for_all"]
@@ -22,6 +22,7 @@ __all__ = ["Joining", "wait_for_all"]
 _TOLD_S = 2.0  # for the others to read why the rank that serves the store gives up
 _CHECK_S = 0.1  # between checks whether all who are awaited can still come
 _LATE_S = 0.5  # for a death to be known, and for what succeeds in spite of one that is
+_LISTED = 32  # names in a message
 _HINT = ": look for its error"
 T = TypeVar("T")
 
@@ -217,23 +218,32 @@ def wait_for_all(
                     break
                 time.sleep(min(0.1, 1e-3 + (now - started) / 10))
         absent = [key.rsplit("/", 1)[1] for key in keys if not store.check([key])]
-        strangers = _strangers(store) if absent else ""
+        known = _what_the_store_knows(store, absent) if absent else ""
     except RuntimeError as error:
         raise Error(f"rank {rank} lost the job's store in init(): {error}; did rank 0 end?", rank=rank) from error
     if absent:
         raise CommTimeout(
-            f"rank {rank} waited {seconds} s in init() for: {', '.join(absent)} (ranks that did not come, or rank 0's "
-            f"segment){strangers}; look for their errors, or raise timeout=",
+            f"rank {rank} waited {seconds} s in init() for: {_listed(absent)} (ranks that did not come, or rank 0's "
+            f"segment){known}; look for their errors, or raise timeout=",
             rank=rank,
             op="init",
         )
 
 
-def _strangers(store: Any) -> str:
-    """Says that the store has turned away connections, which may be those of the ranks that did not come."""
-    if not isinstance(store, JobStore) or not store.check([REFUSED_KEY]):
+def _what_the_store_knows(store: Any, absent: Sequence[str]) -> str:
+    """Which ranks have never reached the store, and that it has turned away connections, which may be theirs."""
+    if not isinstance(store, JobStore):
         return ""
-    return (
-        f"; {plain_text(store.get(REFUSED_KEY))} connections to the job's store did not know its secret: is "
-        "HDPCOMM_SECRET or HDPCOMM_SECRET_FILE the same on all ranks?"
-    )
+    never = [rank for rank in absent if rank.isdigit() and not store.check([f"{CAME_KEY}/{rank}"])]
+    told = f"; never at the job's store: {_listed(never)} (not started, or ended before)" if never else ""
+    if store.check([REFUSED_KEY]):
+        told += (
+            f"; {plain_text(store.get(REFUSED_KEY))} connections to the job's store did not know its secret: is "
+            "HDPCOMM_SECRET or HDPCOMM_SECRET_FILE the same on all ranks?"
+        )
+    return told
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -199,7 +199,9 @@ class RankPool:
         except (EOFError, OSError):
             end = self._end_of(rank)
             self._store.report_death(rank, f"ended {end}")
-            deaths[rank] = (PeerLost(f"rank {rank} ended {end} in the middle of its run", peer=rank), "")
+            killed = " (which the system sends where memory is short, too)" if end.endswith("SIGKILL") else ""
+            text = f"rank {rank} ended {end} in the middle of its run{killed}"
+            deaths[rank] = (PeerLost(text, peer=rank), "")
             return
         try:
             ok, payload, trace = pickle.loads(answer)

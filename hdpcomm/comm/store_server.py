@@ -18,6 +18,7 @@ from typing import Any
 from hdpcomm.comm.secret import NONCE_BYTES, Secret
 from hdpcomm.comm.store_wire import (
     ANSWER_BYTES,
+    CAME_KEY,
     DIED_KEY,
     MAGIC,
     MOST_BYTES,
@@ -321,6 +322,7 @@ class JobStoreServer:
             return [str(len(data)).encode()]
         elif call == "hello":
             client.rank = int(given[0])
+            data[f"{CAME_KEY}/{client.rank}".encode()] = b"1"
             self._gone.discard(client.rank)
             if self._died.pop(client.rank, None) is not None:  # its successor
                 self._note_deaths()

@@ -25,6 +25,7 @@ from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, Secret
 
 __all__ = [
     "ANSWER_BYTES",
+    "CAME_KEY",
     "DIED_KEY",
     "MAGIC",
     "MOST_BYTES",
@@ -43,6 +44,8 @@ __all__ = [
 
 #: Ranks whose connection ended without a goodbye, as a JSON object of rank and what is known of it.
 DIED_KEY = "hdpcomm/died"
+#: Begins the key of each rank that has ever connected.
+CAME_KEY = "hdpcomm/came"
 #: How many connections have been turned away because they did not know the job's secret; not there: none.
 REFUSED_KEY = "hdpcomm/refused"
 

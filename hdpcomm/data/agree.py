@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.files import file_error
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -52,12 +53,12 @@ def raise_together(comm: Communicator | None, error: Error | None, *, order: int
 
 def on_rank_0(comm: Communicator | None, fn: Callable[[], str]) -> str:
     """What ``fn()`` returns on rank 0, on every rank; it is called there only. Collective. Raises what it raises."""
-    text, error = "", None
+    text, error = "", cast("Error | None", None)
     if comm is None or comm.rank == 0:
         try:
             text = fn()
         except OSError as failure:
-            error = InvalidUsage(f"{failure.filename or 'the data'}: {failure.strerror or failure}")
+            error = file_error(failure, "the data")
         except InvalidUsage as failure:
             error = failure
     raise_together(comm, error)

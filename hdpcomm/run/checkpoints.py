@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage, first_line
 from hdpcomm.files import open_regular
 from hdpcomm.train.tensor_part import TensorPart
 
@@ -104,7 +104,10 @@ class CheckpointFolder:
         self._failure: BaseException | None = None
         self._patience_s = _PATIENCE_S
         self._giving_up = False
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidUsage(f"{path}: cannot be made ({error.strerror}); give a folder that can") from error
         if rank == 0:
             for left in path.glob(".step-*"):  # of a process that was killed while it saved
                 shutil.rmtree(left, ignore_errors=True)
@@ -138,7 +141,7 @@ class CheckpointFolder:
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
-            reason = failure.strerror if isinstance(failure, OSError) and failure.strerror else str(failure)
+            reason = _reason(failure)
             raise Error(
                 f"a checkpoint could not be written to {self.path}: {reason}; make room there or give another --out. "
                 "The checkpoints before it are as they were"
@@ -310,8 +313,7 @@ def _reason(error: BaseException) -> str:
 
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return (isinstance(error, OSError) and error.strerror) or first_line(error)
 
 
 def _fingerprint(path: Path) -> list[int]:

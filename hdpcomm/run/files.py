@@ -18,6 +18,7 @@ import numpy as np
 
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import file_error, write_whole
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
 from hdpcomm.run.metrics_log import JsonLines, MetricsLog
@@ -112,12 +113,16 @@ class RunFiles:
             for total in [corpus.lengths[octaves == octave].sum()]
         ]
         content = {**asdict(corpus.summary()), "octaves": rows}
-        (self._out / "lengths.json").write_text(json.dumps(content, indent=1) + "\n")
+        write_whole(self._out / "lengths.json", (json.dumps(content, indent=1) + "\n").encode())
 
     def costs(self, found: Calibration) -> None:
         """Notes in ``calibration.json`` what the run plans with, for ``simulate --like``."""
         if self._out is not None:
-            found.save(self._out / "calibration.json")
+            path = self._out / "calibration.json"
+            try:
+                found.save(path)
+            except OSError as error:
+                raise file_error(error, str(path)) from error
 
     def step(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
         """Appends a step. Raises: Error if a file cannot be written."""

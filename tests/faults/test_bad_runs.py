@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -20,7 +21,7 @@ from hdpcomm.cli import train as train_command
 from hdpcomm.cli.main import main
 from hdpcomm.data import build_data
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.run import RunFiles
+from hdpcomm.run import CheckpointFolder, RunFiles
 from hdpcomm.testing import run_threads
 
 SMALL = ["--layers", "1", "--hidden", "8", "--heads", "1", "--kv-heads", "1", "--ffn", "8", "--steps", "1"]
@@ -314,6 +315,61 @@ def test_a_folder_that_cannot_be_written(good: Path, tmp_path: Path, capfd: pyte
     for out in (tmp_path / "file" / "run", Path("/proc/run")):
         message = told(["--data", str(good / "a.txt"), "--out", str(out)], capfd)
         assert f"--out {out} cannot be written (" in message
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "lengths.json", "metrics.jsonl", "calibration.json", "timeline.jsonl"])
+def test_a_full_disk(name: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each file that a run writes, on a device that has no room."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to("/dev/full")
+    assert (
+        main(["train", "--data", str(good / "a.txt"), *SMALL[:-1], "3", *LIMITS, "--out", str(tmp_path / "run")]) == 1
+    )
+    said = capfd.readouterr().err
+    assert re.search(rf"hdpcomm: error: .*{name}: .*No space left on device.*; make room", said), said
+    assert "internal error" not in said
+
+
+def test_a_checkpoint_that_finds_no_room(
+    good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(CheckpointFolder, "save", limited(CheckpointFolder.save, 2000))
+    try:
+        assert main(["train", "--data", str(good / "a.txt"), *SMALL, *LIMITS, "--out", str(tmp_path / "run")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capfd.readouterr().err
+    assert re.search(
+        "hdpcomm: error: a checkpoint could not be written to .*: File too large; make room there", said
+    ), said
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+def limited(call: Callable[..., Any], most: int) -> Callable[..., Any]:
+    """``call``, after which no file of this process may have more bytes."""
+
+    def run(*arguments: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        return call(*arguments)
+
+    return run
+
+
+def test_a_folder_for_checkpoints_that_is_a_file(good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").write_text("")
+    message = told(["--data", str(good / "a.txt"), "--out", str(tmp_path / "run")], capfd)
+    assert "run/checkpoints: cannot be made (File exists); give a folder that can" in message
+
+
+def test_a_rank_without_memory(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wide = [*SMALL[:8], "--ffn", str(10**13), "--steps", "1"]
+    assert main(["train", "--data", str(good / "a.txt"), *wide, *LIMITS]) == 1
+    said = capfd.readouterr().err
+    assert re.search(r"hdpcomm: error: rank [01] is out of memory \(.*allocate.*\); give a smaller --capacity", said), (
+        said
+    )
 
 
 def test_a_tracker_that_is_missing_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

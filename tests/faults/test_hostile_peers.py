@@ -61,7 +61,7 @@ FIELDS = [
     "other",
 ]
 HEAD = struct.Struct("<IBBhQQQQIIII")
-DATA, FAILURE, GOODBYE, FETCH, FETCHED, HEARD_GOODBYE = 0, 3, 7, 9, 10, 11
+DATA, ACCEPTED, FAILURE, GOODBYE, FETCH, FETCHED, HEARD_GOODBYE = 0, 1, 3, 7, 9, 10, 11
 
 
 def changed(frame: transport.Frame, **values: int) -> None:
@@ -169,6 +169,28 @@ def test_more_than_the_window() -> None:
     assert "more than may be under way" in str(error)
     for comm in comms:
         comm.close()
+
+
+@pytest.mark.parametrize("kind", [DATA, FAILURE, ACCEPTED])
+def test_small_frames_do_not_fill_the_memory(kind: int) -> None:
+    """Nothing is taken from a peer meanwhile; a frame without bytes takes 1 kB."""
+    links, comms = framed_pair()
+    most, before = 2 * (8 << 20), resident_bytes()
+    sent = 0
+    while links[0].deliver(1, made(kind, index=sent, number=sent, cause=-1)):
+        sent += 1
+        assert sent < 300_000
+    assert sent > 1000
+    assert resident_bytes() - before < 2 * most
+    error = caught(lambda: comms[0].recv(torch.zeros(4), 1))
+    assert isinstance(error, hdp.Error)
+    assert kind != ACCEPTED or "more than may be under way" in str(error)
+    for comm in comms:
+        comm.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(("at", "value"), [(24, 13), (24, HUGE), (16, 2**49)])

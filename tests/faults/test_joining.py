@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -178,6 +179,25 @@ def test_who_does_not_come_is_named_by_all_whose_time_is_over() -> None:
     with pytest.raises(hdp.PeerLost, match=r"rank 0 closed its communicator.*last words: ranks 2 did not join"):
         late.recv(torch.zeros(1), 0)
     late.close()
+
+
+def test_ranks_that_never_reached_the_store_are_named() -> None:
+    name = f"hdpcomm-test-{os.getpid()}"
+    server = JobStoreServer.on_this_host(name, None)
+    stores = [JobStore(name, None, rank, seconds=LONG_S) for rank in (0, 2)]
+    for store in stores:
+        store.check(["x"])  # it connects
+    keys = [f"here/{rank}" for rank in range(1, 46)]
+    with pytest.raises(hdp.CommTimeout) as info:
+        wait_for_all(stores[0], keys, time.monotonic() + 0.2, 0.2, 0)
+    listed = ", ".join(str(rank) for rank in range(1, 46) if rank != 2)[: len("1, 3, 4")]
+    assert re.search(
+        rf"in init\(\) for: 1, 2, 3, .* and 13 more .*; never at the job's store: {listed}, .* and 12 more \(not",
+        str(info.value),
+    )
+    for store in stores:
+        store.close()
+    server.close()
 
 
 def test_an_ended_process_is_named_before_it_was_there() -> None:

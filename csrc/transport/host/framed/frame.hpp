@@ -8,7 +8,7 @@
 
 namespace hdpcomm::framed {
 
-inline constexpr uint32_t kMagic = 0x6864'6603;  // the last byte is the layout's version
+inline constexpr uint32_t kMagic = 0x6864'6604;  // the last byte is the layout's version
 
 enum class Kind : uint8_t {
   kData,      // a piece of a message
@@ -58,9 +58,12 @@ inline constexpr size_t kTextBytes = 768;
 // when the receiver has accepted it, so that a rank does not run far ahead of one that gave up.
 inline constexpr size_t kEagerBytes = 128 * 1024;
 // Most units of a pair in flight that the receiver has not consumed; bounds the receiver's memory.
-// A piece counts its bytes plus kPieceUnits.
+// A piece counts its bytes plus kPieceUnits, the memory of a frame without any.
 inline constexpr uint64_t kWindow = 16 * kFrameBulkBytes;
-inline constexpr uint64_t kPieceUnits = 64;
+inline constexpr uint64_t kPieceUnits = sizeof(Frame) + 64;
+// Most frames beside the pieces that wait for a rank: notices, markers, answers. A rank sends one
+// for an operation or a message under way.
+inline constexpr uint64_t kControlFrames = kWindow / kPieceUnits;
 // Most fetches of a pair in one direction that have no answer.
 inline constexpr size_t kFetches = 64;
 inline constexpr size_t kOutboxFrames = 8;  // most frames that wait for the carrier

@@ -144,6 +144,14 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
     wakeCarrier(peer);
     return true;
   }
+  // The transport looks at the window when it takes the frames, which its rank may do much later.
+  peer.waiting_units += header.piece + framed::kPieceUnits;
+  if (peer.waiting_units > framed::kWindow + framed::kControlFrames * framed::kPieceUnits) {
+    lose(lock, peer,
+         "was cut off: it sent more than may be under way (" + std::to_string(peer.waiting_units) +
+             " units)");
+    return false;
+  }
   peer.last_moved = peer.last_heard;
   peer.ended = kind == Kind::kGoodbye;
   const bool ended = peer.ended;
@@ -216,7 +224,10 @@ bool FrameLink::hasRoom(int peer) const {
 
 void FrameLink::collect(std::vector<Arrival>& arrivals) {
   std::lock_guard lock(mutex_);
-  for (Arrival& arrival : arrivals_) arrivals.push_back(std::move(arrival));
+  for (Arrival& arrival : arrivals_) {
+    peers_[static_cast<size_t>(arrival.peer)].waiting_units = 0;
+    arrivals.push_back(std::move(arrival));
+  }
   arrivals_.clear();
 }
 

@@ -143,6 +143,7 @@ class FrameLink {
     uint32_t ping = 0;        // number of the last one
     uint32_t peers_ping = 0;  // of the peer's, which the next pong answers
     std::optional<Pulse> pulse;
+    uint64_t waiting_units = 0;  // of its frames in arrivals_
     // When the last frame came that its rank has made, not its link by itself.
     Clock::time_point last_moved;
 

@@ -21,6 +21,11 @@ std::optional<std::string> FramedTransport::outOfPlace(Peer& peer, const Header&
   if (header.consumed > peer.sent_units) {
     return wrong("consumed more than was sent to it", header.consumed);
   }
+  if (header.kind == Kind::kFailure || header.kind == Kind::kMarker) {
+    // They wait behind the pieces before them.
+    if (peer.incoming.size() < 2 * kControlFrames) return std::nullopt;
+    return wrong("sent more than may be under way", peer.incoming.size() * kPieceUnits);
+  }
   if (header.kind != Kind::kData) return std::nullopt;
   if (auto broken = peer.arriving.add(header)) return broken;
   if (const uint64_t waiting = peer.arriving.units() - peer.consumed_units; waiting > kWindow) {
