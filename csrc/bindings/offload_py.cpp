@@ -55,12 +55,14 @@ void bindOffload(py::module_& module) {
   py::class_<PinnedPool, std::shared_ptr<PinnedPool>>(module, "PinnedPool", end_unlocked)
       .def(py::init([](DevicePtr device, size_t bytes, int numa_node, size_t chunk_bytes,
                        int threads) {
+             // Not Release(): pybind11 enters what a factory returned into its map of instances
+             // under the guards of the call, and other threads would change that map meanwhile.
+             const py::gil_scoped_release release;
              return std::make_shared<PinnedPool>(
                  std::move(device), offload::PoolOptions{bytes, numa_node, chunk_bytes, threads});
            }),
            py::arg("device"), py::arg("bytes"), py::kw_only(), py::arg("numa_node") = -1,
-           py::arg("chunk_bytes") = offload::PoolOptions{}.chunk_bytes, py::arg("threads") = 0,
-           Release())
+           py::arg("chunk_bytes") = offload::PoolOptions{}.chunk_bytes, py::arg("threads") = 0)
       .def("stats", &poolStats)
       .def("reset_peak", &PinnedPool::resetPeak);
   py::class_<CopyEngine>(module, "CopyEngine", end_unlocked)

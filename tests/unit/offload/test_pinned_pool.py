@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -268,3 +271,49 @@ def test_other_threads_run_while_an_engine_ends() -> None:
     del bench.engine  # waits for the copy
     assert freed
     thread.join()
+
+
+MAKING = """
+import sys, threading
+from hdpcomm._core import offload, transport
+from hdpcomm.offload.devices import open_device
+
+sys.setswitchinterval(1e-6)
+device, over = open_device("cpu"), threading.Event()
+
+def make_frames():
+    kept = []
+    while not over.is_set():
+        kept.append(transport.Frame())
+        if len(kept) > 500:
+            kept.clear()
+
+def make_pools():
+    for _ in range(2500):
+        offload.PinnedPool(device, 4096)
+
+frames = [threading.Thread(target=make_frames) for _ in range(2)]
+pools = [threading.Thread(target=make_pools) for _ in range(4)]
+for thread in frames + pools:
+    thread.start()
+for thread in pools:
+    thread.join()
+over.set()
+"""
+
+
+def test_threads_may_make_pools_while_others_make_other_objects() -> None:
+    """The core's map of Python's objects is changed under the GIL alone: a factory that gives it up under a guard of
+    pybind11 ended processes by "Tried to deallocate unregistered instance"."""
+    done = subprocess.run([sys.executable, "-c", MAKING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_factory_of_the_bindings_is_called_under_a_guard() -> None:
+    found = 0
+    for path in sorted((Path(__file__).parents[3] / "csrc").rglob("*_py.cpp")):
+        for text in re.split(r"\.def(?:_\w+)?\(", re.sub("//.*", "", path.read_text()))[1:]:
+            if text.lstrip().startswith("py::init("):
+                found += 1
+                assert not re.search(r"\bRelease\(\)|\bUnlocked\(\)|call_guard", text), path
+    assert found > 5
