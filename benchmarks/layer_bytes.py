@@ -30,9 +30,9 @@ MLA = {"heads": 16, "nope": 128, "rope": 64, "v": 128, "rank": 512}
 """DeepSeek-V3 with 16 of its 128 heads."""
 LINEAR = {"heads": 4, "dk": 32, "dv": 32}
 WIDTH = 4
-"""Of the convolution, over heads * dk channels."""
+"""Taps of the short convolution, over heads * dk channels."""
 SOFTMAX = {"heads": 4, "kv_heads": 2, "dim": 64}
-"""Of attention on trees."""
+"""Shape of the softmax attention on trees."""
 
 
 def rows_needed(length: int, size: int) -> int:

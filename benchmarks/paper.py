@@ -77,8 +77,8 @@ def cost_model(model: ModelSpec, cluster: ClusterSpec, gradient_bytes: int = 4) 
 def step_seconds(
     device: str, distribution: str, context: int, seeds: int, gradient_bytes: int = 4
 ) -> dict[str, list[float]]:
-    """Of each stage of the ablation, over the same batches: mean simulated step, the lower bound last, and the first
-    and the ninth decile of its speed-up by batch."""
+    """Mean simulated step of each stage of the ablation over the same batches, the lower bound last, and the first and
+    the ninth decile of its speed-up by batch."""
     times: list[list[float]] = [[] for _ in (*STAGES, "bound")]
     for seed in range(seeds):
         lengths = sample_lengths(distribution, tokens=TOKENS, context=context, seed=seed)
@@ -110,7 +110,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def speedup(found: dict[str, list[float]], stage: int) -> str:
-    """Of the mean steps, with the deciles over the batches."""
+    """How much faster the mean step of a stage is than that of the first, with the deciles over the batches."""
     ratio = found["mean_s"][0] / found["mean_s"][stage]
     if stage == 0:
         return f"{ratio:.2f}x"

@@ -78,7 +78,7 @@ def split_seconds(planner: Planner, plan: StepPlan, *, split: bool) -> float:
 def measure(
     model: ModelSpec | None, cluster: ClusterSpec, costs: CostModel | None, *, tokens: int, context: int, seeds: int
 ) -> dict[str, Any]:
-    """Of byted-like and GitHub-like steps: how much longer 1F1B takes than with split backward passes."""
+    """How much longer 1F1B takes than split backward passes, for byted-like and GitHub-like steps."""
     planner, splitting = (
         Planner(model, replace(cluster, split_backward=split), cost_model=costs, context=context)
         for split in (False, True)
@@ -154,7 +154,7 @@ def replay(planner: Planner, count: int, took: dict[Pass, float]) -> float:
 
 
 def measure_run(steps: int) -> list[dict[str, float]]:
-    """Of 2, 4 and 8 micro-batches: seconds of a step with whole and with split backward passes, as replayed."""
+    """Seconds of a step of 2, 4 and 8 micro-batches, with whole and with split backward passes, as replayed."""
     rows = []
     print(
         "| micro-batches | whole, s | split, s | gain | of the plan | with measured weights | work of split passes |\n"

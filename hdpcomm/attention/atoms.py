@@ -19,7 +19,7 @@ class Atoms:
     """Runs of keys of one sequence and one owner that the same ranks need, ordered by (sequence, position)."""
 
     sequence: Int64
-    """Of a tree: the segment; of a masked pack: always 0."""
+    """The segment of a tree that the keys are of; always 0 in a masked pack."""
     start: Int64
     stop: Int64
     owner: Int64

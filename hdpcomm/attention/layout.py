@@ -106,7 +106,7 @@ class Layout:
 
 
 AnyLayout: TypeAlias = "Layout | Pieces"
-"""Of a pack of sequences; of a tree or a mask of one's own."""
+"""Which rank holds which tokens: of a pack of sequences (Layout), or of a tree or a mask of one's own (Pieces)."""
 
 
 @lru_cache(maxsize=1024)

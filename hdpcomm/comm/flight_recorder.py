@@ -20,7 +20,7 @@ __all__ = ["PREFIX", "VERSION", "dump", "record", "watch"]
 #: What the names of the files begin with; the rank follows.
 PREFIX = "hdpcomm_trace_"
 
-#: Of the form of torch's dumps (FlightRecorder.hpp): what torch 2.7 and newer write and read.
+#: Version of the format of torch's dumps (FlightRecorder.hpp) that torch 2.7 and newer write and read.
 VERSION = "2.10"
 
 _UNDER_WAY, _QUEUED, _DONE, _FAILED = range(4)

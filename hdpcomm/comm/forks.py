@@ -52,7 +52,7 @@ def _open_sockets() -> dict[int, int]:
 
 
 def _inode(handle: int) -> int | None:
-    """Of a socket; ``None`` for all else."""
+    """The inode of a socket's descriptor; ``None`` for anything else."""
     try:
         status = os.fstat(handle)
     except OSError:

@@ -51,7 +51,7 @@ class GroupCarrier:
     """Moves the frames of a link through process groups until both ends of every pair have said goodbye.
 
     groups: one or two backend objects with ``send(tensors, peer, tag)`` and ``recv(tensors, peer, tag)`` that return
-        works with ``wait(timeout)``; their ranks are the link's. Of two, the first carries what goes to higher ranks.
+        works with ``wait(timeout)``; their ranks are the link's. The first of two carries what goes to higher ranks.
     owned: nobody else uses the groups, so their connections may be cut at the end.
     secret: of the job. With one, a peer proves in every group that it knows it before a frame goes to it or comes from
         it; what does not is lost.

@@ -222,8 +222,8 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSummary:
-    """Figures of a corpus, in numbers and, as :meth:`Corpus.describe`, in a line of text. Of documents that become
-    tokens while the run trains, the numbers are not known."""
+    """Figures of a corpus, in numbers and, as :meth:`Corpus.describe`, in a line of text. The numbers are
+    ``None`` for documents that become tokens while the run trains."""
 
     name: str
     context: int

@@ -32,7 +32,7 @@ class Encoder(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of all that its tokens depend on."""
+        """Hash of all that the encoder's tokens depend on."""
 
     @property
     def vocabulary(self) -> int:

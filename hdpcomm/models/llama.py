@@ -268,7 +268,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config = config or LlamaConfig()
         self.chunk_tokens: int | None = None
-        """Of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+        """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
         self.tensor: TensorGroup | None = None
         """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
         self.expert: ExpertGroup | None = None

@@ -116,7 +116,7 @@ class RowLinear:
     def __init__(self, linear: nn.Linear, group: TensorGroup) -> None:
         self._linear, self._group = linear, group
         self.product: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear
-        """Of the input and the weight; see :class:`hdpcomm.models.weight_gradients.WeightGradients`."""
+        """Multiplies the input by the weight; replaced by :class:`hdpcomm.models.weight_gradients.WeightGradients`."""
 
     def __call__(self, x: Tensor) -> Tensor:
         block = self._group.scatter(self.product(x, self._linear.weight))

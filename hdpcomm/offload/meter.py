@@ -47,7 +47,7 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Of the dense CPU tensors among the arguments or results of an operation, which are nested in lists at most."""
+    """Storages of the dense CPU tensors among an operation's arguments or results, which nest in lists at most."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout == torch.strided and value.device.type == "cpu":

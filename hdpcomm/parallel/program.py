@@ -187,7 +187,7 @@ class _SymbolicRun:
         return group
 
     def _compute_weights(self, action: Action, device: tuple[int, int]) -> list[tuple[int, int]]:
-        """Of one device, which waits for no other."""
+        """Checks and notes the gradients of weights that one device computes; no other device waits for them."""
         done, (rank, stage) = action.done, device
         if (rank, done) in self.weights:
             raise InvalidUsage(f"rank {rank}, stage {stage}: {action} comes twice")

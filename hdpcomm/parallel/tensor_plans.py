@@ -27,7 +27,7 @@ _LLAMA: Mapping[str, str] = {
     "blocks.*.ffn.out": "rowwise",
 }
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-"""Of transformers' plans; the last says what holds here of every parameter that is not cut."""
+"""Styles of transformers' tensor plans that are known; the last is that of every parameter that is not cut here."""
 
 TokensOf = Callable[[tuple[Any, ...], Mapping[str, Any]], "int | None"]
 """From the arguments of a module to the tokens of the pack that its input is of; None: it need not know."""

@@ -88,7 +88,7 @@ class Batches(Protocol):
 
 
 class IndexedBatches:
-    """Of a corpus: lengths are known, tokens are read when they are needed."""
+    """Batches of a corpus: lengths are known, tokens are read when they are needed."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, *, first_step: int) -> None:
         self._corpus, self._config, self._first = corpus, config, first_step
@@ -122,7 +122,7 @@ class IndexedBatches:
 
 
 class LoadedBatches:
-    """Of a stream of documents, by a loader service. Collective over ``comm``.
+    """Batches of a stream of documents, by a loader service. Collective over ``comm``.
 
     Args:
         state: of the checkpoint from which the run goes on.

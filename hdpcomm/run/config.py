@@ -44,7 +44,7 @@ class RunConfig(TrainingOptions):
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Element type of the parameters."""
         return _DTYPES[self.dtype]
 
     @property

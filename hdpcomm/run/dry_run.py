@@ -86,7 +86,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
 
 
 def rank_memory(tokens: float, capacity: int, devices: Sequence[StepMemory], recompute: Sequence[int]) -> RankMemory:
-    """Of the devices of a rank, the one that is fullest. Local.
+    """Memory of the fullest device of a rank. Local.
 
     Args:
         tokens: the most that the first device holds at once, of all micro-batches in flight.

@@ -48,7 +48,8 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
 
 
 def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
-    """Of each stage of the model: a device counts its layers from the first of its first stage."""
+    """Layers that each stage of the model recomputes, from those of each device, which counts from its first stage's
+    first layer."""
     layers = config.model.layers // (config.pipeline * config.chunks)
     chunks = range(config.chunks)
     return tuple(min(layers, max(0, count - chunk * layers)) for chunk in chunks for count in by_device)
@@ -56,7 +57,7 @@ def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
 
 def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, ...]:
     """What a step of the run's model takes on each device of a pipeline, or on each rank where there is none, whatever
-    is recomputed; equal on every rank. Of the ranks that have the same layers, the most. Collective."""
+    is recomputed: the most among the ranks that have the same layers; equal on every rank. Collective."""
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
     own = profile_memory(
         _on_device(comm, config, mesh),
@@ -83,7 +84,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
 
 
 def _largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each figure the largest."""
+    """The largest value of each figure over all rows."""
     return {
         name: _largest([row[name] for row in rows]) if isinstance(value, Mapping) else max(row[name] for row in rows)
         for name, value in rows[0].items()

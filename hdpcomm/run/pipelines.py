@@ -72,7 +72,7 @@ def new_trainer(
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:
-    """Of each stage of the model, what :func:`hdpcomm.models.set_recompute` is to be told; one, without pipelines."""
+    """What each stage of the model gives to :func:`hdpcomm.models.set_recompute`; one value without pipelines."""
     stages = config.pipeline * config.chunks
     if isinstance(config.recompute, str):
         return [config.recompute] * stages
@@ -90,7 +90,7 @@ def device_recompute(config: RunConfig) -> str | int:
 
 
 def recompute_by_device(config: RunConfig) -> list[int]:
-    """Of each device of a pipeline, or of a rank, how many layers are recomputed."""
+    """How many layers are recomputed on each device of a pipeline; one number without pipelines."""
     layers = config.model.layers // (config.pipeline * config.chunks)
     whole = {"none": 0, "full": layers if config.pipeline > 1 else config.model.layers}
     counts = [whole[each] if isinstance(each, str) else each for each in stage_recompute(config)]

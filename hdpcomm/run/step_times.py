@@ -47,8 +47,8 @@ def times_of(spans: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
 def rank_times(rows: Tensor, plan: StepPlan, positions: Tensor | None = None) -> list[RankTimes]:
     """The figures of the plan's ranks, from what each device got of :func:`times_of`: ``[devices, figures]``. Local.
 
-    Of the stages and tensor ranks of an HDP rank, the device that computed longest in the step counts: the others of
-    its pipeline wait for it.
+    An HDP rank's figures are those of the device that computed longest in the step, among its stages and tensor ranks:
+    the others of its pipeline wait for it.
 
     Args:
         positions: of a mesh (:attr:`hdpcomm.Mesh.positions`); default: each rank is one device.

@@ -107,7 +107,7 @@ def simulate_step(
 
 
 def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan) -> dict[int, float]:
-    """Of each tree and each fragment, by its id in the plan: the sum of squares that tells its attention's cost."""
+    """The sum of squares that tells the cost of attention, of each tree and fragment by its id in the plan."""
     found = {i: item.squares for i, item in enumerate(items) if isinstance(item, Tree)}
     for k, fragment in enumerate(plan.fragments):
         tree = items[fragment.tree]

@@ -25,8 +25,9 @@ def micro_batch_loss(
     """The summed loss of this rank's shard of a micro-batch; the forward pass. Collective over ``comm``.
 
     A model with ``takes_labels = True`` gets the labels and returns the sum, unless ``loss(logits, labels)`` is given;
-    with any other, the logits exist as a whole. Of a tree, only a model with ``takes_label_rows = True`` gets the
-    labels; ``loss(logits, labels, weights)`` gets the logits of each label's token and the label's factor.
+    with any other, the logits exist as a whole. The labels of a tree go only to a model with
+    ``takes_label_rows = True``; ``loss(logits, labels, weights)`` gets the logits of each label's token and the label's
+    factor.
     """
     places = {"positions": packed.positions, "cu_seqlens": packed.cu_seqlens, "comm": comm}
     rows, weights = packed.label_rows, packed.label_weights

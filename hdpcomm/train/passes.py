@@ -61,7 +61,7 @@ class Passes(Protocol):
     """How the ranks of a mesh run a plan."""
 
     bytes_sent: int
-    """Of the last step: bytes of activations and gradients that this rank sent to other stages of its pipeline."""
+    """Bytes of activations and gradients that this rank sent to other stages of its pipeline in the last step."""
     bytes_elsewhere: int
     """Bytes a step that this rank sends by other ways than the communicator."""
 

@@ -220,7 +220,7 @@ def _seconds(
     alone: Communicator | None,
     later: WeightGradients | None = None,
 ) -> tuple[float, float]:
-    """Of both passes, and of these the part of the gradients that they have left for ``later``.
+    """Seconds of both passes, and the part of them that computes the gradients left for ``later``.
 
     ``alone``: this rank, where one without a group runs a pass without tokens, since others need its experts.
     """

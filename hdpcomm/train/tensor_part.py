@@ -53,7 +53,7 @@ class TensorPart:
         return TensorPart(shape, moved, written=written)
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor, not of this part."""
         return self._shape
 
     @property

@@ -42,9 +42,9 @@ class Span:
     stall_s: float = 0.0
     processor_s: float = 0.0
     shared_s: float = 0.0
-    """Of ``wait_s``: inside layers, for the ranks that share them (tensor parallelism)."""
+    """The part of ``wait_s`` inside layers, for the ranks that share them (tensor parallelism)."""
     apart_s: float = 0.0
-    """Of ``wait_s``: for other stages of a pipeline, and for ranks that share experts."""
+    """The part of ``wait_s`` for other stages of a pipeline and for ranks that share experts."""
 
     @property
     def idle_s(self) -> float:

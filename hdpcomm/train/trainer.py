@@ -191,9 +191,9 @@ class Trainer:
                 those in it may be among them. Without labels, every token is to predict the next one; label i is
                 what token i is to predict, so labels as transformers' models take them, which equal the tokens, are
                 to be shifted before (and are refused).
-                Of a tree, (tokens, weights): each token is a label of the one before it on its way from the root, with
-                a loss times its weight; by default the number of trajectories that contain it. The loss is the sum
-                over all labels divided by the sum of all weights. :func:`hdpcomm.data.fold` makes these.
+                For a tree it gives (tokens, weights): each token is a label of the one before it on its way from the
+                root, with a loss times its weight; by default the number of trajectories that contain it. The loss is
+                the sum over all labels divided by the sum of all weights. :func:`hdpcomm.data.fold` makes these.
 
         Raises:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.

@@ -204,7 +204,7 @@ def test_a_deadline_bounds_resync(pool: RankPool) -> None:
 
 
 def resync_without_need() -> None:
-    """Of ranks in step, many times, by two threads, and of some of the ranks."""
+    """resync() where nothing failed: by all ranks many times, by two threads at once, and by some of the ranks."""
     with hdp.init(timeout=LONG_S) as comm:
         for bad in (0, -1.0, float("nan")):
             with pytest.raises(hdp.InvalidUsage, match=r"resync\(\) got timeout=.*above 0"):

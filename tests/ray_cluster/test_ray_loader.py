@@ -267,7 +267,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("end", ["the end", "Ctrl-C", "an error", "a kill"])
 def test_no_process_is_left(data: str, tmp_path: Path, end: str) -> None:
-    """Of a cluster that the run has started by itself."""
+    """The cluster that a run starts by itself leaves no process behind, however the run ends."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, "HDPCOMM_TEST_MARK": mark}
     environment.pop("RAY_ADDRESS", None)

@@ -11,7 +11,7 @@ FOLDER = TOP / "tests/clients"
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    """Of each script: (the version column, what was shown)."""
+    """(version, what was shown) of each script in the table of docs/clients.md."""
     text = (TOP / "docs/clients.md").read_text()
     found = re.findall(r"^\| [^|]+ \| ([^|]+) \| `(\w+)\.py` \| ([^|]+) \|$", text, re.MULTILINE)
     assert len({script for _, script, _ in found}) == len(found)

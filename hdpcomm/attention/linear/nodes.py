@@ -15,7 +15,7 @@ __all__ = ["Nodes", "TokenLayout", "nodes_of"]
 
 Int64 = npt.NDArray[np.int64]
 TokenLayout: TypeAlias = Layout | TreeLayout
-"""Of a pack of sequences, or of a tree."""
+"""Layout of the tokens that a linear layer takes: a pack of sequences, or a tree."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

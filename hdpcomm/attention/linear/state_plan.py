@@ -28,7 +28,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Links:
-    """Pairs (source, target): each target is the sum of its sources. Of runs and the states that they start with."""
+    """Pairs (source, target) of runs and states: each target is the sum of its sources."""
 
     def __init__(self, source: Int64, target: Int64) -> None:
         self.source, self.target = source, target

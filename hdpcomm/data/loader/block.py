@@ -98,7 +98,7 @@ class TokenBlock:
         return int(self.bounds.nbytes + self.tokens.nbytes + self.counted.nbytes + payloads)
 
     def part(self, index: int, start: int, stop: int) -> SequencePart:
-        """Of sequence ``index``."""
+        """Tokens ``start`` to ``stop`` of sequence ``index``, with the label of the last one."""
         begin, end = int(self.bounds[index]), int(self.bounds[index + 1])
         rows = slice(begin + start, min(begin + stop + 1, end))
         counted = self.counted[rows] if len(self.counted) else None

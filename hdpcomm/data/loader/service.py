@@ -218,8 +218,8 @@ class LoaderService:
         self._servers.used(batches)
 
     def state(self, steps: int) -> dict[str, Any]:
-        """Of the sampler after so many steps, at least as many as :meth:`done` was told: plain numbers, for JSON. Equal
-        on every rank."""
+        """The sampler's state after so many steps, at least as many as :meth:`done` was told: plain numbers, for JSON.
+        Equal on every rank."""
         if steps > self._done:
             self.batch(steps - 1)
         with self._changed:

@@ -70,7 +70,7 @@ class DocumentStream:
 
     @property
     def encoder_name(self) -> str:
-        """Of what makes the tokens, for messages."""
+        """The name of the encoder that makes the tokens, for messages."""
         return self.encoder.name
 
     @property

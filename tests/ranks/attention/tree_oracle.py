@@ -61,7 +61,7 @@ class TreeCase:
 
 
 def trajectories(parents: list[int], lengths: list[int]) -> list[list[int]]:
-    """Of each leaf: the places in the pack of all tokens from its root to its end."""
+    """For each leaf, the places in the pack of all tokens from its root to its end."""
     first = [sum(lengths[:i]) for i in range(len(lengths))]
     found = []
     for leaf in set(range(len(parents))) - set(parents):

@@ -139,7 +139,7 @@ def test_another_mesh_has_the_same_state(first, then, zero, tmp_path):
 
 
 def test_each_element_is_written_by_one_rank_and_read_where_it_is_needed():
-    """Of the tensor ranks' replicated norms, of the tied head and of experts on several HDP ranks, too."""
+    """Covers replicated norms of tensor ranks, the tied head, and experts on several HDP ranks."""
     shape = SHAPES["hdp 2 pp 2 tp 2 ep 2"]
 
     def rank():

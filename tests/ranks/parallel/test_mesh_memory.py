@@ -33,7 +33,7 @@ def masters_of(trainer):
 
 
 def kept_bytes(trainer):
-    """Of all that a trainer keeps between steps; storages that are shared count once."""
+    """Bytes of all that a trainer keeps between steps; shared storages count once."""
     tensors = [*trainer.model.parameters(), *trainer.model.buffers(), trainer.gradients.flat]
     tensors += masters_of(trainer)
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]

@@ -160,7 +160,8 @@ def test_training_is_that_of_one_process(shape):
 
 
 def test_a_rank_keeps_its_part_of_what_others_hold_too():
-    """Of dense parameters a quarter, of experts a half: two of four ranks hold the same ones. Padding is 16 a part."""
+    """A rank keeps state for a quarter of the dense parameters, and for half of its experts, which two of the four
+    ranks hold alike. Padding is 16 a part."""
     shape = SHAPES["hdp 4 ep 2"]
     experts = 2 * 3 * 4 * 16 * 12
     whole = sum(p.numel() for p in Llama(SPARSE).parameters())

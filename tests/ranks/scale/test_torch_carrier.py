@@ -95,7 +95,7 @@ def test_a_group_whose_peer_does_not_prove_itself_carries_nothing() -> None:
 
 
 class HeldWork:
-    """Of :class:`HeldGroup`."""
+    """Work that :class:`HeldGroup` returns; ends when the message has come."""
 
     def __init__(self, come: threading.Event) -> None:
         self.come = come

@@ -92,7 +92,7 @@ def test_a_busy_peer_is_not_lost() -> None:
 
 
 class QueueWork:
-    """Of :class:`QueueGroup`."""
+    """Work that :class:`QueueGroup` returns; takes its message from a queue."""
 
     def __init__(self, source: queue.Queue[torch.Tensor | None] | None = None, target: Any = None) -> None:
         self.source, self.target = source, target
@@ -204,7 +204,7 @@ def test_foreign_bytes_are_no_frame() -> None:
 
 
 class SlowWork(QueueWork):
-    """Of :class:`SlowGroup`."""
+    """Work that :class:`SlowGroup` returns; waits until the test lets it end."""
 
     def __init__(self, ended: threading.Event) -> None:
         self.ended = ended

@@ -1,8 +1,8 @@
 """The oracle: a Llama written another way, on one process, one whole sequence at a time.
 
 Rotary embedding by complex multiplication, attention by an explicit softmax over a masked score matrix for each head,
-SwiGLU and norms spelled out, and the loss as log-sum-exp minus the score of the right token. Of a mixture of experts
-every expert computes every token, and its share of those that chose others is 0.
+SwiGLU and norms spelled out, and the loss as log-sum-exp minus the score of the right token. In a mixture of
+experts every expert computes every token, and its share of those that chose others is 0.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _experts(weights, config, name, h):
 
 
 def _router_losses(routers, config):
-    """Of one sequence, all of whose tokens but the last have a label."""
+    """The routers' auxiliary losses of one sequence, all of whose tokens but the last have a label."""
     labels, balance = len(routers[0]) - 1, 0.0
     for scores in routers:
         best = scores.sort(descending=True).indices[:, : config.top_k]

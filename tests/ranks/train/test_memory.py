@@ -42,7 +42,7 @@ def masters_of(trainer):
 
 
 def kept_bytes(trainer):
-    """Of all that a trainer keeps between steps; storages that are shared count once."""
+    """Bytes of all that a trainer keeps between steps; shared storages count once."""
     gradients = trainer.gradients
     tensors = [
         *trainer.model.parameters(),

@@ -199,7 +199,7 @@ def test_ranks_of_which_only_some_plan_a_queue_are_told() -> None:
 
 @pytest.mark.parametrize("runs", [0, 2])
 def test_a_micro_batch_that_ran_twice_or_never_ends_the_step(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all questions, one skips a number, or is answered with one that was given already."""
+    """The shared counter skips a number once, or gives one a second time."""
     ask: Callable[..., int] = SharedCounter.fetch_add
     answers = iter([True])
 

@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said(change, message):
 
 
 def test_every_swap_of_passes_that_breaks_an_order_is_refused():
-    """Of all exchanges of two neighbours in the global order, exactly those of dependent passes are refused."""
+    """Swaps each two neighbours of the global order: refused exactly where one pass depends on the other."""
     plan = plan_of(2, [((0,), 10), ((1,), 20), ((0, 1), 30)])
     passes = planner_of(2, 2).schedule(plan).passes
     refused = 0

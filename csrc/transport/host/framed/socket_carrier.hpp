@@ -90,7 +90,7 @@ class SocketCarrier {
   const Clock::duration grace_;
   Fd epoll_;
   Fd event_;
-  // Of the carrier's thread:
+  // Only the carrier's thread uses these:
   std::deque<Peer> peers_;
   int broken_ = 0;              // peers whose `broken` is set
   Clock::time_point progress_;  // when bytes last went out
