@@ -55,7 +55,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise InvalidUsage(f"--config {path}: no YAML ({_one_line(error)[:_LONGEST]})") from None
     except (ArgumentError, ValueError, TypeError) as error:
-        raise InvalidUsage(f"--config {path}: {_told(_one_line(error), parser)}") from None
+        raise InvalidUsage(f"--config {path}: {_plain_message(_one_line(error), parser)}") from None
     return found
 
 
@@ -63,7 +63,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _told(message: str, parser: Any) -> str:
+def _plain_message(message: str, parser: Any) -> str:
     message = re.sub(r'Parser key "([^"]+)":?', r"\1:", message)
     if wrong := re.search(r"Option '([^']+)' is not accepted", message):
         near = difflib.get_close_matches(wrong[1], [action.dest for action in parser._actions], n=1)

@@ -104,7 +104,7 @@ class DataProgress:
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._bar.add_task("tokens", total=None)
         self._terminal = console.is_terminal
-        self._told = time.monotonic()
+        self._last_line_s = time.monotonic()
 
     def __enter__(self) -> Callable[[int, int], None]:
         self._bar.__enter__()
@@ -112,8 +112,8 @@ class DataProgress:
 
     def _show(self, done: int, total: int) -> None:
         self._bar.update(self._task, completed=done, total=total)
-        if not self._terminal and time.monotonic() - self._told > _LINE_S:
-            self._told = time.monotonic()
+        if not self._terminal and time.monotonic() - self._last_line_s > _LINE_S:
+            self._last_line_s = time.monotonic()
             print(f"tokenizing: {done / max(1, total):.0%}", file=sys.stderr, flush=True)
 
     def __exit__(self, *failure: Any) -> None:

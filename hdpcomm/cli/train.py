@@ -84,7 +84,7 @@ def _train(parsed: argparse.Namespace) -> int:
     options = resolve_options(vars(parsed), parsed.config)
     for path in (options.json, options.log, options.trace):
         check_writable(path)
-    options = _going_on(options)
+    options = _resumed_after_restart(options)
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
     devices = options.pipeline * options.tensor * options.expert
     rank, ranks = ranks_here(options.ranks, default=-(-cores // devices) * devices)
@@ -98,7 +98,7 @@ def _train(parsed: argparse.Namespace) -> int:
     return _report(job, outcome)
 
 
-def _going_on(options: TrainOptions) -> TrainOptions:
+def _resumed_after_restart(options: TrainOptions) -> TrainOptions:
     """With --elastic, ranks that torchrun has started anew go on from the last checkpoint."""
     from hdpcomm.comm.launchers import agent_restarts
 

@@ -189,7 +189,7 @@ class Connections:
                             if key.data is None:
                                 self._accept(selector, proving)
                             elif key.fd in proving:
-                                self._go_on(selector, proving, key.fd)
+                                self._take_proof(selector, proving, key.fd)
                     except MemoryError:
                         time.sleep(_FULL_S)
                     while proving and next(iter(proving.values())).until <= time.monotonic():
@@ -220,11 +220,11 @@ class Connections:
         except (OSError, MemoryError):
             made.close()
 
-    def _go_on(self, selector: selectors.BaseSelector, proving: dict[int, _Proving], descriptor: int) -> None:
+    def _take_proof(self, selector: selectors.BaseSelector, proving: dict[int, _Proving], descriptor: int) -> None:
         """Takes what has come over a connection; hands it to the carrier if that was the last of its proof."""
         of = proving[descriptor]
         try:
-            if not self._proves_more(of):
+            if not self._receive_proof(of):
                 return
             selector.unregister(of.socket)
             del proving[descriptor]
@@ -238,7 +238,7 @@ class Connections:
             else:
                 of.socket.close()
 
-    def _proves_more(self, of: _Proving) -> bool:
+    def _receive_proof(self, of: _Proving) -> bool:
         """Whether the connection has proved itself. Raises: BlockingIOError (nothing has come), _Refused."""
         part = of.socket.recv(of.expected - len(of.inbox))
         if not part:

@@ -146,7 +146,7 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
         parts = [call.encode(), *([key.encode()] if key else [])]
         parts += [each if isinstance(each, bytes) else each.encode() for each in more]
         until = self._until()
-        with self._turn():
+        with self._exclusive_connection():
             if self.broken:
                 raise RuntimeError(f"the connection to {self._where} is over: {self.broken}")
             try:
@@ -180,7 +180,7 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
                 raise
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive_connection(self) -> Iterator[None]:
         """The connection is this thread's. Threads get it in turn: one that waits for a key, asking again and again,
         would else keep it from one that wants to know whether the others live."""
         self._shared = self._shared or self._lock.locked()

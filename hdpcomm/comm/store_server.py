@@ -159,9 +159,9 @@ class JobStoreServer:
     def _run(self) -> None:
         try:
             while self._open:
-                for key, events in self._selector.select(self._patience()):
+                for key, events in self._selector.select(self._select_timeout_s()):
                     key.data(events) if callable(key.data) else self._serve(key.data, events)
-                self._end_late()
+                self._end_overdue()
         finally:
             for client in list(self._clients):
                 self._drop(client)
@@ -175,12 +175,12 @@ class JobStoreServer:
     def _unproven(self) -> list[_Client]:
         return sorted((each for each in self._clients if not each.proven), key=lambda each: each.since)
 
-    def _patience(self) -> float | None:
+    def _select_timeout_s(self) -> float | None:
         ends = [each.since + PROOF_S for each in self._unproven()[:1]]
         ends += [wait.until for wait in self._waits.values()]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
-    def _end_late(self) -> None:
+    def _end_overdue(self) -> None:
         now = time.monotonic()
         for client in [client for client, wait in self._waits.items() if now >= wait.until]:
             self._end_wait(client, [])
@@ -285,7 +285,7 @@ class JobStoreServer:
                     del self._waits_of[key]
             self._send(client, pack(answer))
 
-    def _is_there(self, key: bytes) -> None:
+    def _end_waits_for(self, key: bytes) -> None:
         for client in self._waits_of.pop(key, ()):
             wait = self._waits[client]
             wait.missing.discard(key)
@@ -296,7 +296,7 @@ class JobStoreServer:
         data = self._data
         if call == "set":
             data[given[0]] = given[1]
-            self._is_there(given[0])
+            self._end_waits_for(given[0])
         elif call == "get":
             if given[0] in data:
                 if client.rank is not None:
@@ -309,12 +309,12 @@ class JobStoreServer:
             return [b"1"] if all(key in data for key in given) else []
         elif call == "add":
             data[given[0]] = str(int(data.get(given[0], b"0")) + int(given[1])).encode()
-            self._is_there(given[0])
+            self._end_waits_for(given[0])
             return [data[given[0]]]
         elif call == "compare_set":
             if data.get(given[0], b"") == given[1]:
                 data[given[0]] = given[2]
-                self._is_there(given[0])
+                self._end_waits_for(given[0])
             return [data.get(given[0], given[1])]
         elif call == "delete":
             return [b"1"] if data.pop(given[0], None) is not None else []

@@ -73,10 +73,10 @@ class AdaptedCausalLM(nn.Module):
         """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
         causal_lm = self.causal_lm
         config = causal_lm.config.get_text_config()
-        _refuse_what_is_no_decoder(config, causal_lm)
+        _check_is_decoder(config, causal_lm)
         undo = set_attention(causal_lm)
         try:
-            _refuse_without_decoder(causal_lm)
+            _check_has_decoder(causal_lm)
             self._scale, self._softcap = _logit_maths(config)
             self._router = _Router.of(causal_lm, config)
             if check:
@@ -157,7 +157,7 @@ class AdaptedCausalLM(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.causal_lm.get_output_embeddings()
-        logits: Tensor = head(_as_for(head, hidden))
+        logits: Tensor = head(_in_dtype_of(head, hidden))
         if self.tensor is not None:
             logits = self.tensor.join_columns(logits)
         if self._scale != 1.0:
@@ -169,7 +169,7 @@ class AdaptedCausalLM(nn.Module):
         if not _is_plain_linear(head):
             return self._loss_of_any_head(hidden, labels, weights)
         return linear_cross_entropy(
-            _as_for(head, hidden), head.weight, labels, weights=weights, bias=head.bias, scale=self._scale,
+            _in_dtype_of(head, hidden), head.weight, labels, weights=weights, bias=head.bias, scale=self._scale,
             softcap=self._softcap, z_loss=self.z_loss, ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
             comm=None if self.tensor is None else self.tensor.comm,
         )  # fmt: skip
@@ -224,20 +224,20 @@ def _is_plain_linear(head: nn.Module) -> bool:
     )
 
 
-def _as_for(head: nn.Module, hidden: Tensor) -> Tensor:
+def _in_dtype_of(head: nn.Module, hidden: Tensor) -> Tensor:
     """In the type of the last layer: some models keep wider hidden states before it, as Mamba-2 in bf16."""
     weight = getattr(head, "weight", None)
     return hidden if weight is None or not weight.is_floating_point() else hidden.to(weight.dtype)
 
 
-def _refuse_what_is_no_decoder(config: Any, causal_lm: Any) -> None:
+def _check_is_decoder(config: Any, causal_lm: Any) -> None:
     both_ways = getattr(config, "use_bidirectional_attention", False) in (True, "all")
     if both_ways or getattr(config, "is_encoder_decoder", False):
         name = type(causal_lm).__name__
         raise InvalidUsage(f"{name} is not a causal decoder (its tokens see later ones); give a causal LM")
 
 
-def _refuse_without_decoder(causal_lm: Any) -> None:
+def _check_has_decoder(causal_lm: Any) -> None:
     if causal_lm.base_model is causal_lm:
         raise InvalidUsage(
             f"{type(causal_lm).__name__} does not tell which part of it is the decoder below its last layer "

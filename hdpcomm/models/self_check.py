@@ -34,13 +34,13 @@ def check_logits(adapted: Any) -> None:
         return
     with _short_windows(causal_lm):
         found, wanted = few_logits(adapted), _alone(causal_lm)
-        if _far(causal_lm, found, wanted) and not _far(causal_lm, _packed(causal_lm), wanted):
+        if _differs(causal_lm, found, wanted) and not _differs(causal_lm, _packed(causal_lm), wanted):
             raise InvalidUsage(
                 f"{type(causal_lm).__name__} does more between its decoder and its logits than its last layer "
                 f"({type(causal_lm.get_output_embeddings()).__name__}), so its loss cannot be made from the decoder's "
                 "outputs; use hdpcomm.models.huggingface.enable(model), whose loss is the model's own"
             )
-    _refuse_if_far(causal_lm, found, wanted)
+    _check_close(causal_lm, found, wanted)
     _check_windows(causal_lm, wanted)
 
 
@@ -50,24 +50,24 @@ def check_outputs(model: Any) -> None:
         return
     with _short_windows(model):
         found, wanted = _packed(model), _alone(model)
-    _refuse_if_far(model, found, wanted)
+    _check_close(model, found, wanted)
     _check_windows(model, wanted)
 
 
 def few_logits(adapted: Any) -> Tensor:
     """Logits of a pack of short sequences. Local; with tensor parallelism collective over its ranks."""
     tokens, places = _few_tokens(adapted.causal_lm)
-    with _evaluating(adapted), torch.no_grad(), _telling(adapted.causal_lm):
+    with _evaluating(adapted), torch.no_grad(), _refusing_on_errors(adapted.causal_lm):
         found: Tensor = adapted(tokens, positions=places, cu_seqlens=_cu_seqlens(), comm=None)
     return found
 
 
 def check_same_logits(model: nn.Module, found: Tensor, wanted: Tensor, what: str) -> None:
     """Raises InvalidUsage where logits differ from those of the whole model. Local."""
-    if _far(model, found, wanted):
+    if _differs(model, found, wanted):
         raise InvalidUsage(
-            f"{what} gives other logits than whole ({_told(model, found, wanted)}): its layers do more than its plan "
-            "tells; train it without, and load it anew"
+            f"{what} gives other logits than whole ({_error_text(model, found, wanted)}): its layers do more than its "
+            "plan tells; train it without, and load it anew"
         )
 
 
@@ -89,14 +89,14 @@ def _few_tokens(model: Any) -> tuple[Tensor, Tensor]:
 
 def _output(model: Any, tokens: Tensor, **options: Tensor) -> Tensor:
     """Logits [tokens, vocabulary], or the last hidden states."""
-    with _telling(model):
+    with _refusing_on_errors(model):
         out = model(input_ids=tokens[None], use_cache=False, **options)
     found: Tensor = out.logits if getattr(out, "logits", None) is not None else out[0]
     return found[0]
 
 
 @contextmanager
-def _telling(model: nn.Module) -> Iterator[None]:
+def _refusing_on_errors(model: nn.Module) -> Iterator[None]:
     """What a model raises on a few tokens is told as the reason why it is refused."""
     try:
         yield
@@ -152,23 +152,23 @@ def _limit(model: nn.Module) -> float:
     return max((_TOLERANCE.get(dtype, _LOW_TOLERANCE) for dtype in types), default=_TOLERANCE[torch.float32])
 
 
-def _far(model: nn.Module, found: Tensor, wanted: Tensor) -> bool:
+def _differs(model: nn.Module, found: Tensor, wanted: Tensor) -> bool:
     return found.shape != wanted.shape or not _relative(found, wanted) <= _limit(model)
 
 
-def _told(model: nn.Module, found: Tensor, wanted: Tensor) -> str:
+def _error_text(model: nn.Module, found: Tensor, wanted: Tensor) -> str:
     if found.shape != wanted.shape:
         return f"shape {tuple(found.shape)}, where {tuple(wanted.shape)} was expected"
     return f"relative error {_relative(found, wanted):.1e}, at most {_limit(model):.0e} was expected"
 
 
-def _refuse_if_far(model: Any, found: Tensor, wanted: Tensor) -> None:
-    if _far(model, found, wanted):
+def _check_close(model: Any, found: Tensor, wanted: Tensor) -> None:
+    if _differs(model, found, wanted):
         raise InvalidUsage(
             f"{type(model).__name__} gives other logits on a pack than on each of its sequences alone "
-            f"({_told(model, found, wanted)}): something else than its attention looks at other tokens, its attention "
-            "differs from what it tells AttentionInterface, it counts positions in a way of its own, or its logits are "
-            "changed after the last layer; check=False skips this comparison"
+            f"({_error_text(model, found, wanted)}): something else than its attention looks at other tokens, its "
+            "attention differs from what it tells AttentionInterface, it counts positions in a way of its own, or its "
+            "logits are changed after the last layer; check=False skips this comparison"
         )
 
 

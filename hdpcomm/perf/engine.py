@@ -36,7 +36,7 @@ def measure_side(
         forget = getattr(bound, "forget_kept", None)
         if forget is not None:
             forget()
-    rows = _everyone(world, [float(wrong), *times])
+    rows = _all_gathered(world, [float(wrong), *times])
     mine = [rows[rank] for rank in members]
     calls = operation.operations_per_call(len(members))
     scale = 1e6 / (calls * config.agg)
@@ -62,7 +62,7 @@ def _side(
     algbw = 0.0
     if case is not None and time_us > 0:
         algbw = operation.aggregate(case) * case.shape.total * case.kind.bytes / time_us / 1e3
-    algbw = _everyone(world, [algbw])[members[0]][0]
+    algbw = _all_gathered(world, [algbw])[members[0]][0]
     return Side(
         time_us=time_us,
         algbw=algbw,
@@ -73,7 +73,7 @@ def _side(
     )
 
 
-def _everyone(world: Any, row: list[float]) -> list[list[float]]:
+def _all_gathered(world: Any, row: list[float]) -> list[list[float]]:
     """The rows of all ranks, on all ranks."""
     out = torch.empty(world.size * len(row), dtype=torch.float64)
     world.all_gather(out, torch.tensor(row, dtype=torch.float64))
@@ -84,7 +84,7 @@ def _everyone(world: Any, row: list[float]) -> list[list[float]]:
 def _shared_details(world: Any, details: dict[str, float], members: tuple[int, ...]) -> dict[str, float]:
     """The details of the first member, by name; all members have the same names."""
     names = ("create_us", "create_min_us")
-    row = _everyone(world, [details.get(name, math.nan) for name in names])[members[0]]
+    row = _all_gathered(world, [details.get(name, math.nan) for name in names])[members[0]]
     return {name: value for name, value in zip(names, row, strict=True) if not math.isnan(value)}
 
 

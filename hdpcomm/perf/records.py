@@ -134,10 +134,10 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
             "aggregated_iterations": c.agg,
             "validation": c.check,
             "graph": 0,
-            "blocking_collectives": _truth(bool(c.blocking)),
-            "per_iter_timing": _truth(c.per_iter),
+            "blocking_collectives": _bool_text(bool(c.blocking)),
+            "per_iter_timing": _bool_text(c.per_iter),
             "per_iter_skip": c.per_iter_skip,
-            "parallel_init": _truth(False),
+            "parallel_init": _bool_text(False),
             "unalign": c.unalign,
             "local_register": int(c.register),
             "transport": report.transport,
@@ -146,7 +146,7 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
             "devices": [asdict(device) for device in report.devices],
         },
         "results": [_result(row, c) for row in report.rows],
-        "out_of_bounds": {"count": report.wrong, "okay": _truth(report.wrong == 0)},
+        "out_of_bounds": {"count": report.wrong, "okay": _bool_text(report.wrong == 0)},
         "average_bus_bandwidth": {"bandwidth": report.bus_bandwidth, "okay": "unchecked"},
         "errors": list(report.errors),
         "end_time": report.end_time,
@@ -158,7 +158,7 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
     return document
 
 
-def _truth(value: bool) -> str:
+def _bool_text(value: bool) -> str:
     return "true" if value else "false"
 
 

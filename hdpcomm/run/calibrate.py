@@ -72,7 +72,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         profile_samples(model.to(config.parameter_dtype), comm, longest=config.capacity, repeats=_REPEATS, domains=near)
     )
     cost = CostModel.fit(samples)
-    reduction_s, optimizer_s = _after_the_passes(comm, model)
+    reduction_s, optimizer_s = _reduction_and_update_s(comm, model)
     spec = _spec(config)
     cluster = ClusterSpec(
         ranks=comm.size,
@@ -107,7 +107,7 @@ def _spec(config: RunConfig) -> ModelSpec | None:
     return None if spec is None else replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
 
 
-def _after_the_passes(comm: Communicator, model: torch.nn.Module) -> tuple[float, float]:
+def _reduction_and_update_s(comm: Communicator, model: torch.nn.Module) -> tuple[float, float]:
     """Seconds of the all-reduce of fp32 gradients, and of AdamW over all parameters. Collective."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)

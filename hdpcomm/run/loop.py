@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 _TRACED_STEPS = 50  # at most, with Watching.trace: a trace of more is too large to look at
-_LOOKED_AT = 10  # steps of a whole run of which the timeline is kept
+_WATCHED_STEPS = 10  # steps of a whole run of which the timeline is kept
 
 
 def train(
@@ -278,18 +278,18 @@ class _Run:
             costs["noise"] = trainer.planner.cost_model.noise
         if watching.on_step is not None:
             watching.on_step(policy, metrics, costs)
-        if self._looked_at(step):
-            self._tell_timeline(metrics, planned, trainer)
+        if self._is_watched(step):
+            self._report_timeline(metrics, planned, trainer)
         elif self.messages is not None:
             self.messages.messages.clear()
 
-    def _looked_at(self, step: int) -> bool:
+    def _is_watched(self, step: int) -> bool:
         if self.watching.trace:
             return step - self.first_step < _TRACED_STEPS
-        every = max(1, self.config.steps // _LOOKED_AT)
+        every = max(1, self.config.steps // _WATCHED_STEPS)
         return self.watching.timelines and step % every == min(1, every - 1)  # the very first step is no example
 
-    def _tell_timeline(self, metrics: StepMetrics, planned: PlannedStep, trainer: Trainer) -> None:
+    def _report_timeline(self, metrics: StepMetrics, planned: PlannedStep, trainer: Trainer) -> None:
         messages = [] if self.messages is None else self.messages.take(trainer.timeline.origin)
         facts = {"step": metrics.step, "seconds": metrics.seconds, "predicted_s": metrics.predicted_s}
         row = timeline_row(

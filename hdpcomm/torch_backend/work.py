@@ -222,7 +222,7 @@ class StreamWork(BackendWork):
         if self._future is None:
             device = next((x.device for x in self._outputs if x.is_cuda), None)
             future: Future[list[torch.Tensor]] = Future(devices=None if device is None else [device])
-            with contextlib.nullcontext() if device is None else _beside(device):
+            with contextlib.nullcontext() if device is None else _on_side_stream(device):
                 try:
                     self.follow()
                 except Error as error:
@@ -238,7 +238,7 @@ class StreamWork(BackendWork):
 _side_streams: dict[torch.device, Any] = {}
 
 
-def _beside(device: torch.device) -> AbstractContextManager[Any]:
+def _on_side_stream(device: torch.device) -> AbstractContextManager[Any]:
     """A stream that does nothing else is the current one of the device inside."""
     stream = _side_streams.get(device)
     if stream is None:

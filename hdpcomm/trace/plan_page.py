@@ -42,7 +42,7 @@ def _some(values: Sequence[Any], most: int) -> str:
     return f"{shown} and {len(values) - most:,} more" if len(values) > most else shown
 
 
-def _hover(bar: _Bar) -> str:
+def _tooltip(bar: _Bar) -> str:
     batch = bar.batch
     lengths = sorted((sequence.length for sequence in batch.sequences), reverse=True)
     lines = [
@@ -93,7 +93,7 @@ def _trace(bars: list[_Bar], limits: tuple[int, int]) -> Any:
         x=[bar.seconds for bar in bars],
         y=[bar.row for bar in bars],
         width=[bar.rows for bar in bars],
-        hovertext=[_hover(bar) for bar in bars],
+        hovertext=[_tooltip(bar) for bar in bars],
         hoverinfo="text",
         showlegend=False,
         marker={

@@ -204,7 +204,7 @@ class RayServers:
         self._made_connection = not ray.is_initialized()
         if self._made_connection:
             try:
-                _check_there(address)
+                _check_listening(address)
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
             except (OSError, RuntimeError, ValueError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -218,7 +218,7 @@ class RayServers:
         return get(answer, self._deadline_s, what=what, stopped=self._stopped)
 
 
-def _check_there(address: str) -> None:
+def _check_listening(address: str) -> None:
     """Raises OSError if nobody listens at host:port, for which Ray itself waits a minute."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in host:
