@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hdpcomm.arguments import check_type
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._logit_rows import FusedRows, LogitRows, PlainRows, VocabularyShard
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES
@@ -17,10 +18,35 @@ from hdpcomm.kernels.derivatives import without_second_derivative
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["default_chunk_tokens", "linear_cross_entropy"]
+__all__ = ["LossOptions", "default_chunk_tokens", "linear_cross_entropy"]
 
 _SMALL_CHUNK = 16 << 20
 """Bytes of logits up to which a larger chunk costs nothing worth saving."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """How the last layer's product becomes logits, and logits become a loss; from a model's configuration.
+
+    Attributes:
+        scale: factor of the logits.
+        softcap: the logits become ``softcap * tanh(logits / softcap)``, after ``scale``; 0: they stay.
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to a token's loss (PaLM, arXiv 2204.02311, section 5).
+
+    Raises: InvalidUsage for numbers that are not finite, and for ``softcap`` or ``z_loss`` below 0.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale) or not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise InvalidUsage(
+                f"scale is {self.scale} and softcap {self.softcap}; expected finite numbers, softcap not below 0"
+            )
+        if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
+            raise InvalidUsage(f"z_loss is {self.z_loss}; expected a finite number that is not below 0")
 
 
 def linear_cross_entropy(
@@ -29,9 +55,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    z_loss: float = 0.0,
+    options: LossOptions | None = None,
     weights: Tensor | None = None,
     ignore_index: int = -100,
     comm: Communicator | None = None,
@@ -49,9 +73,7 @@ def linear_cross_entropy(
         weight: ``[columns, width]``, of the type of ``hidden``; the columns of the vocabulary that this rank holds.
         labels: ``[...]`` int64, columns of the whole vocabulary, or ``ignore_index`` for a token without a loss.
         bias: ``[columns]``.
-        scale: factor of the logits.
-        softcap: the logits become ``softcap * tanh(logits / softcap)``, after ``scale``; 0: they stay.
-        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to a token's loss (PaLM, arXiv 2204.02311, section 5).
+        options: scale and soft cap of the logits, z-loss. Default: none of them.
         weights: ``[...]`` float32, factors of the tokens' losses; not differentiated. Default: 1.
         comm: the ranks that hold shards of the vocabulary, in the order of the columns. Collective over it in forward:
             for each chunk an all-gather of three numbers a token, at the end an all-reduce of the gradient of
@@ -70,7 +92,10 @@ def linear_cross_entropy(
         low = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
     _check(hidden, weight, labels, bias, weights)
-    _check_numbers(scale, softcap, z_loss, chunk_tokens)
+    options = LossOptions() if options is None else options
+    check_type("linear_cross_entropy", "options", options, LossOptions)
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise InvalidUsage(f"chunk_tokens is {chunk_tokens}; at least 1 was expected, or None")
     columns = weight.shape[0]
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     first, total = shard if shard is not None else (rank * columns, size * columns)
@@ -78,8 +103,7 @@ def linear_cross_entropy(
         raise InvalidUsage(f"weight {tuple(weight.shape)} has no row; a vocabulary has at least one column")
     job = _Job(
         VocabularyShard(first, total, ignore_index, comm if size > 1 else None),
-        float(scale), float(softcap), float(z_loss),
-        chunk_tokens or default_chunk_tokens(weight, -(-total // size)), torch.is_grad_enabled(),
+        options, chunk_tokens or default_chunk_tokens(weight, -(-total // size)), torch.is_grad_enabled(),
     )  # fmt: skip
     factors = None if weights is None else weights.detach().reshape(-1).contiguous()
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -90,9 +114,7 @@ def linear_cross_entropy(
 @dataclass(frozen=True, slots=True)
 class _Job:
     shard: VocabularyShard
-    scale: float
-    softcap: float
-    z_loss: float
+    options: LossOptions
     chunk: int
     wants_gradients: bool
 
@@ -114,13 +136,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, tokens, max(1, size)):
                 part = slice(start, min(tokens, start + size))
-                logits = _logits(hidden[part], weight, bias, job, memory)
+                logits = _logits(hidden[part], weight, bias, job.options, memory)
                 rows = rows_type(
-                    logits, labels[part], None if factors is None else factors[part], job.shard, job.z_loss
+                    logits, labels[part], None if factors is None else factors[part], job.shard, job.options.z_loss
                 )
                 losses[part] = rows.losses
                 if any(wanted):
-                    gradients.add(part, hidden[part], weight, _logit_gradient(rows, logits, job))
+                    gradients.add(part, hidden[part], weight, _logit_gradient(rows, logits, job.options))
             ctx.gradients = gradients.finish(job.shard.comm)
         return losses.sum()
 
@@ -167,23 +189,23 @@ class _Gradients:
         return self.hidden, None if self.weight is None else self.weight.to(self._types[0]), bias
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, memory: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions, memory: Tensor) -> Tensor:
     logits = memory[: hidden.shape[0]]
     torch.mm(hidden, weight.t(), out=logits)
     if bias is not None:
         logits += bias
-    if job.scale != 1.0:
-        logits *= job.scale
-    if job.softcap:
-        logits.div_(job.softcap).tanh_().mul_(job.softcap)
+    if options.scale != 1.0:
+        logits *= options.scale
+    if options.softcap:
+        logits.div_(options.softcap).tanh_().mul_(options.softcap)
     return logits
 
 
-def _logit_gradient(rows: LogitRows, logits: Tensor, job: _Job) -> Tensor:
+def _logit_gradient(rows: LogitRows, logits: Tensor, options: LossOptions) -> Tensor:
     """Gradient of the linear layer's own result; takes the logits' memory where nothing else needs them."""
-    gradient = rows.gradient(job.scale, in_place=not job.softcap)
-    if job.softcap:  # the derivative of softcap * tanh(x / softcap), from its result
-        gradient *= logits.div_(job.softcap).square_().neg_().add_(1.0)
+    gradient = rows.gradient(options.scale, in_place=not options.softcap)
+    if options.softcap:  # the derivative of softcap * tanh(x / softcap), from its result
+        gradient *= logits.div_(options.softcap).square_().neg_().add_(1.0)
     return gradient
 
 
@@ -226,12 +248,3 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
     for tensor in (weight, bias, labels, weights):
         if tensor is not None and tensor.device != hidden.device:
             raise InvalidUsage(f"hidden is on {hidden.device}, another argument on {tensor.device}; move one")
-
-
-def _check_numbers(scale: float, softcap: float, z_loss: float, chunk_tokens: int | None) -> None:
-    if not math.isfinite(scale) or not (math.isfinite(softcap) and softcap >= 0):
-        raise InvalidUsage(f"scale is {scale} and softcap {softcap}; expected finite numbers, softcap not below 0")
-    if not (math.isfinite(z_loss) and z_loss >= 0):
-        raise InvalidUsage(f"z_loss is {z_loss}; expected a finite number that is not below 0")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise InvalidUsage(f"chunk_tokens is {chunk_tokens}; at least 1 was expected, or None")

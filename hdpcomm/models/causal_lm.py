@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import Tree, packing
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import linear_cross_entropy
+from hdpcomm.kernels import LossOptions, linear_cross_entropy
 from hdpcomm.models.huggingface import set_attention
 from hdpcomm.models.router_loss import router_loss
 from hdpcomm.models.self_check import check_logits
@@ -169,8 +169,9 @@ class AdaptedCausalLM(nn.Module):
         if not _is_plain_linear(head):
             return self._loss_of_any_head(hidden, labels, weights)
         return linear_cross_entropy(
-            _in_dtype_of(head, hidden), head.weight, labels, weights=weights, bias=head.bias, scale=self._scale,
-            softcap=self._softcap, z_loss=self.z_loss, ignore_index=IGNORE, chunk_tokens=self.chunk_tokens,
+            _in_dtype_of(head, hidden), head.weight, labels, weights=weights, bias=head.bias,
+            options=LossOptions(self._scale, self._softcap, self.z_loss), ignore_index=IGNORE,
+            chunk_tokens=self.chunk_tokens,
             comm=None if self.tensor is None else self.tensor.comm,
         )  # fmt: skip
 

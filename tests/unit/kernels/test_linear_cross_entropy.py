@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import linear_cross_entropy
+from hdpcomm.kernels import LossOptions, linear_cross_entropy
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.testing import run_threads
 
@@ -61,11 +61,11 @@ def problem_of(seed, tokens, columns, width, dtype, *, bias=True, factors=True):
     )  # fmt: skip
 
 
-def run(problem, upstream=1.0, **options):
+def run(problem, upstream=1.0, **arguments):
     hidden, weight, bias, labels, factors = problem
     leaves = [None if x is None else x.clone().requires_grad_() for x in (hidden, weight, bias)]
     loss = linear_cross_entropy(
-        leaves[0], leaves[1], labels, bias=leaves[2], weights=factors, ignore_index=IGNORED, **options
+        leaves[0], leaves[1], labels, bias=leaves[2], weights=factors, ignore_index=IGNORED, **arguments
     )
     (loss * upstream).backward()
     return loss.detach(), [None if x is None else x.grad for x in leaves]
@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_the_oracles(
 ):
     problem = problem_of(seed, tokens, columns, width, dtype, bias=bias, factors=factors)
     maths = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
-    found = run(problem, chunk_tokens=chunk, **maths)
+    found = run(problem, chunk_tokens=chunk, options=LossOptions(**maths))
     assert found[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     close(found, oracle(problem, **maths), dtype)
 
@@ -120,7 +120,7 @@ def test_shards_of_the_vocabulary_give_the_whole(seed, tokens, widths, dtype, so
         first, stop = bounds[comm.rank]
         hidden, weight, bias, labels, factors = problem
         mine = hidden, weight[first:stop], bias[first:stop], labels, factors
-        return run(mine, comm=comm, shard=(first, sum(widths)), chunk_tokens=4, **maths)
+        return run(mine, comm=comm, shard=(first, sum(widths)), chunk_tokens=4, options=LossOptions(**maths))
 
     results = run_threads(main, len(widths))
     loss, *sums = oracle(problem, **maths)
@@ -176,6 +176,19 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"softcap": -1.0}, "softcap -1.0; expected finite numbers"),
+        ({"scale": math.inf}, "scale is inf"),
+        ({"z_loss": -1.0}, "z_loss is -1.0"),
+    ],
+)
+def test_bad_options(change, message):
+    with pytest.raises(InvalidUsage, match=message):
+        LossOptions(**change)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -187,9 +200,7 @@ def test_a_second_backward_is_refused():
         ({"labels": torch.tensor([0, 1, 6])}, "label"),
         ({"weights": torch.ones(2)}, r"weights \(2,\) of torch.float32"),
         ({"labels": torch.zeros(3, dtype=torch.int64, device="meta")}, "another argument on meta"),
-        ({"softcap": -1.0}, "softcap -1.0; expected finite numbers"),
-        ({"scale": math.inf}, "scale is inf"),
-        ({"z_loss": -1.0}, "z_loss is -1.0"),
+        ({"options": 2.0}, "options is 2.0, expected LossOptions"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"weight": torch.zeros(0, 4)}, "has no row"),
     ],
