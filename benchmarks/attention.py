@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import ring_attention, shard
+from hdpcomm.attention import AttentionOptions, ring_attention, shard
 from hdpcomm.testing import RankPool
 
 
@@ -70,8 +70,9 @@ def distributed(lengths: list[int], shape: dict[str, Any], causal: bool, variant
             x.requires_grad_()
         sent = comm.stats()["bytes_sent"]
         comm.barrier()
+        options = AttentionOptions(variant=variant)
         start, waited = time.perf_counter(), comm.stats()["wait_ns"]
-        out = ring_attention(q, k, v, comm=comm, cu_seqlens=cu, causal=causal, variant=variant)
+        out = ring_attention(q, k, v, comm=comm, cu_seqlens=cu, causal=causal, options=options)
         assert isinstance(out, torch.Tensor)
         middle, exposed_ns = time.perf_counter(), comm.stats()["wait_ns"] - waited
         comm.barrier()

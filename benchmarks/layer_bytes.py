@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,16 @@ import numpy as np
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import Tree, delta_rule, mla_attention, ring_attention, shard, short_conv, ssd
+from hdpcomm.attention import (
+    AttentionOptions,
+    Tree,
+    delta_rule,
+    mla_attention,
+    ring_attention,
+    shard,
+    short_conv,
+    ssd,
+)
 from hdpcomm.testing import run_threads
 
 MLA = {"heads": 16, "nope": 128, "rope": 64, "v": 128, "rank": 512}
@@ -62,7 +72,7 @@ def mla(send: str) -> tuple[Callable[..., Any], Callable[[int], dict[str, tuple[
         }
 
     def call(*tensors: torch.Tensor, **place: Any) -> Any:
-        return mla_attention(*tensors, send=send, variant="ring", **place)
+        return mla_attention(*tensors, options=AttentionOptions(send=send, variant="ring", check=False), **place)
 
     return call, shapes, rank + rope if send == "latent" else heads * (nope + rope + v)
 
@@ -98,7 +108,7 @@ def measured(
             tensors.append(shard(x, cu, rank=comm.rank, size=size) if shape[0] == length else x)
         leaves = [x.requires_grad_() for x in tensors]
         counts = [comm.stats()["bytes_sent"]]
-        out = call(*leaves, comm=comm, cu_seqlens=cu, check=False)
+        out = call(*leaves, comm=comm, cu_seqlens=cu)
         counts.append(comm.stats()["bytes_sent"])
         out.float().sum().backward()
         counts.append(comm.stats()["bytes_sent"])
@@ -132,14 +142,15 @@ def layers(size: int, lengths: list[int], mla_length: int) -> list[dict[str, Any
             for exchange in ("pipeline", "gather"):
 
                 def call(*tensors: torch.Tensor, layer: Any = layer, exchange: str = exchange, **place: Any) -> Any:
-                    return layer(*tensors, exchange=exchange, **place)
+                    return layer(*tensors, options=AttentionOptions(exchange=exchange, check=False), **place)
 
                 gathered = (2 if size > 2 else 1) * size * (size - 1) * (state + transition)
                 computed = states if exchange == "pipeline" else (gathered, gathered)
                 found.append({"layer": f"{name}, {exchange}", "length": length, "shapes": shapes, "call": call,
                               "minimum": states, "computed": computed})  # fmt: skip
         past = 2 * (size - 1) * (WIDTH - 1) * heads * dk
-        found.append({"layer": "convolution", "length": length, "call": short_conv, "minimum": (past * 2, past * 4),
+        convolve = partial(short_conv, options=AttentionOptions(check=False))
+        found.append({"layer": "convolution", "length": length, "call": convolve, "minimum": (past * 2, past * 4),
                       "shapes": {"x": (length, heads * dk), "weight": (heads * dk, WIDTH)},
                       "computed": (past * 2, past * 4)})  # fmt: skip
     return found
@@ -164,10 +175,10 @@ def trees(size: int, prefix: int, answers: list[int]) -> list[dict[str, Any]]:
         wide, scalars = (tokens, heads, dk), (tokens, heads)
 
         def attend(*tensors: torch.Tensor, **place: Any) -> Any:
-            return ring_attention(*tensors, variant="ring", **place)
+            return ring_attention(*tensors, options=AttentionOptions(variant="ring", check=False), **place)
 
         def recur(*tensors: torch.Tensor, **place: Any) -> Any:
-            return delta_rule(*tensors, exchange="pipeline", **place)
+            return delta_rule(*tensors, options=AttentionOptions(exchange="pipeline", check=False), **place)
 
         for layer, call, shapes, computed in (
             ("softmax", attend, {"q": queries, "k": both, "v": both}, (rows * key * 2, rows * key * (2 + 4))),

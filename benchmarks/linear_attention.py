@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 import hdpcomm as hdp
-from hdpcomm.attention import delta_rule, shard, short_conv
+from hdpcomm.attention import AttentionOptions, delta_rule, shard, short_conv
 from hdpcomm.testing import RankPool
 
 
@@ -59,16 +59,14 @@ def inputs_of(what: str, tokens: int, shape: dict[str, int]) -> tuple[list[torch
 def layer(x: torch.Tensor, parameters: list[torch.Tensor], shape: dict[str, int], **place: Any) -> torch.Tensor:
     """[tokens, hidden] -> [tokens, hidden]"""
     keys, dim = shape["key_heads"], shape["head_dim"]
-    heads, exchange = 2 * keys, place.pop("exchange")
+    heads, options = 2 * keys, place.pop("options")
     w_in, w_gates, w_conv, w_out, w_norm = parameters
     mixed, z = F.linear(x, w_in).split((2 * keys * dim + heads * dim, heads * dim), dim=1)
     a, b = F.linear(x, w_gates).split((heads, heads), dim=1)
     mixed = F.silu(short_conv(mixed.contiguous(), w_conv, **place))
     q, k, v = mixed.split((keys * dim, keys * dim, heads * dim), dim=1)
     q, k = (F.normalize(y.view(-1, keys, dim), dim=-1) for y in (q, k))
-    out = delta_rule(
-        q * dim**-0.5, k, v.reshape(-1, heads, dim), -F.softplus(a), b.sigmoid(), exchange=exchange, **place
-    )
+    out = delta_rule(q * dim**-0.5, k, v.reshape(-1, heads, dim), -F.softplus(a), b.sigmoid(), options=options, **place)
     out = F.rms_norm(out, (dim,), w_norm) * F.silu(z.view(-1, heads, dim))
     return F.linear(out.flatten(1), w_out)
 
@@ -85,10 +83,11 @@ def run(what: str, lengths: list[int], shape: dict[str, int], exchange: str, alo
         leaves = [x.requires_grad_() for x in (*rows, *parameters)]
         world.barrier()
         sent, start = world.stats()["bytes_sent"], time.perf_counter()
+        options = AttentionOptions(exchange=exchange)
         if what == "rule":
-            out = delta_rule(*leaves, comm=comm, cu_seqlens=cu, exchange=exchange)
+            out = delta_rule(*leaves, comm=comm, cu_seqlens=cu, options=options)
         else:
-            out = layer(leaves[0], leaves[1:], shape, comm=comm, cu_seqlens=cu, exchange=exchange)
+            out = layer(leaves[0], leaves[1:], shape, comm=comm, cu_seqlens=cu, options=options)
         middle = time.perf_counter()
         out.backward(dout)
         end = time.perf_counter()

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import Tree, ring_attention, shard
+from hdpcomm.attention import AttentionOptions, Tree, ring_attention, shard
 from hdpcomm.attention.layout import layout_of
 from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
@@ -75,7 +75,8 @@ def run(kind: str, prefix: int, answers: list[int], shape: dict[str, int]) -> di
         sent = world.stats()["bytes_sent"]
         world.barrier()
         started = time.perf_counter()
-        out = ring_attention(q, k, v, comm=comm, cu_seqlens=pack, variant="ring", check=False)
+        options = AttentionOptions(variant="ring", check=False)
+        out = ring_attention(q, k, v, comm=comm, cu_seqlens=pack, options=options)
         assert isinstance(out, torch.Tensor)
         middle = time.perf_counter()
         out.backward(dout)

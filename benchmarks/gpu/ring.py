@@ -14,7 +14,7 @@ import torch
 from common import CUDA, Row, Rows, main, processes_kind, row
 
 import hdpcomm as hdp
-from hdpcomm.attention import ring_attention, shard
+from hdpcomm.attention import AttentionOptions, ring_attention, shard
 from hdpcomm.testing import spawn
 
 TOKENS, HEADS, KV_HEADS, DIM = 16384, 32, 8, 128
@@ -70,7 +70,7 @@ def step_seconds(comm: Any, barrier: Any, steps: int = 5) -> float:
         torch.cuda.synchronize()
         barrier()
         started = time.perf_counter()
-        ring_attention(q, k, v, comm=comm, cu_seqlens=cu, check=False).backward(dout)
+        ring_attention(q, k, v, comm=comm, cu_seqlens=cu, options=AttentionOptions(check=False)).backward(dout)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return sorted(times[1:])[steps // 2]

@@ -7,6 +7,7 @@ from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
+from hdpcomm.attention.options import AttentionOptions
 from hdpcomm.attention.pack_context import (
     Pack,
     carry_pack,
@@ -20,6 +21,7 @@ from hdpcomm.plan.tree import Tree
 
 __all__ = [
     "AttentionCosts",
+    "AttentionOptions",
     "BlockMask",
     "Pack",
     "Problem",

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.arguments import check_number, check_type
+from hdpcomm.arguments import check_number
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
 from hdpcomm.attention.block_mask import MaskLayout
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
 from hdpcomm.attention.engine import Call, LatentDims, backward, forward
 from hdpcomm.attention.layout import AnyLayout, CuSeqlens, layout_of
+from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.tiles import Band, band_of, window_pair
-from hdpcomm.attention.variants import AttentionCosts, choose_variant
+from hdpcomm.attention.variants import choose_variant
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -26,32 +28,32 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = [
-    "Options",
+    "Arguments",
     "RingAttention",
     "attend",
     "band_under",
+    "check_arguments",
     "check_finite",
     "check_lse",
-    "check_options",
     "layouts_of",
     "make_call",
     "plan_call",
     "ring_attention",
 ]
 
+RING_OPTIONS = ("variant", "cu_seqlens_k", "softcap", "sinks", "costs", "check")
+"""The fields of :class:`AttentionOptions` that softmax attention has."""
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments of :func:`ring_attention` other than tensors; the same on all ranks."""
 
-    causal: bool = True
-    window: int | tuple[int, int] | None = None
-    scale: float | None = None
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    variant: str = "auto"
-    backend: str = "auto"
-    costs: AttentionCosts | None = None
+@dataclass(frozen=True, slots=True, eq=False)
+class Arguments:
+    """The arguments of :func:`ring_attention` beside q, k, v, the ranks and the lengths; the same on all ranks."""
+
+    causal: bool
+    window: int | tuple[int, int] | None
+    scale: float | None
+    backend: str
+    options: AttentionOptions
 
 
 class RingAttention(torch.autograd.Function):
@@ -122,18 +124,11 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
         )
 
 
-def check_options(options: Options) -> None:
+def check_arguments(arguments: Arguments) -> None:
     """Raises InvalidUsage for numbers that no attention can have."""
-    if options.dropout_p:
-        raise InvalidUsage(
-            f"dropout_p={options.dropout_p}: attention dropout is not supported, since a distributed mask would differ "
-            "from the single-device one; set it to 0 and use dropout elsewhere in the model"
-        )
-    if options.scale is not None:
-        check_number("attention", "scale (None: head_dim ** -0.5)", options.scale)
-    check_number("attention", "softcap (0: none)", options.softcap, least=0)
-    if options.costs is not None:
-        check_type("attention", "costs", options.costs, AttentionCosts)
+    if arguments.scale is not None:
+        check_number("attention", "scale (None: head_dim ** -0.5)", arguments.scale)
+    check_number("attention", "softcap (0: none)", arguments.options.softcap, least=0)
 
 
 def layouts_of(
@@ -166,15 +161,16 @@ def layouts_of(
     return q_layout, kv_layout
 
 
-def band_under(layout: AnyLayout, options: Options) -> Band:
+def band_under(layout: AnyLayout, arguments: Arguments) -> Band:
     """The mask inside a sequence, or of a position relative to those on its way from the root. Raises InvalidUsage."""
     if isinstance(layout, MaskLayout):
-        if options.window is not None and window_pair(options.window) != (-1, -1):
-            raise InvalidUsage(f"window={options.window} was given with a mask, which says by itself what is visible")
+        window = arguments.window
+        if window is not None and window_pair(window) != (-1, -1):
+            raise InvalidUsage(f"window={window} was given with a mask, which says by itself what is visible")
         return Band(None, None)
-    if isinstance(layout, Pieces) and not options.causal:
+    if isinstance(layout, Pieces) and not arguments.causal:
         raise InvalidUsage("causal=False was given with a tree, whose tokens see only what is before them")
-    return band_of(options.causal, options.window)
+    return band_of(arguments.causal, arguments.window)
 
 
 def make_call(
@@ -182,7 +178,7 @@ def make_call(
     problem: Problem,
     comm: Communicator | None,
     layouts: tuple[AnyLayout, AnyLayout],
-    options: Options,
+    arguments: Arguments,
     latent: LatentDims | None = None,
 ) -> Call:
     """Checks the token counts ``rows`` of q and of k, and chooses variant and backend. Raises InvalidUsage."""
@@ -193,15 +189,16 @@ def make_call(
             raise InvalidUsage(
                 f"{name} has {given} tokens; under cu_seqlens, rank {rank} of {size} holds {wanted} (see shard())"
             )
-    band = band_under(layouts[0], options)
+    band, options = band_under(layouts[0], arguments), arguments.options
     variant = choose_variant(options.variant, problem, layouts, band, options.costs)
+    scale = problem.head_dim**-0.5 if arguments.scale is None else float(arguments.scale)
     return Call(
         q_layout=layouts[0],
         kv_layout=layouts[1],
         band=band,
         comm=comm if size > 1 else None,
-        backend=choose(options.backend, problem),
-        score=Score(problem.head_dim**-0.5 if options.scale is None else float(options.scale), float(options.softcap)),
+        backend=choose(arguments.backend, problem),
+        score=Score(scale, float(options.softcap)),
         gather=variant.gather,
         head_group=variant.head_group,
         latent=latent,
@@ -214,28 +211,27 @@ def plan_call(
     v: torch.Tensor,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
-    cu_seqlens_k: CuSeqlens | None,
-    options: Options,
+    arguments: Arguments,
 ) -> Call:
     """Checks the arguments and returns the :class:`Call` for them; ``q``, ``k``, ``v``: [T_local, heads, head_dim] (the
     batch folded into the heads). Local.
 
     Raises: InvalidUsage.
     """
-    check_options(options)
-    layouts = layouts_of(cu_seqlens, cu_seqlens_k, comm)
+    check_arguments(arguments)
+    layouts = layouts_of(cu_seqlens, arguments.options.cu_seqlens_k, comm)
     problem = Problem(
         device=q.device.type,
         dtype=q.dtype,
         heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
-        windowed=band_under(layouts[0], options).low is not None,
-        softcap=options.softcap,
+        windowed=band_under(layouts[0], arguments).low is not None,
+        softcap=arguments.options.softcap,
         masked=isinstance(layouts[0], MaskLayout),
         v_head_dim=v.shape[2],
     )
-    return make_call((q.shape[0], k.shape[0]), problem, comm, layouts, options)
+    return make_call((q.shape[0], k.shape[0]), problem, comm, layouts, arguments)
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +263,7 @@ def check_finite(name: str, x: torch.Tensor) -> None:
     place = (~torch.isfinite(x)).nonzero()[0].tolist()
     raise InvalidUsage(
         f"{name} holds NaN or infinity (first at local token {place[-3]}, head {place[-2]}); check what computes it, "
-        "or pass check=False to allow it"
+        "or pass options=AttentionOptions(check=False) to allow it"
     )
 
 
@@ -287,29 +283,28 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sinks: torch.Tensor | None,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
-    cu_seqlens_k: CuSeqlens | None,
-    options: Options,
-    check: bool | None,
+    arguments: Callable[[], Arguments],
+    careful: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`ring_attention` with its options in one object; always returns (out, lse)."""
+    """:func:`ring_attention`, always with its lse. ``arguments()`` may raise: that is an error on all ranks, too."""
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")  # prepare() refuses what is no tensor
-    careful = device.type == "cpu" if check is None else check
 
-    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call], str, str]:
+    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Call], str, str]:
+        checked = arguments()
+        sinks = checked.options.sinks
         _check_tensors(q, k, v, sinks)
         folded = _fold(q), _fold(k), _fold(v)
-        call = plan_call(*folded, comm, cu_seqlens, cu_seqlens_k, options)
+        call = plan_call(*folded, comm, cu_seqlens, checked)
         if careful:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 check_finite(name, x)
         facts = _facts(call, q, k, v, sinks) if careful and call.comm is not None else ("", "")
-        return (folded, call), *facts
+        return (folded, sinks, call), *facts
 
-    folded, call = agree_on_call(comm, "ring_attention", careful=careful, device=device, prepare=prepare)
+    folded, sinks, call = agree_on_call(comm, "ring_attention", careful=careful, device=device, prepare=prepare)
     batch = q.shape[0] if q.ndim == 4 else 1
     per_head = None if sinks is None else sinks.repeat(batch)
     out, lse = RingAttention.apply(*folded, per_head, call)  # type: ignore[no-untyped-call]
@@ -336,17 +331,11 @@ def ring_attention(
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
-    cu_seqlens_k: CuSeqlens | None = None,
     causal: bool = True,
     window: int | tuple[int, int] | None = None,
     scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    variant: str = "auto",
     backend: str = "auto",
-    costs: AttentionCosts | None = None,
-    check: bool | None = None,
+    options: AttentionOptions | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact softmax attention over packed sequences, each rank holding a zigzag shard of every sequence.
@@ -358,18 +347,11 @@ def ring_attention(
 
     ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks, with no empty sequence (best on
     the CPU: a CUDA tensor has to be waited for). Or a :class:`Tree` (a query sees its ancestors and, causally, its own
-    segment), or a :class:`BlockMask` (what its function says; ``causal`` is not asked). ``cu_seqlens_k``: the same for
-    the keys, where their lengths differ (a sequence may have 0 keys); queries and keys are then aligned at their ends.
-    Not with a tree or a mask. ``window``: how many keys a query
-    sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in flash-attn, -1 for
-    no limit. ``scale``: default head_dim ** -0.5. ``softcap``: scores become softcap * tanh(score / softcap), where the
-    backend can. ``sinks``: [heads], one more score per head that takes part in the softmax without a value; each rank
-    gets its share of the gradient, to be summed over the ranks like that of any parameter.
-
-    ``variant``: ring, gather, ulysses, hybrid, or auto (the cheapest by ``costs``); all give the same result.
-    ``backend``: see :func:`hdpcomm.attention.available_backends`. ``check``: ranks compare their arguments first, and
-    the result is searched for NaN, so that bad input is an error on all ranks (default: on the CPU; it costs two
-    small all-gathers).
+    segment), or a :class:`BlockMask` (what its function says; ``causal`` is not asked). ``window``: how many keys a
+    query sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in flash-attn,
+    -1 for no limit. ``scale``: default head_dim ** -0.5. ``backend``: see
+    :func:`hdpcomm.attention.available_backends`. ``options``: what is rarely given (the variant, softcap, sinks, other
+    lengths of keys, costs, checks), see :class:`hdpcomm.attention.AttentionOptions`.
 
     Returns the output, [T_local, heads, v_head_dim] in the type of ``q``, and with ``return_lse`` also the log-sum-exp
     [T_local, heads] (dense: [batch, T_local, heads]) in float32 (float64 for float64), not differentiable; a query that
@@ -379,8 +361,10 @@ def ring_attention(
     Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
     """
     q, scale = positive_scale(q, scale)
-    options = Options(causal, window, scale, softcap, dropout_p, variant, backend, costs)
-    out, lse = attend(
-        q, k, v, sinks, comm=comm, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, options=options, check=check
-    )
+
+    def arguments() -> Arguments:
+        return Arguments(causal, window, scale, backend, options_of("ring_attention", options, *RING_OPTIONS))
+
+    careful = careful_of(q, options)
+    out, lse = attend(q, k, v, comm=comm, cu_seqlens=cu_seqlens, arguments=arguments, careful=careful)
     return (out, lse) if return_lse else out

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdpcomm.attention.api import (
-    Options,
+    Arguments,
     RingAttention,
     band_under,
+    check_arguments,
     check_finite,
     check_lse,
-    check_options,
     layouts_of,
     make_call,
     positive_scale,
@@ -29,6 +29,7 @@ from hdpcomm.attention.block_mask import MaskLayout
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
 from hdpcomm.attention.engine import Call, LatentDims
 from hdpcomm.attention.layout import AnyLayout, CuSeqlens
+from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.variants import AttentionCosts, choose_variant, estimate
 from hdpcomm.errors import InvalidUsage
@@ -108,11 +109,8 @@ def mla_attention(
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     scale: float | None = None,
-    send: str = "auto",
-    variant: str = "auto",
     backend: str = "auto",
-    costs: AttentionCosts | None = None,
-    check: bool | None = None,
+    options: AttentionOptions | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact multi-head latent attention, causal, over packed sequences (or a tree) that several ranks share.
@@ -121,11 +119,11 @@ def mla_attention(
     and values after their norm. ``k_rope``: [T_local, rope_dim], the rotary key that all heads share, already rotated.
     ``w_kv``: [heads * (nope_dim + v_dim), rank], the weight of ``kv_b_proj``: for each head the rows of K, then those
     of V; the same on all ranks. The shard of this rank, as in :func:`hdpcomm.attention.ring_attention`, from which
-    ``comm``, ``cu_seqlens``, ``variant``, ``backend``, ``costs``, ``check`` and ``return_lse`` come. ``scale``: default
-    (nope_dim + rope_dim) ** -0.5.
+    ``comm``, ``cu_seqlens``, ``backend`` and ``return_lse`` come. ``scale``: default (nope_dim + rope_dim) ** -0.5.
 
-    ``send``: what travels. ``latent``: c_kv and k_rope, rank + rope_dim values a token, expanded by each rank that
-    needs them, forward and again in backward; ``kv``: K and V, heads * (nope_dim + rope_dim + v_dim) values; ``auto``:
+    ``options``: ``variant``, ``send``, ``costs`` and ``check`` of :class:`hdpcomm.attention.AttentionOptions`. With
+    ``send="latent"``, c_kv and k_rope travel, rank + rope_dim values a token, expanded by each rank that needs them,
+    forward and again in backward; with ``kv``, K and V, heads * (nope_dim + rope_dim + v_dim) values; ``auto`` takes
     the lower estimate by ``costs``. Both are exact.
 
     Returns [T_local, heads, v_dim] in the type of ``q``. Differentiable in q, c_kv, k_rope and w_kv; the gradient of
@@ -134,34 +132,36 @@ def mla_attention(
 
     Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
     """
-    careful = q.device.type == "cpu" if check is None else check
+    careful = careful_of(q, options)
     q, scale = positive_scale(q, scale)
-    options = Options(scale=scale, variant=variant, backend=backend, costs=costs)
 
     def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call], str, str]:
-        if send not in SENDS:
-            raise InvalidUsage(f"send={send!r}; expected one of {', '.join(SENDS)}")
+        known = options_of("mla_attention", options, "variant", "send", "costs", "check")
+        if known.send not in SENDS:
+            raise InvalidUsage(f"send={known.send!r}; expected one of {', '.join(SENDS)}")
         v_dim = _v_dim(q, c_kv, k_rope, w_kv)
-        check_options(options)
+        arguments = Arguments(True, None, scale, backend, known)
+        check_arguments(arguments)
         layouts = layouts_of(cu_seqlens, None, comm)
         heads, rope_dim = q.shape[1], k_rope.shape[1]
         latent_problem = Problem(
             device=q.device.type, dtype=q.dtype, heads=heads, kv_heads=heads, head_dim=q.shape[2], v_head_dim=v_dim,
             masked=isinstance(layouts[0], MaskLayout), latent_dim=c_kv.shape[1] + rope_dim,
         )  # fmt: skip
-        chosen = send
-        if send == "auto":
-            chosen = choose_send(variant, latent_problem, layouts, band_under(layouts[0], options), costs)
+        chosen = known.send
+        if chosen == "auto":
+            band = band_under(layouts[0], arguments)
+            chosen = choose_send(known.variant, latent_problem, layouts, band, known.costs)
         if careful:
             for name, x in (("q", q), ("c_kv", c_kv[:, None]), ("k_rope", k_rope[:, None])):
                 check_finite(name, x)
         rows = (q.shape[0], c_kv.shape[0])
         if chosen == "kv":
             problem = replace(latent_problem, latent_dim=0)
-            call = make_call(rows, problem, comm, layouts, options)
+            call = make_call(rows, problem, comm, layouts, arguments)
             tensors = (q.contiguous(), *_keys_values(c_kv, k_rope, w_kv, heads, v_dim))
         else:
-            call = make_call(rows, latent_problem, comm, layouts, options, LatentDims(rope_dim, v_dim))
+            call = make_call(rows, latent_problem, comm, layouts, arguments, LatentDims(rope_dim, v_dim))
             latent = torch.cat((c_kv, k_rope), dim=1).unsqueeze(1)
             tensors = (q.contiguous(), latent, w_kv.contiguous().view(heads, -1, w_kv.shape[1]))
         settings = (

@@ -15,18 +15,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
-from hdpcomm.attention.api import Options, attend, plan_call, positive_scale
+from hdpcomm.attention.api import Arguments, attend, plan_call, positive_scale
 from hdpcomm.attention.engine import backward, retrace
 from hdpcomm.attention.layout import CuSeqlens, as_pack
+from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.tiles import window_pair
-from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import refuse_second_derivative
 
@@ -46,10 +46,9 @@ class Pack:
 
     comm: Communicator | None
     cu_seqlens: CuSeqlens
-    variant: str
     backend: str
-    costs: AttentionCosts | None
-    check: bool | None
+    options: AttentionOptions
+    """Its ``variant``, ``costs`` and ``check`` are those of all calls; a layer adds its own softcap and sinks."""
     ticket: int
     """Number by which a compiled backward finds the pack of its forward."""
     padded: bool = False
@@ -74,21 +73,22 @@ def packing(
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     *,
-    variant: str = "auto",
     backend: str = "auto",
-    costs: AttentionCosts | None = None,
-    check: bool | None = None,
+    options: AttentionOptions | None = None,
     padded: bool = False,
 ) -> Iterator[Pack]:
     """Attention calls of this thread inside the block use this pack; arguments as in
     :func:`hdpcomm.attention.ring_attention`.
+
+    ``options``: the ``variant``, ``costs`` and ``check`` of all layers. Raises InvalidUsage for its other fields.
 
     ``padded``: this rank's shard is empty and it passes one token that counts for nothing in its place.
 
     Local. May be nested; the innermost applies. Backward may run after the block. An activation checkpoint inside it
     needs ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=carry_pack)``.
     """
-    pack = Pack(comm, as_pack(cu_seqlens), variant, backend, costs, check, next(_tickets), padded)
+    known = options_of("packing", options, "variant", "costs", "check")
+    pack = Pack(comm, as_pack(cu_seqlens), backend, known, next(_tickets), padded)
     _drop_packs_of_ended_worlds()
     with _CurrentPack(pack):
         yield pack
@@ -184,11 +184,13 @@ def _saved_pack(ticket: int) -> Pack:
     return found[0]
 
 
-def _options(pack: Pack, causal: bool, window_left: int, window_right: int, scale: float, softcap: float) -> Options:
-    return Options(
-        causal=causal, window=(window_left, window_right), scale=scale, softcap=softcap,
-        variant=pack.variant, backend=pack.backend, costs=pack.costs,
-    )  # fmt: skip
+_Settings = tuple[bool, int, int, float, float]
+"""Causal, how many keys to the left and to the right a query sees, scale and softcap."""
+
+
+def _arguments(pack: Pack, sinks: torch.Tensor | None, settings: _Settings) -> Arguments:
+    causal, left, right, scale, softcap = settings
+    return Arguments(causal, (left, right), scale, pack.backend, replace(pack.options, softcap=softcap, sinks=sinks))
 
 
 @torch.library.custom_op("hdpcomm::packed_attention", mutates_args=())
@@ -205,19 +207,8 @@ def _packed_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, ticket of the pack)."""
     pack = current_pack()
-    options = _options(pack, causal, window_left, window_right, scale, softcap)
     with torch.no_grad():
-        out, lse = attend(
-            q,
-            k,
-            v,
-            sinks,
-            comm=pack.comm,
-            cu_seqlens=pack.cu_seqlens,
-            cu_seqlens_k=None,
-            options=options,
-            check=pack.check,
-        )
+        out, lse = _attend(q, k, v, sinks, (causal, window_left, window_right, scale, softcap), pack)
     out, lse = _apart((out, lse), (q, k, v))
     return out, lse, torch.tensor(_save(pack))
 
@@ -257,8 +248,8 @@ def _packed_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty where there are no sinks."""
     pack = _saved_pack(int(ticket))
-    options = _options(pack, causal, window_left, window_right, scale, softcap)
-    call = plan_call(q, k, v, pack.comm, pack.cu_seqlens, None, options)
+    arguments = _arguments(pack, sinks, (causal, window_left, window_right, scale, softcap))
+    call = plan_call(q, k, v, pack.comm, pack.cu_seqlens, arguments)
     saved = retrace(q, (k, v), out, lse, call)
     dq, dk, dv, dsinks = backward(dout, saved, sinks, call, (q.shape[1], k.shape[1]))
     none = q.new_empty(0) if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
@@ -267,7 +258,7 @@ def _packed_backward_op(
 
 
 @_packed_backward_op.register_fake
-def _(
+def _packed_backward_fake(
     dout: torch.Tensor,  # noqa: ARG001
     q: torch.Tensor,
     k: torch.Tensor,
@@ -341,7 +332,13 @@ def packed_attention(
     return flat.view(flat.shape[0], batch, q.shape[1] // batch, flat.shape[2]).transpose(0, 1)
 
 
-_Settings = tuple[bool, int, int, float, float]
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings, pack: Pack
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend(
+        q, k, v, comm=pack.comm, cu_seqlens=pack.cu_seqlens, arguments=lambda: _arguments(pack, sinks, settings),
+        careful=careful_of(q, pack.options),
+    )  # fmt: skip
 
 
 def _eager(
@@ -350,10 +347,7 @@ def _eager(
     shape = (*q.shape[:-1], v.shape[-1])
     if pack.padded:
         q, k, v = (x.narrow(-3, 0, 0).contiguous() for x in (q, k, v))
-    out, _ = attend(
-        q, k, v, sinks, comm=pack.comm, cu_seqlens=pack.cu_seqlens, cu_seqlens_k=None,
-        options=_options(pack, *settings), check=pack.check,
-    )  # fmt: skip
+    out, _ = _attend(q, k, v, sinks, settings, pack)
     if pack.padded:  # in the graph, so that this rank takes part in the backward of its group
         out = torch.cat((out, out.new_zeros(shape)), dim=-3)
     return out

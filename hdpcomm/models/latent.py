@@ -65,7 +65,7 @@ def latent_attention(
     def attend(q: Tensor, c_kv: Tensor, k_rope: Tensor) -> Tensor:
         out = mla_attention(
             q, c_kv, k_rope, layer.kv_b_proj.weight.to(q.dtype), comm=pack.comm, cu_seqlens=pack.cu_seqlens,
-            scale=scale, variant=pack.variant, backend=pack.backend, costs=pack.costs, check=pack.check,
+            scale=scale, backend=pack.backend, options=pack.options,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out

@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import Pack, delta_rule, short_conv, ssd
+from hdpcomm.attention import AttentionOptions, Pack, delta_rule, short_conv, ssd
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 
@@ -34,6 +35,11 @@ def _pack_of(kwargs: dict[str, Any]) -> Pack:
     pack = kwargs.get(PACK_ARGUMENT) or find_pack()
     assert pack is not None  # _Mixer calls these functions only then
     return pack
+
+
+def _options_of(pack: Pack) -> AttentionOptions:
+    """Options of a recurrence in a pack: a pack's ``variant`` is for softmax attention."""
+    return replace(pack.options, variant="auto")
 
 
 def _one_row(x: Tensor, what: str) -> Tensor:
@@ -65,7 +71,8 @@ def _conv(
     pack = _pack_of(kwargs)
 
     def convolve(x: Tensor) -> Tensor:
-        return short_conv(x, weight, bias=bias, comm=pack.comm, cu_seqlens=pack.cu_seqlens, check=pack.check)
+        options = AttentionOptions(check=pack.options.check)
+        return short_conv(x, weight, bias=bias, comm=pack.comm, cu_seqlens=pack.cu_seqlens, options=options)
 
     rows = _one_row(hidden_states, "the convolution").transpose(0, 1).to(weight.dtype)
     out = on_local_tokens(pack, convolve, (rows,)).transpose(0, 1).unsqueeze(0)
@@ -91,8 +98,10 @@ def _delta(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON) for x in (q, k))
 
     def recur(*rows: Tensor) -> Tensor:
-        options = {"comm": pack.comm, "cu_seqlens": pack.cu_seqlens, "costs": pack.costs, "check": pack.check}
-        return delta_rule(*rows, **options)  # type: ignore[arg-type]
+        q, k, v, decay, write = rows
+        return delta_rule(
+            q, k, v, decay, write, comm=pack.comm, cu_seqlens=pack.cu_seqlens, options=_options_of(pack)
+        )  # fmt: skip
 
     q, k, v = (_rounded(x, query) for x in (q * q.shape[-1] ** -0.5, k, v))
     out = on_local_tokens(pack, recur, (q, k, v, decay, write))
@@ -127,7 +136,7 @@ def _scan(
         x, step, b, c = rows
         return ssd(
             x, step, _wide(A), b, c, d=None if D is None else _wide(D), comm=pack.comm, cu_seqlens=pack.cu_seqlens,
-            costs=pack.costs, check=pack.check,
+            options=_options_of(pack),
         )  # fmt: skip
 
     return on_local_tokens(pack, recur, (_rounded(x, x), _wide(step), _rounded(b, x), _rounded(c, x))).unsqueeze(0)

@@ -11,6 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.work import ENDED
+from tests.attention_options import with_options
 
 NAN = float("nan")
 HUGE = 1 << 80
@@ -214,7 +215,7 @@ def attend_on_ranks(comm: hdp.Communicator, **changed: Any) -> Any:
     """An attention of two ranks; ``changed``: the arguments of one of them that are bad."""
     arguments: dict[str, Any] = {name: torch.zeros(3, 2, 4) for name in "qkv"} | {"cu_seqlens": [0, 2, 6]} | changed
     q, k, v = (arguments.pop(name) for name in "qkv")
-    return hdp.attention.ring_attention(q, k, v, comm=comm, **arguments)
+    return hdp.attention.ring_attention(q, k, v, comm=comm, **with_options(**arguments))
 
 
 # What one of two ranks gives; both are told.
@@ -232,7 +233,8 @@ ATTENTION_ON_RANKS: list[tuple[dict[str, Any], str]] = [
     ({"window": (1, 2, 3)}, "(1, 2, 3)"),
     ({"scale": "1"}, "'1'"),
     ({"softcap": -2.0}, "-2.0"),
-    ({"dropout_p": 0.5}, "0.5"),
+    ({"exchange": "scan"}, "exchange='scan'"),
+    ({"options": "ring"}, "'ring'"),
     ({"variant": "star"}, "'star'"),
     ({"backend": "magic"}, "'magic'"),
     ({"sinks": torch.zeros(5)}, "(5,)"),

@@ -17,6 +17,7 @@ from hdpcomm.kernels import linear_cross_entropy
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, ModelSpec, Planner, StepPlan, Tree
 from hdpcomm.testing import run_threads, spawn
+from tests.attention_options import with_options
 from tests.faults.bad_calls import HUGE, NAN, Case
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256)
@@ -38,7 +39,7 @@ def qkv(tokens: int = 6, heads: int = 4, kv_heads: int = 2, dim: int = 8, **kind
 
 
 def attend(tensors: list[Any] | None = None, cu: Any = (0, 2, 6), **options: Any) -> Any:
-    return attention.ring_attention(*(tensors or qkv()), comm=None, cu_seqlens=cu, **options)
+    return attention.ring_attention(*(tensors or qkv()), comm=None, cu_seqlens=cu, **with_options(**options))
 
 
 def with_one(place: int, value: Any) -> list[Any]:
@@ -123,8 +124,9 @@ ATTENTION: list[Case] = [
     (lambda: attend(softcap=-1.0), "-1.0"),
     (lambda: attend(softcap=NAN), "nan"),
     (lambda: attend(softcap=None), "None"),
-    (lambda: attend(dropout_p=0.1), "0.1"),
-    (lambda: attend(dropout_p=NAN), "nan"),
+    (lambda: attend(send="kv"), "send='kv'"),
+    (lambda: attend(exchange="scan"), "exchange='scan'"),
+    (lambda: attend(options={"variant": "ring"}), "{'variant': 'ring'}"),
     (lambda: attend(variant="star"), "'star'"),
     (lambda: attend(variant=None), "None"),
     (lambda: attend(backend="magic"), "'magic'"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hdpcomm.attention import Problem, available_backends, ring_attention
+from hdpcomm.attention import AttentionOptions, Problem, available_backends, ring_attention
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows, merge
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Accumulator, Score
@@ -87,7 +87,7 @@ def test_backends_agree_with_the_reference(name, dtype, banded):
 def test_one_rank_equals_torchs_attention(window):
     cu = torch.tensor([0, 700, 701, 1024], dtype=torch.int32)
     q, k, v = (torch.randn(1024, h, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
-    out = ring_attention(q, k, v, comm=None, cu_seqlens=cu, window=window, check=True)
+    out = ring_attention(q, k, v, comm=None, cu_seqlens=cu, window=window, options=AttentionOptions(check=True))
     out.sum().backward()
     grads = [x.grad for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]

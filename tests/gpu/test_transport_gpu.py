@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import ring_attention, shard
+from hdpcomm.attention import AttentionOptions, ring_attention, shard
 from hdpcomm.comm.topology import measure_topology
 from hdpcomm.testing import run_threads, spawn
 from tests.ranks.device.test_device_collectives import bits, messages
@@ -231,7 +231,7 @@ def attention(transport: str) -> list[torch.Tensor]:
             .requires_grad_()
             for heads in (8, 2, 2)
         ]
-        out = ring_attention(*leaves, comm=comm, cu_seqlens=cu, variant="ring")
+        out = ring_attention(*leaves, comm=comm, cu_seqlens=cu, options=AttentionOptions(variant="ring"))
         assert isinstance(out, torch.Tensor)
         out.float().square().sum().backward()
         return [out.detach().float().cpu(), *(leaf.grad.float().cpu() for leaf in leaves if leaf.grad is not None)]

@@ -9,7 +9,6 @@ import torch
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
 from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.attention.linear.checks import (
-    careful_of,
     check_all_finite,
     check_linear,
     check_states,
@@ -21,13 +20,16 @@ from hdpcomm.attention.linear.fla import choose_backend
 from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
 from hdpcomm.attention.linear.state_plan import state_plan
-from hdpcomm.attention.variants import AttentionCosts
+from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = ["delta_rule", "ssd"]
+
+_OPTIONS = ("exchange", "costs", "check")
+"""The fields of :class:`AttentionOptions` that recurrences have."""
 
 
 def _check_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
@@ -70,15 +72,14 @@ def _arguments(
     *,
     layout: TokenLayout,
     comm: Communicator | None,
-    exchange: str,
     backend: str,
-    costs: AttentionCosts | None,
+    options: AttentionOptions,
 ) -> tuple[_Arguments, str, str]:
     """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
     plan = state_plan(layout)
     chosen = choose_exchange(
-        exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None, device=q.device.type,
-        costs=costs,
+        options.exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None,
+        device=q.device.type, costs=options.costs,
     )  # fmt: skip
     computed_by = choose_backend(backend, q.device.type, q.dtype)
     settings = (
@@ -98,10 +99,8 @@ def delta_rule(
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
-    exchange: str = "auto",
     backend: str = "auto",
-    costs: AttentionCosts | None = None,
-    check: bool | None = None,
+    options: AttentionOptions | None = None,
 ) -> torch.Tensor:
     """The gated delta rule, and KDA, over packed sequences that several ranks share.
 
@@ -116,11 +115,9 @@ def delta_rule(
     token of a segment is that after the last one of its parent. States and all that is computed are float32 (float64
     for float64).
 
-    ``exchange``: how states travel between ranks: ``gather``, ``scan``, ``pipeline``
-    (:mod:`hdpcomm.attention.linear.exchange`), or ``auto``, the lowest estimate by ``costs``; its bytes do not depend
-    on lengths. ``backend``: what computes a rank's own runs: ``torch``, ``fla`` (flash-linear-attention, if installed,
-    for 16-bit types on CUDA), or ``auto``, the latter where it can. ``check``: ranks compare their arguments first and
-    the result is searched for NaN (default: on the CPU).
+    ``backend``: what computes a rank's own runs: ``torch``, ``fla`` (flash-linear-attention, if installed, for 16-bit
+    types on CUDA), or ``auto``, the latter where it can. ``options``: ``exchange``, ``costs`` and ``check`` of
+    :class:`hdpcomm.attention.AttentionOptions`. The bytes of an exchange do not depend on lengths.
 
     Returns [T_local, heads, dv] in the type of ``v``. Differentiable in all tensors; exact. Between forward and
     backward only the inputs and the states at the borders of ranks are kept. Collective over ``comm`` (None: one rank),
@@ -129,10 +126,11 @@ def delta_rule(
     Raises: InvalidUsage for bad arguments and states that overflow, Mismatch where ranks disagree, and what the
     communicator raises. Sources: arXiv 2412.06464 (gated delta rule), 2510.26692 (KDA).
     """
-    careful = careful_of(q, check)
+    careful = careful_of(q, options)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
     def prepare() -> tuple[_Arguments, str, str]:
+        known = options_of("delta_rule", options, *_OPTIONS)
         _check_delta(q, k, v, g, beta)
         layout = layout_of_tokens(cu_seqlens, comm)
         check_linear(tensors, layout, comm)
@@ -147,9 +145,8 @@ def delta_rule(
             beta,
             layout=layout,
             comm=comm,
-            exchange=exchange,
             backend=backend,
-            costs=costs,
+            options=known,
         )
 
     arguments = agree_on_call(comm, "delta_rule", careful=careful, device=q.device, prepare=prepare)
@@ -169,10 +166,8 @@ def ssd(
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     d: torch.Tensor | None = None,
-    exchange: str = "auto",
     backend: str = "auto",
-    costs: AttentionCosts | None = None,
-    check: bool | None = None,
+    options: AttentionOptions | None = None,
 ) -> torch.Tensor:
     """The state-space layer of Mamba-2 (SSD) over packed sequences that several ranks share.
 
@@ -187,10 +182,11 @@ def ssd(
     Returns [T_local, heads, head_dim] in the type of ``x``. Collective over ``comm``. Source: arXiv 2405.21060 section
     6.
     """
-    careful = careful_of(x, check)
+    careful = careful_of(x, options)
     tensors = {"x": x, "dt": dt, "b": b, "c": c}
 
     def prepare() -> tuple[_Arguments, str, str]:
+        known = options_of("ssd", options, *_OPTIONS)
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in {**tensors, "a": a}.items())
         if [t.ndim for t in (x, dt, a, b, c)] != [3, 2, 1, 3, 3] or b.shape != c.shape:
             raise InvalidUsage(
@@ -215,7 +211,7 @@ def ssd(
         values = x.to(wide) * dt.to(wide)[..., None]
         return _arguments(
             _spread(c, heads), _spread(b, heads), values, dt.to(wide) * a.to(wide), None,
-            layout=layout, comm=comm, exchange=exchange, backend=backend, costs=costs,
+            layout=layout, comm=comm, backend=backend, options=known,
         )  # fmt: skip
 
     arguments = agree_on_call(comm, "ssd", careful=careful, device=x.device, prepare=prepare)

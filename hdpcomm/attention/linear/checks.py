@@ -15,14 +15,9 @@ from hdpcomm.plan.tree import Tree
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["careful_of", "check_all_finite", "check_linear", "check_states", "summary_of", "layout_of_tokens"]
+__all__ = ["check_all_finite", "check_linear", "check_states", "summary_of", "layout_of_tokens"]
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def careful_of(x: torch.Tensor, check: bool | None) -> bool:
-    """Whether the ranks compare their arguments: by default on the CPU."""
-    return x.device.type == "cpu" if check is None else check
 
 
 def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:

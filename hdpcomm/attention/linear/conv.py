@@ -19,8 +19,9 @@ from hdpcomm.attention.atoms import Int64
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
 from hdpcomm.attention.layout import CuSeqlens
-from hdpcomm.attention.linear.checks import careful_of, check_linear, layout_of_tokens, summary_of
+from hdpcomm.attention.linear.checks import check_linear, layout_of_tokens, summary_of
 from hdpcomm.attention.linear.nodes import TokenLayout
+from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.tree_layout import TreeLayout
@@ -142,7 +143,7 @@ def short_conv(
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     bias: torch.Tensor | None = None,
-    check: bool | None = None,
+    options: AttentionOptions | None = None,
 ) -> torch.Tensor:
     """A causal depthwise convolution of each sequence of a pack that several ranks share.
 
@@ -151,7 +152,7 @@ def short_conv(
 
     ``x``: [T_local, channels], the shard of this rank of the pack ``cu_seqlens``, or of a tree. ``weight``: [channels,
     width], ``bias``: [channels], the same on all ranks; their gradients are this rank's share, to be summed over the
-    ranks. ``check``: ranks compare their arguments first (default: on the CPU).
+    ranks. ``options``: ``check`` of :class:`hdpcomm.attention.AttentionOptions`.
 
     Returns [T_local, channels] in the type of ``x``; sums are float32 (float64 for float64). Sends each token once to
     each rank whose pieces begin within ``width - 1`` tokens after it. Collective over ``comm``, in forward and in
@@ -159,9 +160,10 @@ def short_conv(
 
     Raises: InvalidUsage for bad arguments, Mismatch where ranks disagree, and what the communicator raises.
     """
-    careful = careful_of(x, check)
+    careful = careful_of(x, options)
 
     def prepare() -> tuple[_ConvPlan, str, str]:
+        options_of("short_conv", options, "check")
         shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[0] or 0 in weight.shape:
             raise InvalidUsage(f"expected x [tokens, channels] and weight [channels, width]; got {shapes}")

@@ -11,6 +11,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard, unshard
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 
 GRADS = ("out", "dq", "dk", "dv")
 
@@ -108,9 +109,11 @@ def on_rank(case: Case, comm: hdp.Communicator) -> dict[str, torch.Tensor]:
     leaves = [mine[name].requires_grad_() for name in ("q", "k", "v")]
     sinks = x["sinks"].requires_grad_() if case.sinks else None
     out, lse = ring_attention(
-        *leaves, comm=comm, cu_seqlens=torch.tensor(case.cu, dtype=torch.int32),
-        cu_seqlens_k=None if case.keys is None else case.cu_k, causal=case.causal, window=case.window,
-        scale=case.scale, softcap=case.softcap, sinks=sinks, return_lse=True, **case.options,
+        *leaves, comm=comm, cu_seqlens=torch.tensor(case.cu, dtype=torch.int32), causal=case.causal,
+        window=case.window, scale=case.scale, return_lse=True,
+        **with_options(
+            cu_seqlens_k=None if case.keys is None else case.cu_k, softcap=case.softcap, sinks=sinks, **case.options
+        ),
     )  # fmt: skip
     out.backward(mine["dout"])
     dq, dk, dv = (leaf.grad for leaf in leaves)

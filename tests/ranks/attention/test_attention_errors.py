@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import ring_attention, shard
+from hdpcomm.attention import AttentionOptions, ring_attention, shard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 
 CU = [0, 40, 52]
 SIZE = 3
@@ -29,7 +30,9 @@ def _errors(change, ranks=(1,), **settings):
             change(arguments, comm)
         error = None
         try:
-            ring_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), comm=comm, **arguments)
+            ring_attention(
+                arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), comm=comm, **with_options(**arguments)
+            )
         except hdp.Error as raised:
             error = raised
         assert ring_attention(*_good(comm), comm=comm, cu_seqlens=CU).shape == q.shape
@@ -60,7 +63,11 @@ BAD = {
     "empty sequence": (_set(cu_seqlens=[0, 40, 40, 52]), r"sequence 1 of cu_seqlens is empty \(1 of 3 are\)"),
     "nothing but empty": (_set(cu_seqlens=[0, 0, 0]), r"sequence 0 of cu_seqlens is empty \(2 of 2 are\)"),
     "sequences": (_set(cu_seqlens_k=[0, 52]), "cu_seqlens has 2 sequences, cu_seqlens_k 1"),
-    "dropout": (_set(dropout_p=0.1), "attention dropout is not supported"),
+    "others' option": (
+        _set(send="kv"),
+        r"ring_attention was given options with send='kv', which it does not have; .* \(ring_attention has variant,",
+    ),
+    "options": (_set(options="ring"), "ring_attention: options is 'ring', expected AttentionOptions"),
     "window": (_set(window=0), "window, the keys that a query sees, itself included, is 0, expected a whole number"),
     "window pair": (_set(window=(-2, 0)), r"window=\(-2, 0\); expected \(left, right\)"),
     "scale": (_set(scale=float("nan")), "expected a finite number"),
@@ -158,7 +165,7 @@ def test_alone_the_same_errors():
     with pytest.raises(InvalidUsage, match="q holds NaN"):
         ring_attention(torch.full_like(q, torch.nan), q, q, comm=None, cu_seqlens=[0, 4])
     q[:] = torch.nan
-    assert ring_attention(q, q, q, comm=None, cu_seqlens=[0, 4], check=False).isnan().all()
+    assert ring_attention(q, q, q, comm=None, cu_seqlens=[0, 4], options=AttentionOptions(check=False)).isnan().all()
 
 
 @pytest.mark.parametrize("cu", [[0], [0, 1], [0, 2, 3]])

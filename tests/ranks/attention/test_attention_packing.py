@@ -7,9 +7,18 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import packed_attention, packing, ring_attention, scaled_dot_product_attention, shard, unshard
+from hdpcomm.attention import (
+    AttentionOptions,
+    packed_attention,
+    packing,
+    ring_attention,
+    scaled_dot_product_attention,
+    shard,
+    unshard,
+)
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 
 CU = [0, 50, 51, 80]
 
@@ -38,7 +47,7 @@ def _x():
 def _run(layer, call, comm, x, **pack):
     layer.zero_grad()
     mine = shard(x, CU, rank=comm.rank, size=comm.size).requires_grad_()
-    with packing(comm, CU, **pack):
+    with packing(comm, CU, **with_options(**pack)):
         out = call(mine)
     out.square().sum().backward()
     return [out.detach(), mine.grad, *(p.grad.clone() for p in layer.parameters())]
@@ -108,7 +117,7 @@ def test_dense_is_a_batch_of_packs():
     def main(tensors, dim):
         comm = hdp.init()
         q, k, v = (shard(t, cu, rank=comm.rank, size=comm.size, dim=dim).contiguous() for t in tensors)
-        return ring_attention(q, k, v, comm=comm, cu_seqlens=cu, sinks=sinks, return_lse=True)
+        return ring_attention(q, k, v, comm=comm, cu_seqlens=cu, options=AttentionOptions(sinks=sinks), return_lse=True)
 
     dense = run_threads(lambda: main(whole, 1), 2)
     for row in range(batch):

@@ -6,6 +6,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import positions, ring_attention, shard
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import Case, visible
 
 PACKS = {
@@ -52,8 +53,8 @@ def sent(case):
         )
         counts = [comm.stats()["bytes_sent"]]
         out = ring_attention(
-            q, k, v, comm=comm, cu_seqlens=case.cu, cu_seqlens_k=case.cu_k, causal=case.causal, window=case.window,
-            check=False, **case.options,
+            q, k, v, comm=comm, cu_seqlens=case.cu, causal=case.causal, window=case.window,
+            **with_options(cu_seqlens_k=case.cu_k, check=False, **case.options),
         )  # fmt: skip
         counts.append(comm.stats()["bytes_sent"])
         out.sum().backward()

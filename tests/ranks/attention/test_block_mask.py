@@ -16,6 +16,7 @@ from hdpcomm.attention.routes import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import error
 from tests.ranks.attention.tree_oracle import TreeCase, expected, random_tree, trajectories
 
@@ -75,7 +76,9 @@ def results(size, mask, tokens, x, **options):
         comm = hdp.init()
         mine = {name: shard(t, pack, rank=comm.rank, size=comm.size) for name, t in x.items()}
         leaves = [mine[name].requires_grad_() for name in ("q", "k", "v")]
-        out = ring_attention(*leaves, comm=comm, cu_seqlens=BlockMask(mask, tokens, block=pack.block), **options)
+        out = ring_attention(
+            *leaves, comm=comm, cu_seqlens=BlockMask(mask, tokens, block=pack.block), **with_options(**options)
+        )
         out.backward(mine["dout"])
         return {"out": out.detach(), **{"d" + n: t.grad for n, t in zip("qkv", leaves, strict=True)}}
 
@@ -203,7 +206,7 @@ def test_bad_arguments():
     with pytest.raises(InvalidUsage, match="window=3 was given with a mask"):
         ring_attention(q, k, v, comm=None, cu_seqlens=mask, window=3)
     with pytest.raises(InvalidUsage, match="cu_seqlens_k was given with a tree or a mask"):
-        ring_attention(q, k, v, comm=None, cu_seqlens=mask, cu_seqlens_k=[0, 40])
+        ring_attention(q, k, v, comm=None, cu_seqlens=mask, **with_options(cu_seqlens_k=[0, 40]))
     with pytest.raises(InvalidUsage, match="it has no masks of one's own; use cpu or reference"):
         ring_attention(q, k, v, comm=None, cu_seqlens=mask, backend="flash")
     with pytest.raises(InvalidUsage, match="num_tokens is 0 and block 128; expected at least 1"):

@@ -16,6 +16,7 @@ from hdpcomm.attention.linear.exchange import choose_exchange
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import error
 
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PACKS", "25"))
@@ -92,10 +93,10 @@ def call(inputs, comm, cu, **options):
     names = DELTA if "q" in inputs else SSD
     leaves = {name: inputs[name].clone().requires_grad_() for name in names}
     if names is DELTA:
-        out = delta_rule(*leaves.values(), comm=comm, cu_seqlens=cu, **options)
+        out = delta_rule(*leaves.values(), comm=comm, cu_seqlens=cu, **with_options(**options))
     else:
         d = leaves.pop("d")
-        out = ssd(*leaves.values(), comm=comm, cu_seqlens=cu, d=d, **options)
+        out = ssd(*leaves.values(), comm=comm, cu_seqlens=cu, d=d, **with_options(**options))
         leaves["d"] = d
     return out, list(leaves.values())
 
@@ -345,7 +346,7 @@ def errors(changes, **common):
             arguments.update({n: x[:tokens] if n in long else x for n, x in changes.items()})
         found, tensors = None, [arguments.pop(name) for name in DELTA]
         try:
-            delta_rule(*tensors, comm=comm, **arguments)
+            delta_rule(*tensors, comm=comm, **with_options(**arguments))
         except hdp.Error as raised:
             found = raised
         assert delta_rule(*(mine[name] for name in DELTA), comm=comm, cu_seqlens=cu).shape == mine["v"].shape

@@ -16,6 +16,7 @@ from hdpcomm.attention.mla import choose_send
 from hdpcomm.attention.tiles import band_of
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import Case, error
 from tests.ranks.attention.test_attention_traffic import minimum_rows
 
@@ -63,7 +64,7 @@ def on_ranks(size, lengths, inputs, pack=None, **options):
         comm = hdp.init()
         mine = {n: x if n == "w_kv" else shard(x, cu, rank=comm.rank, size=size) for n, x in inputs.items()}
         leaves = [mine[name].clone().requires_grad_() for name in NAMES]
-        out = mla_attention(*leaves, comm=comm, cu_seqlens=cu, **options)
+        out = mla_attention(*leaves, comm=comm, cu_seqlens=cu, **with_options(**options))
         out.backward(mine["dout"])
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -157,7 +158,7 @@ def test_several_uses_in_one_graph_and_checkpoints():
         leaves = [mine[name].clone().requires_grad_() for name in NAMES]
 
         def layer(*x):
-            return mla_attention(*x, comm=comm, cu_seqlens=cu, send="latent")
+            return mla_attention(*x, comm=comm, cu_seqlens=cu, **with_options(send="latent"))
 
         def once(*x):
             return torch.utils.checkpoint.checkpoint(layer, *x, use_reentrant=False) if again else layer(*x)
@@ -176,7 +177,9 @@ def test_autocast_changes_nothing():
         comm = hdp.init()
         mine = {n: x if n == "w_kv" else shard(x, cu, rank=comm.rank, size=2) for n, x in inputs.items()}
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-            return mla_attention(*(mine[name] for name in NAMES), comm=comm, cu_seqlens=cu, send="latent")
+            return mla_attention(
+                *(mine[name] for name in NAMES), comm=comm, cu_seqlens=cu, **with_options(send="latent")
+            )
 
     for plain, cast in zip(run_threads(main, 2, False), run_threads(main, 2, True), strict=True):
         assert torch.equal(plain, cast)
@@ -194,7 +197,7 @@ def sent_on(cu, size, inputs, **options):
         mine = {n: x if n == "w_kv" else shard(x, cu, rank=comm.rank, size=size) for n, x in inputs.items()}
         leaves = [mine[name].clone().requires_grad_() for name in NAMES]
         counts = [comm.stats()["bytes_sent"]]
-        out = mla_attention(*leaves, comm=comm, cu_seqlens=cu, check=False, **options)
+        out = mla_attention(*leaves, comm=comm, cu_seqlens=cu, **with_options(check=False, **options))
         counts.append(comm.stats()["bytes_sent"])
         out.sum().backward()
         counts.append(comm.stats()["bytes_sent"])
@@ -278,7 +281,7 @@ def _errors(changes, **common):
                 call.update(changes)
         found, arguments = None, [call.pop(name) for name in NAMES]
         try:
-            mla_attention(*arguments, comm=comm, **call)
+            mla_attention(*arguments, comm=comm, **with_options(**call))
         except hdp.Error as raised:
             found = raised
         assert mla_attention(*good, comm=comm, cu_seqlens=cu).shape == mine["dout"].shape

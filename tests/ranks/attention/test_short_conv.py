@@ -12,6 +12,7 @@ import hdpcomm as hdp
 from hdpcomm.attention import shard, short_conv, unshard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import Case
 from tests.ranks.attention.test_attention_traffic import minimum_rows
 
@@ -46,7 +47,7 @@ def run(size, lengths, inputs, *, check=None):
         x, dout = (shard(inputs[n], cu, rank=comm.rank, size=size) for n in ("x", "dout"))
         leaves = [x.clone().requires_grad_(), *(inputs[n].clone().requires_grad_() for n in ("weight", "bias"))]
         counts = [comm.stats()["bytes_sent"]]
-        out = short_conv(leaves[0], leaves[1], bias=leaves[2], comm=comm, cu_seqlens=cu, check=check)
+        out = short_conv(leaves[0], leaves[1], bias=leaves[2], comm=comm, cu_seqlens=cu, **with_options(check=check))
         counts.append(comm.stats()["bytes_sent"])
         out.backward(dout)
         counts.append(comm.stats()["bytes_sent"])
@@ -127,7 +128,7 @@ def errors(changes):
         call, found = {**good, **(changes if comm.rank == 1 else {})}, None
         x, weight = call.pop("x"), call.pop("weight")
         try:
-            short_conv(x, weight, comm=comm, **call)
+            short_conv(x, weight, comm=comm, **with_options(**call))
         except hdp.Error as raised:
             found = raised
         assert short_conv(good["x"], good["weight"], comm=comm, cu_seqlens=cu).shape == good["x"].shape

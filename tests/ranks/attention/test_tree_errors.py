@@ -7,6 +7,7 @@ import hdpcomm as hdp
 from hdpcomm.attention import Tree, packed_attention, packing, ring_attention, shard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 
 TREE = Tree([-1, 0, 0], [20, 12, 8])
 
@@ -22,7 +23,7 @@ def errors(change, **settings):
             arguments |= change
         error = None
         try:
-            ring_attention(comm=comm, **arguments)
+            ring_attention(comm=comm, **with_options(**arguments))
         except hdp.Error as raised:
             error = raised
         assert ring_attention(x, x, x, comm=comm, cu_seqlens=TREE).shape == x.shape

@@ -16,6 +16,7 @@ from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.tree_layout import tree_layout
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import error
 from tests.ranks.attention.test_linear import (
     DELTA,
@@ -76,7 +77,7 @@ def apply(mine, comm, tree, **options):
     if "weight" not in mine:
         return call(mine, comm, tree, **options)
     leaves = [mine[name].clone().requires_grad_() for name in CONV]
-    return short_conv(*leaves[:2], bias=leaves[2], comm=comm, cu_seqlens=tree, **options), leaves
+    return short_conv(*leaves[:2], bias=leaves[2], comm=comm, cu_seqlens=tree, **with_options(**options)), leaves
 
 
 def share(inputs, tree, comm):
@@ -260,7 +261,7 @@ def errors(change, **settings):
         if comm.rank == 1:
             arguments |= change(good)
         try:
-            hdp.attention.delta_rule(comm=comm, **arguments)
+            hdp.attention.delta_rule(comm=comm, **with_options(**arguments))
         except hdp.Error as raised:
             found = raised
         assert hdp.attention.delta_rule(comm=comm, **good).shape == good["v"].shape

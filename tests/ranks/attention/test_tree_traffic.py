@@ -9,6 +9,7 @@ import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard
 from hdpcomm.attention.layout import layout_of
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import Case
 from tests.ranks.attention.test_attention_traffic import sent as sent_flat
 from tests.ranks.attention.tree_oracle import TreeCase, random_tree, trajectories
@@ -44,7 +45,8 @@ def sent(case):
         x = case.tensors()
         q, k, v = (shard(x[n], case.tree, rank=comm.rank, size=comm.size).requires_grad_() for n in "qkv")
         counts = [comm.stats()["bytes_sent"]]
-        out = ring_attention(q, k, v, comm=comm, cu_seqlens=case.tree, window=case.window, check=False, **case.options)
+        options = with_options(check=False, **case.options)
+        out = ring_attention(q, k, v, comm=comm, cu_seqlens=case.tree, window=case.window, **options)
         counts.append(comm.stats()["bytes_sent"])
         out.sum().backward()
         counts.append(comm.stats()["bytes_sent"])

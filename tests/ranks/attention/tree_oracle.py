@@ -11,6 +11,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import Tree, ring_attention, shard, unshard
 from hdpcomm.testing import run_threads
+from tests.attention_options import with_options
 from tests.ranks.attention.attention_oracle import error
 
 RESULTS = ("out", "dq", "dk", "dv")
@@ -102,7 +103,8 @@ def on_rank(case: TreeCase, comm: hdp.Communicator) -> dict[str, torch.Tensor]:
     mine = {name: shard(x[name], case.tree, **place) for name in ("q", "k", "v", "dout")}
     leaves = [mine[name].requires_grad_() for name in ("q", "k", "v")]
     sinks = x["sinks"].requires_grad_() if case.sinks else None
-    out = ring_attention(*leaves, comm=comm, cu_seqlens=case.tree, window=case.window, sinks=sinks, **case.options)
+    options = with_options(sinks=sinks, **case.options)
+    out = ring_attention(*leaves, comm=comm, cu_seqlens=case.tree, window=case.window, **options)
     out.backward(mine["dout"])
     found = {"out": out.detach(), **dict(zip(RESULTS[1:], (leaf.grad for leaf in leaves), strict=True))}
     return found | ({} if sinks is None else {"dsinks": sinks.grad})

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import ring
+from hdpcomm.attention import AttentionOptions, ring
 from hdpcomm.attention import ring_attention as attend
 
 __all__ = ["annotated", "ring_attention"]
@@ -56,6 +56,7 @@ def ring_attention() -> None:
                 ).requires_grad_()
                 for _ in range(3)
             )
-            out = attend(q, k, v, comm=comm, cu_seqlens=cu, window=window, variant="ring", check=False)
+            options = AttentionOptions(variant="ring", check=False)
+            out = attend(q, k, v, comm=comm, cu_seqlens=cu, window=window, options=options)
             assert isinstance(out, torch.Tensor)
             out.sum().backward()
