@@ -31,6 +31,7 @@ class CMakeBuild(build_ext):
         """Nothing to copy: CMake has put the modules into the source tree."""
 
     def build_extension(self, ext: Extension) -> None:
+        self._check_compiler()
         source = Path(__file__).parent.resolve()
         package = source / ext.name.split(".")[0]
         output = package if self.into_source else Path(self.get_ext_fullpath(ext.name)).parent.resolve()
@@ -53,8 +54,20 @@ class CMakeBuild(build_ext):
             pass
         else:
             arguments.append(f"-Dpybind11_DIR={pybind11.get_cmake_dir()}")
-        subprocess.check_call(["cmake", "-S", str(source), "-B", str(build), *arguments])
-        subprocess.check_call(["cmake", "--build", str(build)])
+        for command in (["-S", str(source), "-B", str(build), *arguments], ["--build", str(build)]):
+            if code := subprocess.call(["cmake", *command]):
+                sys.exit(f"hdpcomm: error: cmake {command[0]} ended with code {code}; its errors are above")
+
+    @staticmethod
+    def _check_compiler() -> None:
+        """CMake tells of a missing compiler, too, above a traceback of pip's."""
+        told = shlex.split(os.environ.get("CXX", ""))
+        if not any(map(shutil.which, told[:1] or ("c++", "g++", "clang++"))):
+            what = f"CXX is {told[0]}, which is not there" if told else "there is no c++, g++ or clang++ here"
+            sys.exit(
+                f"hdpcomm: error: {what}, and the core is compiled from C++20; install g++ 11 or newer (Debian, "
+                "Ubuntu: apt install g++), or set CXX"
+            )
 
     @staticmethod
     def _drop_stale(build: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,14 +39,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+# What tests, torch and multiprocessing leave is in one folder, which is removed when the first process ends; those of
+# pytest-xdist end without Python's own clean-up. PYTEST_DEBUG_TEMPROOT=FOLDER keeps the folders of tests.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TMPDIR"], tempfile.tempdir = tempfile.mkdtemp(prefix="hdp-tests-"), None
+
+    @atexit.register
+    def _remove_folder() -> None:
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # they want their folders
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+
+
 # Tokens that a test makes are not those of the user of this machine.
-_CACHE = tempfile.TemporaryDirectory(prefix="hdpcomm-cache-")
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
-
-
-def pytest_unconfigure() -> None:
-    """Processes of pytest-xdist end without Python's own clean-up."""
-    _CACHE.cleanup()
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="cache-")
 
 
 def pytest_configure() -> None:

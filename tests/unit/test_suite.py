@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.order import LONGEST, WAITING, waits
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_files_that_have_a_place_are_there(pytestconfig: pytest.Config) -> None:
@@ -93,3 +100,19 @@ def test_a_process_that_dies_fails_one_test() -> None:
     assert again <= {*ran}
     assert sorted([*ran, crashed, items[0]]) == sorted(items)
     assert dealt.tests_finished
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_nothing_is_left_in_the_temporary_folder(workers: str) -> None:
+    """Of a run that makes files, a cache, and ranks."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers]
+    command += [
+        "tests/unit/run/test_checkpoints.py::test_at_least_one_is_kept",
+        "tests/ranks/comm/test_subsets.py::test_order_and_nesting",
+    ]
+    with tempfile.TemporaryDirectory(prefix="hdp-", dir="/tmp") as folder:  # sockets have short names only
+        environment |= {"TMPDIR": folder}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert " passed" in done.stdout, done.stdout + done.stderr
+        assert os.listdir(folder) == []

@@ -153,3 +153,17 @@ def test_no_variable_of_the_core_is_there_twice() -> None:
     assert any("openWorlds" in name for name in core)
     assert any("current_fake" in name for name in testing)
     assert core & testing == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("", "there is no c++, g++ or clang++ here"), ("/no/g++ -O2", "CXX is /no/g++, which is not there")],
+)
+def test_a_missing_compiler_is_told_in_a_line(given: str, told: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PATH": str(tmp_path), "CXX": given}
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"hdpcomm: error: {told}" in done.stderr
+    assert "install g++ 11 or newer" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
