@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,15 +36,13 @@ from hdpcomm.train.huggingface_batch import gather_sequences, sequences_of
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.plan_check import check_same_plan
-from hdpcomm.train.profile import profile_cost_model
+from hdpcomm.train.profile import LONGEST_PROFILED, profile_cost_model
 from hdpcomm.train.replicas import ChangedBuffers, settings_of
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = ["HybridDataParallel", "Trainer"]
-
-_LONGEST_PROFILED = 512  # tokens
 
 
 class HybridDataParallel:
@@ -93,6 +92,8 @@ class HybridDataParallel:
         self._step: tuple[MicroBatchPasses, Gradients, ChangedBuffers] | None = None
         """What runs the passes of a step, their gradients and the buffers that they may not change; made when the model
         is prepared."""
+        self._cluster: ClusterSpec | None = None
+        self._planner: Planner | None = None
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         super().__init__(*args, **kwargs)
@@ -115,6 +116,7 @@ class HybridDataParallel:
         share_values(self.comm, (*model.parameters(), *model.buffers()))
         mesh = Mesh(self.comm, placement=range(self.comm.size))
         gradients = Gradients(model.parameters(), layout_of(model, mesh), mesh)
+        self._cluster, self._planner = mesh.cluster(), None
         self._step, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients, ChangedBuffers(model)), True
         return prepared
 
@@ -165,21 +167,23 @@ class HybridDataParallel:
         if self._begins:
             gradients.zero()
             buffers.begin()
-        self._begins = this.accelerator.sync_gradients
+        self._begins = ends = this.accelerator.sync_gradients
         scale = 1.0 / float(num_items_in_batch)
         inputs_of_step = StepInputs(
-            planned, batch.fetch, scale, gradients,
+            planned, batch.fetch, scale, gradients, ends=ends,
             around=lambda *_: this.compute_loss_context_manager(), on_pass=lambda _: self.comm.tick(),
         )  # fmt: skip
         with contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches"):
             loss, _ = passes.run(inputs_of_step)
         self._compiled = True
+        if ends:
+            gradients.start()
         told = torch.stack((loss, torch.tensor(len(buffers.changed()))))
         self.comm.all_reduce(told)
         total, changed = told
         if changed and self.comm.size > 1:
             buffers.refuse(self.comm)
-        if self._begins:
+        if ends:
             gradients.reduce(1.0)
             gradients.finish()
         self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
@@ -227,10 +231,14 @@ class HybridDataParallel:
     def _plan(self, lengths: list[int]) -> PlannedStep:
         ranks, optimizer = self.comm.size, cast(Any, self).optimizer
         if self._costs is None:
-            self._costs = profile_cost_model(self._adapted, self.comm, longest=min(_LONGEST_PROFILED, max(lengths)))
-        share = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
-        cluster = ClusterSpec(ranks=ranks, capacity=self._capacity or share)
-        plan = Planner(None, cluster, cost_model=self._costs).plan(lengths)
+            self._costs = profile_cost_model(self._adapted, self.comm, longest=min(LONGEST_PROFILED, max(lengths)))
+        capacity = self._capacity
+        if capacity is None:
+            capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
+        if self._planner is None or self._planner.cluster.capacity != capacity:
+            assert self._cluster is not None
+            self._planner = Planner(None, replace(self._cluster, capacity=capacity), cost_model=self._costs)
+        plan = self._planner.plan(lengths)
         check_same_plan(plan, self.comm, settings=settings_of(getattr(optimizer, "optimizer", optimizer)))
         return PlannedStep(tuple(lengths), plan, 0.0)
 

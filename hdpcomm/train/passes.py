@@ -45,6 +45,7 @@ class StepInputs:
         scale: factor of the losses in backward passes.
         gradients: of the backward passes; ``None``: an evaluation, which has none.
         around: (offload ratio, local tokens) of a micro-batch to what surrounds its forward pass.
+        ends: no other passes of the step follow, so gradients may leave during the last one.
         on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
             tokens, which others needed.
     """
@@ -54,6 +55,7 @@ class StepInputs:
     scale: float = 1.0
     gradients: ReducedGradients | None = None
     around: Callable[[float, int], AbstractContextManager[None]] = lambda *_: nullcontext()
+    ends: bool = True
     on_pass: Callable[[int | None], object] = lambda _: None
 
 
@@ -129,7 +131,7 @@ class MicroBatchPasses:
         with torch.set_grad_enabled(gradients is not None), around:
             for micro_batch, last in self._micro_batches(step.planned.plan):
                 if gradients is not None:
-                    gradients.reduce_early() if last else gradients.begin_pass()
+                    gradients.reduce_early() if last and step.ends else gradients.begin_pass()
                 total += self._run(micro_batch, step)
                 step.on_pass(None if micro_batch is None else micro_batch.index)
         return total if self._mesh.tensor_rank == 0 else torch.zeros_like(total)  # all tensor ranks have it

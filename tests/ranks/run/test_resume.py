@@ -97,8 +97,8 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(
     assert not results[1].state
 
 
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    state = {"policies": {"balanced": {"model": dict(Llama(CONFIG, seed=5).state_dict())}}}
+def weights(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    state = {"policies": {"balanced": {"model": dict(Llama(CONFIG, seed=5).to(dtype).state_dict())}}}
     open_checkpoint(path).load_into(state)
     return state["policies"]["balanced"]["model"]
 
@@ -137,9 +137,9 @@ def test_each_rank_writes_and_reads_its_part_of_a_sharded_optimizer(ranks: Ranks
     read = {"policies": {"balanced": {"masters": {name: torch.zeros_like(p) for name, p in
                                                   adapt(Llama(CONFIG)).named_parameters()}}}}  # fmt: skip
     dcp.load(read, checkpoint_id=path, no_dist=True)  # torch's own reader
-    narrow = weights(path)
+    narrow = weights(path, torch.bfloat16)
     for name, master in read["policies"]["balanced"]["masters"].items():
-        torch.testing.assert_close(master, narrow[name], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(master, narrow[name].float(), rtol=1e-2, atol=1e-3)
     for size, then in ((3, sharded), (1, sharded), (2, whole)):
         again = tmp_path / f"{size} {len(then)}"
         again.mkdir()
