@@ -12,8 +12,11 @@ class Solo {
  public:
   Solo(int stages, double forward) : stages_(stages), forward_(forward) {}
 
-  double run(const std::deque<double>& times) {
-    const int count = static_cast<int>(times.size());
+  double run(const std::deque<double>& times) { return run(times.begin(), times.end()); }
+
+  template <typename Iterator>
+  double run(Iterator times, Iterator end) {
+    const int count = static_cast<int>(end - times);
     given_.assign(count, 0.0);
     free_.assign(stages_, 0.0);
     // With passes of one second each, device s runs the forward pass of number i in second 2 i + s,

@@ -97,7 +97,7 @@ class WavePlanner {
   // Empty if the shape is not possible, or if it takes more than `limit` seconds in any case, or if
   // a pipeline takes more than `most` for waves of such heights.
   std::vector<MicroBatch> plan(const Shape& shape, double limit, double most) {
-    used_.assign(jobs_.size(), false);
+    markUnused();
     waves_.clear();
     full_ = shape.full;
     spread_ = shape.spread;
@@ -173,11 +173,29 @@ class WavePlanner {
     return job.min_size == 1 && job.min_size_s <= height;
   }
 
-  bool hasWide() const {
-    for (size_t i = 0; i < jobs_.size() && !single(jobs_[i], unit_); ++i) {
-      if (!used_[i]) return true;
-    }
-    return false;
+  bool hasWide() {
+    while (first_single_ < jobs_.size() && !single(jobs_[first_single_], unit_)) ++first_single_;
+    return unusedFrom(0) < first_single_;
+  }
+
+  void markUnused() {
+    used_.assign(jobs_.size(), false);
+    after_.resize(jobs_.size() + 1);
+    std::iota(after_.begin(), after_.end(), 0);
+    first_single_ = 0;
+  }
+
+  void markUsed(size_t job) {
+    used_[job] = true;
+    after_[job] = job + 1;
+  }
+
+  // The first job from `job` on that is in no wave yet; the number of jobs if there is none.
+  size_t unusedFrom(size_t job) {
+    size_t found = job;
+    while (after_[found] != found) found = after_[found];
+    while (after_[job] != found) job = std::exchange(after_[job], found);
+    return found;
   }
 
   // A wave of the longest sequences; reserves its ranks for it. Returns the work that it takes, in
@@ -196,9 +214,9 @@ class WavePlanner {
     wave.last = wave.used = reserved_;
     wave.packs.clear();
     double work = 0;
-    std::fill(used_.begin(), used_.end(), false);
+    markUnused();
     for (const Wave::Wide& wide : wave.wide) {
-      used_[wide.job] = true;
+      markUsed(wide.job);
       work += jobs_[wide.job].min_size * jobs_[wide.job].min_size_s;
     }
     return work;
@@ -213,8 +231,7 @@ class WavePlanner {
     wave.used = first;
     wave.height = height;
     int misses = 0;
-    for (size_t i = 0; i < jobs_.size() && wave.used < last; ++i) {
-      if (used_[i]) continue;
+    for (size_t i = unusedFrom(0); i < jobs_.size() && wave.used < last; i = unusedFrom(i + 1)) {
       const Job& job = jobs_[i];
       if (single(job, height)) break;
       if (job.min_size > last - wave.used) continue;
@@ -229,7 +246,7 @@ class WavePlanner {
       if (full_ > 0 && single(job, unit_) && cost_.seconds(job.load, size) < full_ * wave.height) {
         continue;
       }
-      used_[i] = true;
+      markUsed(i);
       place(wave, i, size);
     }
     if (spread_ && wave.used < last) spread(wave);
@@ -360,7 +377,9 @@ class WavePlanner {
   double full_ = 0;
   bool spread_ = false;
   int reserved_ = 0;  // ranks, the first ones by place, for the longest sequences
-  std::vector<bool> used_;
+  std::vector<bool> used_;     // by job: whether it is in a wave by itself
+  std::vector<size_t> after_;  // by job: itself, or if used one behind it, of which none between is
+  size_t first_single_ = 0;    // up to which jobs need more than the unit on one rank
   std::vector<Wave> waves_;
   Heights heights_;   // of the waves
   double extra_ = 0;  // of those that are added where these do not suffice
