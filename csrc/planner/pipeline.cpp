@@ -43,7 +43,11 @@ class ShapeSearch {
   }
 
  private:
-  bool goodEnough() const { return best_.makespan <= bound_ * kGoodEnough; }
+  // Whether the search ends: near the bound, or after so much work.
+  bool done() const {
+    if (best_.makespan <= bound_ * kGoodEnough) return true;
+    return looked_at_ > kMostLookedAt && best_.makespan < kForever;
+  }
 
   void attemptRamps(int count) {
     Shape shape{count};
@@ -64,7 +68,7 @@ class ShapeSearch {
   // Makes the plan and keeps the best one. Infinity if it was not made, as that of waves for which
   // a pipeline takes more than `most`.
   double makespanOf(Shape shape, double most) {
-    if (goodEnough() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return kForever;
+    if (done() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return kForever;
     shape.up = std::min(shape.up, shape.waves / 3);
     shape.down = std::min(shape.down, shape.waves / 3);
     const Shape key = shape.withoutUnused();
@@ -72,6 +76,7 @@ class ShapeSearch {
     tried_.push_back(key);
     Plan found;
     found.micro_batches = waves_.plan(shape, best_.makespan, most);
+    looked_at_ += waves_.lookedAt();
     if (found.micro_batches.empty()) return kForever;
     if (by_levels_) {
       for (MicroBatch& batch : found.micro_batches) price(problem_, batch);
@@ -129,7 +134,7 @@ class ShapeSearch {
 
   // Changes one thing at a time, as long as that helps.
   void descend() {
-    for (double before = 0; !goodEnough() && before != best_.makespan;) {
+    for (double before = 0; !done() && before != best_.makespan;) {
       before = best_.makespan;
       for (const int more : {-8, -4, -2, -1, 1, 2, 4, 8}) {
         attempt(changed([&](Shape& shape) { shape.waves += more; }));
@@ -181,7 +186,7 @@ class ShapeSearch {
     double makespan = best_.makespan;
     double predicted = predicted_;
     for (int trial = 0, misses = 0; trial < trials && misses < most_misses; ++trial) {
-      if (goodEnough()) return;
+      if (done()) return;
       Shape shape = current;
       changes.apply(shape);
       const double best = best_.makespan;
@@ -247,6 +252,7 @@ class ShapeSearch {
 
   static constexpr double kGoodEnough = 1.001;  // of the bound
   static constexpr double kFar = 1.06;          // the same
+  static constexpr double kMostLookedAt = 2.5e8;  // in all trials; see WavePlanner::lookedAt()
   static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
   static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
   static constexpr double kNear = 1.02;         // the same, for small changes of these
@@ -262,6 +268,7 @@ class ShapeSearch {
   Plan best_;
   Shape shape_;                  // of the best plan
   Heights heights_;              // of its waves
+  double looked_at_ = 0;         // in all trials
   double predicted_ = kForever;  // what a pipeline takes for these
   std::vector<Shape> tried_;     // none is better than the best plan
 };

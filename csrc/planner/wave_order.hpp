@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
+#include <iterator>
 #include <numeric>
 #include <vector>
 
@@ -16,6 +17,9 @@ namespace hdpcomm::planner {
 
 class WaveOrder {
  public:
+  // Waves beside a new one that decide at which end it costs less.
+  static constexpr std::ptrdiff_t kNear = 64;
+
   explicit WaveOrder(const CostModel& cost) : cost_(cost) {}
 
   // Of the last find().
@@ -57,32 +61,38 @@ class WaveOrder {
     Solo solo(cost_.cluster().pipeline, cost_.params().forward);
     std::deque<double> times;
     std::deque<size_t> order;
+    double without_front = 0, without_back = 0;  // of many waves, those next to this end
     for (const size_t wave : some) {
-      const size_t near = std::min(times.size(), kNear);
-      const auto near_back = static_cast<std::ptrdiff_t>(times.size() - near);
-      // Among many waves, what one more costs at an end is what it costs beside those at that end.
-      const bool many = times.size() > kNear;
-      double front = many ? -solo.run(times.begin(), times.begin() + kNear) : 0;
-      double back = many ? -solo.run(times.begin() + near_back, times.end()) : 0;
+      const auto before = static_cast<std::ptrdiff_t>(times.size());
+      const std::ptrdiff_t near = std::min(before, kNear);
+      const bool many = before > kNear;
+      if (before == kNear + 1) {
+        without_front = solo.run(times.begin(), times.begin() + kNear);
+        without_back = solo.run(times.end() - kNear, times.end());
+      }
       times.push_front(waves[wave].height);
-      front += solo.run(times.begin(), times.begin() + near + 1);
+      double front = solo.run(times.begin(), times.begin() + near + 1);
       times.pop_front();
       times.push_back(waves[wave].height);
-      back += solo.run(times.begin() + near_back, times.end());
+      double back = solo.run(times.end() - near - 1, times.end());
+      if (many) {
+        front -= without_front;
+        back -= without_back;
+      }
       seconds = std::min(front, back);
       if (back <= front) {
         order.push_back(wave);
+        if (many) without_back = solo.run(times.end() - kNear, times.end());
       } else {
         times.pop_back();
         times.push_front(waves[wave].height);
         order.push_front(wave);
+        if (many) without_front = solo.run(times.begin(), times.begin() + kNear);
       }
     }
-    if (some.size() > kNear + 1) seconds = solo.run(times);
+    if (std::ssize(some) > kNear + 1) seconds = solo.run(times);
     return order;
   }
-
-  static constexpr size_t kNear = 64;
 
   const CostModel& cost_;
   std::vector<size_t> order_;

@@ -94,6 +94,14 @@ class WavePlanner {
   // Seconds of a pipeline that runs the waves of the last plan at their full heights.
   double predicted() const { return order_.seconds(); }
 
+  // How much the last plan had to look at, in about the work for one pass of a micro-batch.
+  double lookedAt() const {
+    const auto waves = static_cast<double>(waves_.size());
+    const double beside = std::min(waves, static_cast<double>(WaveOrder::kNear));
+    return kOfSequence * problem_.count() +
+           2 * waves * cost_.cluster().pipeline * (problem_.ranks() + 6 * beside);
+  }
+
   // Empty if the shape is not possible, or if it takes more than `limit` seconds in any case, or if
   // a pipeline takes more than `most` for waves of such heights.
   std::vector<MicroBatch> plan(const Shape& shape, double limit, double most) {
@@ -362,6 +370,7 @@ class WavePlanner {
     }
   }
 
+  static constexpr double kOfSequence = 30;  // passes, for which a sequence is as much work
   static constexpr int kMaxNode = 16;  // ranks of a node, for levels
   static constexpr int kMaxMisses = 64;
   static constexpr size_t kMaxSpread = 64;

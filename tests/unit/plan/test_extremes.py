@@ -96,3 +96,15 @@ def test_speeds_without_a_1_are_those_of_slower_costs(stages: int) -> None:
         assert [batch.ranks for batch in slow.micro_batches] == [batch.ranks for batch in fast.micro_batches]
         assert slow.makespan_s == pytest.approx(50 * fast.makespan_s)
         assert slow.lower_bound_s == pytest.approx(50 * fast.lower_bound_s, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_many_micro_batches_of_a_pipeline_end_near_the_bound(ranks: int) -> None:
+    """Hundreds of waves, whose order is found from those next to each end, within a counted amount of work."""
+    costs = CostModel(attention=1e-8, linear=1e-5, fixed=1e-3)
+    lengths = [1 + 37 * i % 900 for i in range(1500 * ranks)]
+    planner = Planner(None, ClusterSpec(ranks=ranks, capacity=1000, pipeline=4), cost_model=costs)
+    plan = planner.plan(lengths)
+    planner.validate(plan, lengths)
+    assert all(len(plan.for_rank(rank)) > 600 for rank in range(ranks))
+    assert plan.makespan_s <= 1.02 * plan.lower_bound_s
