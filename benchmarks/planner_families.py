@@ -27,7 +27,7 @@ from planner import CAPACITY, COSTS, MILLION, make_planner
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 
-FAMILIES = ("byted", "github", "lognormal", "long", "bimodal", "equal")
+FAMILIES = ("byted", "github", "lognormal", "long", "bimodal", "equal", "middle")
 STAGES = (1, 4, 8)
 RANKS = (32, 256, 1024, 4096, 16384)
 LARGE = 1024  # ranks, above which there are a quarter of the seeds
@@ -44,7 +44,10 @@ def lengths_of(name: str, ranks: int, seed: int) -> list[int]:
     if name == "equal":
         length = int(2 ** rng.uniform(10, 17))
         return [length] * (tokens // length)
-    lengths = []
+    lengths: list[int] = []
+    while name == "middle" and tokens > 0:
+        lengths.append(rng.randint(5_000, 30_000))
+        tokens -= lengths[-1]
     while tokens > 0:
         long = name == "long" or rng.random() < 0.05
         lengths.append(int((100_000 if long else 2_000) * rng.uniform(0.95, 1.05)))

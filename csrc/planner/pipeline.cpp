@@ -31,6 +31,7 @@ class ShapeSearch {
       if (count > 2) attempt({count, stages_, stages_});
       if (count > 2) attemptRamps(count);
     }
+    if (by_levels_ && best_.makespan > kVeryFar * bound_) attemptNodes();
     reserveRanks();
     if (best_.micro_batches.empty()) return std::move(best_);  // no shape has a plan
     descend();
@@ -172,6 +173,38 @@ class ShapeSearch {
       shape.given.others = {height};
       attempt(shape);
     }
+    attemptNodes();
+    if (nodesMatter()) attempt(changed([&](Shape& shape) { shape.nodes = !shape.nodes; }));
+  }
+
+  bool nodesMatter() const {
+    const CostModel& cost = problem_.cost();
+    const Scope widest = cost.cluster().scope(0, problem_.ranks() - 1);
+    return cost.cluster().speeds.empty() && (cost.kv(widest) > cost.kv(Scope::kNode) ||
+                                             cost.latency(widest) > cost.latency(Scope::kNode));
+  }
+
+  // Waves in which sequences that fit into a node lie in one: equal ones, and ones that rise and
+  // fall.
+  void attemptNodes() {
+    if (!nodesMatter()) return;
+    for (const double height : waves_.levels()) {
+      Shape shape;
+      shape.given.others = {height};
+      shape.nodes = true;
+      attempt(shape);
+    }
+    for (const int count : {8, 12, 16, 20, 26}) {
+      Shape shape{count, stages_, stages_};
+      shape.nodes = true;
+      attempt(shape);
+      shape.growth = 1.2;
+      attempt(shape);
+      shape.growth = 1.5;
+      shape.up = shape.down = 0;
+      shape.ramps = 1;
+      attempt(shape);
+    }
   }
 
   // Changes the heights of the waves at random. What makes the plan a little longer is kept at
@@ -250,12 +283,13 @@ class ShapeSearch {
     return shape;
   }
 
-  static constexpr double kGoodEnough = 1.001;  // of the bound
-  static constexpr double kFar = 1.06;          // the same
+  static constexpr double kGoodEnough = 1.001;    // of the bound
+  static constexpr double kFar = 1.06;            // the same
+  static constexpr double kVeryFar = 1.25;        // the same
   static constexpr double kMostLookedAt = 2.5e8;  // in all trials; see WavePlanner::lookedAt()
-  static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
-  static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
-  static constexpr double kNear = 1.02;         // the same, for small changes of these
+  static constexpr double kTuning = 2e6;          // sequences and ranks of waves that are looked at
+  static constexpr double kLikely = 1.05;         // of what a pipeline takes for the best heights
+  static constexpr double kNear = 1.02;           // the same, for small changes of these
   static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
   static constexpr int kMostMisses = 100;
   static constexpr double kForever = std::numeric_limits<double>::infinity();

@@ -9,6 +9,8 @@ namespace hdpcomm::planner {
 
 // Micro-batches side by side on neighbouring places, fastest ranks first (places.hpp).
 struct Wave {
+  static constexpr size_t kNobody = static_cast<size_t>(-1);  // a job: the ranks stay idle
+
   struct Wide {  // on several ranks
     size_t job;
     int size;

@@ -109,6 +109,7 @@ class WavePlanner {
     waves_.clear();
     full_ = shape.full;
     spread_ = shape.spread;
+    nodes_ = shape.nodes && places_.alike();
     reserved_ = 0;
     double work = work_;
     if (shape.top > 0) {
@@ -224,6 +225,7 @@ class WavePlanner {
     double work = 0;
     markUnused();
     for (const Wave::Wide& wide : wave.wide) {
+      if (wide.job == Wave::kNobody) continue;
       markUsed(wide.job);
       work += jobs_[wide.job].min_size * jobs_[wide.job].min_size_s;
     }
@@ -239,7 +241,9 @@ class WavePlanner {
     wave.used = first;
     wave.height = height;
     int misses = 0;
-    for (size_t i = unusedFrom(0); i < jobs_.size() && wave.used < last; i = unusedFrom(i + 1)) {
+    bool filled = false;  // the end of a node, before this job
+    for (size_t i = unusedFrom(0); i < jobs_.size() && wave.used < last;
+         i = unusedFrom(std::exchange(filled, false) ? i : i + 1)) {
       const Job& job = jobs_[i];
       if (single(job, height)) break;
       if (job.min_size > last - wave.used) continue;
@@ -254,12 +258,42 @@ class WavePlanner {
       if (full_ > 0 && single(job, unit_) && cost_.seconds(job.load, size) < full_ * wave.height) {
         continue;
       }
+      if (nodes_ && !endNode(wave, i, size)) {
+        if (wave.used + size > last) break;
+        filled = true;
+        continue;
+      }
       markUsed(i);
       place(wave, i, size);
     }
-    if (spread_ && wave.used < last) spread(wave);
+    if (spread_ && !nodes_ && wave.used < last) spread(wave);
     wave.packs.resize(last - wave.used);
     waves_.push_back(std::move(wave));
+  }
+
+  // Whether the job's group may come next without crossing a border of nodes for no need. If not,
+  // another one is placed in what is left of the node, or that stays idle.
+  bool endNode(Wave& wave, size_t job, int size) {
+    const int node = cost_.cluster().ranks_per_node;
+    const int left = node - wave.used % node;
+    if (size <= left || left == node || size > node) return true;
+    const auto within = [&](const Job& other) {
+      const int least = places_.sizeWithin(other, wave.used, wave.used + left, wave.height);
+      return least > 0;
+    };
+    const auto first =
+        std::partition_point(jobs_.begin() + static_cast<std::ptrdiff_t>(job) + 1, jobs_.end(),
+                             [&](const Job& other) { return !within(other); });
+    const size_t other = unusedFrom(static_cast<size_t>(first - jobs_.begin()));
+    if (other < jobs_.size() && within(jobs_[other])) {
+      markUsed(other);
+      place(wave, other,
+            places_.sizeWithin(jobs_[other], wave.used, wave.used + left, wave.height));
+    } else {
+      wave.wide.push_back({Wave::kNobody, left, 0});
+      wave.used += left;
+    }
+    return false;
   }
 
   // On the next ranks.
@@ -360,7 +394,9 @@ class WavePlanner {
     };
     int first = wave.first;
     for (const Wave::Wide& wide : wave.wide) {
-      add(first, wide.size, problem_.withRiders(jobs_[wide.job].sequence));
+      if (wide.job != Wave::kNobody) {
+        add(first, wide.size, problem_.withRiders(jobs_[wide.job].sequence));
+      }
       first += wide.size;
     }
     for (size_t k = 0; k < wave.packs.size(); ++k) {
@@ -371,7 +407,7 @@ class WavePlanner {
   }
 
   static constexpr double kOfSequence = 30;  // passes, for which a sequence is as much work
-  static constexpr int kMaxNode = 16;  // ranks of a node, for levels
+  static constexpr int kMaxNode = 16;        // ranks of a node, for levels
   static constexpr int kMaxMisses = 64;
   static constexpr size_t kMaxSpread = 64;
   static constexpr double kHopeless = 1.05;  // of the limit, where waves as a whole take longer
@@ -385,7 +421,8 @@ class WavePlanner {
   double unit_ = 0;
   double full_ = 0;
   bool spread_ = false;
-  int reserved_ = 0;  // ranks, the first ones by place, for the longest sequences
+  bool nodes_ = false;
+  int reserved_ = 0;           // ranks, the first ones by place, for the longest sequences
   std::vector<bool> used_;     // by job: whether it is in a wave by itself
   std::vector<size_t> after_;  // by job: itself, or if used one behind it, of which none between is
   size_t first_single_ = 0;    // up to which jobs need more than the unit on one rank

@@ -33,6 +33,7 @@ struct Shape {
   double slack = kSlack;  // of the heights over their work
   double full = 0;  // least part of a wave that a sequence takes on several ranks, if it need not
   bool spread = false;  // ranks that long sequences leave over in a wave go to these
+  bool nodes = false;   // sequences that fit into a node lie in one, what is left of it may idle
   // Seconds of a wave of the longest sequences, beyond those; 0: none. The ranks that these take
   // run only the `beside` highest of the other waves.
   double top = 0;
