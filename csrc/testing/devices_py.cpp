@@ -127,7 +127,7 @@ void bindTestDevice(py::module_& module) {
   py::class_<TestDevice, DeviceApi, std::shared_ptr<TestDevice>>(module, "TestDevice")
       .def(py::init([](int ordinal, std::vector<int> out_of_reach) {
              auto device = std::make_shared<TestDevice>(ordinal);
-             device->keepOutOfReach(std::move(out_of_reach));
+             device->setUnreachable(std::move(out_of_reach));
              return device;
            }),
            py::arg("ordinal"), py::arg("out_of_reach") = std::vector<int>{})

@@ -5,7 +5,7 @@
 
 namespace hdpcomm {
 
-void Deadlines::tellOfPart(PartMoves moves) {
+void Deadlines::reportPartMoves(PartMoves moves) {
   if (moves.count != part_.count) {
     part_moved_ = Clock::now();
     moves_.tick(part_moved_);

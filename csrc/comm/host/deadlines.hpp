@@ -44,7 +44,7 @@ class Deadlines {
   bool beginTelling() noexcept { return !tells_.exchange(true); }
   bool tells() const noexcept { return tells_.load(std::memory_order_relaxed); }
 
-  void tellOfPart(PartMoves moves);
+  void reportPartMoves(PartMoves moves);
   void endPartWait();
 
   // Tells the others when this rank last moved, and for whom it waits.

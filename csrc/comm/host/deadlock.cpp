@@ -63,7 +63,7 @@ std::optional<Error> DeadlockFinder::end(const WaitRecord& record) {
     suspects_.clear();
     return std::nullopt;
   }
-  if (auto told = toldByOthers()) return told;
+  if (auto told = deadlockFoundByOthers()) return told;
   Blocked now = stuck(record);
   if (confirmed(now)) return publish(now);
   const bool same = std::equal(
@@ -129,7 +129,7 @@ bool DeadlockFinder::confirmed(const Blocked& now) const {
   });
 }
 
-std::optional<Error> DeadlockFinder::toldByOthers() {
+std::optional<Error> DeadlockFinder::deadlockFoundByOthers() {
   if (published_.num_works == 0) return std::nullopt;
   for (int rank = 0; rank < transport_.size(); ++rank) {
     const WaitPlace* place = rank == rank_ ? nullptr : transport_.waitPlace(rank);

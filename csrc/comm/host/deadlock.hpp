@@ -26,7 +26,7 @@ class DeadlockFinder {
   std::optional<Error> end(const WaitRecord& record);
   // The deadlock in which another rank has found this one, as of its last check. A member that
   // finds it first goes on at once, which ends the operations of the others, too.
-  std::optional<Error> toldByOthers();
+  std::optional<Error> deadlockFoundByOthers();
 
  private:
   struct Seen {

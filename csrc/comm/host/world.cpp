@@ -190,7 +190,8 @@ void World::fail(Work& work, const Error& given) {
   // A member of a deadlock that went on after it ended this operation, too, but is not its reason.
   const bool ended_by_peer =
       given.kind() == ErrorKind::kAborted && deadlocks_ && blocking_ != nullptr;
-  const Error error = (ended_by_peer ? deadlocks_->toldByOthers() : std::nullopt).value_or(given);
+  const Error error =
+      (ended_by_peer ? deadlocks_->deadlockFoundByOthers() : std::nullopt).value_or(given);
   ErrorContext context = error.context();
   context.rank = rank();
   context.op = opName(work.call_.op);
@@ -253,7 +254,7 @@ void World::abortTransport(const std::string& reason) {
 }
 
 // What the others are told who wait for this rank: the reason for closing, and the error before it.
-std::string World::lastWordsLocked(const std::string& reason) const {
+std::string World::reasonForPeersLocked(const std::string& reason) const {
   if (first_cause_.empty() || reason.find(first_cause_) != std::string::npos) return reason;
   return (reason.empty() ? "" : reason + " ") + "after an error: " + first_cause_;
 }
@@ -265,7 +266,8 @@ void World::close(const std::string& reason) {
     std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
     over_.store(true, std::memory_order_relaxed);
-    const std::string last_words = lastWordsLocked(reason);  // before the operations fail by this
+    // Made before the operations fail by this closing.
+    const std::string reason_for_peers = reasonForPeersLocked(reason);
     for (const auto& work : queue_) {
       fail(*work, Error(ErrorKind::kAborted, "rank " + std::to_string(rank()) +
                                                  " closed its communicator during " +
@@ -274,7 +276,7 @@ void World::close(const std::string& reason) {
     dropEndedLocked();
     transport_->progress();
     leaveCountersLocked();
-    transport_->close(last_words);
+    transport_->close(reason_for_peers);
     stop_ = true;
   }
   progress_wanted_->notify_all();

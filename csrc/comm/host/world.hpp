@@ -98,7 +98,7 @@ class World {
   bool goesByLiveness() const noexcept { return deadlines_.byLiveness(); }
   // Whether the others are told anything: if not, the part need not tell the following.
   bool tells() const noexcept { return deadlines_.tells(); }
-  void tellOfPart(Deadlines::PartMoves moves);
+  void reportPartMoves(Deadlines::PartMoves moves);
   // The calling thread waits in an operation of the part.
   void beginWait();
   void endWait();
@@ -163,7 +163,7 @@ class World {
   [[noreturn]] void throwFailureLocked(const Work& work);
   void forgetLocked(Work& work);
   void failAllWithLocked(const std::vector<int>& ranks, const Error& error);
-  std::string lastWordsLocked(const std::string& reason) const;
+  std::string reasonForPeersLocked(const std::string& reason) const;
   std::string causeOfResyncLocked(const std::vector<int>& ranks);
   Error explainedLocked(const Work& work, const Error& error);
   void progressLocked();

@@ -38,9 +38,9 @@ void World::endActivity(uint64_t activity) {
   deadlines_.moves().end(activity, Clock::now());
 }
 
-void World::tellOfPart(Deadlines::PartMoves moves) {
+void World::reportPartMoves(Deadlines::PartMoves moves) {
   std::lock_guard lock(mutex_);
-  deadlines_.tellOfPart(std::move(moves));
+  deadlines_.reportPartMoves(std::move(moves));
 }
 
 void World::beginWait() {

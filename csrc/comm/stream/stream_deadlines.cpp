@@ -42,7 +42,7 @@ std::vector<int> StreamEngine::awaitedBy(const StreamWork& work) const {
 }
 
 // What the others hear of this rank's device operations (comm/host/liveness.hpp).
-void StreamEngine::tellMoves() {
+void StreamEngine::reportMoves() {
   if (world_ == nullptr || !world_->tells()) return;
   Deadlines::PartMoves moves{.awaited = {}, .last = {}, .count = next_seq_ + num_ended_};
   for (const WorkPtr& work : running_) {
@@ -57,7 +57,7 @@ void StreamEngine::tellMoves() {
   const auto last = recorder_.last();
   moves.last =
       last ? describe(*last) : "device operation #" + std::to_string(next_seq_ - 1) + " called";
-  world_->tellOfPart(std::move(moves));
+  world_->reportPartMoves(std::move(moves));
 }
 
 Error StreamEngine::timeoutOf(const StreamWork& work, double seconds,

@@ -81,7 +81,7 @@ void StreamEngine::checkUsable() const {
 void StreamEngine::checkMembers(const StreamWork& work) const {
   for (const StreamWork::Share& share : work.shares_) {
     const bool only_sent_to = share.expects == 0;
-    if (share.peer == rank_ || (didItsPart(share) && !only_sent_to)) continue;
+    if (share.peer == rank_ || (hasPosted(share) && !only_sent_to)) continue;
     if (board_->state(share.peer) != device::BoardState::kReady) {
       throw *departureError(work, mostInformative(work, share));
     }

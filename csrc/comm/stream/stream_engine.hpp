@@ -143,7 +143,7 @@ class StreamEngine final : public WorldPart {
                                            const StreamWork::Share& found) const;
   Error goneError(const StreamWork& work, const StreamWork::Share& share) const;
   bool lives(int rank, Clock::time_point now);
-  bool didItsPart(const StreamWork::Share& share) const;
+  bool hasPosted(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
   void collectEnded();
   void fail(const Error& error);
@@ -159,7 +159,7 @@ class StreamEngine final : public WorldPart {
   std::optional<Error> checkDeadline(StreamWork& work, Clock::time_point start,
                                      Clock::time_point now);
   std::vector<int> awaitedBy(const StreamWork& work) const;
-  void tellMoves();
+  void reportMoves();
   Error timeoutOf(const StreamWork& work, double seconds,
                   const std::optional<Deadlines::Stuck>& stuck) const;
 

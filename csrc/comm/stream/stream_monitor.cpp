@@ -171,7 +171,7 @@ Error StreamEngine::goneError(const StreamWork& work, const StreamWork::Share& s
                      work);
 }
 
-bool StreamEngine::didItsPart(const StreamWork::Share& share) const {
+bool StreamEngine::hasPosted(const StreamWork::Share& share) const {
   return board_->state(share.peer) == BoardState::kReady ||
          share.expected <= board_->validPosts(share.peer, rank_);
 }
@@ -197,8 +197,8 @@ std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point no
     if (!work.loss_seen_) work.loss_seen_ = now;
     // Its part may still be under way.
     const bool left = board_->state(share.peer) == BoardState::kClosed;
-    const auto grace = didItsPart(share) ? (left ? kLeaveGrace : kLossGrace)
-                                         : (left ? kNoticeGrace : milliseconds(0));
+    const auto grace = hasPosted(share) ? (left ? kLeaveGrace : kLossGrace)
+                                        : (left ? kNoticeGrace : milliseconds(0));
     if (now - *work.loss_seen_ < grace) continue;
     return goneError(work, share);
   }
@@ -241,7 +241,7 @@ void StreamEngine::fail(const Error& error) {
   board_->fail(rank_, error, valid_posts);
   released_.swap(running_);
   for (Peer& peer : peers_) peer.expected.clear();
-  tellMoves();
+  reportMoves();
   wake_.notify_all();
 }
 
@@ -265,7 +265,7 @@ StreamMover::WaitCheck StreamEngine::waitCheckOf(StreamWork& work) {
     const auto now = Clock::now();
     if (const std::optional<Error> loss = lossOf(work, now)) throw *loss;
     if (const std::optional<Error> late = checkDeadline(work, start, now)) throw *late;
-    tellMoves();
+    reportMoves();
   };
 }
 
@@ -275,7 +275,7 @@ void StreamEngine::checkHealth() {
     return;
   }
   compareCalls();
-  tellMoves();
+  reportMoves();
   try {
     mover_->checkHealth();
   } catch (const Error& error) {  // the mover has failed; the device itself goes on

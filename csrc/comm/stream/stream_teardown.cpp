@@ -104,7 +104,7 @@ void StreamEngine::close(const std::string& reason) {
   wake_.notify_all();
   watcher_.join();
   lock.lock();
-  tellMoves();
+  reportMoves();
   world_ = nullptr;
   settle();
 }

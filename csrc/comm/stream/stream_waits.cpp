@@ -177,7 +177,7 @@ bool StreamEngine::conclude(const WorkPtr& work, bool check_lives) {
     if (work->state_ != StreamWork::State::kRunning || failed_) break;
     const bool heard =
         share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
-    if (gone[i] && (!didItsPart(share) || !heard)) failWork(*work, goneError(*work, share));
+    if (gone[i] && (!hasPosted(share) || !heard)) failWork(*work, goneError(*work, share));
     agreed = agreed && heard;
     // The peer's entry may come later than its message. Only this peer's counts here: a member that
     // did its part may leave while another's entry is still on its way.

@@ -161,7 +161,7 @@ std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_re
   } else {
     device = std::make_shared<simulated::FastDevice>(ordinal);
   }
-  device->keepOutOfReach(std::move(out_of_reach));
+  device->setUnreachable(std::move(out_of_reach));
   return device;
 }
 

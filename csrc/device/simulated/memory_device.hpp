@@ -22,7 +22,7 @@ class MemoryDevice : public DeviceApi {
     return std::find(out_of_reach_.begin(), out_of_reach_.end(), other) == out_of_reach_.end();
   }
   // Call before the device is shared.
-  void keepOutOfReach(std::vector<int> others) { out_of_reach_ = std::move(others); }
+  void setUnreachable(std::vector<int> others) { out_of_reach_ = std::move(others); }
   bool isCapturing(Stream) override { return false; }
 
   void registerPinned(void* memory, size_t bytes) override {
