@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaptedModule", "adapt", "from_pretrained"]
 
-# While transformers makes or loads a model it changes its own class and torch's default dtype for the whole process. Of
-# two threads that do so at once the second puts back what the first had set, and no model has tied weights ever after.
+# While transformers makes or loads a model it changes its own class and torch's default dtype for the whole process. If
+# two threads did so at once, the second would put back what the first had set, and later models had no tied weights.
 _making = threading.Lock()
 
 _PLACES = ("positions", "cu_seqlens", "comm")
