@@ -29,6 +29,7 @@ lint: $(VENV)/.packages-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	.ci/rooms
+	.ci/style
 	git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
 
 format: $(VENV)/.packages-for-tests
