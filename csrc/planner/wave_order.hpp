@@ -22,7 +22,7 @@ class WaveOrder {
 
   explicit WaveOrder(const CostModel& cost) : cost_(cost) {}
 
-  // Of the last find().
+  // Order of the waves that the last find() found.
   const std::vector<size_t>& waves() const { return order_; }
   // Seconds of a pipeline that runs them so at their full heights.
   double seconds() const { return seconds_; }

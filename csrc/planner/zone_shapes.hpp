@@ -113,8 +113,8 @@ class ZoneShapes {
     return heights;
   }
 
-  // Of a pipeline with waves of these heights, the highest one first: each goes to the end where it
-  // costs less.
+  // Makespan of a pipeline with waves of these heights, the highest one first: each goes to the end
+  // where it costs less.
   double makespan(const std::vector<double>& heights) const {
     Solo solo(cost_.cluster().pipeline, share_);
     std::deque<double> times;

@@ -48,7 +48,7 @@ class Calibration:
     processor_model: CostModel | None = None
 
     def errors(self) -> list[float]:
-        """Of each sample, the relative error of the cost model's prediction."""
+        """Relative error of the cost model's prediction for each sample."""
         return [
             self.cost_model.seconds(
                 sample.lengths, sample.ranks, one_node=sample.one_node, one_domain=sample.one_domain

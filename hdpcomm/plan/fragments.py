@@ -110,7 +110,7 @@ def _cut_trees(
 ) -> dict[int, list[TreeFragment]]:
     """The fragments of each tree that is better cut, by its position in ``items``.
 
-    A tree that fits one rank is left whole. Of a larger one, parts for 1, 2, 4, ... ranks are compared with the whole
+    A tree that fits one rank is left whole. For a larger one, parts for 1, 2, 4, ... ranks are compared with the whole
     on as many ranks as it needs, by seconds x ranks.
     """
     cut = {}

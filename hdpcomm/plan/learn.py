@@ -226,7 +226,7 @@ class CostLearner:
         )
 
     def _found_speeds(self, samples: _Samples, ratios: Vector, deviation: float, least: float) -> Vector:
-        """Of each rank, relative to the median rank; 1 where noise would explain it, or where nothing is known.
+        """Speed of each rank relative to the median rank; 1 where noise would explain it, or where nothing is known.
 
         ``least``: share of what noise explains that counts.
         """

@@ -12,7 +12,7 @@ from hdpcomm.plan.specs import ModelSpec
 __all__ = ["Line", "StepMemory", "most_in_flight"]
 
 _CHUNK_BYTES = 16 << 20
-"""Of the loss, see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+"""Bytes of logits in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
 
 
 def most_in_flight(pipeline: int, chunks: int, device: int) -> float:

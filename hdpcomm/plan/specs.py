@@ -116,12 +116,12 @@ class ModelSpec:
 
     @property
     def expert_params(self) -> int:
-        """Of these, those of routed experts."""
+        """Parameters of routed experts, a part of all."""
         return 3 * self.hidden * (self.layers - self.dense_layers) * self.ffn * self.experts if self.experts > 1 else 0
 
     @property
     def expert_flops_per_token(self) -> float:
-        """Of :attr:`linear_flops_per_token`, those of routed experts."""
+        """The part of :attr:`linear_flops_per_token` in routed experts."""
         return 2.0 * self.expert_params / self.experts * self.top_k
 
     def dispatch_bytes_per_token(self, ranks: int) -> float:
@@ -139,7 +139,7 @@ class ModelSpec:
 
     @property
     def mixing_flops_per_token(self) -> float:
-        """Of these, the scores of attention in windows and the recurrences of linear layers."""
+        """The part of them in scores of windowed attention and recurrences of linear layers."""
         return self._mixed("linear_flops")
 
     @property

@@ -63,8 +63,8 @@ class Checkpoint:
     facts: Mapping[str, Any]
 
     def load_into(self, state: dict[str, Any]) -> None:
-        """Reads the tensors into those of ``state``, in place; other leaves are replaced. Of a
-        :class:`hdpcomm.train.tensor_part.TensorPart` only that part is read. Local.
+        """Reads the tensors into those of ``state``, in place; other leaves are replaced. A
+        :class:`hdpcomm.train.tensor_part.TensorPart` reads only its own part. Local.
 
         Raises: InvalidUsage where the checkpoint has no entry of that name, or one of another shape.
         """
@@ -303,7 +303,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    """Of what ``meta.json`` says, however it is spaced."""
+    """SHA-256 of what ``meta.json`` says, however it is spaced."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -104,7 +104,7 @@ def test_a_process_that_dies_fails_one_test() -> None:
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_nothing_is_left_in_the_temporary_folder(workers: str) -> None:
-    """Of a run that makes files, a cache, and ranks."""
+    """A run of tests that makes files, a cache, and ranks leaves the folder empty."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers]
     command += [

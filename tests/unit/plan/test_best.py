@@ -123,7 +123,7 @@ def test_groups_that_do_not_divide_a_node_lie_side_by_side_across_nodes() -> Non
 
 
 def test_packs_may_share_several_ranks() -> None:
-    """Of those of 4,461 tokens one fits onto a rank, and nine onto five."""
+    """One sequence of 4,461 tokens fits onto a rank, and nine fit onto five."""
     planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=256, capacity=8192, ranks_per_node=8))
     plan = planner.plan([4461] * 1880)
     planner.validate(plan, [4461] * 1880)

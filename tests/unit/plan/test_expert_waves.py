@@ -28,7 +28,7 @@ COSTS = CostModel(attention=1e-8, linear=3e-5, fixed=1e-3, experts=2e-5)
 
 
 def batches_of(*given: tuple[tuple[int, ...], int]) -> tuple[MicroBatch, ...]:
-    """Of (ranks, tokens)."""
+    """Micro-batches from pairs (ranks, tokens)."""
     return tuple(
         MicroBatch(i, ranks, (SequenceInfo(i, tokens),), 0.0, COSTS.seconds([tokens], len(ranks)))
         for i, (ranks, tokens) in enumerate(given)

@@ -106,7 +106,7 @@ def check_times(plan: StepPlan, found: dict, devices: int, stages: int) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_bound_is_below_every_plan(chunks: int) -> None:
-    """Of all packs, groups and orders of small steps."""
+    """Tries all packs, groups and orders of small steps."""
     rng = random.Random(chunks)
     tried = 0
     while tried < 40:
