@@ -45,9 +45,9 @@ class StepInputs:
         scale: factor of the losses in backward passes.
         gradients: of the backward passes; ``None``: an evaluation, which has none.
         around: (offload ratio, local tokens) of a micro-batch to what surrounds its forward pass.
-        ends: no other passes of the step follow, so gradients may leave during the last one.
         on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
             tokens, which others needed.
+        ends: no other passes of the step follow, so gradients may leave during the last one.
     """
 
     planned: PlannedStep
@@ -55,8 +55,8 @@ class StepInputs:
     scale: float = 1.0
     gradients: ReducedGradients | None = None
     around: Callable[[float, int], AbstractContextManager[None]] = lambda *_: nullcontext()
-    ends: bool = True
     on_pass: Callable[[int | None], object] = lambda _: None
+    ends: bool = True
 
 
 class Passes(Protocol):
