@@ -189,7 +189,11 @@ class _Run:
             error = failure
         raise_together(self.comm, error, order=self.comm.rank)
         for policy, trainer in self.trainers.items():
+            groups = trainer.optimizer.param_groups
+            decays = [group["weight_decay"] for group in groups]
             trainer.load_state_dict(state["policies"][policy])
+            for group, decay in zip(groups, decays, strict=True):
+                group["weight_decay"] = decay  # as this run is told, whatever the saved one was
 
     def _batches(self, loading: Loading, found: Checkpoint | None) -> Batches:
         corpus, config = self.corpus, self.config

@@ -108,6 +108,17 @@ def same_weights(a: Path, b: Path) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_another_weight_decay_counts_from_the_resumed_step_on(data: str, whole: Path, tmp_path: Path) -> None:
+    found = []
+    for decay in (0.1, 0.9):
+        out = begun(whole, tmp_path / f"run {decay}", 4)
+        run_threads(functools.partial(trained, data, str(out), "auto", weight_decay=decay), 2, timeout=100.0)
+        found.append(losses(out))
+    usual, other = found
+    assert usual[0] == other[0]  # the weights of the checkpoint
+    assert all(one != two for one, two in zip(usual[1:], other[1:], strict=True))
+
+
 def test_on_another_number_of_ranks(ranks: Ranks, data: str, whole: Path, tmp_path: Path) -> None:
     out = begun(whole, tmp_path / "run")
     ranks(3, trained, data, str(out), str(whole / "checkpoints/step-4"))
