@@ -1,9 +1,10 @@
-"""Small texts and errors that all ranks share while data is indexed."""
+"""Small texts, facts and errors that ranks tell each other."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -13,7 +14,7 @@ from hdpcomm.files import file_error
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["from_rank", "on_rank_0", "raise_together"]
+__all__ = ["from_rank", "gather_json", "on_rank_0", "raise_together"]
 
 T = TypeVar("T")
 
@@ -63,3 +64,15 @@ def on_rank_0(comm: Communicator | None, fn: Callable[[], str]) -> str:
             error = failure
     raise_together(comm, error)
     return from_rank(comm, text)
+
+
+def gather_json(comm: Communicator, own: Any) -> list[Any]:
+    """What each rank gives, on every rank. Collective over ``comm``."""
+    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    sizes = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
+    most = int(sizes.max())
+    everyone = torch.empty(comm.size, most, dtype=torch.uint8)
+    comm.all_gather(everyone, torch.nn.functional.pad(data, (0, most - len(data))))
+    rows = zip(everyone.numpy(), sizes.tolist(), strict=True)
+    return [json.loads(row[:size].tobytes()) for row, size in rows]

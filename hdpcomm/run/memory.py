@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from hdpcomm.comm import Mesh
+from hdpcomm.data.agree import gather_json
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_model
-from hdpcomm.run.step_record import gather_json
 from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:

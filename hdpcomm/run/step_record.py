@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import CostModel, Planner, RankTimes, StepPlan, Tree
 from hdpcomm.run.batches import LoadingCosts
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Mesh
     from hdpcomm.plan import ModelSpec
 
-__all__ = ["gather_json", "memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]
+__all__ = ["memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]
 
 
 def step_costs(
@@ -115,18 +115,6 @@ def memory_bytes(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return most
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def gather_json(comm: Communicator, own: Any) -> list[Any]:
-    """What each rank gives, on every rank. Collective over ``comm``."""
-    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
-    most = int(sizes.max())
-    everyone = torch.empty(comm.size, most, dtype=torch.uint8)
-    comm.all_gather(everyone, torch.nn.functional.pad(data, (0, most - len(data))))
-    rows = zip(everyone.numpy(), sizes.tolist(), strict=True)
-    return [json.loads(row[:size].tobytes()) for row, size in rows]
 
 
 def planned_rows(plan: StepPlan) -> list[dict[str, Any]]:

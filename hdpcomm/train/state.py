@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.dtensor import is_dtensor
 from hdpcomm.train.layout import Placement
@@ -60,7 +60,7 @@ class State:
             _put(found, path, value)
         own: list[Any] = [self._groups(), list(self._plain())]
         comm = self._mesh.comm if self._cut() else self._mesh.pipeline_comm
-        everyone = [own] if comm.size == 1 else _all_gathered(comm, own)
+        everyone = [own] if comm.size == 1 else gather_json(comm, own)
         for _, plain in everyone:
             for path, value in plain:
                 _put(found, path, value)
@@ -204,7 +204,7 @@ def _whole_tensors(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tup
         if value.written and value.boxes
     ]
     there: dict[Path, list[tuple[int, list[Any]]]] = {}
-    for rank, entries in enumerate(_all_gathered(comm, facts)):
+    for rank, entries in enumerate(gather_json(comm, facts)):
         for path, *fact in entries:
             there.setdefault(tuple(path), []).append((rank, fact))
     for path, entries in there.items():
@@ -264,16 +264,6 @@ def _get(state: Mapping[str, Any], path: Path) -> Any:
     for name in path:
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
-
-
-def _all_gathered(comm: Communicator, own: Any) -> list[Any]:
-    """What each rank gives, as JSON. Collective over ``comm``."""
-    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
-    everyone = torch.empty(comm.size, int(sizes.max()), dtype=torch.uint8)
-    comm.all_gather(everyone, torch.nn.functional.pad(data, (0, everyone.shape[1] - len(data))))
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes.tolist(), strict=True)]
 
 
 @torch.no_grad()
