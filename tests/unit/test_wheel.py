@@ -75,7 +75,7 @@ def test_only_a_tree_for_development_gets_the_module_of_the_tests(tree: Path, ed
         f"command.editable_mode = {editable}\n"
         "command.ensure_finalized()\n"
         "calls = []\n"
-        "subprocess.check_call = calls.append\n"
+        "subprocess.call = calls.append\n"
         "command.run()\n"
         "print(json.dumps(calls[0]))",
         cmake_args="-DHDPCOMM_TESTING=ON",

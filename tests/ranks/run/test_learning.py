@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm import mesh
 from hdpcomm.data import open_corpus
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import CostModel, CostSample, MicroBatch, RankTimes, SequenceInfo, StepPlan
@@ -52,7 +53,7 @@ def half_speed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
         return [*padded, *[0.0] * most, sum(own)]
 
     monkeypatch.setattr(step_record, "times_of", clock)
-    monkeypatch.setattr(run_costs, "shared_cores", lambda _: None)
+    monkeypatch.setattr(mesh, "shared_cores", lambda _: None)
     samples = [CostSample(1, (length,), BELIEVED.seconds([length])) for length in (50, 100, 200, 400)]
     monkeypatch.setattr(run_costs, "profile_samples", lambda *_, **__: samples)
     return plans

@@ -12,6 +12,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.cli.train_report import _queue_text
+from hdpcomm.comm import mesh
 from hdpcomm.data import open_corpus, open_stream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
@@ -37,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that share processors gain nothing from a queue, and their plans have none."""
-    monkeypatch.setattr(run_costs, "shared_cores", lambda _: None)
+    monkeypatch.setattr(mesh, "shared_cores", lambda _: None)
     samples = [CostSample(1, (length,), COST.seconds([length])) for length in (50, 100, 200, 300)]
     monkeypatch.setattr(run_costs, "profile_samples", lambda *_, **__: samples)
 

@@ -348,7 +348,7 @@ def test_runs_check_their_limits(tmp_path):
         {"steps": 0},
         {"policies": ("fast",)},
         {"policies": ()},
-        {"learning_rate": 0.0},
+        {"lr": 0.0},
         {"capacity": 0},
         {"dtype": "fp16"},
         {"zero": 2},
