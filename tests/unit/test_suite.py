@@ -102,11 +102,10 @@ def test_a_process_that_dies_fails_one_test() -> None:
     assert dealt.tests_finished
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_nothing_is_left_in_the_temporary_folder(workers: str) -> None:
+def test_nothing_is_left_in_the_temporary_folder() -> None:
     """A run of tests that makes files, a cache, and ranks leaves the folder empty."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1"]
     command += [
         "tests/unit/run/test_checkpoints.py::test_at_least_one_is_kept",
         "tests/ranks/comm/test_subsets.py::test_order_and_nesting",

@@ -100,8 +100,8 @@ def test_a_run_goes_on_with_and_without_a_queue(data: str, tmp_path: Path) -> No
 
 
 def test_ranks_that_take_from_the_queue_get_tokens_of_the_loader(data: str, tmp_path: Path) -> None:
-    one = rows(data, tmp_path / "one", ranks=1, loader=True, queue=False)
-    two = rows(data, tmp_path / "two", loader=True)
+    one = rows(data, tmp_path / "one", ranks=1, loader=True, queue=False, tokens_per_step=3000)
+    two = rows(data, tmp_path / "two", loader=True, tokens_per_step=3000)
     assert sum(row["queued"] for row in two) > 0
     assert [row["loss"] for row in two] == losses(one)
     read, least = (sum(row["loader_bytes"] for row in found) for found in (two, one))
