@@ -17,6 +17,7 @@ __all__ = [
     "num_bytes",
     "option",
     "positive",
+    "recompute",
     "seed",
     "share",
     "whole",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import index
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -105,13 +105,20 @@ class Mesh:
         return self._positions.clone()
 
     def cluster(
-        self, *, capacity: int | None = None, nics: int | None = None, uplinks: int | None = None, **sizes: Any
+        self,
+        *,
+        capacity: int | None = None,
+        chunks: int = 1,
+        split_backward: bool = False,
+        offload: bool = False,
+        nics: int | None = None,
+        uplinks: int | None = None,
     ) -> ClusterSpec:
         """The mesh as planners take it: its sizes, the hosts and domains that its HDP ranks lie on, and on CPUs the
         cores that they share. Collective over ``comm``.
 
         Args:
-            capacity, sizes: what else :class:`hdpcomm.plan.ClusterSpec` has (chunks, split_backward, offload).
+            capacity, chunks, split_backward, offload: of :class:`hdpcomm.plan.ClusterSpec`.
             nics: network interfaces of a host; ``None``: on CPUs one, else one for each rank.
             uplinks: links of a domain to others, where there are domains.
         """
@@ -134,7 +141,9 @@ class Mesh:
             expert=self.expert,
             nics=nics or (1 if on_cpu else None),
             cores=cores,
-            **sizes,
+            chunks=chunks,
+            split_backward=split_backward,
+            offload=offload,
         )
 
     def _subset(self, positions: torch.Tensor) -> Communicator:

@@ -25,9 +25,11 @@ from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree
 from hdpcomm.plan.waves import in_waves, sorted_for_waves, wave_times
 
-__all__ = ["POLICIES", "Planner"]
+__all__ = ["LONGEST_MEASURED", "POLICIES", "Planner"]
 
 POLICIES = ("balanced", "pipeline", "naive", "pow2", "static")
+LONGEST_MEASURED = 512
+"""Tokens of the longest sequence that is measured where nobody says: enough to tell the square term."""
 
 
 class _Solved(NamedTuple):
@@ -64,7 +66,7 @@ class Planner:
             number. A plan that has no more than that anyway stays as it is. Else groups are of neighbouring ranks, of
             which a rank has 4 at most; rings that leave each host once are made where there is room for their peers.
         queue: sequences that fit one rank wait in a queue (:attr:`StepPlan.queued`) in small micro-batches, from which
-            ranks take when they are free, so that a rank that has bad luck or is slower than was thought does less. A
+            ranks take when they are free, so that a rank that noise hits or that was thought faster does less. A
             step in which that would take longer has none. For ``balanced`` without pipelines and expert ranks.
 
     Example:
@@ -128,7 +130,14 @@ class Planner:
 
     @classmethod
     def measured(
-        cls, model: Any, comm: Any, *, capacity: int, longest: int = 512, policy: str = "balanced", queue: bool = False
+        cls,
+        model: Any,
+        comm: Any,
+        *,
+        capacity: int,
+        longest: int = LONGEST_MEASURED,
+        policy: str = "balanced",
+        queue: bool = False,
     ) -> Planner:
         """A planner by what ``model`` takes on these ranks, measured now (:func:`hdpcomm.train.profile_cost_model`).
 

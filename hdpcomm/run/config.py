@@ -54,7 +54,7 @@ class RunConfig(TrainingOptions):
 
     @property
     def on_mesh(self) -> bool:
-        """Whether ranks share a model, so that it takes a :class:`hdpcomm.parallel.Trainer`."""
+        """Whether ranks share a model: pipelines, tensor or expert ranks."""
         return self.pipeline * self.tensor * self.expert > 1
 
     @property

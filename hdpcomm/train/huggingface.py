@@ -30,13 +30,14 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner
+from hdpcomm.plan.planner import LONGEST_MEASURED
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import gather_sequences, sequences_of
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.plan_check import check_same_plan
-from hdpcomm.train.profile import LONGEST_PROFILED, profile_cost_model
+from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.replicas import ChangedBuffers, settings_of
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class HybridDataParallel:
     def _plan(self, lengths: list[int]) -> PlannedStep:
         ranks, optimizer = self.comm.size, cast(Any, self).optimizer
         if self._costs is None:
-            self._costs = profile_cost_model(self._adapted, self.comm, longest=min(LONGEST_PROFILED, max(lengths)))
+            self._costs = profile_cost_model(self._adapted, self.comm, longest=min(LONGEST_MEASURED, max(lengths)))
         capacity = self._capacity
         if capacity is None:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = [
-    "LONGEST_PROFILED",
     "forward_backward",
     "measured_planner",
     "processor_costs",
@@ -39,8 +38,6 @@ __all__ = [
     "weights_share",
 ]
 
-LONGEST_PROFILED = 512
-"""Tokens of the longest sequence that is measured where nobody says: enough to tell the square term."""
 _REPEATS = 3
 _STRIDE = 7919  # between the numbers of neighbouring tokens; prime, so that all numbers come
 
@@ -67,7 +64,7 @@ def profile_cost_model(
 
 
 def measured_planner(
-    model: nn.Module, comm: Communicator | Mesh, *, capacity: int, longest: int = LONGEST_PROFILED, **options: Any
+    model: nn.Module, comm: Communicator | Mesh, *, capacity: int, longest: int, policy: str, queue: bool
 ) -> Planner:
     """See :meth:`hdpcomm.plan.Planner.measured`."""
     mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
@@ -78,7 +75,7 @@ def measured_planner(
         )
     cluster = mesh.cluster(capacity=capacity)
     costs = profile_cost_model(model, mesh.hdp_comm, longest=min(longest, capacity), everyone=mesh.comm)
-    return Planner(None, cluster, cost_model=costs, **options)
+    return Planner(None, cluster, policy, costs, queue=queue)
 
 
 def profile_samples(

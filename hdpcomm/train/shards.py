@@ -61,7 +61,7 @@ class FetchAhead(FetchParts, Protocol):
 
 
 _ENOUGH = 8
-"""Labels that equal their tokens by luck are fewer than these."""
+"""Labels that equal their tokens by chance are fewer than these."""
 
 
 @dataclass(frozen=True, slots=True)
